@@ -1,4 +1,4 @@
-"""The errors of optimal tables beside the figures that the paper prints."""
+"""The errors of optimal tables, compared with the figures that the paper prints (`fewbit/catalog/paper.py`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from fewbit.sizes import counted
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """A function at one number of bits.
+    """The errors of a function's tables with one number of bits.
 
     Attributes:
-        paper: The figure that the paper prints, None if there is none.
-        discrete: The optimum of the paper's discrete problem, None without a printed figure.
-        reproduced: Whether `discrete` rounds to the printed figure, None without one.
+        paper: The error that the paper prints; None if it prints none.
+        discrete: The least error of the paper's discrete problem; None if the paper prints no error.
+        reproduced: Whether `discrete`, rounded, is the printed error; None if the paper prints no error.
         intervals: The least error of form "intervals" over all breaks.
         levels: The least error of form "levels" over all breaks.
-        ratio: `intervals` / `levels`, None if both are 0.
-        parity: Whether the intervals are those of f'(|x|), as in the paper, with the error of both halves.
+        ratio: `intervals` / `levels`; None if `levels` is 0.
+        parity: Whether, as in the paper, the intervals divide |x| because f' is even. `intervals` is then the error on both
+            halves of the domain.
     """
 
     function: str
@@ -43,7 +44,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Result):
-    """Errors beside the paper's, a ComparisonRow for each function and number of bits."""
+    """A comparison of errors with the paper's: a `ComparisonRow` for each function and number of bits."""
 
     rows: tuple[ComparisonRow, ...]
 
@@ -54,7 +55,7 @@ class Comparison(Result):
         return [asdict(row) for row in self.rows]
 
     def view(self) -> View:
-        """Return the table of errors beside the paper's."""
+        """Return the table that compares errors with the paper's."""
         columns = (
             Column(
                 "function", lambda row: row.function + "*" * row.parity, "name", once=True, least=16
@@ -108,11 +109,11 @@ def compare(
     *,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
-    """Solve for tables of both forms now, and compare their errors with the paper's Table 3.
+    """Solve tables of both forms anew, and compare their errors with the paper's Table 3.
 
     Args:
-        functions: Names or aliases; by default those of the paper's table, at its sizes, and Mish, for which the paper
-            has no figure.
+        functions: Names or aliases. By default the functions of the paper's table (ReLU with 1 bit only), and Mish, for
+            which the paper prints no error.
         bits: A number of bits, or several.
         progress: Called as ``progress(what, done, total)``.
     """

@@ -19,7 +19,7 @@ METRICS = ("error", "relative_error")
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """The tables of a function, one for each number of bits asked for."""
+    """The tables of a function, one for each requested number of bits."""
 
     function: str
     tables: tuple[Table, ...]
@@ -27,7 +27,7 @@ class ErrorRow:
 
 @dataclass(frozen=True, repr=False)
 class ErrorTable(Result):
-    """The errors of tables, an ErrorRow for each function."""
+    """The errors of tables, with an `ErrorRow` for each function."""
 
     rows: tuple[ErrorRow, ...]
     bits: tuple[int, ...]
@@ -36,12 +36,12 @@ class ErrorTable(Result):
 
     @property
     def title(self) -> str:
-        """The metric and the form."""
+        """The title, which names the metric and the form."""
         name = self.metric.replace("_", " ")
         return f"{name.capitalize()} of q, form {self.form}, by bits per element"
 
     def values(self) -> dict[str, dict[int, float]]:
-        """Return {function: {bits: the metric}}."""
+        """Return {function: {bits: error}}, or relative errors if `metric` says so."""
         return {
             row.function: {bits: self._value(row, bits) for bits in self.bits} for row in self.rows
         }
@@ -101,17 +101,17 @@ def error_table(
 ) -> ErrorTable:
     """Look up the errors of the best tables.
 
-    Shipped tables are used if there are any; others are solved on first use (:func:`fewbit.load_table`).
+    Tables that fewbit ships are used if there are any; others are solved on first use (:func:`fewbit.load_table`).
 
     Args:
-        functions: Names or aliases, or one of them; by default all functions that fewbit knows.
+        functions: A name or an alias, or several; by default all functions that fewbit knows.
         bits: A number of bits, or several.
-        weight: As for :func:`fewbit.solve`.
-        form: As for :func:`fewbit.solve`.
+        weight: The density by which errors count, as for :func:`fewbit.solve`.
+        form: "levels" or "intervals", as for :func:`fewbit.solve`.
         metric: "error" or "relative_error".
 
     Raises:
-        FewbitError: The metric is another one, or a table cannot be solved.
+        FewbitError: `metric` is neither of the two, or a table cannot be solved.
     """
     from fewbit.catalog.store import load_table
 
@@ -128,11 +128,11 @@ def error_table(
 
 
 def names_of(functions: str | Iterable[str] | None) -> list[str]:
-    """Return the names of functions that a user gave by names or aliases; of all functions for None."""
+    """Return the canonical names of the functions that a user gave by name or alias; for None, those of all functions."""
     names = known.names() if functions is None else as_tuple(functions, str)
     return [name if ":" in name else known.canonical(name) for name in names]
 
 
 def as_tuple(value, kind: type) -> tuple:
-    """Return several values, or a value of that kind alone, as a tuple."""
+    """Return a tuple of the values; a single value of the given type is a tuple of one."""
     return (value,) if isinstance(value, kind) else tuple(value)

@@ -1,4 +1,4 @@
-"""The list of built-in functions: parameters, aliases, domains, slopes and shipped tables."""
+"""The list of built-in functions: parameters, aliases, domains, limits of the derivative and shipped tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FunctionList(Result):
     """All built-in functions."""
 
     def records(self) -> list[dict]:
-        """Return a dict for each function, which JSON can represent. Infinite slopes are strings."""
+        """Return a dict for each function, which JSON can represent. Infinite limits of f' are strings."""
         return [_record(functions.get(name)) for name in functions.names()]
 
     def view(self) -> View:

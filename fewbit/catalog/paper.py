@@ -1,4 +1,4 @@
-"""The figures of the paper that fewbit's tables are compared with, as they are printed.
+"""The errors that the paper prints, with which the errors of fewbit's tables are compared.
 
 G. Novikov, D. Bershatsky, J. Gusak, A. Shonenkov, D. Dimitrov, I. Oseledets: Few-bit Backward:
 Quantized Gradients of Activation Functions for Memory Footprint Reduction. ICML 2023, PMLR 202.
@@ -36,14 +36,14 @@ PARITY = frozenset({"sigmoid", "tanh"})
 
 
 def printed_error(function, bits):
-    """Return the paper's figure for the canonical name of a function, or None."""
+    """Return the error that the paper prints for the canonical name of a function; None if it prints none."""
     return TABLE_3.get(function, {}).get(bits)
 
 
 def counterpart(table):
-    """Return the paper's figure if the paper solves the same problem as a table, else None.
+    """Return the error that the paper prints for the same problem as a table's; None if it prints none.
 
-    The function, its parameters, the number of levels, weight, domain and objective must be the same. The form may differ.
+    Function, parameters, number of levels, weight, domain and objective must be the same. The form may differ.
     """
     printed = printed_error(table.function, table.bits)
     if printed is None or (
@@ -66,10 +66,11 @@ def same_digits(error, printed):
 def discrete_optimum(function, bits, cells=CELLS):
     """Solve the paper's discrete problem (eq. 9): 2^bits intervals with ends on a grid.
 
-    Kinks must be on the grid, or the integrals lose accuracy; those of the paper's functions are at 0.
+    Kinks, the points at which f' is not smooth, must be on the grid, or the integrals lose accuracy. The paper's functions
+    have kinks at 0 only.
 
     Args:
-        function: The canonical name of a function. If it is in PARITY, the intervals are those of |x|.
+        function: The canonical name of a function. If it is in PARITY, the intervals divide |x|.
         bits: The number of bits.
         cells: The number of equal parts of the domain.
 

@@ -37,7 +37,7 @@ def make(name, request):
 
 
 def main(names):
-    """Make the tables of the named functions, by default of all."""
+    """Make the tables of the named functions, by default of all functions."""
     directory = tables_directory()
     for name in names or functions.names():
         name = functions.canonical(name)

@@ -77,14 +77,14 @@ def load_table(
 ):
     """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
 
-    A table of a named function that is not shipped, because of other parameters, another domain or the like, is solved on
-    first use and stored in `cache_directory`.
+    If the table of a named function is not shipped, because of its parameters, its domain or the like, it is solved on first
+    use and stored in `cache_directory`.
 
     Args:
-        function: As for `fewbit.solve`, as are all other arguments.
+        function: A name, a path or a callable. This and all other arguments are those of `fewbit.solve`.
         bits: 1 to 8.
         form: "levels" or "intervals".
-        weight: The density of the error.
+        weight: The density by which errors count.
         domain: The interval (a, b).
         objective: "mse", "unbiased" or "minimax".
         tails: "free" or "pinned".

@@ -1,4 +1,4 @@
-"""A table in a terminal: its quality, its picture and its levels; and several tables, a line for each."""
+"""Tables in a terminal: one table with its quality, picture and levels, or several tables with a line for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PICTURE_WIDTH = 80
 
 
 class TableReport:
-    """A table as rich shows it."""
+    """A table as the library rich prints it."""
 
     def __init__(self, table: Table):
         self.table = table

@@ -1,4 +1,4 @@
-"""Recompute the errors that tables claim, by other means than the solver's.
+"""Recompute the errors that tables claim, with a method that differs from the solver's.
 
 The solver integrates with Gauss-Legendre rules on its own cells. This module cuts the domain into intervals on which f', q
 and the weight are smooth, and integrates over each of them with SciPy's adaptive tanh-sinh quadrature.
@@ -32,8 +32,8 @@ class Finding:
         index: The table's place in the file, from 0.
         table: The `fewbit.Table`.
         recomputed: The recomputed error; None if it could not be recomputed.
-        problems: The claims that do not hold, one line for each.
-        unchecked: The reason if the error could not be recomputed, else None.
+        problems: The claims of the table that do not hold, one line for each.
+        unchecked: The reason why the error could not be recomputed; None if it was.
     """
 
     path: str
@@ -68,13 +68,13 @@ class Finding:
 
 
 def verify(path, *, function=None, weight=None):
-    """Check every table of a file: schema, error, relative error, lower bound, and that errors never rise with bits.
+    """Check every table of a file: schema, errors, lower bound, and that errors never rise with the number of bits.
 
     Args:
         path: The path of a file of tables.
         function: A callable or `package.module:name`, for tables of a function that is not built in. A name in
             the file is never imported.
-        weight: The density, for tables whose weight is a callable.
+        weight: The density by which errors count, for tables whose weight is a callable.
 
     Returns:
         A list of `Finding`, one for each table.
@@ -111,7 +111,7 @@ def recompute_error(table, weight=None):
 
     Args:
         table: A table with a known `activation`.
-        weight: The density, if the table's weight is a callable.
+        weight: The density by which errors count, if the table's weight is a callable.
 
     Returns:
         The error, a float.

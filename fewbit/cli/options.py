@@ -1,4 +1,4 @@
-"""Arguments and options, each kind with one mechanism.
+"""The arguments and options of the commands: how they are parsed and checked.
 
 A click type parses a value, and a callback does checks that need several values or other options. The ranges of numbers are
 checked by the library, whose messages say what it expects.
@@ -18,7 +18,7 @@ PICTURES = (".png", ".svg")
 
 
 def given(**options):
-    """Return the options that the user gave. The library has the defaults of the others."""
+    """Return the options that the user gave. For the others the defaults of the library hold."""
     return {name: value for name, value in options.items() if value not in (None, ())}
 
 
@@ -60,7 +60,7 @@ class TableSource(click.ParamType):
 
 
 class Parameter(click.ParamType):
-    """A parameter of a function, NAME=VALUE; becomes a pair of the name and a float."""
+    """A parameter of a function, NAME=VALUE, which becomes a pair of the name and a float."""
 
     name = "parameter"
 
@@ -151,7 +151,7 @@ function_option = click.option(
 
 
 def number(name, help, metavar="N", type=int):
-    """Return an option for a number. Its range is checked by the library."""
+    """Return an option for a number. The library checks the number's range."""
     return click.option(name, type=type, metavar=metavar, help=help)
 
 

@@ -17,7 +17,7 @@ def print_json(value):
 
 
 def print_result(result, as_json, *saved):
-    """Print a result: with `as_json` its records or its document, else for people, with the paths that were written."""
+    """Print a result as JSON if `as_json` is true, else as text for people, with the paths of the files that were written."""
     if not as_json:
         print_report(result, *saved)
     elif hasattr(result, "to_dict"):
@@ -43,7 +43,7 @@ def print_report(report, *saved):
 
 @contextmanager
 def needs_torch(command):
-    """Raise FewbitError if an import inside the block fails because torch is not installed."""
+    """Raise FewbitError if an import inside the `with` block fails because torch is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ def select_tables(source, request, function, several):
     Args:
         source: The name of a function, or a file.
         request: The options of a table, {name: value or None}.
-        function: `package.module:name` of the function of a file's tables, or None.
+        function: The function of a file's tables as `package.module:name`, or None.
         several: Whether there may be more than one.
 
     Raises:

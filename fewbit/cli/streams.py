@@ -11,7 +11,7 @@ import sys
 class OutputLost(BaseException):
     """Raised if standard output is closed or full, or the process that reads it has ended.
 
-    A BaseException, so that no `except Exception` mistakes it for a failure of the command itself.
+    This is a BaseException, so that no `except Exception` mistakes it for a failure of the command itself.
     """
 
 
@@ -56,8 +56,8 @@ class _Errors(_Output):
 def secure() -> None:
     """Replace sys.stdout and sys.stderr. A failed write raises `OutputLost` on stdout, and is ignored on stderr.
 
-    A character that the encoding lacks is shown as a question mark. The number of a closed descriptor is reserved
-    (opened on the null device), so that no file that is opened later gets that number.
+    A character that the encoding lacks is shown as a question mark. A standard stream that is closed is opened on the null
+    device, so that no file that is opened later gets the stream's number.
     """
     closed = {number for number in (0, 1, 2) if _is_closed(number)}
     sys.stdout = _stream(_Output(-1 if 1 in closed else 1), sys.stdout)

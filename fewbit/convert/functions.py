@@ -1,6 +1,6 @@
-"""The function mode of a converted model: functions that its forward calls run as fewbit's while the model trains.
+"""The function mode of a converted model: while the model trains, it replaces torch functions by fewbit's.
 
-`FunctionMode.TABLE` lists the functions; docs/decisions/0009 says why they are a table.
+`FunctionMode.TABLE` lists the functions that are replaced, such as F.gelu; docs/decisions/0009 says why they are a table.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ _EXPOSING = {
 
 @dataclass(frozen=True)
 class FunctionQuantizers:
-    """The settings of functions that modules call.
+    """The settings for functions that modules call, such as F.linear.
 
     Attributes:
-        quantizer: makes the copies of functions that are no part of attention.
-        activation_bits: of codes.
-        attention_quantizer: makes the copies of functions that are part of attention.
-        own: {name of a call: its quantizer}, of those that have happened.
+        quantizer: quantizes what functions save, except for functions of attention.
+        activation_bits: bits of the code that an activation saves for each element.
+        attention_quantizer: quantizes what functions of attention save.
+        own: {name of a call, as `name_of_call` makes it: the quantizer of the function}, for the calls so far.
     """
 
     quantizer: Quantizer
@@ -112,7 +112,7 @@ class FunctionQuantizers:
     own: dict[str, Quantizer] = field(default_factory=dict, compare=False)
 
     def call(self, ours, family, function, args, kwargs):
-        """Call a function of fewbit's with these settings, or torch's `function` if fewbit's cannot take the arguments."""
+        """Call fewbit's function `ours` with these settings, or torch's `function` if `ours` cannot take the arguments."""
         if family == "exact":
             return ours(*args, **kwargs)
         if family == "quantized":
@@ -147,17 +147,17 @@ class FunctionQuantizers:
 
 
 def name_of_call(path: str, function: str) -> str:
-    """Return the name of a function that the module at a path calls."""
+    """Return the name under which fewbit lists a function that the module at a path calls."""
     return f"{path}:{function}"
 
 
 def bits_of_call(function: str, bits: int) -> int:
-    """Return the bits of the codes of an activation that a module calls. bits: if its derivative has more than two values."""
+    """Return the bits of an activation function's codes: 1 if the derivative has two values, else `bits`."""
     return 1 if function in _ONE_BIT else bits
 
 
 class FunctionMode(TorchFunctionMode):
-    """The mode in which torch's functions of the table run as fewbit's, if gradients are enabled."""
+    """The mode in which fewbit's functions run in place of torch's functions in `TABLE`, if gradients are enabled."""
 
     TABLE = _table()
 
@@ -189,15 +189,15 @@ class FunctionMode(TorchFunctionMode):
             context.cache.stop_sharing(args[0])
 
     def depth_outside(self) -> int:
-        """Return how often a forward that begins in this thread may find the mode entered: if it is, it was left behind."""
+        """Return how often this mode is on torch's stack outside of a forward pass: 0. More were left behind by a pass."""
         return 0
 
     def depth(self) -> int:
-        """Return how often this mode is entered in this thread."""
+        """Return how often this mode is on torch's stack of modes in this thread."""
         return sum(mode is self for mode in _get_current_function_mode_stack())
 
     def cut(self, depth: int) -> None:
-        """Exit this mode until it is entered only `depth` times. Other modes on torch's stack stay entered."""
+        """Remove this mode from torch's stack until it is there only `depth` times. Other modes stay on the stack."""
         above = []
         try:
             while self.depth() > depth:

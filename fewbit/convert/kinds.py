@@ -1,4 +1,4 @@
-"""The registry of kinds: the class that each class of module is converted to, or the reason why it stays as it is."""
+"""The registry of kinds: the class to which each class of module is converted, or the reason why none exists."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ OWN_FORWARD = "its forward was replaced on the instance, so its class does not s
 
 
 class Kind(NamedTuple):
-    """The class that a module is converted to.
+    """The class to which a module is converted.
 
     Attributes:
         becomes: the class, a subclass of the module's own.
-        family: one of the families above.
-        attributes: {name: value} of the attributes that the new class needs and the old one lacks.
+        family: ACTIVATION, CONVOLUTION, LAYER or EXACT, constants of this file.
+        attributes: {name: value} of the attributes that the new class needs and the old class lacks.
     """
 
     becomes: type[nn.Module]
@@ -41,12 +41,12 @@ class Kind(NamedTuple):
 
     @property
     def one_bit(self) -> bool:
-        """Return whether the kind is an activation whose derivative has two values, so that 1 bit is exact."""
+        """Return whether the kind is an activation whose derivative has two values, which 1 bit represents exactly."""
         return issubclass(self.becomes, TwoValued)
 
 
 def is_activation(cls: type) -> bool:
-    """Return whether the class is an activation of fewbit's."""
+    """Return whether the class is one of fewbit's activations."""
     return cls.__module__ == few.GELU.__module__
 
 
@@ -109,7 +109,7 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return the kind that the module can be converted to, by its class and settings; None if there is none."""
+    """Return the kind to which a module with this class and these settings is converted; None if there is none."""
     cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
@@ -137,7 +137,7 @@ def _misfit_of(module: nn.Module) -> str | None:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Return why a module without a `kind_of` is not converted; None if that needs no explanation."""
+    """Return why a module for which `kind_of` returns None is not converted; None if a user expects no reason."""
     cls = class_of(module)
     if cls in LEFT_ALONE:
         return LEFT_ALONE[cls]
@@ -156,7 +156,7 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def replaced(module: nn.Module) -> str | None:
-    """Describe the monkey patch of the module's forward, or of a function it calls; None if there is none."""
+    """Describe the monkey patch of the module's forward or of a function that it calls; None if there is none."""
     cls = class_of(module)
     for name, value in vars(module).items():
         if callable(value) and callable(getattr(cls, name, None)):
@@ -195,17 +195,17 @@ def _is_of(code, module) -> bool:
 
 
 def is_like_an_activation(module: nn.Module) -> bool:
-    """Return whether the module's class is a subclass of an activation of torch."""
+    """Return whether the module's class is one of torch's activations or a subclass."""
     return isinstance(module, tuple(ACTIVATIONS))
 
 
 def is_fewbit(module: nn.Module) -> bool:
-    """Return whether the module's class is a layer of fewbit's."""
+    """Return whether the module's class is one of fewbit's layers."""
     return isinstance(module, Quantized) or type(module).__module__.startswith("fewbit.nn.")
 
 
 def name_of(cls: type) -> str:
-    """Return the name under which a user finds a class of fewbit's; "fewbit's" if the class stands for one of transformers."""
+    """Return the public name of one of fewbit's classes; "fewbit's" for a subclass of a class of transformers."""
     if is_activation(cls):
         return f"fewbit.{cls.__name__}"
     return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"

@@ -1,4 +1,4 @@
-"""The facts about a converted model that policies start from."""
+"""The facts about a converted model from which a policy starts. A policy chooses bits while the model trains."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class ModelFacts:
     """The names of a model's layers, and which of their bits a policy chooses.
 
     Attributes:
-        names: of all layers, functions and attention that may save quantized tensors.
-        channels: {name: number of channels} of layers whose input has channels in dimension 1.
-        chosen_activations: names of few-bit activations whose bits the policy chooses.
-        given_activations: {name: bits} of few-bit activations whose bits the user gave.
-        average: bits per element that the policy starts from.
-        budget: bytes that `average` was computed from; None if there is no budget.
-        elements: {(name, slot): number of elements} of the tensors that share the budget; None if there is no budget.
+        names: the names of all layers, called functions and attention that may save quantized tensors.
+        channels: {name: number of channels}, for layers whose input has channels in dimension 1.
+        chosen_activations: the names of few-bit activations whose bits the policy chooses.
+        given_activations: {name: bits}, for few-bit activations whose bits the policy does not choose.
+        average: the average of bits per element with which the policy starts.
+        budget: the bytes from which `average` was computed; None if there is no budget.
+        elements: {(name, number of the layer's input): number of elements}, for the saved tensors among which the budget is
+            divided; None if there is no budget.
     """
 
     names: tuple[str, ...]
@@ -44,7 +45,7 @@ def facts_of(
     budget: int | None = None,
     elements: Mapping[tuple[str, int], int] | None = None,
 ) -> ModelFacts:
-    """Return the facts about a converted model; `average`, `budget` and `elements` as in `ModelFacts`."""
+    """Return the facts about a converted model. The last three arguments are stored as attributes of `ModelFacts`."""
     chosen, given = _activations(selected)
     return ModelFacts(_names(model), _channels(model), chosen, given, average, budget, elements)
 

@@ -21,10 +21,10 @@ class ConvertedModule(NamedTuple):
         path: The dotted path, "" for the model itself.
         before: The old class.
         after: The new class.
-        bits: The bits of its quantized input (an average, if samples share bits) or its codes; None if the module saves less
-            than that and stays exact.
-        shared: Whether the module saves nothing of its own, because it uses the fixed-point copy of a norm; None if it
-            follows such a norm and no sample has shown whether it uses the copy.
+        bits: The bits per element of the quantized input or of the codes; an average if samples may have different bits.
+            None if the module's gradients stay exact.
+        shared: Whether the module saves nothing of its own, because it uses the tensor that a norm has saved in fixed point.
+            None if the module follows such a norm, and no forward pass has shown whether it does so.
     """
 
     path: str
@@ -35,7 +35,7 @@ class ConvertedModule(NamedTuple):
 
     @property
     def saves(self) -> str:
-        """The saved bits in words."""
+        """The saved bits per element, as text."""
         if self.shared:
             return "the norm's"
         return _bits(self.bits) + (" or the norm's" if self.shared is None else "")
@@ -55,9 +55,11 @@ class Report(Result):
 
     Attributes:
         converted: The modules that were replaced.
-        left_alone: The modules that were not, each with the reason.
-        saved: {op: bytes saved for backward} before and after, if a sample was given.
-        functions: The bits of functions that a forward calls (of inputs, attention, activations), if those are compressed.
+        left_alone: The modules that were not replaced, each with the reason.
+        saved: {op: bytes that it saves for the backward pass}, before and after the conversion; None if `compress_` got no
+            `sample`.
+        functions: The bits per element that called functions save of inputs, of attention and of activations; None if
+            functions are not compressed.
         is_training: Whether the model was in training mode when `saved` was measured.
         notes: Lines about the model as a whole.
     """
@@ -74,7 +76,7 @@ class Report(Result):
         return [row._asdict() for row in self.converted]
 
     def view(self) -> View:
-        """Return the table of modules, the notes, and the table of bytes if a sample was given."""
+        """Return the table of modules, the notes, and the table of bytes if `saved` is not None."""
         count = len(self.converted)
         title = f"{counted(count, 'module')} converted" if count else "no module converted"
         columns = (

@@ -28,14 +28,14 @@ class Selection:
     overrides: Mapping[str, object] | None = None
 
     def of(self, model: nn.Module, settings: ResolvedSettings) -> list[Selected]:
-        """Return every module of the model and every activation that a module holds as a function.
+        """Return every module, and every activation function that a module has as an attribute, with its settings.
 
         Args:
             model: the model.
-            settings: those of modules for which no override says anything else.
+            settings: the settings of modules that no override changes.
 
         Raises:
-            InputError: a glob matches no module, or an argument cannot be used.
+            InputError: a glob matches no module, or an argument is invalid.
         """
         found = _found(model)
         included = _matches(found, self.include, "include")
@@ -49,13 +49,13 @@ class Selection:
 
 
 class Selected(NamedTuple):
-    """One module and its settings.
+    """One module, or one activation function that a module has as an attribute, and its settings.
 
     Attributes:
-        path: its dotted path, "" for the model itself; the first one of a shared module.
-        module: the module, or the owner of an activation that is held as a function.
-        attribute: the owner's attribute that holds the function, else None.
-        settings: None if the module is excluded.
+        path: the dotted path, "" for the model itself. Of a module with several paths it is the first.
+        module: the module, or the module that has the function as an attribute.
+        attribute: the name of the attribute that is the function; None for a module.
+        settings: the settings; None if the module or function must not be converted.
     """
 
     path: str

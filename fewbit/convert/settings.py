@@ -1,4 +1,4 @@
-"""The settings of one module: those of the configuration, of the model's layers and of overrides, resolved."""
+"""The settings of one module, resolved from the configuration, `layers` and `overrides` of `compress_`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ class ResolvedSettings:
     """The settings of one module.
 
     Attributes:
-        bits: the bits of quantized inputs; an average if `has_policy`.
-        activation_bits: the bits of few-bit activations.
-        attention_bits: the bits of q, k and v; None: as many as `bits`, and at least ATTENTION_BITS if bits do not adapt.
-        group_size, min_dtype, copies, functional: as in `LayerSettings`.
-        fuses_norms, has_policy: as in `BitConfig`.
+        bits: the bits per element of quantized inputs; an average if `has_policy`.
+        activation_bits: the bits of the code that a few-bit activation saves for each element.
+        attention_bits: the bits per element of q, k and v. None stands for `bits`, or for ATTENTION_BITS if that is more and
+            `adapts` is False.
+        group_size, min_dtype, copies, functional: see `fewbit.config.LayerSettings`.
+        fuses_norms, has_policy: see `fewbit.config.BitConfig`. A policy chooses bits while the model trains.
         adapts: whether a policy chooses the bits of the module's inputs.
-        chooses_activation_bits: whether a policy chooses the bits of the module, if it is an activation.
-        families: the families of `kinds` that are converted.
+        chooses_activation_bits: whether a policy chooses `activation_bits`.
+        families: the families of modules that are converted (`fewbit/convert/kinds.py`).
     """
 
     bits: float = 4
@@ -55,16 +56,17 @@ class ResolvedSettings:
 
     @property
     def bits_of_attention(self) -> float:
-        """The bits of q, k and v."""
+        """The bits per element of q, k and v."""
         if self.attention_bits is not None:
             return self.attention_bits
         return self.bits if self.adapts else max(self.bits, ATTENTION_BITS)
 
     def changed(self, change: LayerSettings) -> ResolvedSettings:
-        """Return the settings of a module for which an override says `change`.
+        """Return the settings of a module that an override changes.
 
         Raises:
-            InputError: the change says an average although there is no policy, or two copies of fused norms.
+            InputError: the change has a number of bits that is not whole although there is no policy, or `copies=2` although
+                norms save their input in fixed point.
         """
         given = {field.name: getattr(change, field.name) for field in fields(change)}
         given = {name: value for name, value in given.items() if value is not None}
@@ -86,16 +88,16 @@ class ResolvedSettings:
         return self
 
     def make_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
-        """Make the quantizer of a layer's inputs."""
+        """Make the quantizer for the inputs of the layer with this name."""
         return self._quantizer(self.bits, context, name, not self.adapts)
 
     def make_attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
-        """Make the quantizer of q, k and v."""
+        """Make the quantizer for q, k and v of the attention with this name."""
         is_fixed = not self.adapts or self.attention_bits is not None
         return self._quantizer(self.bits_of_attention, context, name, is_fixed)
 
     def make_function_quantizers(self, context: ForwardContext) -> FunctionQuantizers:
-        """Make the quantizers of functions that a forward calls."""
+        """Make the quantizers for the functions that a forward pass calls."""
         return FunctionQuantizers(
             self.make_quantizer(context),
             self.activation_bits,
@@ -117,14 +119,14 @@ class ResolvedSettings:
 
 
 def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:
-    """Return the settings of the modules of a model for which no override says anything else.
+    """Return the settings of the modules of a model that no override changes.
 
     Args:
-        config: who chooses bits.
-        layers: settings that differ from the usual ones.
+        config: the configuration, which says who chooses bits.
+        layers: the settings that differ from the defaults.
 
     Raises:
-        InputError: `layers` is no LayerSettings, has `bits`, or excludes something of `config`.
+        InputError: `layers` is neither a LayerSettings nor a mapping of its fields, has `bits`, or contradicts `config`.
     """
     usual = ResolvedSettings(
         bits=config.initial_bits,

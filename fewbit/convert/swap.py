@@ -38,13 +38,13 @@ _FUNCTIONS = "_fewbit_functions"
 
 @dataclass
 class Original:
-    """The class and the attributes that a module had before its conversion. It travels with copies and pickles of the module.
+    """The class and the attributes that a module had before its conversion. Copies and pickles of the module include it.
 
     Attributes:
-        cls: the class.
+        cls: the class before the conversion.
         becomes: the class that the conversion gave the module.
-        attributes: those that the conversion replaced.
-        added: names of those that it added.
+        attributes: {name: old value} of the attributes that the conversion replaced.
+        added: the names of the attributes that the conversion added.
     """
 
     cls: type
@@ -68,7 +68,7 @@ class Conversion(NamedTuple):
 
     Attributes:
         report: the modules that were converted, and those that were not.
-        context: the context that the model's layers share.
+        context: the object that all layers of the model have in common.
         selected: the modules of the model and their settings, selected before their classes changed.
     """
 
@@ -83,19 +83,19 @@ def convert(
     selection: Selection | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> Conversion:
-    """Convert the modules of a model, and the functions that its forward calls, with given settings.
+    """Convert the modules of a model, and the functions that these modules call, with given settings.
 
-    An earlier conversion is undone first, so that the new settings hold alone; if `settings` are for activations alone, other
-    modules stay as they are.
+    An earlier conversion is undone first, so that only the new settings hold. But if `settings.families` has only
+    activations, nothing is undone, and other modules stay as they are.
 
     Args:
         model: the model, which changes in place.
-        settings: those of modules for which no override says anything else.
+        settings: the settings of modules that no override changes.
         selection: the modules that are converted; all of them by default.
-        before: called when everything is checked and undone, before anything is converted.
+        before: is called after the checks and the undoing, before anything is converted.
 
     Raises:
-        InputError: the model is not a module, or the selection cannot be used.
+        InputError: the model is not a module, or the selection is invalid.
     """
     check_model(model)
     selection = selection or Selection()
@@ -125,7 +125,7 @@ def convert(
 
 @whole_or_not_at_all
 def restore_(model: nn.Module) -> None:
-    """Undo `compress_`: every converted module has its class back. Modules made as fewbit's own stay.
+    """Undo `compress_`: give each converted module its class back. Modules created from fewbit's classes stay.
 
     If a parametrization or fully_shard has subclassed the class of a converted module, that subclass is rebuilt on
     the module's original class.
@@ -174,7 +174,7 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def name_of_attention(path: str) -> str:
-    """Return the name of the tensors q, k and v that the module at a path saves."""
+    """Return the name under which fewbit lists the tensors q, k and v of the module at a path."""
     return f"{path}:attention"
 
 

@@ -1,4 +1,4 @@
-"""Attention of transformers' models, through transformers' interface for implementations of attention.
+"""Attention in models of transformers, through transformers' interface for implementations of attention.
 
 `install` registers an implementation "fewbit" and makes a model use it; `remove` undoes that. This file imports transformers
 only if the process has imported it already.
@@ -43,15 +43,16 @@ def install(
     model: nn.Module,
     quantizer: Quantizer | Callable[[str, nn.Module], Quantizer | None],
 ) -> tuple[list[str], dict[str, str]]:
-    """Make the models of transformers inside `model` save q, k and v of attention quantized.
+    """Make the models of transformers inside `model` save q, k and v of their attention quantized.
 
-    The attention implementation of their configurations becomes "fewbit" if it was "sdpa". It computes what "sdpa" computes,
-    with the same masks. `config` objects change, so models that share one share the implementation; a model among them that
-    was not converted then runs "sdpa". A second call replaces the quantizers.
+    If the attention implementation in a model's `config` is "sdpa", it becomes "fewbit", which computes the same result with
+    the same masks. Several models may have the same `config` object; for those that were not converted, "fewbit" runs
+    "sdpa". A second call replaces the quantizers.
 
     Args:
         model: the model, which changes in place.
-        quantizer: one for all modules, or a function (path, module) that returns a quantizer, or None to leave the module.
+        quantizer: one quantizer for all modules, or a function (path, module) that returns a module's quantizer, or None if
+            the module must not change.
 
     Returns:
         The paths of attention modules that use the implementation, and {path: reason} of the models that do not.

@@ -1,4 +1,4 @@
-"""Gated units of transformers' models."""
+"""Gated units, act(gate) * up, in models of transformers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fewbit.nn.base import Quantized
 
 
 class Unit(NamedTuple):
-    """One way to write a gated unit.
+    """One way in which transformers writes the forward of a gated unit.
 
     Attributes:
-        act: the attribute that holds the activation.
-        source: of the forward that is recognized.
-        forward: forward(module, x, product) computes it, if product(gate, up) returns act(gate) * up.
+        act: the name of the attribute that is the activation.
+        source: the source of the forward, by which the class is recognized.
+        forward: forward(module, x, product) returns the unit's result; product(gate, up) must return act(gate) * up.
     """
 
     act: str
@@ -27,12 +27,12 @@ class Unit(NamedTuple):
     forward: Callable
 
     def mixin(self) -> type[GatedUnit]:
-        """Return the mixin of adapted classes that are written in this way."""
+        """Return the mixin for classes whose forward is written in this way."""
         return type("GatedUnit", (GatedUnit,), {"__module__": __name__, "unit": self})
 
 
 class GatedUnit(Quantized):
-    """A mixin that saves gate and up as `fewbit.functional.swiglu` does. Its linear layers save their own inputs.
+    """A mixin that saves gate and up as `fewbit.functional.swiglu` does. The unit's linear layers save their own inputs.
 
     With an activation other than SiLU, GELU and ReLU it computes what the original does.
     """

@@ -1,11 +1,11 @@
-"""The classes that modules of transformers become.
+"""Adapted classes: subclasses of transformers' module classes that save quantized tensors.
 
-transformers defines a class of its own for the same few computations in every model. `becomes` recognizes them by the source
-of their forward, except for names of variables. A class that a later version changes is therefore left alone. transformers
-is not imported unless the process has imported it already.
+In transformers every model defines its own classes for the same few computations. `becomes` recognizes such a class by the
+source of its forward, in which only the names of variables may differ. A class that a later version of transformers changes
+is therefore left alone. transformers is not imported unless the process has imported it already.
 
-An adapted class is a subclass of the module's own, made on first use, for assignment to `module.__class__`. The module then
-needs a `quantizer`. In eval mode it is torch's own.
+An adapted class is a subclass of the module's class, made on first use, that a conversion assigns to `module.__class__`. The
+module then needs an attribute `quantizer`. In evaluation mode it computes what the original class computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["adapted", "becomes", "is_adapted", "misfit_of", "original"]
 
 
 def becomes(module: nn.Module) -> type[nn.Module] | None:
-    """Return the subclass of its own class that a module can be given; None if the module is not recognized.
+    """Return the adapted class for a module; None if the module is not recognized.
 
     transformers' Conv1D, and the root-mean-square norms and gated units of its models are recognized.
     """
@@ -34,7 +34,7 @@ def becomes(module: nn.Module) -> type[nn.Module] | None:
 
 
 def misfit_of(module: nn.Module) -> str | None:
-    """Return why a module of a recognized class is not converted; None if it is, or if the class is not recognized."""
+    """Return why a module cannot be converted although its class is recognized; else None."""
     adapter = _adapter(class_of(module))
     if adapter is None or not issubclass(adapter, RMSNorm):
         return None
@@ -63,7 +63,7 @@ class _Adapted:
 
 @cache
 def adapted(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that modules of a class of transformers become, if `becomes` recognizes them."""
+    """Return the adapted class for a class of transformers that `becomes` recognizes."""
     doc = f"{cls.__name__} that saves quantized tensors."
     attributes = {"__module__": __name__, "__doc__": doc, "original": cls}
     return type(cls.__name__, (_Adapted, _adapter(cls), cls), attributes)

@@ -1,4 +1,4 @@
-"""Root-mean-square norms of transformers' models."""
+"""Root-mean-square norms in models of transformers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 
 
 class Form(NamedTuple):
-    """One way to compute the norm.
+    """One way in which transformers writes the forward of the norm.
 
     Attributes:
-        source: of the forward that is recognized.
-        forward: forward(x, scale, eps) returns y and the reciprocal root mean square. scale: the weight plus `offset`.
-        eps: the attribute of the module that the source reads as the constant below the root.
-        weight: the attribute that it reads as the weight; None if the norm has no weight.
-        offset: is added to the weight, in float32.
+        source: the source of the forward, by which the class is recognized.
+        forward: forward(x, scale, eps) returns the result and the reciprocal root mean square; scale is the weight plus
+            `offset`.
+        eps: the name of the module's attribute that is the constant below the root.
+        weight: the name of the module's attribute that is the weight; None if the norm has no weight.
+        offset: the number that is added to the weight, in float32.
     """
 
     source: str
@@ -40,19 +41,19 @@ class Form(NamedTuple):
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """The attributes that a module of this form has."""
+        """The names of the attributes that the forward of this form reads."""
         return (self.eps,) if self.weight is None else (self.eps, self.weight)
 
     def mixin(self) -> type[RMSNorm]:
-        """Return the mixin of adapted classes that compute the norm in this form."""
+        """Return the mixin for classes whose forward is written in this form."""
         return type("RMSNorm", (RMSNorm,), {"__module__": __name__, "form": self})
 
 
 class RMSNorm(Quantized):
     """A mixin that saves the normalized x quantized, and 4 bytes for each row if x needs a gradient.
 
-    The weight's gradient is exact in expectation. `fewbit/functional/layer_norm.py` has the bias of x's. `copies` is as
-    in `fewbit.functional.rms_norm`.
+    The mean of the weight's gradient over the random rounding is exact. The mean of x's gradient is exact if `copies`, the
+    number of saved copies, is 2; `fewbit/functional/layer_norm.py` says how far it is off if `copies` is 1.
     """
 
     form: Form
@@ -97,7 +98,7 @@ class _RMSNorm(Function):
 
 
 def scale_of(weight, offset):
-    """Return the factor of the normalized x; None if there is no weight."""
+    """Return the factor by which the normalized x is multiplied; None if there is no weight."""
     return weight if weight is None or not offset else offset + weight.float()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def source_of(cls: type[nn.Module]) -> str | None:
-    """Return the canonical source of a class's forward, and of its `_norm`; None if Python does not have it."""
+    """Return the canonical source of a class's forward, and of its `_norm`; None if Python cannot find the source."""
     try:
         methods = [cls.forward, *([cls._norm] if hasattr(cls, "_norm") else [])]
         sources = [textwrap.dedent(inspect.getsource(method)) for method in methods]
@@ -20,7 +20,7 @@ def source_of(cls: type[nn.Module]) -> str | None:
 
 
 def canonical(source: str) -> str:
-    """Return functions without docstrings and annotations, with variables renamed in order of appearance."""
+    """Return the source of functions without docstrings and annotations, with variables renamed in order of appearance."""
     functions = []
     for function in ast.parse(source).body:
         names = {}

@@ -1,4 +1,4 @@
-"""Rolling a model back if a conversion does not complete."""
+"""Roll a model back if a conversion does not complete."""
 
 from __future__ import annotations
 

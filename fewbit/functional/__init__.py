@@ -1,4 +1,7 @@
-"""Functions with torch.nn.functional's signatures that save a few bits for the backward pass.
+"""Functions with torch.nn.functional's signatures that save fewer bytes for the backward pass.
+
+Activations save codes of a few bits. Most other functions save quantized tensors, called copies. They round at random, and a
+gradient is called exact in expectation if its mean over the rounding is the exact gradient.
 
 Each file has the functions of one kind of layer and their autograd Functions. This folder may import `fewbit.runtime`. It
 defines no modules; `fewbit.nn` does.

@@ -1,21 +1,22 @@
 """Activations with torch.nn.functional's signatures plus `bits` and `table`.
 
-Every function computes f(input) by torch, in the input's shape, dtype and memory format. For the backward pass it saves codes
-alone, `4 * b * ceil(n / 32)` bytes for n elements of b bits each (fewer bits if the table has fewer levels). The gradient is
-`q(input) * grad` with the step function q of the table (Few-bit Backward, Novikov et al., ICML 2023). If no gradient is
-needed, torch's own function runs.
+Every function computes f(input) with torch's function, in the input's shape, dtype and memory format. In the backward pass a
+step function q replaces the derivative of f: the gradient is `q(input) * grad` (Few-bit Backward, Novikov et al., ICML
+2023). A table (docs/solver.md) lists the few values of q. For each element only a code is saved, the number of q(input) in
+the table. The codes of n elements take `4 * b * ceil(n / 32)` bytes, with b = `bits`, or less if the table has fewer values.
+If no gradient is needed, torch's own function runs.
 
 Args of all functions:
     input: float32, float64, float16 or bfloat16, of any shape and strides.
     inplace: as in torch. The input is overwritten after its codes are computed.
-    bits: 1 to 8, or None for torch's own function and derivative.
+    bits: bits per code, 1 to 8, or None for torch's own function and derivative.
     table: a `fewbit.Table` of the same function and parameters, in place of the default table.
 
 Raises of all functions:
-    FunctionError: the function does not exist for these parameters.
-    SolveError: no table can be solved for these parameters.
+    FunctionError: the function is not defined for these parameters.
+    SolveError: the solver cannot make a table for these parameters.
     TableError: the table is for another function or other parameters.
-    InputError: for other bits or dtypes, or a call in place that is not possible.
+    InputError: `bits` or the dtype of `input` is none of these, or the input cannot be overwritten.
     GradientError: in the backward pass, if a second derivative is requested.
 """
 
@@ -182,9 +183,9 @@ def rrelu(
 ) -> Tensor:
     """Compute torch.nn.functional.rrelu, also in training, in which its slopes are random.
 
-    In training the signs are saved in 1 bit, and the state of torch's generator (5056 bytes on the CPU, 16 on CUDA). The
-    backward pass draws the same slopes from it, so the gradient is torch's, for all bits and tables. If that state cannot be
-    read (torch.compile, CUDA graphs), torch's own function runs.
+    In training each element's sign is saved in 1 bit, together with the state of torch's random generator (5056 bytes on the
+    CPU, 16 on CUDA). The backward pass draws the same slopes from this state, so the gradient equals torch's, whatever
+    `bits` and `table` are. If the state cannot be read (torch.compile, CUDA graphs), torch's own function runs.
     """
     if training:
         if bits is None or not needs_grad(input) or not can_replay(input):
@@ -303,7 +304,7 @@ def quick_gelu(input: Tensor, *, bits: int | None = 3, table: Table | None = Non
 
 
 def relu_squared(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """Compute transformers' relu2, relu(x)**2. Its derivative is unbounded; codes saturate at the ends of the table's domain."""
+    """Compute transformers' relu2, relu(x)**2. The derivative is unbounded; q is constant beyond the table's domain."""
     return _apply(input, "relu_squared", (), bits, table)
 
 
@@ -335,7 +336,7 @@ def laplace(
 
 
 def identity(input: Tensor) -> Tensor:
-    """Return the input itself. Its derivative is 1, so nothing is saved."""
+    """Return the input itself. The derivative is 1, so nothing is saved."""
     return input
 
 
@@ -345,27 +346,26 @@ def identity(input: Tensor) -> Tensor:
 def pointwise(
     input: Tensor, function, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """Apply a pointwise callable on tensors, with few-bit codes for its derivative.
+    """Apply a user's pointwise function to a tensor, and save few-bit codes for the derivative.
 
-    Only the input gets a gradient. If the input needs none, the callable runs as it is.
+    Only the input gets a gradient. If the input needs none, the callable simply runs.
 
-    In eager mode parameters, buffers and numbers that the callable uses may change between calls. docs/runtime.md says
-    which changes are noticed. Compiled code uses the table that it was compiled with, whatever changes later.
+    In eager mode the parameters, buffers and numbers that the callable uses may change between calls; docs/runtime.md says
+    which changes are noticed. Compiled code uses the table with which it was compiled, whatever changes later.
 
     Args:
         input: A floating tensor of any shape and strides.
         function: A callable, or module, that takes a tensor and returns a tensor.
-        bits: 1 to 8, or None for the callable itself.
-        table: The table to use. By default a table is solved for the callable (see `fewbit.solve` for the
-            requirements), once per process, and again if the callable's values have changed. Pass a table to use a
-            specific one, or the same one in all processes.
+        bits: Bits per code, 1 to 8, or None to run the callable itself.
+        table: The table to use. By default the solver makes one, once per process, and again if the callable's values have
+            changed; `fewbit.solve` says which callables it accepts. Pass a table to use the same one in all processes.
 
     Returns:
         function(input).
 
     Raises:
-        FunctionError: If the input needs a gradient and the callable uses parameters that need one, returns different values
-            in every call, or if no table can be solved for the callable.
+        FunctionError: The input needs a gradient, but the callable uses parameters that need one, returns different values
+            in every call, or is one for which the solver cannot make a table.
     """
     if bits is None:
         return function(input)

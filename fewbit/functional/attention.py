@@ -1,29 +1,30 @@
-"""Scaled dot-product attention, which saves queries, keys and values quantized, and nothing else.
+"""Scaled dot-product attention, which saves query, key and value quantized, and neither the output nor probabilities.
 
-torch saves query, key, value, the output and the log-sum-exp of each row. If it has no fused kernel (dropout on the CPU, a
-mask that needs a gradient), it saves matrices of L x S elements. Here the backward pass runs torch's own attention again on
-the dequantized q^, k^ and v^, and differentiates that run. Its softmax is therefore the softmax of q^ and k^, and no output
-or log-sum-exp has to be saved.
+torch saves query, key, value, the output and the log-sum-exp of each row. If torch has no fused kernel (dropout on the CPU,
+a mask that needs a gradient), it saves matrices of L x S elements. Here the backward pass runs torch's own attention again
+on the dequantized q^, k^ and v^, and differentiates that run.
 
-The gradients are not linear in the copies. The copies are rounded independently, and each is exact in expectation. Every
-gradient G is a function of the elements x of q, k and v, and
+The gradients are not linear in q^, k^ and v^, so their means over the random rounding differ from the exact gradients. This
+difference is called the bias. q^, k^ and v^ are rounded independently, and the mean of each is exact. Every gradient G is a
+function of the elements x of q, k and v, and its bias is
 
     E[G^] - G = 1/2 sum_x Var[x^] d2G / dx2
 
-up to the first term that does not vanish (ActNN, long version, appendix B.2, has the same for norms). Var[x^] is the
-variance that rounding adds: f (1 - f) step^2 for an element that lies a fraction f of a step above a level. The value's
-gradient is P^T g, with the probabilities P and the gradient g of the output. Its bias is (E[P^] - P)^T g. With the scores
-S = scale q k^T and rows i,
+up to terms of higher order (ActNN, long version, appendix B.2, has the same for norms). Var[x^] is the variance that
+rounding adds: f (1 - f) step^2, with the distance step between neighboring levels and the distance f step between x and the
+level below. The gradient of the value is P^T g, with the probabilities P and the gradient g of the output. Its bias is
+(E[P^] - P)^T g. With the scores S = scale q k^T and rows i,
 
     E[P^_ij] - P_ij = P_ij / 2 (w_ij - sum_m P_im w_im)     w_ij = Var[S^_ij - sum_m P_im S^_im]
     w_ij = scale^2 sum_d (Var[q^_id] (k_jd - a_id)^2 + q_id^2 Var[k^_jd - a^_id])
 
-with a_i = sum_m P_im k_m. Scores that rounding makes less certain get more weight.
+with a_i = sum_m P_im k_m. On average, rounding therefore raises the probabilities of the scores to which it adds the most
+variance.
 
-For normal q, k and v (one head, 16 queries and keys of 16 features, median of 96 draws of all three), the bias is 25, 5 and
-1.1 % of the gradients of query and key at 2, 3 and 4 bits, and 15, 3.0 and 0.6 % of the value's. The error of a single
-backward pass is much larger, but averages out: 160, 62 and 28 % for query and key, 1.7 % at 8 bits. All grow with the size
-of the scores.
+For normal q, k and v (one head, 16 queries and keys of 16 features, median of 96 draws of all three), the bias at 2, 3 and 4
+bits is 25, 5 and 1.1 % of the gradients of query and key, and 15, 3.0 and 0.6 % of the gradient of value. The error of a
+single backward pass is much larger, but averages out: for query and key it is 160, 62 and 28 % at 2, 3 and 4 bits, and 1.7 %
+at 8 bits. All these numbers grow with the size of the scores.
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Compute torch.nn.functional.scaled_dot_product_attention and save query, key and value quantized.
 
-    The module's docstring has the gradients' bias. If only `value` needs a gradient, it is not saved, because its gradient
-    does not depend on it. With dropout, the state of torch's generator is saved too (5056 bytes on the CPU, 16 on CUDA). The
-    backward pass draws the same mask from it, which does not change what torch draws next.
+    The docstring of this file has the bias of the gradients. If only `value` needs a gradient, `value` is not saved, because
+    that gradient does not depend on its values. With dropout, the state of torch's random generator is saved too (5056 bytes
+    on the CPU, 16 on CUDA). The backward pass draws the same dropout mask from this state, and leaves torch's generator as
+    it is.
 
     torch's own function runs for nested tensors. With dropout it also runs under torch.compile, during the capture of a CUDA
     graph, and on devices other than CPU and CUDA, because the state of a generator cannot be read there.
@@ -83,20 +85,20 @@ def scaled_dot_product_attention(
         query: (N, ..., Hq, L, E), floating.
         key: (N, ..., H, S, E), floating.
         value: (N, ..., H, S, Ev), floating.
-        attn_mask: boolean or floating, of a shape that broadcasts to (N, ..., Hq, L, S); saved as it is.
+        attn_mask: boolean or floating, of a shape that broadcasts to (N, ..., Hq, L, S); saved unchanged.
         dropout_p: as in torch.
         is_causal: as in torch.
         scale: as in torch.
         enable_gqa: as in torch.
-        bits: 1 to 8, of an element of a copy.
-        group_size: the number of elements that share a minimum and a range, a multiple of 32.
-        quantizer: makes the copies in place of one of `bits` and `group_size`.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
 
     Returns:
         (N, ..., Hq, L, Ev).
 
     Raises:
-        InputError: for other bits or group sizes.
+        InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     how = How(dropout_p, is_causal, scale, enable_gqa)
@@ -104,7 +106,7 @@ def scaled_dot_product_attention(
 
 
 class How(NamedTuple):
-    """The settings of an attention.
+    """The settings of one call of attention.
 
     Attributes:
         dropout_p: as in torch.
@@ -112,8 +114,8 @@ class How(NamedTuple):
         scale: as in torch.
         enable_gqa: as in torch.
         repeats: the number of times that each head of key and value is repeated, as transformers does before the call.
-        weighed: whether the probabilities are returned too, as torch.nn.functional.multi_head_attention_forward computes
-            them. It uses neither scale, is_causal, enable_gqa nor repeats.
+        weighed: whether the probabilities are returned too, computed as in torch.nn.functional.multi_head_attention_forward.
+            Set neither scale, is_causal, enable_gqa nor repeats then.
     """
 
     dropout_p: float = 0.0
@@ -132,10 +134,10 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         key: as in `scaled_dot_product_attention`.
         value: as in `scaled_dot_product_attention`.
         attn_mask: as in `scaled_dot_product_attention`.
-        position_bias: None, or a floating tensor that is added to the scores. It is not added to the mask before it is
-            saved, because other layers usually save the same two tensors.
+        position_bias: None, or a floating tensor that is added to the scores. Mask and position bias are saved as two
+            tensors, not as their sum, because other layers usually save the same two.
         how: the settings.
-        quantizer: makes the copies.
+        quantizer: quantizes the saved tensors.
 
     Returns:
         The result, or (result, probabilities) if `how.weighed`.

@@ -53,12 +53,13 @@ def batch_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.batch_norm and save the normalized input quantized.
 
-    The gradients of bias and weight are as in `layer_norm`, and so is the bias of the input's gradient. Without `training`
-    nothing is quantized, and nothing of the input is saved unless the weight needs a gradient.
+    The gradient of `bias` is exact, and that of `weight` is exact in expectation. The gradient of `input` is exact in
+    expectation only with `copies=2`. If `training` is False, nothing is quantized, and the input is saved only if the weight
+    needs a gradient.
 
     Args:
-        input: (N, C, *), floating. Its copy takes as many bytes as in `layer_norm`, and a reciprocal deviation for each
-            channel is saved too.
+        input: (N, C, *), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes for each group (6
+            if its minimum is float32). A reciprocal standard deviation for each channel is saved too.
         running_mean: (C,), or None.
         running_var: (C,), or None.
         weight: (C,), or None.
@@ -66,16 +67,16 @@ def batch_norm(
         training: as in torch.
         momentum: as in torch.
         eps: as in torch.
-        bits: as in `layer_norm`.
-        group_size: as in `layer_norm`.
-        copies: as in `layer_norm`.
-        quantizer: as in `layer_norm`.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        copies: the number of saved copies, 1, or 2 for an input gradient that is exact in expectation.
+        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
 
     Returns:
-        The input's shape.
+        A tensor of the input's shape.
 
     Raises:
-        InputError: as `layer_norm`.
+        InputError: `bits`, `group_size` or `copies` is invalid.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, *contiguous(weight, bias)
@@ -107,7 +108,8 @@ def instance_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.instance_norm of (N, C, *); all else is as in `batch_norm`.
 
-    As in torch, it is the batch norm of one sample with N C channels, so a reciprocal deviation is saved for each.
+    As in torch, this is the batch norm of one sample with N C channels. A reciprocal standard deviation is saved for each of
+    them.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
@@ -274,23 +276,23 @@ def sync_batch_norm(
 ) -> Tensor:
     """Compute torch.nn.SyncBatchNorm in training, in a group of two processes or more.
 
-    The normalized input is saved quantized, a reciprocal deviation for each channel, and a count for each process. The bias
-    of the input's gradient is as in `batch_norm`. Forward and backward are torch's own, which get the dequantized copy in
-    place of the input.
+    This saves the normalized input quantized, a reciprocal standard deviation for each channel, and the number of elements
+    of each process. Gradients are as exact as those of `batch_norm` with `copies=1`. The forward and the backward pass are
+    torch's own; the backward pass gets the dequantized input in place of the input.
 
     Args:
-        input: (N, C, *), on a device for which torch has the layer.
+        input: (N, C, *), on a device for which torch implements SyncBatchNorm.
         weight: (C,), or None.
         bias: (C,), or None.
         running_mean: (C,), or None.
         running_var: (C,), or None.
         eps: as in torch.
         momentum: as in torch.
-        process_group: the processes that share statistics.
-        quantizer: makes the copy.
+        process_group: the processes over which mean and variance are computed.
+        quantizer: quantizes the normalized input.
 
     Returns:
-        The input's shape.
+        A tensor of the input's shape.
     """
     vectors = weight, bias, running_mean, running_var
     if not is_differentiated(input, weight, bias):

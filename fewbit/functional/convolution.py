@@ -1,4 +1,7 @@
-"""Convolutions, plain and transposed, whose inputs are saved quantized for the weight's gradient."""
+"""Convolutions, plain and transposed, whose inputs are saved quantized for the weight's gradient.
+
+The rounding is random. A gradient is exact in expectation if its mean over the rounding is the exact gradient.
+"""
 
 from __future__ import annotations
 
@@ -47,23 +50,23 @@ def conv1d(
     appendix B.1). If the weight needs no gradient, nothing of the input is saved.
 
     Args:
-        input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. Its copy takes `4 * bits * ceil(n / 32)` bytes
-            for n elements, and 4 bytes for each group (6 if minimums are float32).
+        input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)` bytes are
+            saved, and 4 bytes for each group (6 if its minimum is float32).
         weight: (out, C / groups, kernel).
         bias: (out,), or None.
-        stride: as in torch, a number or one for each dimension.
-        padding: as in torch, numbers, "same" or "valid".
+        stride: as in torch, one number or a number for each dimension.
+        padding: as in torch, one number or a number for each dimension, "same" or "valid".
         dilation: as in torch.
         groups: as in torch.
-        bits: 1 to 8, of an element of the copy.
-        group_size: the number of elements that share a minimum and a range, a multiple of 32.
-        quantizer: makes the copy in place of one of `bits` and `group_size`.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
 
     Returns:
         (N, out, L') or (out, L').
 
     Raises:
-        InputError: for other bits or group sizes.
+        InputError: `bits` or `group_size` is invalid.
     """
     settings = stride, padding, dilation, False, 0, groups
     return _convolve(1, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))

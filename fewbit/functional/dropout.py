@@ -1,12 +1,12 @@
 """Dropout, whose mask is saved in 1 bit for each element.
 
-Every function has the signature of torch.nn.functional's. From the same state of torch's generator it computes the same
-result and leaves the generator in the same state. Gradients equal torch's to the bit: they are multiplied with the mask and
-the factor as torch rounds it. A compiled graph draws by its compiler's rules, as it does for torch's own functions.
+Every function has the signature of the function of that name in torch.nn.functional. From the same state of torch's random
+generator, it computes the same result and leaves the generator in the same state. Gradients equal torch's to the bit. In
+compiled code the compiler decides how random numbers are drawn, as it does for torch's own functions.
 
-The functions save `4 * ceil(n / 32)` bytes for the n elements of the mask: one for each element of the input, or one for
-each channel of a sample (`dropout1d` to `dropout3d`, `feature_alpha_dropout`). torch saves 1 to 8 bytes for each. If p is 0
-or 1, torch's own function runs, which saves nothing of the input's size.
+The functions save `4 * ceil(n / 32)` bytes for a mask of n elements; torch saves 1 to 8 bytes for each element. The mask has
+an element for each element of the input, or for each channel of a sample (`dropout1d` to `dropout3d`,
+`feature_alpha_dropout`). If p is 0 or 1, torch's own function runs, which saves no tensor of the input's size.
 
 Args of all functions:
     input: float32, float64, float16 or bfloat16, of any strides.

@@ -1,4 +1,4 @@
-"""Embedding, whose indices are saved in the narrowest integer dtype."""
+"""Embedding, whose indices are saved in the narrowest integer dtype that can represent them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def embedding(
 ) -> Tensor:
     """Compute torch.nn.functional.embedding and save the indices in the narrowest dtype. The gradient equals torch's to the bit.
 
-    n indices take n bytes (V up to 256), 2 n bytes (V up to 32768) or 4 n bytes, and never more than the input itself. If
-    the weight needs no gradient, nothing is saved.
+    n indices take n bytes if V is at most 256, 2 n bytes if V is at most 32768, and else 4 n bytes, but never more than the
+    input itself. If the weight needs no gradient, nothing is saved.
 
     Args:
         input: int64 or int32, any shape.

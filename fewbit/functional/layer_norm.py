@@ -1,19 +1,21 @@
 """Layer, root-mean-square and group norm, whose normalized input is saved quantized.
 
-x~ = (x - mean) / s is saved, with the standard deviation s, and not x itself. All channels or rows of x~ have the same scale,
-whatever their offset, and therefore share the ranges of groups well (docs/decisions/0007). With the gradient g of the result
-times the weight, and the number N of elements over which a mean is taken (ActNN, long version, appendix B.2),
+The normalized input x~ = (x - mean) / s is saved in place of the input x; s is the standard deviation. Different channels or
+rows of x~ have the same scale, so that elements of several of them can be quantized with one minimum and one range
+(docs/decisions/0007). Let g be the gradient of the result times the weight, and N the number of elements over which a mean
+is taken. Then (ActNN, long version, appendix B.2)
 
     grad = (g - mean(g) - x~ mean(x~ g)) / s
 
-This formula multiplies two values that are computed from the dequantized x~^, so it is not linear in x~^. The gradients of
-weight and bias are exact in expectation. The input's gradient has the bias
+The backward pass uses the dequantized x~^, which was rounded at random. The bias's gradient is exact. The weight's is exact
+in expectation: its mean over the rounding is exact. The formula for the input's gradient multiplies two values that are
+computed from x~^. The mean of this gradient differs from the exact gradient by
 
     E[grad^] - grad = -g Var[x~^] / (N s)
 
-elementwise. Var[x~^] is the variance that rounding adds: f (1 - f) step^2 for an element that lies a fraction f of a step
-above a level. With `copies=2` two copies are saved that are rounded independently. The product is then exact in expectation,
-for twice the memory.
+for each element, which is called the gradient's bias. Var[x~^] is the variance that rounding adds: f (1 - f) step^2, with
+the distance step between neighboring levels and the distance f step between x~ and the level below. With `copies=2` two
+copies of x~ are saved that are rounded independently. The product is then exact in expectation, for twice the memory.
 """
 
 from __future__ import annotations
@@ -63,25 +65,26 @@ def layer_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.layer_norm and save the normalized input quantized.
 
-    The bias's gradient is exact, the weight's is exact in expectation. The module's docstring has the bias of the input's.
+    The gradient of `bias` is exact, and that of `weight` is exact in expectation. The gradient of `input` is exact in
+    expectation only with `copies=2`; the docstring of this file has its error with `copies=1`.
 
     Args:
-        input: (*, *normalized_shape), floating. Its copy takes `4 * bits * ceil(n / 32)` bytes for n elements, and 4 bytes
-            for each group (6 if minimums are float32). A reciprocal deviation for each row is saved too.
+        input: (*, *normalized_shape), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes for
+            each group (6 if its minimum is float32). A reciprocal standard deviation for each row is saved too.
         normalized_shape: as in torch.
         weight: normalized_shape, or None.
         bias: normalized_shape, or None.
         eps: as in torch.
-        bits: 1 to 8, of an element of the copy.
-        group_size: the number of elements that share a minimum and a range, a multiple of 32.
-        copies: 1, or 2 for an input gradient that is exact in expectation.
-        quantizer: makes the copies in place of one of `bits` and `group_size`.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        copies: the number of saved copies, 1, or 2 for an input gradient that is exact in expectation.
+        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
 
     Returns:
-        The input's shape.
+        A tensor of the input's shape.
 
     Raises:
-        InputError: for other bits, group sizes or numbers of copies.
+        InputError: `bits`, `group_size` or `copies` is invalid.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     if not is_served(input, weight, bias):
@@ -127,7 +130,7 @@ def group_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.group_norm of (N, C, *), with weight and bias (C,); all else is as in `layer_norm`.
 
-    A reciprocal deviation is saved for each sample and group of channels.
+    A reciprocal standard deviation is saved for each sample and group of channels.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     served = is_served(input, weight, bias) and input.dim() >= 2
@@ -142,13 +145,13 @@ def group_norm(
 
 
 def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
-    """Return the quantizer, or one of bits and group_size. Raise InputError for bad bits, group_size or copies."""
+    """Return `quantizer`, or `Quantizer(bits, group_size)` if it is None. Raise InputError for an invalid value."""
     check_copies(copies)
     return quantizer or quantizer_of(bits, group_size)
 
 
 def is_served(input, *vectors) -> bool:
-    """Return whether the input needs to be quantized. An empty batch does not: torch saves nothing of an empty input."""
+    """Return whether a gradient is needed and the input has elements. Otherwise the norm runs torch's own function."""
     return is_differentiated(input, *vectors) and _has_elements(input)
 
 
@@ -178,23 +181,24 @@ def weighted(grad, weight):
 
 
 def per_channel(vector, dims: int):
-    """Return a vector, one entry for each channel, in a shape that broadcasts to an input of `dims` dimensions."""
+    """Reshape a vector with an entry for each channel so that it broadcasts to an input of `dims` dimensions."""
     return None if vector is None else vector.view(1, -1, *[1] * (dims - 2))
 
 
 def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, channels=None):
-    """Save the normalized x of a norm, and let layers that save the norm's result y use the copy.
+    """Save the normalized input of a norm quantized, and let layers that save the norm's result y reuse this copy.
 
     Args:
-        ctx: of the norm's autograd Function; gets `spec` and `inner`.
+        ctx: the context of the norm's autograd Function; gets the attributes `spec` and `inner`.
         x: the input.
         y: the result.
-        statistics: mean, rstd and inner, as for `Quantizer.quantize_normalized`.
-        weight: of the norm, or None.
-        bias: of the norm, or None.
-        copies: 1 or 2.
-        quantizer: of the norm.
-        channels: the dimension of y that weight and bias belong to; None: the last ones.
+        statistics: (mean, rstd, inner): mean and reciprocal standard deviation, and an index rule that
+            `fewbit.runtime.quantizers.quantizer.Quantizer.quantize_normalized` explains.
+        weight: the norm's weight, or None.
+        bias: the norm's bias, or None.
+        copies: the number of copies to save, 1 or 2.
+        quantizer: the norm's quantizer.
+        channels: the dimension of y that weight and bias extend along; None for the last dimensions.
 
     Returns:
         (y, the tensors to save).

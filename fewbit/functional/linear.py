@@ -1,4 +1,7 @@
-"""Linear and bilinear maps, whose inputs are saved quantized for the weight's gradient."""
+"""Linear and bilinear maps, whose inputs are saved quantized for the weight's gradient.
+
+The rounding is random. A gradient is exact in expectation if its mean over the rounding is the exact gradient.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +40,19 @@ def linear(
     weight needs no gradient, nothing of the input is saved.
 
     Args:
-        input: (*, in_features), float32, float64, float16 or bfloat16. Its copy takes `4 * bits * ceil(n / 32)` bytes for
-            n elements, and 4 bytes for each group (6 if minimums are float32).
+        input: (*, in_features), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)` bytes are
+            saved, and 4 bytes for each group (6 if its minimum is float32).
         weight: (out_features, in_features).
         bias: (out_features,), or None.
-        bits: 1 to 8, of an element of the copy.
-        group_size: the number of elements that share a minimum and a range, a multiple of 32.
-        quantizer: makes the copy in place of one of `bits` and `group_size`.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
 
     Returns:
         (*, out_features).
 
     Raises:
-        InputError: for other bits or group sizes.
+        InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
@@ -70,24 +73,24 @@ def bilinear(
 ) -> Tensor:
     """Compute torch.nn.functional.bilinear and save both inputs quantized.
 
-    The bias's gradient is exact, the others are exact in expectation: each is linear in a copy, or in both copies, which are
-    rounded independently even if the inputs are one tensor. input1 is saved if input2 or the weight needs a gradient, and
-    input2 if input1 or the weight does.
+    The bias's gradient is exact. The other gradients are exact in expectation, because each is linear in a dequantized
+    input, or in both. The two inputs are rounded independently even if they are the same tensor. input1 is saved if input2
+    or the weight needs a gradient, and input2 is saved if input1 or the weight needs one.
 
     Args:
         input1: (*, I), floating.
         input2: (*, J), floating.
         weight: (K, I, J).
         bias: (K,), or None.
-        bits: as in `linear`.
-        group_size: as in `linear`.
-        quantizer: as in `linear`.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
 
     Returns:
         (*, K).
 
     Raises:
-        InputError: as `linear`.
+        InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input1, input2, weight, bias):

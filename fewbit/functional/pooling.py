@@ -1,17 +1,18 @@
 """Pooling, which saves nothing, or the position of each maximum in its window.
 
-Every function has the signature and the values of torch.nn.functional's. Gradients equal torch's to the bit. torch saves the
-whole input, for its size alone, and for max-pooling an int64 for each output as well.
+Every function has the signature and the results of the function of that name in torch.nn.functional. Gradients equal torch's
+to the bit. torch saves the whole input, of which the backward pass needs only the size, and for max-pooling also an int64
+for each output.
 
-Max-pooling, also adaptive, saves for n outputs of windows of k elements, with b = ceil(log2 k),
+For n outputs and windows of k elements, max-pooling, adaptive or not, saves the following, with b = ceil(log2 k):
 
     0 bytes                     k = 1
     4 * b * ceil(n / 32)        k <= 256
     2 * n                       k <= 32768, else 4 * n
 
-The k of adaptive pooling is that of a window which is as long as the longest in each dimension. Average pooling saves
-nothing. Inputs are floating, (N, C, ...) or (C, ...), channels-last or not. Calls that torch does not allow raise torch's
-errors.
+The windows of adaptive pooling differ in length; k is the product over the dimensions of the greatest length. Average
+pooling saves nothing. Inputs are floating, (N, C, ...) or (C, ...), channels-last or not. Calls that torch does not allow
+raise torch's errors.
 """
 
 from __future__ import annotations
@@ -327,7 +328,7 @@ class _Source(NamedTuple):
         return cls(dims, size, stride, x.dtype)
 
     def gradient(self, name: str, grad, *arguments):
-        """Return the result of torch's op `name`, which takes (grad, input, *arguments), without the input."""
+        """Return what torch's op `name` computes from (grad, input, *arguments), although the input was not saved."""
         backward = getattr(torch.ops.aten, name.format(max(self.dims, 2)))
         if self.dims > 1:
             return self._call(backward, grad, arguments, self.size, self.stride).to(self.dtype)

@@ -1,4 +1,4 @@
-"""PReLU, and RReLU in training: the sign of the input is saved in 1 bit."""
+"""PReLU, and RReLU in training, which save the sign of each element of the input in 1 bit."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def prelu(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.prelu and save the input's sign and its negative part.
+    """Compute torch.nn.functional.prelu and save the input's signs and negative part.
 
-    If the input needs a gradient, its sign takes `4 * ceil(n / 32)` bytes for n elements, and the gradient equals torch's to
-    the bit. If the slopes need a gradient, min(input, 0) is saved quantized. Their gradient is linear in it, and therefore
-    exact in expectation.
+    If the input needs a gradient, the signs of n elements take `4 * ceil(n / 32)` bytes, and the gradient equals torch's to
+    the bit. If the slopes need a gradient, min(input, 0) is saved quantized. The slopes' gradient is linear in min(input,
+    0), and therefore exact in expectation: its mean over the random rounding is exact.
 
     Args:
         input: (N, C, ...), floating.
         weight: (1,) or (C,), the slopes.
-        bits: 1 to 8, of an element of min(input, 0).
-        group_size: the number of elements that share a minimum and a range, a multiple of 32.
-        quantizer: makes the copy in place of one of `bits` and `group_size`.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
 
     Returns:
-        The size and dtype of torch's result.
+        A tensor of the size and dtype of torch's result.
 
     Raises:
-        InputError: for other bits or group sizes.
+        InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input, weight):
@@ -111,7 +111,7 @@ def _broadcast(weight, x):
 
 
 class RandomSlopes(Function):
-    """The RReLU of torch in training, equal to the bit. It saves `4 * ceil(n / 32)` bytes and the generator's state."""
+    """torch's RReLU in training. It saves the signs of n elements in `4 * ceil(n / 32)` bytes, and the generator's state."""
 
     @staticmethod
     def forward(ctx, x, lower, upper, inplace):

@@ -1,22 +1,25 @@
-"""Products of two activations, whose factors are saved quantized: `matmul`, `mul` and gated units.
+"""Products of two tensors, whose factors are saved quantized: `matmul`, `mul` and gated units.
 
-`matmul` and `mul` have gradients that are exact in expectation, because each gradient is linear in the other factor.
+The factors are rounded at random. A gradient is exact in expectation if its mean over the rounding is exact; else the
+difference from the exact gradient is called the bias. The gradients of `matmul` and `mul` are exact in expectation, because
+each is linear in the other factor.
 
 Gated units compute act(gate) * up. The backward pass of SwiGLU and GEGLU computes act and its derivative from the
-dequantized gate^, so it is not linear in the copies. The roundings of gate^ and up^ are independent, and each copy is exact
-in expectation. With y = act(gate) up and its gradient g, therefore, elementwise,
+dequantized gate^, and is not linear in it. gate^ and up^ are rounded independently, and the mean of each is exact. With the
+gradient g of the product, for each element,
 
     grad_up   = g act(gate)         E[grad^] - grad = g act''(gate) Var[gate^] / 2
     grad_gate = g up act'(gate)     E[grad^] - grad = g up act'''(gate) Var[gate^] / 2
 
-up to the first term that does not vanish (the second-order term of a Taylor series, as ActNN, long version, appendix B.2,
-has it for norms). Var[x^] is the variance that rounding adds: f (1 - f) step^2 for an element that lies a fraction f of a
-step above a level. For normal gate and up (SwiGLU, 256 elements, median of 96 draws of both) the bias is 7, 2 and 0.4 % of
-gate's gradient at 2, 3 and 4 bits, and 20, 3.6 and 0.8 % of up's.
+up to terms of higher order (ActNN, long version, appendix B.2, has the same for norms). Var[x^] is the variance that
+rounding adds: f (1 - f) step^2, with the distance step between neighboring levels and the distance f step between x and the
+level below. For normal gate and up (SwiGLU, 256 elements, median of 96 draws of both) the bias at 2, 3 and 4 bits is 7, 2
+and 0.4 % of the gradient of gate, and 20, 3.6 and 0.8 % of the gradient of up.
 
-ReGLU has no such bias. It saves relu(gate) in place of gate, and relu's derivative beside it, in 1 bit. Both gradients are
-linear in the copies, and therefore exact in expectation. From gate^ alone, the derivative of each element within a step of
-0 would be a matter of chance. For normal elements that is an error of several percent at 8 bits.
+ReGLU has no such bias. It saves relu(gate) quantized in place of gate, and the derivative of relu in 1 bit for each element.
+Both gradients are linear in the dequantized factors, and therefore exact in expectation. If the derivative were computed
+from gate^, it would be random for elements within a step of 0. For normal elements this would be an error of several percent
+at 8 bits.
 """
 
 from __future__ import annotations
@@ -57,21 +60,21 @@ def matmul(
 ) -> Tensor:
     """Compute torch.matmul and save both factors quantized.
 
-    Both gradients are exact in expectation. A leaf of the graph, such as a parameter, is saved as it is. If only one factor
-    needs a gradient, torch's own function runs.
+    Both gradients are exact in expectation. A leaf of the autograd graph, such as a parameter, is saved unquantized. If only
+    one factor needs a gradient, torch's own function runs.
 
     Args:
         input: two dimensions or more, floating.
         other: two dimensions or more, floating; both broadcast as in torch.
-        bits: 1 to 8, of an element of a copy.
-        group_size: the number of elements that share a minimum and a range, a multiple of 32.
-        quantizer: makes the copies in place of one of `bits` and `group_size`.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
 
     Returns:
         torch's result.
 
     Raises:
-        InputError: for other bits or group sizes.
+        InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     if not _are_differentiated(input, other) or min(input.dim(), other.dim()) < 2:
@@ -112,7 +115,7 @@ class _Product(Function):
 
     @staticmethod
     def in_shape(ctx, *grads):
-        """Return gradients in the factors' own shapes and dtypes."""
+        """Return gradients in the shapes and dtypes of the factors."""
         pairs = zip(grads, ctx.inputs, strict=True)
         return *(grad.sum_to_size(size).to(dtype) for grad, (size, dtype) in pairs), None
 
@@ -156,20 +159,21 @@ def swiglu(
 ) -> Tensor:
     """Compute silu(gate) * up (Shazeer, "GLU variants improve Transformer", section 2), and save both factors quantized.
 
-    Everything else is computed again from the two copies. The module's docstring has the gradients' bias.
+    The backward pass computes everything else again from the two factors. The docstring of this file has the bias of the
+    gradients.
 
     Args:
         gate: floating.
-        up: floating, of a shape that broadcasts with gate's. It is saved if gate needs a gradient.
-        bits: 1 to 8, of an element of a copy.
-        group_size: the number of elements that share a minimum and a range, a multiple of 32.
-        quantizer: makes the copies in place of one of `bits` and `group_size`.
+        up: floating, of a shape that broadcasts with gate's; saved if gate needs a gradient.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
 
     Returns:
         The product, which equals torch's to the bit.
 
     Raises:
-        InputError: for other bits or group sizes.
+        InputError: `bits` or `group_size` is invalid.
     """
     return gated(gate, up, "silu", quantizer=quantizer or quantizer_of(bits, group_size))
 
@@ -186,7 +190,7 @@ def geglu(
     """Compute gelu(gate, approximate) * up; all else is as in `swiglu`.
 
     Raises:
-        InputError: `approximate` is neither "none" nor "tanh", or as `swiglu`.
+        InputError: `approximate` is neither "none" nor "tanh", or `bits` or `group_size` is invalid.
     """
     if approximate not in ("none", "tanh"):
         raise InputError(f"expected none or tanh for approximate, got {approximate!r}")
@@ -204,7 +208,7 @@ def reglu(
 ) -> Tensor:
     """Compute relu(gate) * up; arguments are as in `swiglu`, but the gradients are exact in expectation.
 
-    The sign of gate is saved in 1 bit, relu(gate) for up's gradient, and up for gate's.
+    The sign of each element of gate is saved in 1 bit. relu(gate) is saved if up needs a gradient, and up if gate does.
     """
     return gated(gate, up, "relu", quantizer=quantizer or quantizer_of(bits, group_size))
 
@@ -237,8 +241,8 @@ def gated(
         gate: as in `swiglu`.
         up: as in `swiglu`.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
-        function: computes the activation in the forward pass in place of torch's function.
-        quantizer: makes the copies.
+        function: computes the activation in the forward pass; None for torch's function.
+        quantizer: quantizes the saved tensors.
 
     Returns:
         The product.

@@ -1,7 +1,7 @@
-"""Padding and interpolation, which save nothing but sizes.
+"""Padding and interpolation, which save sizes but no tensors.
 
-torch's own functions save their whole input, for its shape alone, in two modes of padding and in the mode "area" of
-interpolation.
+In two modes of padding and in the mode "area" of interpolation, torch saves the whole input, although the backward pass
+needs only the shape.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def interpolate(
 ) -> Tensor:
     """Compute torch.nn.functional.interpolate and save 0 bytes. The gradient equals torch's to the bit.
 
-    torch's own saves nothing either, except in the mode "area", which is adaptive average pooling.
+    torch's own function saves nothing either, except in the mode "area", which is adaptive average pooling.
 
     Args:
         input: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
-        size: as in torch, as are all other arguments.
+        size: as in torch.
         scale_factor: as in torch.
         mode: as in torch.
         align_corners: as in torch.

@@ -1,20 +1,20 @@
 """Softmax and its logarithm, whose probabilities are saved quantized.
 
-The gradient of softmax multiplies its result y with itself. With y^ = y + e in place of y it is not exact in expectation.
-With the gradient g of y,
+The formula for the gradient of softmax multiplies the result y by itself. y is saved with random rounding, as y^ = y + e. With
+the gradient g of y,
 
     grad_j = y_j (g_j - sum_i g_i y_i)
     grad^_j - grad_j = e_j (g_j - sum_i g_i y_i) - y_j sum_i g_i e_i - e_j sum_i g_i e_i
 
-The e_i are independent and have mean 0. In expectation only the product with i = j of the last term remains:
+The e_i are independent and have mean 0. In the mean over the rounding, only the product with i = j of the last term remains:
 
     E[grad^_j] - grad_j = -g_j Var[e_j]
 
-elementwise. Var[e_j] = f (1 - f) step^2 for an element that lies a fraction f of a step above a level, and is at most
-step^2 / 4. The step is (range of the group) / (2^bits - 1).
+for each element, which is called the bias of the gradient. Var[e_j] = f (1 - f) step^2, with the distance f step between y_j
+and the level below, and is at most step^2 / 4. The distance step between levels is (range of the group) / (2^bits - 1).
 
-The gradient of log_softmax, g - exp(y) sum(g), is linear in exp(y). exp(y) is saved, and the gradient is exact in
-expectation.
+The gradient of y = log_softmax(x), g - exp(y) sum(g), is linear in exp(y). exp(y) is saved quantized, and the gradient is
+exact in expectation: its mean over the rounding is exact.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ def softmax(
 ) -> Tensor:
     """Compute torch.nn.functional.softmax and save the result quantized.
 
-    The module's docstring has the gradient's bias.
+    The docstring of this file has the bias of the gradient.
 
     Args:
         input: any shape, floating.
         dim: as in torch. If it is None, torch chooses a dimension and warns.
-        _stacklevel: of that warning, as in torch.
-        dtype: of the result and the computation, as in torch.
-        bits: 1 to 8, of an element of the copy.
-        group_size: the number of elements that share a minimum and a range, a multiple of 32.
-        quantizer: makes the copy in place of one of `bits` and `group_size`.
+        _stacklevel: the stack level of that warning, as in torch.
+        dtype: the dtype of the result and of the computation, as in torch.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
 
     Returns:
-        The size of the input.
+        A tensor of the input's size.
 
     Raises:
-        InputError: for other bits or group sizes.
+        InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input):

@@ -2,19 +2,19 @@
 
 The activation may be written in NumPy, in torch, or for single floats. This module determines:
 
-- the derivative: the given one; else torch's autograd; else the derivative of a piecewise polynomial that interpolates f
-  (`fewbit.functions.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes that f has no
-  feature that is narrower than two distances of its samples, which are 1/131,072 of the domain apart. Rounding of f can
-  hide features of f' of about 2e-10 of max |f'|;
-- the kinks: the given ones; else the result of a search of the domain. Jumps of an f' that can be evaluated are exact to
-  the float. Otherwise a kink is the point at which polynomials fitted on its two sides meet, rounded to a short decimal
-  if that is closer than the error of the location. Jumps of f'' are found the same way, so that f' is smooth between
-  kinks;
-- the slopes: see `fewbit.functions.numerical.limit_of_slope`.
+- the derivative: the given one, or torch's autograd if f takes tensors, or else the derivative of a piecewise polynomial that
+  interpolates f (`fewbit.functions.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes that
+  no feature of f is narrower than twice the distance between samples, which is 1/131,072 of the domain. Rounding of f can
+  hide features of f' of about 2e-10 of max |f'|.
+- the kinks, the points at which f' is not smooth: the given ones, or else the result of a search of the domain. Jumps of an
+  f' that can be evaluated are exact to the float. Otherwise a kink is the point at which polynomials fitted on its two sides
+  meet, rounded to a short decimal if the rounding is smaller than the error of the location. Jumps of f'' are found the same
+  way, so that f' is smooth between kinks.
+- the slopes, the limits of f' at both infinities: see `fewbit.functions.numerical.limit_of_slope`.
 
-A derivative that is given or comes from autograd is compared with f: between any two neighbors of about 130,000 points
-its integral equals the change of f, within 1e-7 of max |f'| times the distance. It is then treated as exact: a table
-certifies its error for the given derivative.
+A derivative that is given or comes from autograd is compared with f: between any two neighbors of about 130,000 points the
+integral of the derivative equals the change of f, within 1e-7 of max |f'| times the distance. The derivative is then treated
+as exact: a table certifies its error for this derivative.
 """
 
 import importlib
@@ -64,11 +64,11 @@ def resolve(
         function: The name, callable or Function.
         parameters: Parameters of a named function.
         derivative: The derivative of a callable.
-        kinks: The kinks of a callable.
+        kinks: The points at which the derivative of a callable is not smooth.
         domain: Replaces the function's own domain.
 
     Raises:
-        FunctionError: The function is unknown or cannot be used, or an argument does not go with its kind.
+        FunctionError: The function is unknown or cannot be used, or an argument does not apply to a name or to a callable.
     """
     known = isinstance(function, Function) or (isinstance(function, str) and ":" not in function)
     if known and (derivative is not None or kinks is not None):
@@ -101,9 +101,9 @@ def from_callable(
         f: The activation itself, not its derivative, for float64 NumPy arrays, torch tensors or single floats. A torch
             module is copied, in float64 and evaluation mode.
         name: The name; by default `qualified_name` of f.
-        derivative: f', if it is known, for the same kinds of arguments. It is compared with f to 1e-7 of max |f'|, and
-            then treated as exact. By default it is computed by autograd or numerically. At a kink a numerical derivative
-            is the limit from the left, and autograd's is the value of torch's backward.
+        derivative: f', if it is known, for the same kinds of arguments. It is compared with f to 1e-7 of max |f'|, and then
+            treated as exact. By default f' is computed by autograd or numerically. At a kink a numerical derivative is the
+            limit from the left, and a derivative by autograd has the value of torch's backward.
         kinks: The points at which f' is not smooth, if they are known.
         domain: The interval on which f is checked.
 
@@ -187,7 +187,7 @@ def misfit_of(f: Callable, arguments: int) -> str:
         arguments: The number of arguments.
 
     Returns:
-        The explanation, or "" if f accepts them or has no signature, as some built-in functions.
+        The explanation, or "" if f accepts them. Some built-in functions have no signature; for these it is "" too.
     """
     try:
         inspect.signature(f).bind(*[None] * arguments)

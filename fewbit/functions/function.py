@@ -1,4 +1,4 @@
-"""The class `Function`, its construction from formulas for f and f', and its registration by name."""
+"""The class `Function`, with its construction from formulas for f and f' and its registration by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Function:
 
     Attributes:
         name: The canonical name, or the name of a user's callable.
-        parameters: All parameters by torch's names, defaults filled in.
+        parameters: All parameters by torch's names, defaults included.
         value: Computes f of a float or an array. Returns float64 of the argument's shape; NaN gives NaN, an infinity gives
             the limit.
         derivative: Computes f' in the same way. At a kink the result is the value of torch's backward.
@@ -28,7 +28,8 @@ class Function:
         reference: The definition of f: a torch or transformers class, and the paper.
         even_derivative: Whether f'(-x) equals f'(x).
         accuracy: The largest error of `derivative` on the domain; 0 for a formula.
-        panels: Points between which the f' of a callable was approximated by a polynomial, ascending; empty for a formula.
+        panels: The points, ascending, between which the f' of a callable was approximated by one polynomial each; empty for
+            a formula.
     """
 
     name: str
@@ -54,8 +55,8 @@ def named(module: str | None) -> Callable:
     """Return a decorator that registers the builder of a function under the builder's own name.
 
     Args:
-        module: The name of the function's module in `fewbit.nn.activations`; None if it has none of its own. If torch.nn
-            has a module of that name, conversion replaces it.
+        module: The name of the function's module class in `fewbit.nn.activations`; None if there is no such class. If
+            torch.nn has a class of this name, a conversion replaces its modules.
     """
 
     def register(builder: Callable[..., Function]) -> Callable[..., Function]:
@@ -104,7 +105,7 @@ def make_function(
 
     Args:
         value: f for float64 arrays without NaN. The formula must not divide by zero, and must not form inf - inf.
-        derivative: f', likewise.
+        derivative: f', under the same conditions.
         slopes: The limits of f' at minus and plus infinity.
         reference: The definition of f.
         kinks: The points at which f' is not smooth, in any order.

@@ -1,9 +1,9 @@
 """Find the points at which a function of one number, or one of its derivatives, jumps.
 
-Jumps of a function that can be evaluated are found exactly, by halving (`jumps`). A jump of a derivative leaves a
-gap when the function is cut into panels: no panel that contains a corner is approximated by a polynomial, however
-narrow the panel, whereas a smooth but steep bend is resolved by narrow panels. The kink in such a gap is the point at
-which polynomials fitted on its two sides meet (`find_bends`).
+Jumps of a function that can be evaluated are found exactly, by halving intervals (`jumps`). A jump of a derivative leaves a
+gap when the domain is cut into panels, on each of which a polynomial approximates the function: no panel that contains a
+corner is approximated by a polynomial, however narrow the panel, whereas a smooth but steep bend is resolved by narrow
+panels. The kink in such a gap is the point at which polynomials fitted on its two sides meet (`find_bends`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROUNDS = 4
 
 
 def segments(domain: tuple[float, float], points: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the closed intervals that remain when the points are taken out of the domain."""
+    """Return the closed intervals into which the points divide the domain."""
     low, high = domain
     inside = sorted(point for point in points if low <= point <= high)
     starts = [low, *(math.nextafter(point, math.inf) for point in inside)]
@@ -99,17 +99,17 @@ def find_bends(
 
     Args:
         g: A function that is continuous between the known points.
-        known: Points that g need not be smooth across.
+        known: The points at which g need not be smooth.
         domain: The interval to search.
-        accuracy: The `tolerance` of `resolve_panels`.
-        order: 1 if g is to be differentiated, else 0.
+        accuracy: The largest error of the polynomials, as the `tolerance` of `fewbit.functions.panels.resolve_panels`.
+        order: 1 if the derivative of g must be that accurate, 0 if the values of g must be.
 
     Returns:
         A mapping from each point to the order of the lowest derivative of g that jumps there (1 to 3; also 1 if g itself
         jumps); and the panels of g between all points.
 
     Raises:
-        Unresolved: If order is 1 and the derivative of g cannot be resolved at some place.
+        Unresolved: If order is 1 and polynomials cannot approximate the derivative of g closely enough near some x.
     """
     found: dict[float, int] = {}
     extent = domain[1] - domain[0]

@@ -1,4 +1,4 @@
-"""The numerical derivative of a function that was cut into panels, its limits and its parity."""
+"""The numerical derivative of a function that polynomials approximate on panels, with its limits and its parity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUNDINGS = 8.0  # largest difference of f and a line at a sample, in rounding 
 
 
 def numerical_derivative(f: Flat, panels: Panels, domain: tuple[float, float]) -> Flat:
-    """Return f' from the panels of f.
+    """Return f' as the derivative of the polynomials that approximate f on panels of the domain.
 
     Outside the domain f' comes from polynomials that interpolate f around each point, without an estimate of their error.
     """

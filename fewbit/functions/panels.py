@@ -1,4 +1,4 @@
-"""Functions of one number as piecewise polynomials, checked at samples that were not used for the fit.
+"""Functions of one number as polynomials on panels (intervals), checked at samples that were not used for the fit.
 
 `resolve_panels` cuts the domain into panels. On each of them f is interpolated twice, at two sets of
 Chebyshev points that share no point, on an interval that reaches a quarter of the panel's width beyond
@@ -33,27 +33,27 @@ _EPS = float(np.finfo(np.float64).eps)
 
 
 class Unresolved(Exception):
-    """Raised if f cannot be resolved at a place; has the place and the allowed error."""
+    """Raised if polynomials on panels cannot approximate f closely enough near some x."""
 
     def __init__(self, place: float, allowed: float):
-        """Store the place, and the error that is allowed there."""
+        """Store an x near which f cannot be approximated, and the error that is allowed."""
         super().__init__(place, allowed)
         self.place, self.allowed = place, allowed
 
 
 @dataclass(frozen=True)
 class Panels:
-    """Polynomials on adjacent intervals of the domain.
+    """Polynomials on adjacent intervals of the domain, the panels.
 
     Attributes:
         left: The panels' lower ends, ascending, shape (n,). The common end of two
             panels belongs to the right one; a point in a gap between two panels belongs to the left one.
         right: The panels' upper ends.
         center: The middle of the interval in which a panel's polynomial is a Chebyshev series.
-        half: Half of that interval's length.
+        half: Half of the length of that interval.
         coefficients: The Chebyshev series, shape (terms, n).
-        error: The largest distance between the two interpolants (of their derivatives if order is 1), times a safety
-            factor.
+        error: The largest difference of the two polynomials that interpolate f on each panel (of their derivatives if order
+            is 1), times a safety factor.
         allowed: The largest `error` that is allowed.
         unresolved: Whether a panel was kept although its polynomial does not agree with f, because the panel is narrow or the
             error is due to rounding, bool (n,).
@@ -83,7 +83,7 @@ class Panels:
         return replace(self, coefficients=_differentiated(self.coefficients) / self.half)
 
     def gaps(self, narrow: float) -> list[tuple[float, float]]:
-        """Group adjacent panels that are narrow or unresolved. Return the interval of each group's narrowest panels."""
+        """Group adjacent panels that are narrow or `unresolved`. Return the interval of each group's narrowest panels."""
         found: list[tuple[float, float]] = []
         width = self.right - self.left
         odd = self.unresolved | (width <= narrow)
@@ -140,10 +140,10 @@ def resolve_panels(
     Args:
         f: Maps float64 (m,) to float64 (m,), finite on every segment.
         segments: The closed intervals on which f is smooth, ascending.
-        tolerance: The largest error, as a share of the largest |f| (order 0) or |f'| (order 1).
-        order: Whether values (0) or derivatives (1) have to be that accurate.
-        narrowest: Panels narrower than this share of the domain are kept unresolved, for functions with
-            kinks, at which no polynomial approximates them.
+        tolerance: The largest error, as a fraction of the largest |f| (order 0) or |f'| (order 1).
+        order: 0 if the values of the polynomials have to be that accurate, 1 if their derivatives have to be.
+        narrowest: Panels narrower than this fraction of the domain are kept although their polynomial is inaccurate. This
+            allows f to have kinks, near which no polynomial is accurate.
 
     Raises:
         Unresolved: If a panel would have to be narrower than floats allow, or more than 8,192 panels would be needed.
@@ -272,7 +272,7 @@ class Side:
 
 
 def one_sided(f, near: float, far: float, allowed: float, order: int) -> Side | None:
-    """Interpolate f from `near` as far towards `far` as one polynomial is accurate. Return None if none is."""
+    """Interpolate f by one polynomial, from `near` as far towards `far` as it is accurate. Return None if none is."""
     ends = near + (far - near) * 0.5 ** np.arange(40.0)
     ends = ends[np.abs(ends - near) > 1e-12 * (1.0 + abs(near))]
     left, right = np.minimum(near, ends), np.maximum(near, ends)
@@ -327,8 +327,9 @@ class _Fits:
         """Compare the samples in the given panels with the panels' polynomials.
 
         Returns:
-            For each panel, the largest distance of a sample from its polynomial; and the largest difference between the
-            residuals of two neighboring samples, less `slope` times the distance between these samples.
+            For each panel, the largest difference (residual) between a sample and the panel's polynomial; and the largest
+            difference between the residuals of two neighboring samples, less `slope` times the distance between these
+            samples.
         """
         starts = np.searchsorted(samples, self.left[panels], side="right")
         stops = np.searchsorted(samples, self.right[panels], side="right")

@@ -60,7 +60,7 @@ def leaky_relu(negative_slope: float = 0.01) -> Function:
 
 @named(module="RReLU")
 def rrelu(lower: float = 1.0 / 8.0, upper: float = 1.0 / 3.0) -> Function:
-    """Return the randomized ReLU of evaluation mode, whose negative slope is the mean of its bounds."""
+    """Return the randomized ReLU in evaluation mode, whose negative slope is the mean of `lower` and `upper`."""
     require(lower <= upper, "rrelu", "lower <= upper", lower=lower, upper=upper)
     return _two_slopes(
         (lower + upper) / 2.0, "torch.nn.RReLU in evaluation mode; Xu et al., arXiv:1505.00853"
@@ -120,7 +120,7 @@ def celu(alpha: float = 1.0) -> Function:
 
 @named(module="SELU")
 def selu() -> Function:
-    """Return a scaled `elu` with the constants of self-normalizing networks."""
+    """Return a scaled `elu`, with the two constants of self-normalizing networks."""
     left = _SELU_SCALE * _SELU_ALPHA
     return make_function(
         lambda x: np.where(x > 0, _SELU_SCALE * x, left * np.expm1(np.minimum(x, 0.0))),

@@ -46,7 +46,7 @@ _ALIASES: dict[str, str] = {
 
 
 def names() -> tuple[str, ...]:
-    """Return the canonical names; related functions are adjacent."""
+    """Return the canonical names of all functions, with related functions next to each other."""
     return tuple(_BUILDERS)
 
 
@@ -87,8 +87,8 @@ def get(name: str, parameters: Mapping[str, float] | None = None) -> Function:
 
     Args:
         name: A canonical name or an alias.
-        parameters: Parameters by torch's names; the others take torch's defaults. `threshold`, which has no defaults in
-            torch, has threshold=0 and value=0, which is relu.
+        parameters: Parameters by torch's names. A parameter that is not given has torch's default. `threshold`, which has no
+            defaults in torch, gets threshold=0 and value=0, and is then equal to relu.
 
     Raises:
         FunctionError: The name or a parameter is unknown, or a parameter is not a valid number, or too large.

@@ -192,8 +192,8 @@ def _last_below(threshold: float, beta: float) -> float:
 def sqrtsoftplus() -> Function:
     """Return sqrt(softplus(x)) with torch's softplus, which switches to sqrt(x) at 20.
 
-    softplus(x) underflows at -745, its root only at -1490. For x < 0 the factor e^(x / 2) is therefore taken out of the
-    root, which avoids the 0 / 0 of torch's backward.
+    softplus(x) underflows to 0 at x = -745, but its root only at -1490. For x < 0 the factor e^(x / 2) is therefore taken
+    out of the root. This avoids the 0 / 0 of torch's backward.
     """
 
     def lower(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

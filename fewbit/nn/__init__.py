@@ -1,7 +1,7 @@
-"""Modules with torch.nn's signatures that save a few bits for the backward pass.
+"""Modules with torch.nn's signatures that save fewer bytes for the backward pass.
 
-In training they call `fewbit.functional`, in eval mode torch's own functions. This folder may import `fewbit.functional`
-and `fewbit.runtime`. It does not know how models are converted.
+In training mode they call `fewbit.functional`, in evaluation mode torch's own functions. This folder may import
+`fewbit.functional` and `fewbit.runtime`, but nothing that converts models.
 """
 
 from torch import nn

@@ -1,15 +1,16 @@
 """Activation modules with torch.nn's signatures plus `bits` and `table`.
 
-Each module is a subclass of torch's own and has no parameters, no buffers and no `state_dict` keys. In training it computes
-the function of `fewbit.functional` that its docstring names, in evaluation mode torch's own function.
+A module that torch.nn has too is a subclass of torch's class. No module here has parameters, buffers or `state_dict` keys.
+In training mode a module calls the function of `fewbit.functional` that its docstring names, in evaluation mode torch's own
+function.
 
 Args of all modules:
-    bits: 1 to 8, of an element's code.
+    bits: bits of the code that is saved for each element, 1 to 8.
     table: a `fewbit.Table` of the same function and parameters, in place of the default table.
 
 Raises of all modules:
-    InputError: for other bits.
-    TableError: `table` is no table.
+    InputError: `bits` is invalid.
+    TableError: `table` is not a `fewbit.Table`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _FewBit(Guarded):
 
 
 class TwoValued(_FewBit):
-    """The base of activations whose derivative has two values, so that 1 bit is exact."""
+    """The base class of activations whose derivative has two values, which codes of 1 bit represent exactly."""
 
     def __init__(self, *args, bits: int = 1, table: Table | None = None, **kwargs):
         super().__init__(*args, bits=bits, table=table, **kwargs)
@@ -266,15 +267,15 @@ class Laplace(_FewBit, nn.Module):
 
 
 class Pointwise(_FewBit, nn.Module):
-    """The layer of a pointwise callable, computed by `fewbit.functional.pointwise`.
+    """A module that applies a user's pointwise callable, computed by `fewbit.functional.pointwise`.
 
-    The callable must have no parameters that need a gradient. Compiled code uses the table that it was compiled with, also if
-    the callable changes later.
+    The callable must have no parameters that need a gradient. Compiled code uses the table with which it was compiled, even
+    if the callable changes later.
 
     Args:
         function: the callable, which takes a tensor and returns a tensor.
-        bits: as of all modules here.
-        table: as of all modules here.
+        bits: bits of the code that is saved for each element, 1 to 8.
+        table: a `fewbit.Table` for the callable; by default the solver makes one.
     """
 
     def __init__(self, function, **kwargs):

@@ -1,4 +1,4 @@
-"""Multi-head attention, which saves projections and their inputs quantized."""
+"""Multi-head attention, which saves the inputs and the results of its projections quantized."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(Quantized, nn.MultiheadAttention):
     """A torch.nn.MultiheadAttention that saves q, k and v, and the inputs of all projections, quantized.
 
-    All copies have `bits` bits for each element. torch computes the three input projections in one product if query, key and
-    value are one tensor, and in two if key and value are; each product saves one input. q, k and v are saved as in
-    `fewbit.functional.scaled_dot_product_attention`. Attention probabilities are not saved, even if `need_weights` requests
-    them.
+    Each saved element takes `bits` bits. torch computes the three input projections in one matrix product if query, key and
+    value are the same tensor, and in two if only key and value are the same. Each product saves one input. q, k and v, the
+    results of these projections, are saved as in `fewbit.functional.scaled_dot_product_attention`. Attention probabilities
+    are not saved, even if `need_weights` requests them.
 
     Attributes:
-        attention_quantizer: makes the copies of q, k and v; None for `quantizer`.
+        attention_quantizer: quantizes q, k and v; if it is None, `quantizer` does.
     """
 
     attention_quantizer: Quantizer | None = None

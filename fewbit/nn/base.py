@@ -16,8 +16,8 @@ from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantizer
 class Guarded:
     """A mixin that wraps the forward of its subclasses for two cases.
 
-    torch.fx.symbolic_trace records the layer as a leaf module, as it records torch's layers. If the bound forward of a
-    converted module was saved, for instance by a wrapper, it runs torch's forward after the model is restored.
+    torch.fx.symbolic_trace records a call of the layer as one node, as it does for torch's layers. A wrapper may have stored
+    the bound forward of a converted module; after the model is restored, the stored method runs torch's forward.
     """
 
     def __init_subclass__(cls, **kwargs):
@@ -30,9 +30,9 @@ class Guarded:
 
 
 class Quantized(Guarded):
-    """A mixin: torch's signature plus `bits` and `group_size`, and a `quantizer` that makes the forward's copies.
+    """A mixin that adds the arguments `bits` and `group_size`, and the attribute `quantizer`, which is made of them.
 
-    In eval mode a module is torch's own and compresses nothing.
+    The quantizer quantizes the tensors that the forward saves. In evaluation mode nothing is quantized.
     """
 
     quantizer: Quantizer

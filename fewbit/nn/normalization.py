@@ -113,9 +113,9 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 
 
 class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
-    """A torch.nn.SyncBatchNorm, which saves one copy whatever `copies` is.
+    """A torch.nn.SyncBatchNorm that saves one quantized copy of its normalized input, whatever `copies` is.
 
-    `convert_sync_batchnorm` makes torch's own layer. Call it before a model is converted.
+    `convert_sync_batchnorm` creates layers of torch's class. Call it before the model is converted.
     """
 
     def _normalize(self, input, vectors, by_batch, momentum) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pooling and upsampling, which save nothing, or the positions of maxima in their windows."""
+"""Pooling and upsampling, which save nothing, or the position of each maximum in its window."""
 
 from __future__ import annotations
 

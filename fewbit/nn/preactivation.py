@@ -1,4 +1,4 @@
-"""The pre-activation block: a norm, an activation and a linear layer that share one fixed-point copy."""
+"""The pre-activation block: a norm, an activation and a linear layer that use one saved tensor."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ LINEAR = {
 
 
 class PreActivation(nn.Module):
-    """A block that computes linear(activation(norm(x))) and saves one fixed-point copy (BLPA, section 3.2).
+    """A block that computes linear(activation(norm(x))) and saves the normalized x once, in fixed point.
 
-    The forward is torch's own. In training the block saves `4 * bits * ceil(n / 32)` bytes for n elements of the norm's input,
-    and a reciprocal deviation for each channel (batch norm) or row (layer norm). Both biases' gradients are exact, and so is
-    the gradient that passes through linear layer and activation. The input's gradient is exact except for the variance term.
-    Both weights' gradients are computed from the dequantized copy (docs/preactivation.md). In evaluation mode the block is
-    torch's own. It works alone and inside a converted model, and a conversion leaves it as it is.
+    The method is that of BLPA, section 3.2 (docs/preactivation.md). The forward pass computes what torch's modules compute.
+    In training the block saves `4 * bits * ceil(n / 32)` bytes for n elements of the norm's input, and a reciprocal standard
+    deviation for each channel (batch norm) or row (layer norm). The gradients of both biases are exact, and so is the
+    gradient that passes through the linear layer and the activation. The gradient of the input is exact except for the term
+    that comes from the norm's variance. The gradients of both weights are computed from the dequantized tensor. In
+    evaluation mode nothing is quantized. The block works alone and inside a converted model; a conversion does not change
+    it.
 
     Args:
-        norm: a torch.nn.BatchNorm1d to BatchNorm3d or a LayerNorm. Like the other two modules it becomes the child of that
-            name, and its class becomes fewbit's, which is a subclass of torch's. Keys of the `state_dict` are norm.weight,
-            linear.weight and so on.
+        norm: a torch.nn.BatchNorm1d to BatchNorm3d or a LayerNorm. Each of the three modules becomes the child with the
+            argument's name, so keys of the `state_dict` are norm.weight, linear.weight and so on. Its class is replaced by
+            fewbit's subclass.
         linear: a torch.nn.Linear, or a plain or transposed convolution.
         activation: a torch.nn.ReLU, LeakyReLU or Identity; None for a ReLU.
-        bits: 1 to 8, of an element of the copy.
+        bits: bits per saved element, 1 to 8.
 
     Raises:
-        InputError: for other modules or bits.
+        InputError: a module is of another class, or `bits` is invalid.
     """
 
     def __init__(

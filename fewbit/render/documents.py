@@ -12,9 +12,9 @@ from fewbit.schema.documents import parse_json, read_text
 
 
 class Document(Result):
-    """A result that `from_json` and `load` make again from what `to_json` and `save` wrote, every number exact.
+    """A result that can be saved as JSON by `to_json` and `save` and read by `from_json` and `load`, with exact numbers.
 
-    A subclass has `_schema`, the name of its schema, `to_dict` and `_of_document`.
+    A subclass defines `_schema`, the name of its JSON Schema, and the methods `to_dict` and `_of_document`.
     """
 
     _schema: ClassVar[str]

@@ -37,9 +37,9 @@ def draw(fill: Callable, path: str | os.PathLike | None = None, force: bool = Fa
     """Draw a figure in the common style, and save it if a path is given.
 
     Args:
-        fill: Draws into the matplotlib Figure that it gets, and sets the size of a new one.
+        fill: A function that draws into the matplotlib Figure that it gets, and sets the size of a new one.
         path: A file name that ends in .png or .svg.
-        force: Replace the file if it exists.
+        force: Whether to replace the file if it exists.
         figure: The figure to draw into, by default a new one.
 
     Returns:

@@ -8,18 +8,18 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def module_name(path: str) -> str:
-    """Return the dotted path of a module; the path of the model itself is ""."""
+    """Return the dotted path of a module, or "(model)" for the model itself, whose path is ""."""
     return path or "(model)"
 
 
 def unit_of(size: int, most: str = "GiB") -> tuple[str, int]:
-    """Return the name and the bytes of the largest unit, up to `most`, of which there is at least one."""
+    """Return the name and the bytes of the largest unit, up to `most`, that is not larger than `size` bytes."""
     units = UNITS[[name for name, _ in UNITS].index(most) :]
     return next((unit for unit in units if size >= unit[1]), units[-1])
 
 
 def amount(size: int, unit: tuple[str, int] | None = None) -> str:
-    """Format bytes as `12.34 MiB`, in the unit that suits the number; without the unit's name if `unit` is given."""
+    """Format bytes as `12.34 MiB`, in the largest unit that fits; if `unit` is given, in this unit and without its name."""
     name, scale = unit or unit_of(size)
     text = f"{size / scale:,.2f}" if scale > 1 else f"{size:,d}"
     return text if unit else f"{text} {name}"
@@ -32,7 +32,7 @@ def share(part: float, whole: float) -> str:
 
 
 def short(value: float) -> str:
-    """Format a number in at most 7 characters, with four decimals like the paper's if they say enough."""
+    """Format a number in at most 7 characters: with four decimals, as in the paper, if that is precise enough."""
     if value == 0:
         return "0"
     if 1e-3 <= value < 10:
@@ -43,7 +43,7 @@ def short(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Format a number in 3 digits, or 2 with an exponent; "-" if it is not finite."""
+    """Format a number with 3 digits, or with 2 digits and an exponent. A number that is not finite is "-"."""
     if not math.isfinite(value):
         return "-"
     text = f"{value:.3g}"
@@ -67,5 +67,5 @@ def decimal(value: float) -> str:
 
 
 def limit_text(limit: float) -> str:
-    """Format 1 + e2 so that a small e2 does not vanish: 1 + 1e-05."""
+    """Format a limit 1 + e2 so that a small e2 is not rounded away: 1 + 1e-05."""
     return f"{limit:.4g}" if limit >= 1.001 else f"1 + {limit - 1:.3g}"

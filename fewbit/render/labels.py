@@ -17,12 +17,13 @@ STEP = 2.0  # pixels: between labels at least, and between the places at which l
 def add_labels(axes, labels) -> None:
     """Write each label beside its point so that it covers no other label and no point.
 
-    Among such places one is preferred with no line between it and the point, then one that covers the least of lines.
+    Among such places those are preferred that have no line of the figure between label and point, and of these the place
+    that covers the least of lines.
 
     Args:
         axes: Complete axes, with their limits.
-        labels: (text, (x, y), color), the point in data coordinates, the most important label first. A label that finds
-            no place is left out.
+        labels: A sequence of (text, (x, y), color), with the point in data coordinates. The most important label comes
+            first. A label that finds no place is left out.
     """
     from matplotlib.patheffects import withStroke
 

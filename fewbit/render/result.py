@@ -16,10 +16,10 @@ from fewbit.render.view import View
 
 
 class Result:
-    """A result that shows itself in a terminal (rich, `str`) and in a notebook, and is written as CSV, JSON and HTML.
+    """A result that is shown in a terminal (by rich or `str`) and in a notebook, and can be written as CSV, JSON and HTML.
 
-    A subclass has `records()` and `view()`, and may have `document()`, if JSON holds more than the records, and `_draw()`, if
-    there is a picture.
+    A subclass defines `records()` and `view()`. It also defines `document()` if the JSON contains more than the records, and
+    `_draw()` if the result has a picture.
     """
 
     def records(self) -> list[dict]:
@@ -27,7 +27,7 @@ class Result:
         raise NotImplementedError
 
     def view(self) -> View:
-        """Return the description of what is shown."""
+        """Return the `View`, which describes what is shown."""
         raise NotImplementedError
 
     @property
@@ -59,7 +59,7 @@ class Result:
 
         Args:
             path: The file to write, if any.
-            force: Replace the file if it exists.
+            force: Whether to replace the file if it exists.
 
         Raises:
             OutputExistsError: The file exists and `force` is false.
@@ -79,9 +79,9 @@ class Result:
         return _written(text, path, force)
 
     def save(self, path: str | os.PathLike, force: bool = False) -> None:
-        """Write the result in the format of the file's ending: CSV, HTML, PNG or SVG; with any other ending JSON.
+        """Write the result as CSV, HTML, PNG or SVG if the file's name ends so, else as JSON.
 
-        The arguments and errors are those of `to_csv`; FewbitError for a picture of a result that has none.
+        The arguments and errors are those of `to_csv`. FewbitError is also raised for a picture if the result has none.
         """
         ending = Path(path).suffix.lower()
         if ending in (".png", ".svg"):
@@ -114,7 +114,7 @@ def _written(text: str, path, force: bool) -> str:
 
 
 def finite(value):
-    """Replace infinite numbers and NaN, which JSON has not, by None, inside lists and dicts too."""
+    """Replace infinite numbers and NaN, which JSON lacks, by None, inside lists and dicts too."""
     if isinstance(value, dict):
         return {key: finite(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):

@@ -12,13 +12,15 @@ NAMED = 4
 
 
 class Rows(Result, Sequence):
-    """Rows that compare equal to the same rows. A subclass has `_full`, the view of one row or more, and `_headline`.
+    """A result that is a sequence of rows. Two of them are equal if their rows are equal.
+
+    A subclass defines `_headline`, and `_full`, the view if there are rows.
 
     Args:
         rows: Named tuples in the order of the forward.
         empty: The line that is shown if there are no rows.
-        ended: The fate of the model, if the rows are about a model that is not trained any more; else "".
-        unobserved: {path of a layer: the reason why no observation knows what the layer saves}, in the order of the model.
+        ended: What happened to the model, if it is not trained any more; else "". The title begins with this text.
+        unobserved: {path of a layer: the reason why its saved tensors were not measured}, in the order of the model.
     """
 
     _not_observed = "not observed"  # begins the line that names such layers
@@ -33,7 +35,7 @@ class Rows(Result, Sequence):
 
     @property
     def unobserved(self) -> tuple[str, ...]:
-        """The paths of the layers whose saved tensors no observation knows, in the order of the model."""
+        """The paths of the layers whose saved tensors were not measured, in the order of the model."""
         return tuple(self._why)
 
     def _of_unobserved(self) -> list[str]:
@@ -60,7 +62,7 @@ class Rows(Result, Sequence):
 
     @property
     def title(self) -> str:
-        """The headline of a subclass, or the line for no rows."""
+        """The headline of the subclass, or the text `empty` if there are no rows."""
         text = self._headline if self else self._empty
         return f"{self._ended}: {text}" if self._ended else text
 
@@ -69,5 +71,5 @@ class Rows(Result, Sequence):
         return [row._asdict() for row in self]
 
     def view(self) -> View:
-        """Return the view of a subclass, or the title alone if there are no rows."""
+        """Return the view of the subclass, or the title alone if there are no rows."""
         return self._full() if self else View(self.title)

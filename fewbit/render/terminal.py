@@ -18,7 +18,7 @@ LEAST_WIDTH, FILE_WIDTH = 80, 100
 
 
 def shown(view: View, width: int) -> Iterator:
-    """Make what rich shows of a view in `width` characters."""
+    """Make the object with which rich prints a view in `width` characters."""
     from rich.text import Text
 
     if view.title:
@@ -89,8 +89,8 @@ def _is_repeated(columns: Sequence[Column], lines: Sequence[Line], number: int, 
 def fit(columns: Sequence[Column], rows: Sequence[tuple[str, ...]], width: int) -> tuple:
     """Choose the columns and the widths that fit `width` characters, and shorten names.
 
-    Columns that may be left out go first, in their order, then names and texts get narrower, the widest first.
-    Different names stay different as long as there is room for that.
+    First, columns that may be left out are dropped, in the order of their attribute `drop`. Then names and texts get
+    narrower, the widest first. Different names stay different as long as there is room for that.
 
     Returns:
         The places of the columns that are shown, the rows of those columns, and the columns' widths in characters.
@@ -133,7 +133,7 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def shortened_alike(names: Sequence[str], room: int) -> Sequence[str]:
-    """Shorten names to beginnings of one length, the shortest that keeps the names apart best."""
+    """Shorten names to `room` characters, all with beginnings of the same length, such that most of them stay different."""
     if max(map(len, names)) <= room:
         return names
     heads = range((room - 1) // 3, room - 1)
@@ -142,7 +142,7 @@ def shortened_alike(names: Sequence[str], room: int) -> Sequence[str]:
 
 
 def shortened(path: str, room: int, head: int | None = None) -> str:
-    """Shorten a dotted path to `room` characters: its end says most, its beginning which part of the model it is.
+    """Shorten a dotted path to `room` characters. The beginning and the end are kept.
 
     Args:
         path: The path.
@@ -165,5 +165,5 @@ def plain(renderable, width: int = LEAST_WIDTH) -> str:
 
 
 def plain_width() -> int:
-    """The number of characters of a line of `str()`: those of the terminal (or COLUMNS), and 80 at least."""
+    """The number of characters of a line of `str()`: as many as the terminal or $COLUMNS says, but at least 80."""
     return max(LEAST_WIDTH, shutil.get_terminal_size((FILE_WIDTH, 24)).columns)

@@ -16,10 +16,11 @@ class Column:
         cell: Makes the text of a cell from a row.
         kind: "number" and "word" are shown in full or not at all, "number" right-aligned. A narrow terminal shortens a
             "name" and wraps a "text".
-        drop: The place of the column in the order in which a narrow terminal leaves columns out, from 1; 0 for never.
-        least: The number of characters of a "name" or "text" that remain as long as columns can be left out instead.
-        once: In a terminal, a value that equals the one above is not repeated.
-        style: Makes rich's style of a cell from a row.
+        drop: The place of the column, from 1, in the order in which columns are left out if the terminal is narrow. A column
+            with 0 is never left out.
+        least: The number of characters that a "name" or "text" keeps as long as other columns can be left out instead.
+        once: Whether a terminal leaves a cell empty if its value equals the value above.
+        style: Makes a cell's style, as rich names styles, from a row.
     """
 
     title: str
@@ -37,12 +38,12 @@ class Column:
 
     @property
     def is_flexible(self) -> bool:
-        """Return whether a narrow terminal can give the column less room than its text takes."""
+        """Return whether the column can be narrower than its text."""
         return self.kind in ("name", "text")
 
 
 class Line(NamedTuple):
-    """A line of a table: the text of its cells, and rich's styles of them and of the whole line."""
+    """A line of a table: the text of its cells, and the styles, as rich names them, of the cells and of the whole line."""
 
     cells: tuple[str, ...]
     styles: tuple[str, ...]
@@ -59,11 +60,11 @@ class View:
         rows: Any objects that the columns make text from.
         notes: Lines of text below the table.
         total: A row for the last line, if any.
-        rest: Makes one row of those that a long table does not show; without it all rows are shown.
-        bar: (label, share of the whole, color) of the parts of a bar, for HTML.
+        rest: Makes one row out of the rows that a long table does not show; if None, all rows are shown.
+        bar: (label, fraction of the whole, color) for each part of a bar, for HTML.
         figure: Makes a matplotlib Figure, for HTML.
-        more: Views below this one.
-        is_folded: HTML shows no more than the title until the reader opens the rest.
+        more: Further views, which are shown below this view.
+        is_folded: Whether HTML shows only the title until the reader opens the rest.
         code: A Python expression to paste, shown below the title; or "".
     """
 
@@ -85,7 +86,7 @@ class View:
         return shown(self, options.max_width)
 
     def lines(self, most: int) -> Iterator[Line]:
-        """Make the lines of the table, of at most `most` rows if there is a row for the rest."""
+        """Make the lines of the table. If `rest` is set and rows are many, `most` rows are followed by a line for the others."""
         # A line that says "1 more" would take the place of that one.
         is_cut = self.rest is not None and len(self.rows) > most + 1
         count = most if is_cut else len(self.rows)

@@ -1,7 +1,7 @@
-"""Untrusted documents: limits that are checked before parsing, JSON Schemas, and validators with one-line errors.
+"""Untrusted JSON documents: limits that are checked before parsing, JSON Schemas, and validators with one-line errors.
 
-Tables, results and the states of controllers are read with these. This folder may import the files in the root of the
-package. It does not import torch.
+Tables, results and the states of controllers (the objects that `compress_` returns) are read with these. This folder may
+import the files in the root of the package. It does not import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FILES = {
 
 @cache
 def load(name: str) -> dict:
-    """Return the JSON Schema, a dict, of documents whose `schema` field is `name`, one of FILES."""
+    """Return the JSON Schema, a dict, for documents whose field `schema` is `name`. FILES lists the names."""
     return json.loads(pkgutil.get_data(__name__, FILES[name]))
 
 

@@ -26,7 +26,7 @@ _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)|[\[\]{}]',
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Open a regular file for reading. A pipe, device or folder is refused at once, since reading one could block.
+    """Open a regular file for reading. Pipes, devices and folders are refused at once, since reading them could block.
 
     Args:
         path: The path of a regular file, or of a link to one.
@@ -82,7 +82,7 @@ def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -
 
 
 def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitError) -> Any:
-    """Parse JSON. The text must have finite numbers, unique keys, and the size and nesting that the limits above allow.
+    """Parse JSON. Numbers must be finite, keys unique, and size and nesting within the limits above.
 
     Args:
         text: The JSON text.
@@ -93,7 +93,7 @@ def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitErr
         The value.
 
     Raises:
-        FewbitError: The text is not such JSON. The exception is an `error` with a message of one line.
+        FewbitError: The text is not JSON, or breaks these rules. The exception is an `error` with a message of one line.
     """
     if len(text) > MOST_BYTES:
         raise error(

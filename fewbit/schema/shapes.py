@@ -1,8 +1,8 @@
-"""Validators for the entries of a controller's state: types, lengths, ranges and finiteness.
+"""Validators for the entries of a controller's saved state: types, lengths, ranges and finiteness.
 
-A validator is called a shape. It is a function (value, where) that returns a copy of the value in plain Python
-objects, or raises InputError with one line: the place `where`, the expected value and the value found. States come
-from files and may contain anything.
+A controller is the object that `compress_` returns. A validator is called a shape: a function (value, where) that returns a
+copy of the value in plain Python objects, or raises InputError with one line: the place `where`, the expected value and the
+value found. States come from files and may contain anything.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def choice(*values) -> Shape:
 
 
 def optional(shape: Shape) -> Shape:
-    """Return the shape of None, or of `shape`."""
+    """Return the shape of a value that is None or of the given shape."""
     return lambda value, where: None if value is None else shape(value, where)
 
 
@@ -117,7 +117,7 @@ def entries(*shapes: Shape) -> Shape:
 
 
 def record(**shapes: Shape) -> Shape:
-    """Return the shape of a mapping with exactly these keys."""
+    """Return the shape of a mapping with exactly these keys, each value of the key's shape."""
 
     def check(value, where):
         if not isinstance(value, Mapping):
@@ -135,7 +135,7 @@ def record(**shapes: Shape) -> Shape:
 
 
 def check_layer(name: str, names, kind: str = "layer") -> None:
-    """Raise InputError if the model has no layer, or module, of that name."""
+    """Raise InputError if `name` is not among `names`, the names of the model's layers (or modules, as `kind` says)."""
     if name not in names:
         raise InputError(
             f"expected the state of this model's controller, got one with a {kind} {shorten(name)}, which it lacks"
@@ -143,5 +143,5 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
 
 
 def capped(value: float, most: float = MOST_NUMBER) -> float:
-    """Limit a number to the range that a state allows. A training that goes on from an extreme state can exceed it."""
+    """Limit a number to the range that a state allows. Training that continues from an extreme state can exceed the range."""
     return min(value, most)

@@ -1,8 +1,9 @@
 """The domain cut into cells on which f' is monotone, with moments of f' in every cell.
 
-A cell is an interval between two neighboring nodes. It has the mass of the weight, the weighted mean and variance of f'
-(Gauss-Legendre quadrature), and the limits of f' at its ends from inside. Kinks, extrema of f' and edges of the weight are
-always nodes, so the integrands are smooth. Cells without mass are left out. The solver uses f' only through cells.
+A cell is an interval between two neighboring points, the nodes. `Cells` stores for each cell the integral of the weight w
+(the mass), the weighted mean of f' and the spread about it (by Gauss-Legendre quadrature), and the limits of f' at the ends
+of the cell from inside. Kinks (points at which f' is not smooth), extrema of f' and jumps of the weight are always nodes, so
+the integrands are smooth. Cells without mass are left out. The solver uses f' only through cells.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Cells:
         return len(self.left)
 
     def take(self, index):
-        """Return the cells with the given numbers, or those for which a mask is true."""
+        """Return the cells with the given numbers, or the cells for which a mask is true."""
         return Cells(*(getattr(self, f.name)[index] for f in fields(self)))
 
     @property
@@ -68,7 +69,7 @@ def concatenate(parts):
 
 
 def merge(cells, nodes):
-    """Merge all cells between neighboring nodes. The nodes must include kinks, extrema and edges of the weight."""
+    """Merge all cells between neighboring nodes. The nodes must include kinks, extrema of f' and jumps of the weight."""
     group = np.searchsorted(nodes, 0.5 * (cells.left + cells.right))
     starts = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     ends = np.append(starts[1:], len(cells)) - 1
@@ -97,12 +98,12 @@ class Landscape:
     """The functions f' and w on the domain. A landscape makes and splits cells.
 
     Attributes:
-        derivative: f', checked to be finite.
+        derivative: f', whose values are checked to be finite.
         density: The weight w.
         domain: The two ends.
         kinks: The kinks of f' in the domain, ascending.
         weight_edges: The points at which w jumps, ascending.
-        mesh: Points that are dense enough to find every extremum.
+        mesh: Points that are dense enough to find every extremum of f'.
         extrema: The local extrema of f' between kinks, ascending.
     """
 
@@ -115,13 +116,13 @@ class Landscape:
     extrema: np.ndarray
 
     def cells(self, count):
-        """Return about `count` cells between `nodes`, without those that have no mass."""
+        """Return about `count` cells between the points of `nodes`, without cells that have no mass."""
         nodes = self.nodes(count)
         cells = self.integrate(nodes[:-1], nodes[1:])
         return cells.take(cells.mass > 0)
 
     def nodes(self, count):
-        """Return about `count` nodes. They are denser if w f''**2 is large, since a step function has large errors there.
+        """Return about `count` nodes, denser at points with a large w f''**2, at which a step function has large errors.
 
         Raises:
             SolveError: The weight has no mass on the domain.
@@ -149,7 +150,7 @@ class Landscape:
         return np.union1d(forced, wanted[gap > 1e-12 * (1 + np.abs(wanted))])
 
     def integrate(self, left, right):
-        """Return the cells with the given ends, which must not contain a kink, an extremum or an edge of the weight."""
+        """Return the cells with the given ends. They must not contain a kink, an extremum of f' or a jump of the weight."""
         half = 0.5 * (right - left)
         x = 0.5 * (left + right)[:, None] + half[:, None] * _GAUSS[0]
         weight = self.density(x) * (half[:, None] * _GAUSS[1])
@@ -183,7 +184,7 @@ class Landscape:
         return joined.take(np.argsort(joined.left, kind="stable"))
 
     def end_values(self, left, right):
-        """Return the limits of f' at both ends of intervals from inside."""
+        """Return the limits of f' at the left and the right ends of intervals, from inside each interval."""
         jump_left = np.isin(left, self.kinks)
         jump_right = np.isin(right, self.kinks)
         return (
@@ -193,7 +194,7 @@ class Landscape:
 
 
 def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=0.0):
-    """Make the `Landscape` of a problem: check that f' is finite, and locate its extrema.
+    """Make the `Landscape` of a problem: check that f' is finite, and locate the extrema of f'.
 
     Args:
         derivative: f' for float64 arrays.
@@ -201,8 +202,8 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
         weight: A weight from `make_weight`.
         domain: The two ends.
         name: The name of f, for error messages.
-        panels: The points between which the f' of a callable is a polynomial.
-        accuracy: The largest error of f'.
+        panels: The points between which the f' of a callable was approximated by one polynomial each.
+        accuracy: The largest error of `derivative`; 0 if it is exact.
 
     Raises:
         FunctionError: f' is not finite somewhere on the domain, or is too small or varies too fast for the solver.

@@ -1,9 +1,9 @@
 """Make a certificate for an approximate f' hold for the exact f'.
 
-Let g be within delta of f' on the domain and W the weight's mass. For every step function q the norms of
-f' - q and g - q differ by at most delta sqrt(W), so error and lower bound, both computed
-for g, hold for f' after their square roots are moved by that much. The same holds for objective unbiased, in
-which f' enters only through its distance to the stand-in. Largest deviations (minimax) move by delta.
+Let g be within delta of f' on the domain and W the weight's mass. For every step function q the norms of f' - q and g - q
+differ by at most delta sqrt(W), so error and lower bound, both computed for g, hold for f' after their square roots are
+moved by that much. The same holds for objective "unbiased", in which f' enters only through the distance between f' and the
+piecewise linear function that replaces f'. Largest deviations (minimax) move by delta.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """One layer of the dynamic program: out[i] = min over j of previous[j] + cost(columns[j], rows[i]).
 
-Rows and columns are ascending positions in a sequence of items. There are two exact searches:
+A sequence of items is cut into segments, and the sum of the segments' costs is to be minimal. A layer adds one segment: a
+row is the position at which the segment ends, a column the position at which it starts, and previous[j] is the least cost of
+the items before column j. Rows and columns ascend. There are two exact searches:
 
 divide: for costs that satisfy the quadrangle inequality (Monge). The best column never moves left as the row moves right,
     so divide and conquer takes O((rows + columns) log rows).
@@ -8,10 +10,11 @@ scan: for any cost that grows with its segment. Columns are visited from the nea
     skipped if the cost of the shortest segment in the run, plus the smallest previous value there, is not below the best.
     In the worst case every column is visited.
 
-Both release the interpreter lock, and `run_layer` shares the rows among threads.
+Both release the interpreter lock, and `run_layer` divides the rows among threads.
 
 With `slack = 1` a column may be one position after the row; such a segment is empty and costs 0. The pruning bounds of
-`fewbit.solver.partition` need this. `flip = n` runs the layer on the reversed sequence, in which position p means n - p.
+`fewbit.solver.partition` need this. `flip = n`, the number of items, runs the layer on the reversed sequence, in which
+position p means n - p.
 """
 
 from __future__ import annotations
@@ -38,14 +41,14 @@ def thread_count():
 
 
 class Costs:
-    """The costs of all segments of items.
+    """The costs of all segments of a sequence of items.
 
     Args:
         items: The `Items`.
         kind: `SQUARED_DEVIATION`: the cost of replacing the items start <= i < stop by their mean. `RANDOM_CHOICE`: the
-            cost of drawing the items strictly between start and stop to the values of the items start and stop without
-            bias, the sum of w (v - v_start)(v_stop - v).
-        forced: Values that must be levels. The `RANDOM_CHOICE` cost of a segment across one of them is infinite.
+            expected squared error of a random choice: each item strictly between start and stop becomes the value of item
+            start or of item stop, with the right mean. This is the sum of w (v - v_start)(v_stop - v).
+        forced: Values that must be levels. The `RANDOM_CHOICE` cost of a segment across such a value is infinite.
     """
 
     def __init__(self, items, kind=SQUARED_DEVIATION, forced=()):
@@ -63,20 +66,20 @@ class Costs:
 
 
 def run_layer(costs, columns, previous, rows, *, monge, slack=0, flip=-1, threads=1):
-    """Compute a layer.
+    """Add a segment: compute a layer.
 
     Args:
         costs: The `Costs`.
         columns: int64, ascending positions at which the segment may start.
         previous: float64, the value of the previous layer at every column.
         rows: int64, ascending positions at which the segment may end.
-        monge: Whether the costs satisfy the quadrangle inequality.
-        slack: How far a column may be after the row, 0 or 1.
-        flip: The number of items to reverse the sequence, or -1.
+        monge: Whether the costs satisfy the quadrangle inequality, so that the search "divide" is used.
+        slack: The number of positions that a column may be after the row, 0 or 1.
+        flip: The number of items if the sequence is reversed, else -1.
         threads: The number of threads.
 
     Returns:
-        The value of every row, and the number of its best column; -1 if no column is valid.
+        The least cost of every row, and the number of the row's best column, -1 if no column is valid.
     """
     out = np.full(len(rows), np.inf)
     best = np.full(len(rows), -1, dtype=np.int64)

@@ -38,8 +38,9 @@ def contiguous_start(relaxed, landscape, pinned):
 def with_outer_pieces(levels, steps, request, landscape, f):
     """Add pieces beyond the ends of the domain, and drop unused levels.
 
-    Pinned tails need such pieces. So does an end of the domain that is a kink, at which f' has another value than inside
-    (inputs saturate there: the outputs of ReLU are 0), if a level has this value or another level is allowed.
+    With tails "pinned", for which q has the limits of f' outside the domain, these pieces are needed. Inputs may also be
+    equal to an end of the domain, as outputs of ReLU are equal to 0. If this end is a kink at which f' has another value
+    than inside, a piece with this value is added, provided that a level has the value or that one more level is allowed.
 
     Returns:
         The levels and the pieces.
@@ -86,7 +87,7 @@ def _with_end(levels, steps, request, end, last, f):
 
 
 def closed_sides(f, steps, levels):
-    """Return the sides of the breaks. A break at a kink belongs to the piece whose level is nearer to torch's derivative."""
+    """Return `closed` of the breaks. A break at a kink belongs to the piece whose level is nearer to torch's derivative."""
     closed = np.full(len(steps.breaks), "right", dtype=object)
     at = np.flatnonzero(np.isin(steps.breaks, f.kinks))
     if len(at):
@@ -97,7 +98,7 @@ def closed_sides(f, steps, levels):
 
 
 def closed_sides_of_knots(f, stand_in):
-    """Return the sides of the knots. At a jump the value is the one that is nearer to torch's derivative."""
+    """Return `closed` of the knots. At a jump the value is the one that is nearer to torch's derivative."""
     points, values = stand_in.points, stand_in.values
     closed = ["right"] * len(points)
     for i in np.flatnonzero(points[1:] == points[:-1]):

@@ -1,9 +1,11 @@
-"""The smallest possible maximum of |f' - q|: a covering problem, solved by bisection to the last bit.
+"""The smallest possible maximum of |f' - q|, found as the solution of a covering problem by bisection to the last bit.
 
-A radius r is sufficient if K intervals of length 2r cover the values of f' (form "levels"), or if the domain can be cut
-into K pieces on which f' varies by at most 2r (form "intervals"). Greedy covering from one end needs the fewest intervals,
-so it decides exactly whether a radius is sufficient. The optimum is the smallest sufficient radius, and the lower bound is
-the largest radius that was found to be insufficient. f' is monotone in a cell, so only the values at its ends matter.
+A step function q has K levels. In form "levels", in which several pieces of the domain may have the same level, a radius r
+is sufficient if K intervals of length 2r cover the values of f'. In form "intervals", in which every piece has its own
+level, r is sufficient if the domain can be cut into K pieces on which f' varies by at most 2r. Greedy covering from one end
+needs the fewest intervals, so it decides exactly whether a radius is sufficient. The optimum is the smallest sufficient
+radius, and the lower bound is the largest radius that was found to be insufficient. f' is monotone in a cell, so only the
+values at its ends matter.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from fewbit.solver.steps import Steps, crossing_points, nearest_steps, relabel, 
 
 
 def minimax_levels(landscape, cells, count, pinned):
-    """Find the best levels of form "levels".
+    """Find the levels for which the maximum of |f' - q| is smallest, in form "levels".
 
     Args:
         landscape: f' and the weight.
         cells: The cells of the domain.
         count: The number of levels.
-        pinned: Levels that must be among them, ascending.
+        pinned: Values that must be among the levels, ascending.
 
     Returns:
         The levels (K,), the pieces, and the lower bound.
@@ -38,13 +40,13 @@ def minimax_levels(landscape, cells, count, pinned):
 
 
 def minimax_intervals(landscape, cells, count, slopes):
-    """Find the best pieces of form "intervals".
+    """Find the pieces for which the maximum of |f' - q| is smallest, in form "intervals".
 
     Args:
         landscape: f' and the weight.
         cells: The cells of the domain.
         count: The number of pieces.
-        slopes: The levels of the first and the last piece if they are pinned, else None.
+        slopes: The levels of the first and the last piece if these are given, else None.
 
     Returns:
         The levels (K,), the pieces, and the lower bound.
@@ -66,7 +68,7 @@ def minimax_intervals(landscape, cells, count, slopes):
 
 
 def largest_deviation(landscape, cells, steps, levels):
-    """Return the largest |f' - levels[codes]| over the cells."""
+    """Return the largest |f' - q| over the cells, for the step function q with these pieces and levels."""
     parts = landscape.split(cells, steps.breaks)
     level = levels[steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]]
     return float(np.maximum(np.abs(parts.lowest - level), np.abs(parts.highest - level)).max())

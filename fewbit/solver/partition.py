@@ -1,15 +1,17 @@
 """The optimal partition of a weighted sequence into K segments, and of weighted values into K levels.
 
 `form="intervals"` cuts the sequence in its own order (Few-bit Backward, eq. 9). `form="levels"` sorts the values first; then
-the problem is weighted one-dimensional k-means, and the cost of a segment is Monge. Both are the same dynamic program
+the problem is weighted one-dimensional k-means, and the costs of segments are Monge: they satisfy the quadrangle inequality.
+With D_k(i) the least cost of k segments of the first i items, both run the same dynamic program
 
     D_k(i) = min over j <= i of D_{k-1}(j) + cost(j, i)
 
 and return its exact optimum. Time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels; memory
 O(n (K + log n)).
 
-Exact pruning (`prune=True`) makes both much faster. Positions are cut into blocks. If break k is in block [a_g, b_g], the
-segments on its two sides contain the items between blocks. A segment costs at least as much as any part of it, so with
+Pruning (`prune=True`) makes both much faster, and does not change the result. Positions are grouped into blocks. If the
+break k - 1 is in block [a_h, b_h] and break k in block [a_g, b_g], the segment between them contains the items from b_h to
+a_g. A segment costs at least as much as any part of the segment, so with
 
     L_k(g) = min over h <= g of L_{k-1}(h) + cost(b_h, a_g)
 
@@ -38,7 +40,7 @@ _MARGIN = 1e-9
 
 @dataclass(frozen=True)
 class Effort:
-    """The resources of a search.
+    """The number of threads of a search, and the function that is told the progress.
 
     Attributes:
         threads: The number of threads.
@@ -57,8 +59,8 @@ class Partition:
         cost: The sum of the segments' costs.
         breaks: int64 (K-1,), ascending; segment k has the items breaks[k-1] <= i < breaks[k].
         means: float64 (K,), the segments' weighted means; nan for a segment without mass.
-        order: The permutation that sorted the values for levels, else None.
-        candidates: The number of break positions in the final search; n K without pruning.
+        order: The permutation that sorted weighted values for form "levels", else None.
+        candidates: The number of positions of breaks that the final search tried; n K without pruning.
     """
 
     cost: float
@@ -129,10 +131,10 @@ def best_breaks(items, count, *, monge, prune=True, effort):
         count: The number of segments.
         monge: Whether the items are sorted by value, so that costs satisfy the quadrangle inequality.
         prune: Whether to prune positions before the exact search.
-        effort: The resources.
+        effort: The threads and the progress function.
 
     Returns:
-        The cost, the breaks int64 (count - 1,), and the number of break positions in the final search.
+        The cost, the breaks int64 (count - 1,), and the number of positions of breaks that the final search tried.
     """
     n = len(items)
     count_used = min(count, n)
@@ -151,12 +153,12 @@ def best_breaks(items, count, *, monge, prune=True, effort):
 
 
 class LayeredSearch:
-    """The dynamic program layer by layer. It stores the best choices, to trace the optimum back.
+    """The dynamic program, run one segment (layer) at a time. The best choices are stored, to trace the optimum back.
 
     Args:
         costs: The costs of segments.
-        monge: Whether they satisfy the quadrangle inequality.
-        effort: The resources.
+        monge: Whether the costs satisfy the quadrangle inequality.
+        effort: The threads and the progress function.
         columns: The positions at which the first segment may start, by default 0.
         values: The costs before these positions, by default 0.
     """
@@ -168,7 +170,7 @@ class LayeredSearch:
         self._trail = []
 
     def step(self, rows):
-        """Add a segment that ends at one of the ascending positions `rows`."""
+        """Add a layer: a segment that ends at one of the ascending positions `rows`."""
         rows = np.ascontiguousarray(rows, dtype=np.int64)
         out, best = run_layer(
             self.costs, self.columns, self.values, rows, monge=self.monge, threads=self.threads
@@ -177,7 +179,7 @@ class LayeredSearch:
         self.columns, self.values = rows, out
 
     def trace(self, at, layer=None):
-        """Return the starts of the segments before row `at` of a layer (by default the last), ascending."""
+        """Return the starts, ascending, of the best segments up to row number `at` of a layer (by default the last)."""
         starts = []
         for columns, best in reversed(self._trail[:layer]):
             at = best[at]
@@ -196,7 +198,7 @@ def _search(costs, candidates, monge, effort):
 
 
 def surviving_breaks(items, count, *, monge, effort):
-    """Return for every break the positions that an optimal partition may have, by the bounds described above.
+    """Return for every break the positions that the bounds described above leave possible.
 
     The arguments are those of `best_breaks`.
     """

@@ -1,6 +1,7 @@
 """Refine the levels of the dynamic program to a stationary point of the continuous problem.
 
-If the pieces are optimal for given levels y, the error L(y) (Few-bit Backward, eq. 4) has the gradient
+The levels y are the values of a step function q. If its pieces are optimal for these levels, the error L(y), the integral of
+(f' - q)^2 w (Few-bit Backward, eq. 4), has the gradient
 
     dL/dy_k = 2 (y_k M_k - S_k),
 
@@ -38,7 +39,7 @@ class Solution:
         levels: (K,).
         steps: The pieces.
         error: The integral of (f' - q)**2 w.
-        residual: The largest |dL/dy| over the levels that are not pinned.
+        residual: The largest |dL/dy_k| over the levels that are not pinned.
     """
 
     levels: np.ndarray
@@ -48,26 +49,29 @@ class Solution:
 
 
 class NearestPieces:
-    """The pieces of form "levels", which the levels determine."""
+    """The pieces of a table of form "levels": each x belongs to the level nearest to f'(x)."""
 
     def __init__(self, landscape, cells):
         self.landscape, self.cells = landscape, cells
 
     def steps(self, levels, _previous):
-        """Return the pieces for the levels, None if the levels do not ascend."""
+        """Return the pieces for the levels; None if the levels do not ascend."""
         if (np.diff(levels) <= 0).any():
             return None
         return nearest_steps(self.landscape, self.cells, levels)
 
 
 class ContiguousPieces:
-    """The pieces of form "intervals": every break moves to a point with f' = (y_l + y_r) / 2, in the direction of a smaller error."""
+    """The pieces of a table of form "intervals", of which each has its own level.
+
+    Every break moves, in the direction of a smaller error, to a point at which f' is the mean of the levels on both sides.
+    """
 
     def __init__(self, landscape, cells):
         self.landscape, self.cells = landscape, cells
 
     def steps(self, levels, previous):
-        """Return the pieces for the levels, starting from the previous breaks; None if breaks would coincide."""
+        """Return the pieces for the levels, found by moving the previous breaks; None if breaks would coincide."""
         cells = self.cells
         breaks, density = previous.breaks.copy(), np.zeros(len(previous.breaks))
         codes = previous.codes
@@ -114,10 +118,10 @@ def refine(pieces, levels, steps, fixed, *, most_steps=_MOST_STEPS):
 
     Args:
         pieces: A `NearestPieces` or `ContiguousPieces`.
-        levels: (K,), the first levels.
-        steps: The first pieces.
+        levels: (K,), the levels to start from.
+        steps: The pieces to start from.
         fixed: bool (K,), the levels that are pinned.
-        most_steps: Largest number of steps.
+        most_steps: The largest number of steps.
 
     Returns:
         A `Solution`.

@@ -1,7 +1,11 @@
 """The discrete problem, which gives a lower bound on the continuous problem and the first levels of the refinement.
 
-Squared error. Let a cell have mass W, mean m, spread S (the integral of (f' - m)**2 w) and values of f' in [a, b]. Move its
-mass to two atoms, at a and b, with the same mean; their spread is W (m - a)(b - m) >= S. For any levels y write
+The continuous problem asks for the step function with the least error for f'. The discrete problem replaces f' on each cell
+of the domain by one or two values with a mass, called atoms.
+
+Objective "mse" minimizes the squared error. Let a cell have mass W, mean m, spread S (the integral of (f' - m)**2 w) and
+values of f' in [a, b]. Move its mass to two atoms, at a and b, with the same mean; their spread is W (m - a)(b - m) >= S.
+For any levels y write
 
     min_k (v - y_k)**2 = v**2 - h(v),   h(v) = max_k (2 v y_k - y_k**2), convex.
 
@@ -10,8 +14,8 @@ On [a, b], h is below its chord, and the mean of the chord over the cell is the 
     integral over the cell of min_k (f' - y_k)**2 w  >=  sum over its atoms of min_k (atom - y_k)**2
                                                           - (W (m - a)(b - m) - S).
 
-The sum over all cells shows: the optimum of the atoms less the total excess spread is a lower bound on the continuous
-optimum, for form "levels", any K, and levels pinned to given values.
+Summed over all cells: the least error of the atoms, less their total excess spread, is a lower bound on the least error of
+the continuous problem. This holds for form "levels", any number K of levels, and levels pinned to given values.
 
 For form "intervals" the two atoms of a cell are in the order in which f' passes a and b, since f' is monotone in a cell. Let
 breaks be inside a cell. If a break goes from level y to z against the direction of f', the error as a function of the break
@@ -20,11 +24,11 @@ change in the direction of f', and the best assignment of the two atoms is one t
 The same bound follows. Neighboring atoms of equal value are merged, which changes neither side. Both bounds differ from
 the optimum by O(n**-2).
 
-Unbiased draws. For levels y the expected squared error at value v, (v - y_k)(y_{k+1} - v), is H(v) - v**2, with H the
-piecewise linear interpolant of v**2 at the levels, which is convex. By Jensen's inequality the mean of H over a cell is at
-least H(m): the optimum with the mass of every cell at its mean, less the total spread of the cells, is a lower bound. The
-optimal levels of a discrete problem can be chosen among its values, since the error is linear in a level between values,
-so the discrete search is exact.
+With objective "unbiased" a level is drawn at random such that its mean is the value v. For levels y the expected squared
+error at v, (v - y_k)(y_{k+1} - v), is H(v) - v**2, with H the piecewise linear interpolant of v**2 at the levels, which is
+convex. By Jensen's inequality the mean of H over a cell is at least H(m): the optimum with the mass of every cell at its
+mean, less the total spread of the cells, is a lower bound. The optimal levels of a discrete problem can be chosen among its
+values, since the error is linear in a level between values, so the discrete search is exact.
 
 The cells rest on one assumption: f' is monotone between neighboring nodes. The extrema of f' are located first and become
 nodes, and [a, b] includes the values at the quadrature points inside a cell.
@@ -49,7 +53,7 @@ class Relaxed:
         levels: (K,), ascending for form "levels", in the order of the pieces for "intervals".
         fixed: bool (K,), the levels that are pinned.
         lower_bound: A lower bound on the continuous optimum, not negative.
-        breaks: (K-1,), the ends of the pieces for form "intervals", else None.
+        breaks: (K-1,), the points between the pieces for form "intervals", else None.
     """
 
     levels: np.ndarray
@@ -64,8 +68,8 @@ class Atoms:
 
     Attributes:
         x: The place of every atom, (n,), ascending.
-        value: The value of f' there.
-        mass: The mass.
+        value: The value of f' at every atom.
+        mass: The mass of every atom.
         excess: The total spread of the atoms less that of the cells.
     """
 
@@ -76,10 +80,10 @@ class Atoms:
 
 
 def two_point_atoms(cells):
-    """Move the mass of every cell to the two ends of its range of values, in the direction of f'.
+    """Replace every cell by two atoms, with the smallest and the largest value of f', in the order in which f' passes them.
 
     Returns:
-        The `Atoms`, with neighbors of equal value merged, and for every atom the last x of the merged ones.
+        The `Atoms`, in which neighbors of equal value are merged, and for every atom the largest x of those merged into it.
     """
     low, high = cells.lowest, cells.highest
     width = high - low
@@ -111,8 +115,8 @@ def relax_levels(cells, count, pinned, effort, most=None):
         cells: The cells of the domain.
         count: The number of levels.
         pinned: Distinct values that must be among the levels.
-        effort: The resources.
-        most: If there are more atoms, atoms with neighboring values are first merged to about this number.
+        effort: The threads and the progress function.
+        most: The number of atoms to which larger numbers are first reduced, by merging atoms with neighboring values.
 
     Returns:
         A `Relaxed`.
@@ -192,8 +196,8 @@ def relax_intervals(cells, count, slopes, effort):
     Args:
         cells: The cells of the domain.
         count: The number of pieces.
-        slopes: The pinned levels of the first and the last piece, or None.
-        effort: The resources.
+        slopes: The levels of the first and the last piece if these are pinned, else None.
+        effort: The threads and the progress function.
 
     Returns:
         A `Relaxed`.
@@ -218,13 +222,13 @@ def relax_intervals(cells, count, slopes, effort):
 
 
 def relax_unbiased(cells, count, fixed, effort):
-    """Find the best levels for unbiased draws, with the mass of every cell at its mean.
+    """Find the best levels for random draws with the right mean. The mass of every cell is moved to its mean.
 
     Args:
-        cells: The cells of the stand-in.
+        cells: The cells of the piecewise linear function that replaces f'.
         count: The number of levels.
         fixed: The pinned levels, ascending, the first and the last one included.
-        effort: The resources.
+        effort: The threads and the progress function.
 
     Returns:
         A `Relaxed`.
@@ -248,13 +252,13 @@ def relax_unbiased(cells, count, fixed, effort):
 
 
 class Zone:
-    """Contiguous segments of items, of which the first and the last may have a given level.
+    """Contiguous segments of items. The first and the last may have a given level; the others are called free.
 
     Args:
         items: The `Items`.
         first: The level of the first segment, or None.
         last: The level of the last segment, or None.
-        effort: The resources.
+        effort: The threads and the progress function.
         monge: Whether the items are sorted by value.
     """
 

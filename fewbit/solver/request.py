@@ -15,7 +15,7 @@ _FARTHEST = 1e30
 
 
 def count_levels(bits, levels):
-    """Return the largest number of levels and the bits of a request.
+    """Return the largest number of levels, and the bits, of a requested table.
 
     Args:
         bits: 1 to 8, or None.

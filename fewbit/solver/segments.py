@@ -5,15 +5,16 @@ squared deviations from its weighted mean. The paper computes this from three pr
 eq. 11), `F2 - F1**2 / W`, which loses all digits if the data have an offset: two clusters 1e9 apart have prefix sums of
 1e18 and costs of 1.
 
-Here a segment is composed of two runs that were summed from their common boundary outwards (a disjoint sparse table):
-level l cuts the items into blocks of 2**(l+1), and stores for every item the moments of the run between the item and the
-middle of its block. Every segment contains the middle of exactly one block, so
+Here a segment is composed of two runs that were summed from their common boundary outwards (a disjoint sparse table): for
+each l, the items are cut into blocks of 2**(l+1) items, and for every item the moments of the run between the item and the
+middle of its block are stored. Every segment contains the middle of exactly one block, so
 
     cost = S_left + S_right + W_left W_right / (W_left + W_right) (M_left - M_right)**2,
 
 a sum of non-negative terms (Chan, Golub, LeVeque 1983). Means are stored relative to an item left of the middle, and an
-item's own mean is `anchor + offset`, so that differences of means are accurate far from the origin. The reference is an
-item with mass, since an item without mass may have any value. Memory is O(n log n); a query reads six numbers.
+item's own mean is `anchor + offset`, so that differences of means are accurate far from the origin. The item to which means
+are relative has mass, since the value of an item without mass is arbitrary. Memory is O(n log n); computing a cost reads six
+numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Items:
 
     @property
     def table(self):
-        """The disjoint sparse table (moments, references, level_of), see `_build`."""
+        """The disjoint sparse table (moments, references, level_of) that the module's docstring describes."""
         if self._table is None:
             n = max(len(self), 1)
             depth = max(1, int(n - 1).bit_length())
@@ -78,12 +79,12 @@ class Items:
         return np.where(runs.mass > 0, runs.mean, np.nan)
 
     def compress(self, nodes):
-        """Merge the items between neighboring nodes: ascending positions, 0 first, n last."""
+        """Merge the items between neighboring nodes. The nodes are ascending positions, from 0 to n."""
         return merge_runs(self.mass, self.anchor, self.offset, self.spread, nodes)
 
 
 def merge_runs(mass, anchor, offset, spread, nodes):
-    """Return `Items` that merge runs of items. The arguments are those of `Items`, and the ends of the runs."""
+    """Return `Items` that merge runs of items. The arguments are those of `Items`, and `nodes`, the ends of the runs."""
     nodes = np.ascontiguousarray(nodes, dtype=np.int64)
     out = np.zeros((4, len(nodes) - 1))
     _merge_runs(mass, anchor, offset, spread, nodes, out)

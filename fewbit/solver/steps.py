@@ -1,7 +1,7 @@
 """Step functions over cells: the breaks of q for given levels or thresholds, and the error of a given q.
 
-A step function has M-1 ascending breaks, and M codes, the numbers of the pieces' levels. To compute the masses and means
-of f' over the pieces, cells that contain a break are split first.
+A step function q has M pieces, with M-1 ascending breaks between them. The code of a piece is the number of the piece's
+level. To compute the masses and means of f' over the pieces, cells that contain a break are split first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Steps:
     Attributes:
         breaks: float64 (M-1,), ascending.
         codes: int64 (M,), the number of every piece's level.
-        slope_density: float64 (M-1,), w / |f''| at the breaks: the mass that changes sides per change of the threshold of
-            f'; 0 at a jump of f'.
+        slope_density: float64 (M-1,), w / |f''| at the breaks: the mass that passes to the other side of a break if the
+            value of f' at the break changes by a small amount, divided by this amount. It is 0 at a jump of f'.
     """
 
     breaks: np.ndarray
@@ -34,7 +34,7 @@ class Totals:
 
     Attributes:
         mass: (K,), the integral of w over the pieces of every level.
-        first: (K,), the integral of f' w, likewise.
+        first: (K,), the integral of f' w over the pieces of every level.
         error: The integral of (f' - q)**2 w.
     """
 
@@ -44,7 +44,7 @@ class Totals:
 
 
 def nearest_steps(landscape, cells, levels):
-    """Return the step function that has the level nearest to f'(x) at every x."""
+    """Return the step function whose value at x is the level nearest to f'(x)."""
     return threshold_steps(landscape, cells, 0.5 * (levels[1:] + levels[:-1]))
 
 
@@ -80,7 +80,7 @@ def threshold_steps(landscape, cells, thresholds):
 
 
 def tidy(steps):
-    """Return the same function with strictly ascending breaks, without pieces that rounding made empty."""
+    """Return the same step function with strictly ascending breaks, without pieces that rounding made empty."""
     breaks, codes, density = steps.breaks, steps.codes, steps.slope_density
     while True:
         # If several breaks are equal, only the last one remains.
@@ -121,7 +121,7 @@ def crossing_points(landscape, cells, cell, threshold):
         landscape: f' and the weight.
         cells: All cells.
         cell: int64 (n,), the numbers of the cells.
-        threshold: float64 (n,).
+        threshold: float64 (n,), the value of f' to find in each of these cells.
 
     Returns:
         float64 (n,).
@@ -153,7 +153,7 @@ def crossing_points(landscape, cells, cell, threshold):
 
 
 def slope_density(landscape, cells, cell, at):
-    """Return w / |f''| at points inside cells, with f'' from a difference of f' inside the cell."""
+    """Return w / |f''| at points inside cells. f'' is estimated by a difference of f' inside the cell."""
     left, right = cells.left[cell], cells.right[cell]
     step = np.minimum(1e-4 * np.maximum(1.0, np.abs(at)), 0.25 * (right - left))
     below, above = np.maximum(at - step, left), np.minimum(at + step, right)
@@ -166,7 +166,7 @@ def slope_density(landscape, cells, cell, at):
 
 
 def totals(landscape, cells, steps, levels):
-    """Compute masses, first moments and the squared error of levels[codes] as sums without cancellation."""
+    """Return the `Totals` of the step function with these pieces and levels, as sums without cancellation."""
     parts = landscape.split(cells, steps.breaks)
     code = steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]
     count = len(levels)

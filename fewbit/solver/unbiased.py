@@ -1,16 +1,16 @@
-"""Objective "unbiased": a piecewise linear stand-in for f', and levels of least variance for the stand-in.
+"""Objective "unbiased": the stand-in, a piecewise linear function that replaces f', and the levels of least variance.
 
-At run time the level of an element is drawn from the two neighbors of v(x), the stand-in at x, with probabilities such
-that the mean is v(x). The expected squared error is
+With the stand-in v, an element x gets one of the two levels next to v(x) at run time. The level is drawn at random such that
+its mean is v(x). The expected squared error is
 
     integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1},
 
-whose first term depends on the levels. For interior levels the gradient is
+of which only the first term depends on the levels. For interior levels the gradient is
 
     dE/dy_k = integral over (y_{k-1}, y_k) of (v - y_{k-1}) w - integral over (y_k, y_{k+1}) of (y_{k+1} - v) w.
 
 ZipML (Zhang et al., ICML 2017) finds optimal quantization points for unbiased rounding with a quadratic discrete search. The
-cost is Monge (QUIVER, 2024), so divide and conquer is used here.
+costs of this search satisfy the quadrangle inequality (QUIVER, 2024), so divide and conquer is used here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_KNOTS = 4096
 
 @dataclass(frozen=True)
 class StandIn:
-    """A piecewise linear function v that replaces f'.
+    """The stand-in: a piecewise linear function v that replaces f'.
 
     Attributes:
         points: float64 (n,), ascending; two equal points are a jump.
@@ -67,7 +67,7 @@ def with_tails(stand_in, slopes):
 
 
 def build_stand_in(landscape, count):
-    """Interpolate f' at its kinks and extrema and the ends of the domain, and halve segments until the error is small.
+    """Make the stand-in: join f' at ends, kinks and extrema by lines, and halve these until the error is small.
 
     Args:
         landscape: f' and the weight.
@@ -130,18 +130,18 @@ def _bend(value, line):
 def refine_unbiased(landscape, cells, levels, fixed, most_steps=100):
     """Improve interior levels by Newton's method. The error never rises.
 
-    A level that equals f' on a whole piece, so that the gradient jumps from negative to positive at the level, is optimal
-    and stays.
+    If a level equals f' on a whole piece, the gradient jumps from negative to positive at this level. Such a level is
+    optimal and stays.
 
     Args:
         landscape: The stand-in and the weight.
         cells: The cells of the domain.
         levels: (K,), ascending.
         fixed: bool (K,), the levels that are pinned.
-        most_steps: Largest number of steps.
+        most_steps: The largest number of steps.
 
     Returns:
-        The levels, and the residual: the largest gradient, less the change that one rounding of a level causes.
+        The levels, and the residual: the largest |dE/dy_k|, less the change that one rounding of a level causes.
     """
     state = _evaluate(landscape, cells, levels)
     mass = cells.mass.sum()
@@ -182,7 +182,7 @@ class _State:
 
 
 def variance(landscape, cells, levels):
-    """Return the integral of (v - y_k)(y_{k+1} - v) w."""
+    """Return the variance of the draws, the integral of (v - y_k)(y_{k+1} - v) w."""
     return _evaluate(landscape, cells, levels).error
 
 

@@ -1,8 +1,8 @@
-"""The weight w(x) of the error of a table (Few-bit Backward, eq. 3).
+"""The weight w(x), the density by which the squared error of a table counts at x (Few-bit Backward, eq. 3).
 
 There are four kinds: "uniform" (w = 1 on the domain), "normal" (the density, not renormalized on the domain), "histogram" (a
 piecewise constant density, normalized to 1; raw samples become one) and "callable" (any density). docs/table_schema.md
-describes their documents.
+describes the JSON document of each kind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Weight:
     """The base class of weights.
 
     Attributes:
-        domain: The interval on which the weight is not 0, or None if the function decides.
+        domain: The interval on which the weight is not 0, or None if the weight does not limit the domain.
     """
 
     domain = None
@@ -84,12 +84,12 @@ class Normal(Weight):
         return self.mean + self.std * np.linspace(-9, 9, 721)
 
     def document(self):
-        """Return the kind, mean and standard deviation."""
+        """Return a dict of the kind, the mean and the standard deviation."""
         return {"kind": "normal", "mean": self.mean, "std": self.std}
 
 
 class Histogram(Weight):
-    """A piecewise constant density, normalized to 1.
+    """A piecewise constant density whose integral is 1.
 
     Args:
         edges: (n+1,), ascending.
@@ -125,7 +125,7 @@ class Histogram(Weight):
         """Make a histogram of up to 512 equally likely bins, with narrower bins at both ends.
 
         Args:
-            samples: Raw values of any shape, at least two different ones, finite.
+            samples: Finite values of any shape, at least two of them different.
 
         Raises:
             WeightError: The samples are not as described.
@@ -171,7 +171,7 @@ class Histogram(Weight):
         return self._edges
 
     def document(self):
-        """Return the kind, edges and heights."""
+        """Return a dict of the kind, the edges and the heights."""
         return {
             "kind": "histogram",
             "edges": self._edges.tolist(),
@@ -191,7 +191,7 @@ class Density(Weight):
         self._function, self._name = function, name
 
     def density(self, x):
-        """Return the density at x. Raises WeightError if a value is not finite or negative."""
+        """Return the density at x. Raise WeightError if a value is negative or not finite."""
         with np.errstate(all="ignore"):  # the error below reports values that are not finite
             values = _floats(f"density {self._name}", self._function(x))
         if values.shape != x.shape:
@@ -206,7 +206,7 @@ class Density(Weight):
         return values
 
     def edges(self, domain):
-        """Return the points at which the density jumps by more than 1/32 of its largest value, exact to the float."""
+        """Return the points, exact to the float, at which the density jumps by more than 1/32 of its largest value."""
         mesh = self.mesh(domain)
         value = self.density(mesh)
         steep = np.abs(np.diff(value)) > value.max() / _STEEP
@@ -228,7 +228,7 @@ class Density(Weight):
         return mesh
 
     def document(self):
-        """Return the kind and the name."""
+        """Return a dict of the kind and the name."""
         return {"kind": "callable", "name": self._name}
 
 

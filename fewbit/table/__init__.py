@@ -1,4 +1,7 @@
-"""The table: a step function q with few levels that replaces f' in the backward pass, and its JSON document.
+"""The table: a step function q that replaces the derivative f' in the backward pass, and the table's JSON document.
+
+The levels are the few values of q, the breaks are the points at which q changes, and the pieces are the intervals between
+breaks. The code of a piece is the number of the piece's level.
 
 docs/table_schema.md describes every field and the exact arithmetic. This folder may import the files in the root of the
 package, `fewbit.schema`, `fewbit.functions` and `fewbit.render`. It does not solve or search tables, and does not import

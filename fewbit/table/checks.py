@@ -138,7 +138,7 @@ def checked_sides(field: str, value, length: int, what: str) -> tuple[str, ...]:
 
 
 def checked_interval(field: str, value) -> tuple[float, float]:
-    """Return the two ends of an interval that is wide enough for plots and quadrature."""
+    """Return the two ends of an interval. Raise TableError if it is too narrow for plots and quadrature."""
     ends = checked_numbers(field, value, limit=FLOAT32_MAX)
     if len(ends) != 2 or not ends[0] < ends[1]:
         raise wrong(field, "two numbers a < b", value)
@@ -194,7 +194,7 @@ def _check_printable(field: str, value: str) -> None:
 
 
 def checked_knots_error(value) -> float:
-    """Return the error of a stand-in, a finite number of at least 0."""
+    """Return `knots_error`, a finite number of at least 0."""
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:
         raise wrong("knots.error", "a finite number of at least 0", value)

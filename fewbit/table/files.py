@@ -1,4 +1,4 @@
-"""Files with one table or several tables of a function."""
+"""Files with one table, or with several tables of one function."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loads(text: str, where: str = "table") -> list[Table]:
 
     Args:
         text: The JSON text.
-        where: The beginning of error messages.
+        where: The text with which error messages begin.
 
     Raises:
         TableError: The text is not a valid document.

@@ -1,6 +1,7 @@
 """Pieces of a step function, and knots of a stand-in, the piecewise linear function that replaces f' in an unbiased table.
 
-Backends compute with float32 numbers. Breaks are rounded such that every float32 x is in the same piece as before.
+The knots are the corners of the stand-in. Backends compute with float32 numbers. Breaks are rounded such that every float32
+x is in the same piece as before.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def round_breaks(breaks, closed: Sequence[str]) -> np.ndarray:
 
     Args:
         breaks: float64 (M-1,).
-        closed: M-1 strings: "right" breaks, compared by >, are rounded down, and "left" breaks, compared by >=, up.
+        closed: M-1 strings: "right" breaks, compared by >, are rounded down, and "left" breaks, compared by >=, are rounded
+            up.
 
     Returns:
         float32 (M-1,).
@@ -70,11 +72,12 @@ class Rounded(NamedTuple):
     """The float32 constants of a table that backends compute with.
 
     Attributes:
-        breaks: (M-1,), see `round_breaks`.
+        breaks: (M-1,), rounded by `round_breaks`.
         levels: (K,).
-        points: The knots' points (n,), rounded like breaks; None for a table without knots, as all that follow.
-        values: The knots' values (n,).
-        slopes: The slopes between knots (n-1,).
+        points: The x of the knots (n,), rounded like breaks. This and all following attributes are None for a table without
+            knots.
+        values: The values of the stand-in at the knots (n,).
+        slopes: The slopes of the stand-in between knots (n-1,).
         inverse_gaps: 1 / (levels[k+1] - levels[k]), (K-1,).
     """
 
@@ -119,13 +122,13 @@ def interpolate(x, segment, points, values, slopes) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Knots:
-    """The stand-in of an unbiased table: a piecewise linear function that replaces f'.
+    """The stand-in of an unbiased table: a piecewise linear function that replaces f', given by its corners.
 
     Attributes:
         points: float64 (n,), n >= 2, ascending, read-only. Two equal neighbors are a jump.
         values: float64 (n,), read-only.
-        closed: n strings. At a jump, "right" means that x == points[i] has the value of the left knot, "left" that of the
-            right knot; both knots of a jump have the same string. The default is "right" for all.
+        closed: n strings. At a jump, "right" means that x == points[i] has the value of the left knot, and "left" that it
+            has the value of the right knot. Both knots of a jump have the same string. The default is "right" for all.
 
     Raises:
         TableError: An invariant does not hold. The message names the field.
@@ -199,7 +202,7 @@ def _check_knots(knots: Knots) -> None:
 
 
 def lower_pieces(levels, knots: Knots) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Return the breaks, codes and closed sides that an unbiased table stores: those of the level below the stand-in.
+    """Return breaks, codes and closed sides of an unbiased table, whose code is the number of the level below the stand-in.
 
     A break is a point at which the stand-in crosses an inner level, or jumps across one.
 
@@ -244,5 +247,5 @@ def _crossings(levels: np.ndarray, knots: Knots) -> dict[float, str]:
 
 
 def lower_level(mean, levels: np.ndarray) -> np.ndarray:
-    """Return the number of the level below every mean, in [0, K-2], so that a level above exists."""
+    """Return the number of the level below every mean. It is in [0, K-2], so that there is a level above."""
     return np.clip(np.searchsorted(levels, mean, side="right") - 1, 0, len(levels) - 2)

@@ -1,4 +1,4 @@
-"""A table as HTML for notebooks: its facts, its picture, its levels and pieces."""
+"""A table as HTML for notebooks: its properties, its picture, its levels and pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FACTS = (Column("", lambda fact: fact[0], "word"), Column("", lambda fact: fact[
 
 
 def table_html(table: Table) -> str:
-    """Return a table as HTML. The picture needs matplotlib; without it there is none."""
+    """Return a table as HTML, with a picture if matplotlib is installed."""
     facts = [
         ("weight", describe_weight(table)),
         ("form", f"{table.form}, tails {table.tails}"),
@@ -49,7 +49,7 @@ def _pieces(table: Table) -> View:
 
 
 def intervals(table: Table) -> list[str]:
-    """Return each piece as an interval; the bracket says which of the two pieces a break belongs to."""
+    """Return each piece as text, such as `(0, 1]`. The brackets show to which of two pieces a break belongs."""
     reach = max(map(abs, table.domain))
     left, right = ["(-inf"], []
     for x, side in zip(table.breaks.tolist(), table.closed, strict=True):

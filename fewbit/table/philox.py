@@ -1,6 +1,6 @@
 """Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011), in NumPy.
 
-A draw is a pure function of (seed, element index), so the draws are the same in every backend and in any order.
+A random number depends only on the seed and the element's index, so it is the same in every backend and in any order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def philox4x32(counter, key) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
     Args:
         counter: Four integers or integer arrays that broadcast together, the least significant word first. Only the low
             32 bits are used.
-        key: Two integers or integer arrays, likewise.
+        key: Two integers or integer arrays, of which also only the low 32 bits are used.
 
     Returns:
         Four uint32 arrays of the broadcast shape.

@@ -19,14 +19,14 @@ from fewbit.table import FLOAT32_MAX, Table, describe_function, describe_weight
 
 
 class Curve(NamedTuple):
-    """Points of a curve; a NaN in both arrays separates pieces that are not joined."""
+    """The points of a curve. A NaN in both arrays separates parts that are not joined."""
 
     x: np.ndarray
     y: np.ndarray
 
 
 class Step(NamedTuple):
-    """One piece of q: its ends, its value and the number of its level."""
+    """One piece of q, with the ends, the value and the number of the level."""
 
     start: float
     end: float
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 def window(table: Table, function=None) -> tuple[float, float]:
-    """The part of the domain where f' (q if f' is unknown) changes, with a margin; at least a fifth of it."""
+    """Return the part of the domain in which f' changes (q if f' is unknown), with a margin; at least a fifth of the domain."""
     low, high = table.domain
     x = np.linspace(low, high, 4001)
     y = _finite(table(x) if function is None else _derivative(function, x))
@@ -52,7 +52,7 @@ def window(table: Table, function=None) -> tuple[float, float]:
 
 
 def derivative_curve(function, low: float, high: float, n: int = 2000) -> Curve:
-    """F' on [low, high] in pieces between its kinks."""
+    """Return the curve of f' on [low, high], with gaps at kinks."""
     kinks = [kink for kink in map(float, function.kinks) if low < kink < high]
     nudge = 1e-9 * (high - low)  # a jump's own value belongs to neither branch
     ends = zip(
@@ -70,7 +70,7 @@ def derivative_curve(function, low: float, high: float, n: int = 2000) -> Curve:
 
 
 def steps(table: Table, low: float, high: float) -> list[Step]:
-    """The pieces of q that meet [low, high], cut to it."""
+    """Return the pieces of q that overlap [low, high], cut off at its ends."""
     edges = [-np.inf, *table.breaks.tolist(), np.inf]
     pieces = zip(
         edges, edges[1:], table.levels[table.codes].tolist(), table.codes.tolist(), strict=False
@@ -83,7 +83,7 @@ def steps(table: Table, low: float, high: float) -> list[Step]:
 
 
 def value_limits(table: Table, curve: Curve | None) -> tuple[float, float]:
-    """Limits for the vertical axis: the levels and f', which may be cut where it is far from any level."""
+    """Return limits for the vertical axis that include all levels, and f' except for values that are far from any level."""
     low, high = float(table.levels.min()), float(table.levels.max())
     slack = (high - low) or 1.0
     if curve is not None and np.isfinite(curve.y).any():
@@ -111,11 +111,11 @@ def _finite(y: np.ndarray) -> np.ndarray:
 
 
 def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, force: bool = False):
-    """Draw f' and q, and below them the pointwise error. Returns the matplotlib Figure.
+    """Draw f' and q, and below them the difference at every x. Return the matplotlib Figure.
 
-    path: also save as .png or .svg (OutputExistsError if it exists, unless `force`).
-    ax: draw f' and q into these axes only. If f' is not known, q alone is drawn.
-    Raises FewbitError for another suffix, or if matplotlib is not installed.
+    With `path`, the figure is also saved as .png or .svg. With `ax`, only f' and q are drawn, into these axes. If f' is not
+    known, q alone is drawn. Raises OutputExistsError if the file exists and `force` is false, and FewbitError if the path
+    has another ending or matplotlib is not installed.
     """
     if ax is None:
         return figures.draw(lambda figure: _draw_figure(figure, table), path, force)
@@ -123,10 +123,10 @@ def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, for
 
 
 def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, force: bool = False):
-    """Small multiples: a row per function, a column per form and bits. Returns the matplotlib Figure.
+    """Draw a grid of tables: a row for each function, a column for each form and bits. Return the matplotlib Figure.
 
-    Of several tables with the same function, form and bits the last one is drawn. `path`, `force` and the
-    errors are those of plot_table; FewbitError also if there is no table.
+    If several tables have the same function, form and bits, the last of them is drawn. `path`, `force` and the errors are
+    those of `plot_table`. FewbitError is also raised if there is no table.
     """
     cells = {(describe_function(table), (table.form, table.bits)): table for table in tables}
     if not cells:

@@ -18,7 +18,7 @@ MARGIN = 9  # columns left of the picture: a label of up to 7 characters, a blan
 def sketch(table, width: int = 72, height: int = 16) -> str:
     """Draw q, and f' if it is known, over the part of the domain in which they change.
 
-    For an unbiased table the bars are the levels, and the dots are f' or the stand-in.
+    For an unbiased table the bars are the levels, and the dots are f', or the piecewise linear function that replaces f'.
 
     Args:
         table: A `fewbit.Table`.

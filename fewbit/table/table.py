@@ -83,7 +83,7 @@ class Table:
         revision: The revision of a shipped table.
         closed: M-1 strings: "right" if a break belongs to the piece on its left, else "left". The default is "right" for
             all.
-        knots: The stand-in for f', for objective "unbiased" only.
+        knots: The piecewise linear function that replaces f' (the stand-in), for objective "unbiased" only.
         knots_error: A bound on the difference of f' and the stand-in, for objective "unbiased" only.
 
     Raises:
@@ -148,7 +148,7 @@ class Table:
         return self.levels[self.code(x)]
 
     def code(self, x) -> np.ndarray:
-        """Return the level number for every x, int64; for an unbiased table that of the lower one of two levels."""
+        """Return the level number for every x, int64. In an unbiased table this is the lower one of two levels."""
         if self.objective == "unbiased":
             return lower_level(self(x), self.levels)
         return self.codes[locate(x, self.breaks, self.closed)]

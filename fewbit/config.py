@@ -1,4 +1,4 @@
-"""Configuration objects: they say who chooses the bits of the tensors that a model saves, and how its layers are set.
+"""Configuration objects: how the bits of the tensors that a model saves are chosen, and the settings of its layers.
 
 All are frozen dataclasses. They check their values, compare by value, and have a repr that can be pasted into a program.
 `to_dict` returns plain JSON values, and `from_dict` makes an object from them. This file may import the other files in the
@@ -187,12 +187,12 @@ class BitConfig(_Config):
 
     Attributes:
         kind: the name of the class in `to_dict`, different from those of all other subclasses.
-        has_policy: whether a policy chooses bits while the model trains, so that numbers of bits are averages. If it is
-            False, `make_policy` has to return None.
-        adapts: whether the policy chooses the bits of each layer. It is False if there is no policy. It is also False for
-            the policy `BitPolicy` itself, which only divides the bits of each tensor among its samples.
+        has_policy: whether a policy chooses bits while the model trains, so that numbers of bits are averages. If
+            `has_policy` is False, `make_policy` has to return None.
+        adapts: whether the policy chooses the bits of each layer. False if there is no policy, and False for the policy
+            `BitPolicy` itself, which only divides the bits of each tensor among its samples.
         chooses_activation_bits: whether the policy chooses the bits of few-bit activations too.
-        fuses_norms: whether norms save their normalized input in fixed point, so that layers after them save nothing.
+        fuses_norms: whether norms save their normalized input in fixed point, so that layers after a norm save nothing.
         bits_of_activations: the bits of few-bit activations if `LayerSettings` does not give them.
     """
 
@@ -314,7 +314,7 @@ class Budget(BitConfig):
 
     @property
     def initial_bits(self) -> float:
-        """The bits of the tensors in the first measurement of their sizes: 4."""
+        """The bits that tensors have when their sizes are first measured: 4."""
         return 4
 
     def describe(self) -> str:
@@ -335,7 +335,7 @@ class ErrorBound(BitConfig):
     Attributes:
         e2: the largest squared error of a gradient that is allowed, divided by the gradient's squared norm; finite and
             above 0.
-        window: how the last ten measurements are combined: "mean" uses their means, "max" the largest error coefficients.
+        window: how the last ten measurements are combined: "mean" uses the means of the measured errors, "max" the largest.
         codec: how tensors are saved: "quant", "quant+zvc", "error-bounded" or "jpeg" (docs/codecs.md).
         by_channel: whether each channel of a sample has bits of its own.
         interval: the number of steps from one measurement to the next. The first are after steps 1, 2, 4, 8 and so on.
@@ -375,12 +375,12 @@ class ErrorBound(BitConfig):
 
 @dataclass(frozen=True, repr=False)
 class PreActivationBits(BitConfig):
-    """Norms save their normalized input in fixed point, and the layers after them restore their own inputs from it (BLPA).
+    """Norms save their normalized input in fixed point, and the layers after a norm compute their own inputs from this tensor.
 
-    From this tensor a ReLU or LeakyReLU after a batch or layer norm computes its exact gradient. Linear layers and
-    convolutions after the norm or the activation restore their inputs from the same tensor, whatever bits their own
-    settings say. So a block saves one tensor in place of three (docs/preactivation.md). Other layers save quantized inputs
-    with `bits` bits.
+    The method is BLPA (Chakrabarti and Moseley, 2019). From the tensor a ReLU or LeakyReLU after a batch or layer norm
+    computes its exact gradient. Linear layers and convolutions after the norm or the activation compute their inputs
+    from the same tensor, whatever bits their own settings say. So a block saves one tensor in place of three
+    (docs/preactivation.md). Other layers save quantized inputs with `bits` bits.
 
     Attributes:
         bits: bits per element, a whole number from 1 to 8.
@@ -514,9 +514,9 @@ class LayerSettings(_Config):
         bits: the bits of quantized inputs. They may only be given in `overrides`, and a policy does not change them.
         activation_bits: the bits of few-bit activations, 1 to 8 (usually 3). Activations whose derivative has only two
             values have 1 bit, which is exact.
-        attention_bits: the bits of the queries, keys and values of attention (usually `bits`, and at least 4 if bits are
-            fixed; docs/decisions/0008).
-        group_size: the number of features that share a minimum and a range, a multiple of 32 (usually 256).
+        attention_bits: the bits of the queries, keys and values of attention. The usual value is `bits`, but at least 4
+            (docs/decisions/0008); AdaptiveBits, Budget and ErrorBound choose the bits as for other tensors.
+        group_size: the number of consecutive elements that share a minimum and a range, a multiple of 32 (usually 256).
         min_dtype: the dtype of groups' minimums: "auto", "bfloat16" or "float32" (docs/quantizer.md).
         copies: the number of independently rounded copies that norms save, 1 or 2 (usually 1). With 2 the gradient of norms
             has no bias.
@@ -544,7 +544,7 @@ class LayerSettings(_Config):
 
     @classmethod
     def of(cls, change) -> LayerSettings | None:
-        """Return the settings for which a value of `overrides` stands.
+        """Return the `LayerSettings` for which a value in the mapping `overrides` stands.
 
         Args:
             change: LayerSettings, a mapping of its fields, a number of bits for everything, or None to leave modules as

@@ -189,10 +189,10 @@ class _Measured(Measured):
         self._recorder = _Recorder(self.noise)
 
     def order(self) -> list[int]:
-        """Return the numbers of the groups in the order of the forward.
+        """Return the indices of the modules that own parameters, in the order in which the forward runs the modules.
 
-        Groups of contexts have the order of the contexts, other groups that of the modules' first calls. Groups of modules
-        that are never called come last.
+        The place of a module with a context is that of the context. The place of any other module is that of its first
+        call. Modules that are never called come last.
         """
         contexts = {path: place for place, path in enumerate(self.noise.contexts)}
         called = {path: place for place, path in enumerate(self._recorder.called)}
@@ -207,7 +207,7 @@ class _Measured(Measured):
         return sorted(range(len(paths)), key=lambda i: place(paths[i]))
 
     def defer(self) -> None:
-        """Defer the quantizers that modules had when they were made, too."""
+        """Defer the rounding of tensors (`deferred.py`) also for quantizers that modules have had since they were created."""
         for module in self.model.modules():
             for value in vars(module).values():
                 if type(value) is Quantizer:
@@ -215,7 +215,11 @@ class _Measured(Measured):
 
     @contextmanager
     def drawing(self, batch, number: int):
-        """Return a context manager that yields a function from draws (`Noise.drawn`) to gradients; arguments as `forward`."""
+        """Return a context manager that runs the forward of a batch and yields a function, which runs backward passes.
+
+        The function rounds the contexts that its argument names (`Noise.drawn`) and returns the gradients of one backward
+        pass. The arguments are those of `forward`.
+        """
         modules = dict(self.model.named_modules())
         with self._recorder.watching(modules), self.forward(batch, number) as value:
             yield lambda draws: self._drawn(value, draws)

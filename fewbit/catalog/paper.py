@@ -36,14 +36,15 @@ PARITY = frozenset({"sigmoid", "tanh"})
 
 
 def printed_error(function, bits):
-    """Return the error that the paper prints for the canonical name of a function; None if it prints none."""
+    """Return the error that the paper prints for a function (its canonical name) and a number of bits, or None."""
     return TABLE_3.get(function, {}).get(bits)
 
 
 def counterpart(table):
-    """Return the error that the paper prints for the same problem as a table's; None if it prints none.
+    """Return the error that the paper prints for the problem that a table of fewbit solves, or None if it prints none.
 
-    Function, parameters, number of levels, weight, domain and objective must be the same. The form may differ.
+    The problems are the same if function, parameters, number of levels, weight, domain and objective are the same. The
+    form may differ.
     """
     printed = printed_error(table.function, table.bits)
     if printed is None or (
@@ -59,7 +60,7 @@ def counterpart(table):
 
 
 def same_digits(error, printed):
-    """Return whether an error, rounded to the decimals of the paper, is the printed figure."""
+    """Return whether an error, rounded to four decimals as in the paper, equals the figure that the paper prints."""
     return round(error, DECIMALS) == printed
 
 

@@ -19,12 +19,13 @@ class ConvertedModule(NamedTuple):
 
     Attributes:
         path: The dotted path, "" for the model itself.
-        before: The old class.
-        after: The new class.
+        before: The name of the class before the conversion.
+        after: The name of the class after the conversion.
         bits: The bits per element of the quantized input or of the codes; an average if samples may have different bits.
             None if the module's gradients stay exact.
         shared: Whether the module saves nothing of its own, because it uses the tensor that a norm has saved in fixed point.
-            None if the module follows such a norm, and no forward pass has shown whether it does so.
+            None if the module follows such a norm and no forward pass has run that shows whether the module uses
+            the norm's tensor.
     """
 
     path: str
@@ -56,10 +57,10 @@ class Report(Result):
     Attributes:
         converted: The modules that were replaced.
         left_alone: The modules that were not replaced, each with the reason.
-        saved: {op: bytes that it saves for the backward pass}, before and after the conversion; None if `compress_` got no
-            `sample`.
-        functions: The bits per element that called functions save of inputs, of attention and of activations; None if
-            functions are not compressed.
+        saved: Two dicts, before and after the conversion: {name of an operation: the bytes that the operation saves for
+            the backward pass}. None if `compress_` got no `sample`.
+        functions: Three numbers of bits per element, with which functions that a forward calls save their inputs, q, k and
+            v of attention, and the codes of activations. None if functions are not compressed.
         is_training: Whether the model was in training mode when `saved` was measured.
         notes: Lines about the model as a whole.
     """

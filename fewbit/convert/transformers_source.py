@@ -1,4 +1,4 @@
-"""Recognition of a class by the source of its forward."""
+"""Recognition of a module class of transformers by the source code of its forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import nn
 
 
 def source_of(cls: type[nn.Module]) -> str | None:
-    """Return the canonical source of a class's forward, and of its `_norm`; None if Python cannot find the source."""
+    """Return the source of a class's `forward`, after that of its method `_norm` if there is one, in the form of `canonical`.
+
+    Returns None if Python cannot find the source.
+    """
     try:
         methods = [cls.forward, *([cls._norm] if hasattr(cls, "_norm") else [])]
         sources = [textwrap.dedent(inspect.getsource(method)) for method in methods]
@@ -20,7 +23,10 @@ def source_of(cls: type[nn.Module]) -> str | None:
 
 
 def canonical(source: str) -> str:
-    """Return the source of functions without docstrings and annotations, with variables renamed in order of appearance."""
+    """Return the source of one or several functions in a form that does not depend on the names of variables.
+
+    Docstrings and annotations are removed, and variables get new names in the order in which they appear.
+    """
     functions = []
     for function in ast.parse(source).body:
         names = {}

@@ -28,7 +28,7 @@ _ROUNDS = 4
 
 
 def segments(domain: tuple[float, float], points: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the closed intervals into which the points divide the domain."""
+    """Return the closed intervals into which the points divide the domain. The points themselves are in none of them."""
     low, high = domain
     inside = sorted(point for point in points if low <= point <= high)
     starts = [low, *(math.nextafter(point, math.inf) for point in inside)]
@@ -49,9 +49,9 @@ def wide_mesh(low: float, high: float) -> np.ndarray:
 def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[float]:
     """Find the points at which g jumps by more than `least` (default: 1e-7 of max |g|), exact to the float.
 
-    Every mesh interval is halved towards the larger difference of g. If g is smooth the difference
-    tends to 0; at a jump it remains until the ends of the interval are adjacent floats. The function
-    returns the one of the two floats that has the shorter decimal.
+    The points of `wide_mesh` divide the domain into intervals. Every interval is halved repeatedly, and each time the half
+    is kept in which g changes more. If g is smooth, the change tends to 0. At a jump, the change remains until the ends of
+    the interval are adjacent floats. The function returns the one of the two floats that has the shorter decimal.
     """
     mesh = wide_mesh(low, high)
     y = g(mesh)

@@ -17,13 +17,13 @@ STEP = 2.0  # pixels: between labels at least, and between the places at which l
 def add_labels(axes, labels) -> None:
     """Write each label beside its point so that it covers no other label and no point.
 
-    Among such places those are preferred that have no line of the figure between label and point, and of these the place
-    that covers the least of lines.
+    If several places are free, the function prefers those that have no line of the figure between the label and its point.
+    Among these it takes the place at which the label covers the shortest part of the lines.
 
     Args:
         axes: Complete axes, with their limits.
         labels: A sequence of (text, (x, y), color), with the point in data coordinates. The most important label comes
-            first. A label that finds no place is left out.
+            first. A label for which no place is free is left out.
     """
     from matplotlib.patheffects import withStroke
 

@@ -1,7 +1,8 @@
 """The measurements of an `ErrorBoundProbe`, and the functions that make its result of them once they are on the host.
 
 The probe measures tensors that layers save, and the gradients that layers compute from these tensors. A slot is one saved
-tensor of a layer; if the layer is called several times, each call saves a tensor of the slot.
+tensor of a layer; if the layer is called several times, each call saves a tensor of the slot. Each measured number is in a
+small tensor on the device. `host` below maps the `id` of such a tensor to a list of its values, after the copy to the host.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ class MeasuredTensor:
     Args:
         name: the name of the tensor's slot.
         elements: the number of elements.
-        has_samples: whether the tensor's bits are divided among its samples.
-        errors: (rows,) squared rounding errors, summed over each entry of dimension 0.
+        has_samples: whether the tensor's bits are divided among its samples (slices of dimension 0).
+        errors: (rows,) the sum of squared rounding errors in each entry of dimension 0.
         error: 0-D, the root of the sum of all squared errors.
-        squares: 0-D, the sum over groups of length * range^2, from which rounding errors for any number of bits follow.
+        squares: 0-D, the sum of n * range^2 over the groups of the quantizer, where n is the number of elements of a group.
+            The rounding errors for any number of bits follow from this sum.
         deviation: 0-D, the standard deviation of the noise with which the effect of errors is measured.
     """
 
@@ -44,12 +46,13 @@ class MeasuredGradient:
     """The measurements of one gradient of a layer, on their way to the host.
 
     Args:
-        part: the error model of the gradient.
-        label: the gradient's name, as in `GradientConstraint`.
-        kind: whether `part` is a formula or was measured, as in `GradientConstraint`.
+        part: the error model of the gradient: its squared error as a function of the tensor's error.
+        label: the gradient's name, such as "weight" (see `GradientConstraint`).
+        kind: "in expectation" if `part` is a formula, "measured" if it was measured.
         tensor: the saved tensor from which the gradient is computed.
-        size: 0-D, the norm of the gradient.
-        exact: 0-D, the norm of the gradient from exact values; None if that is not computed in this measurement.
+        size: 0-D, the Euclidean norm of the gradient.
+        exact: 0-D, the Euclidean norm of the gradient that exact values give; None if this measurement does not compute
+            that gradient.
     """
 
     part: Part
@@ -65,9 +68,9 @@ class Share(NamedTuple):
 
     Args:
         found: the gradient.
-        cost: the error of the gradient as a function of the slot's error.
+        cost: the squared error of the gradient as a function of the slot's error.
         v2: the squared norm of the gradient without errors.
-        slots: the number of slots on which the gradient depends.
+        slots: the number of slots on which the gradient depends. Each of them gets an equal share of the allowed error.
     """
 
     found: MeasuredGradient
@@ -77,13 +80,13 @@ class Share(NamedTuple):
 
 
 def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, list[Share]]:
-    """Return for each saved tensor (slot) the gradients that depend on it.
+    """Return, for each slot by its name, one `Share` for each gradient that depends on the slot.
 
-    Gradients on which the tensor's error has no effect are left out.
+    Gradients on which the slot's error has no effect are left out.
 
     Args:
-        host: the numbers on the host, by the id of the tensor in which they were measured.
-        calls: the gradients of each call of a layer's backward.
+        host: {id of a tensor of measured numbers: their values}.
+        calls: a list for each call of a layer's backward, with the gradients that the call computed.
     """
     found = {}
     for gradients in calls:
@@ -117,8 +120,8 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
     """Return the squared norms of those gradients that were also computed from exact values.
 
     Args:
-        host: the numbers on the host, by the id of the tensor in which they were measured.
-        shares: the gradients that depend on one saved tensor.
+        host: {id of a tensor of measured numbers: their values}.
+        shares: one for each gradient that depends on the slot.
     """
     gradients = [share.found for share in shares if share.found.exact is not None]
     return tuple(
@@ -132,11 +135,14 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
 def constraints_of(
     host, shares: list[Share], tried: float
 ) -> list[tuple[GradientConstraint, list[float] | None]]:
-    """Return the constraints on the error of one saved tensor (slot): one for each label and kind, with the costs of channels.
+    """Return the constraints on the error of one slot, each with numbers in proportion to the effects of its channels.
+
+    Gradients with the same name (`label`) and the same source of their error model (`kind`) set one constraint together,
+    because they are those of several calls of a layer. In place of the numbers there is None if the slot has no channels.
 
     Args:
-        host: the numbers on the host, by the id of the tensor in which they were measured.
-        shares: the gradients that depend on the slot.
+        host: {id of a tensor of measured numbers: their values}.
+        shares: one for each gradient that depends on the slot.
         tried: the variance of the noise with which errors were measured, averaged over all elements of the slot. The slot's
             tensors are assumed to have errors in the same proportions as this noise.
     """
@@ -166,12 +172,13 @@ def _sum_of_channels(costs: list[list[float]]) -> list[float] | None:
 
 
 def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) -> tuple | None:
-    """Return the weights of a saved tensor's channels, with mean 1, in proportion to the effect of errors in each channel.
+    """Return the weights of a slot's channels, with mean 1. Channels whose errors have more effect have larger weights.
 
-    For one gradient the effect of a channel is its part of first^2 / V^2. Of several gradients the largest effect counts.
+    The effect of a channel on a gradient is the part of first^2 / V^2 (`GradientConstraint`) that comes from the channel.
+    If several gradients depend on the slot, the largest effect counts.
 
     Args:
-        costs: constraints with the costs of channels, as `constraints_of` returns them.
+        costs: constraints with numbers for the channels, as `constraints_of` returns them.
 
     Returns:
         (channels,) weights; None if there are no channels, or if all channels have the same weight.
@@ -195,6 +202,6 @@ def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) 
 
 
 def host_square(host, number) -> float:
-    """Return the square of the number that was measured in a 0-D tensor and copied to the host."""
+    """Return the square of the measured number that the 0-D tensor `number` contained before it was copied to the host."""
     (value,) = host[id(number)]
     return value * value

@@ -52,7 +52,7 @@ def _quantize(source, seed, bits, group_size, fp32_min, *rest):
 
 
 def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normalize=None):
-    """Return (packed, ranges, widths, sensitivities) of x, after dividing the bits of x's slot among x's samples.
+    """Divide the bits of x's slot among x's samples, then quantize x. Return (packed, ranges, widths, sensitivities).
 
     A slot is one tensor that a layer saves in every forward pass.
 
@@ -87,9 +87,9 @@ def _sensitivities(source, slot, group_size, normalize):
 
 
 def squares(x, group_size, normalize=None):
-    """Return, for each sample of x, the sum over groups of length * range^2: (N,) float32.
+    """Return the sum of n * range^2 over the groups of each sample of x, where n is the number of elements of a group.
 
-    `layout.is_by_sample(x)` must be true.
+    The result is float32 of shape (N,). `layout.is_by_sample(x)` must be true.
     """
     return backends.of(x).squares(x, group_size, normalize)
 
@@ -101,12 +101,12 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
 
     Args:
         x: a floating tensor of any strides.
-        samples: the number of samples; None: the size of dimension 0.
-        group_size: as for `quantize`.
-        fp32_min: as for `quantize`.
-        normalize: as for `quantize`.
-        bits: 1 to 8.
-        generator: a function from a device to a generator of seeds.
+        samples: the number of samples; None stands for the size of dimension 0.
+        group_size: the number of elements in a group.
+        fp32_min: whether groups have float32 minimums, as for `quantize`.
+        normalize: how to normalize x first, or None, as for `quantize`.
+        bits: the bits per element, 1 to 8.
+        generator: a function that returns, for a device, the random generator from which seeds are drawn.
     """
     stride = layout.by_sample_stride(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -125,7 +125,7 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
 def dequantize_samples(
     packed, ranges, widths, samples, group_size, size, stride, dtype, affine=None
 ):
-    """Return approximate values from the results of `quantize_samples`, see `dequantize`."""
+    """Return approximate values of the tensor from the results of `quantize_samples`. See `dequantize` for the arguments."""
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     rows = out if len(out) == samples else out.view(samples, -1)
     backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, widths, affine)
@@ -133,18 +133,18 @@ def dequantize_samples(
 
 
 def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=None, affine=None):
-    """Return the dequantized values in that size, stride and dtype.
+    """Return the dequantized values of a tensor, with the given size, strides and dtype.
 
     Args:
-        packed: from `quantize`.
-        ranges: from `quantize`.
-        bits: as for `quantize`.
-        group_size: as for `quantize`.
+        packed: the packed codes that `quantize` returned.
+        ranges: the minimums and ranges that `quantize` returned.
+        bits: the bits per element of all samples, unless `widths` is given.
+        group_size: the number of elements in a group.
         size: the size of the quantized tensor.
         stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
         dtype: the dtype of the values.
-        widths: as for `quantize`.
-        affine: (scale, shift, inner) to map the values with, or None, see `reference_quantizer.dequantize`.
+        widths: (N,) uint8, the bits per element of each sample, or None.
+        affine: (scale, shift, inner), a linear map to apply to the values, or None, see `reference_quantizer.dequantize`.
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine)
@@ -154,8 +154,8 @@ def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=Non
 def is_offset(least: float, greatest: float) -> bool:
     """Return whether a tensor's minimum is so large relative to its range that groups need float32 minimums.
 
-    They do if the greatest element minus the least one is less than 8 times the spacing of bfloat16 numbers at the
-    least one.
+    Groups need float32 minimums if the greatest element minus the least one is less than 8 times the spacing of bfloat16
+    numbers at the least one.
     """
     if not (math.isfinite(least) and math.isfinite(greatest)) or least == 0:
         return False

@@ -59,7 +59,7 @@ class SavedTensorCache:
     # -- Copies ------------------------------------------------------------------------------------------
 
     def get(self, x, key):
-        """Return the SavedTensors of x that a layer with this `Quantizer.key` may use, or None."""
+        """Return the copy of x (`SavedTensors`) that a layer may use whose quantizer has the key `key`, or None."""
         entries = self._entries()
         found = entries.get((*_place(x), key)) if entries else None
         if found is None or x.untyped_storage()._cdata in self._local.exposed:
@@ -68,7 +68,15 @@ class SavedTensorCache:
         return saved if content is None or content == fingerprint(x) else None
 
     def put(self, x, key, saved) -> None:
-        """Add the SavedTensors of x, for later layers with this `Quantizer.key` that save x or the same unchanged memory."""
+        """Add a copy of x, for later layers that save x and whose quantizer has the same settings.
+
+        A tensor counts as x if it has the same place in memory, shape, strides, dtype and version.
+
+        Args:
+            x: the tensor.
+            key: the settings of the copy, as `Quantizer.key`.
+            saved: the copy, `SavedTensors`.
+        """
         entries = self._entries()
         if entries is not None and not x.is_inference():
             if offload.is_active():
@@ -77,16 +85,16 @@ class SavedTensorCache:
             entries[*_place(x), key] = StorageWeakRef(x.untyped_storage()), saved, fingerprint(x)
 
     def get_fixed_point(self, x):
-        """Return the copy of x in K-bit fixed point that a norm, or an activation after the norm, has added; or None."""
+        """Return the copy of x in K-bit fixed point, or None. A norm, or an activation after the norm, adds such a copy."""
         return self.get(x, _FIXED_POINT) if self.has_fixed_point else None
 
     def put_fixed_point(self, y, saved) -> None:
-        """Add a copy of y in K-bit fixed point, for linear layers, convolutions and activations of y with any number of bits."""
+        """Add a copy of y in K-bit fixed point, which linear layers, convolutions and activations of y use."""
         self.has_fixed_point = True
         self.put(y, _FIXED_POINT, saved)
 
     def stop_sharing(self, x) -> None:
-        """Stop sharing copies of x in this forward pass: its memory was accessed in a way that autograd does not track."""
+        """Stop sharing copies of x in this forward pass, because x's memory may change without a new version."""
         if not self.is_open:
             return
         # Parameters of lazy modules refuse access through `__torch_function__`.
@@ -126,7 +134,7 @@ class SavedTensorCache:
             x: the activation's input.
             y: the activation's result.
             quantizer: the quantizer for which the activation made a copy of y, or None.
-            saved: that copy, or None.
+            saved: the copy that the activation made of y, or None.
         """
         if not self.is_open or in_checkpoint():
             return
@@ -136,12 +144,12 @@ class SavedTensorCache:
             self.put(y, quantizer.key, saved)
 
     def record_consumer(self, x, quantizer) -> int | None:
-        """Record that the layer with this quantizer saves x.
+        """Record that the layer that has the quantizer `quantizer` saves x.
 
         If x is an activation's result, the activation makes the copy of x in the next forward pass.
 
         Returns:
-            The number of that activation in this forward pass, or None.
+            The number of the activation in this forward pass; None if x is not an activation's result.
         """
         if not self.is_open or in_checkpoint():
             return None

@@ -29,7 +29,7 @@ class CheckpointRegions:
         self._local = _Local()
 
     def remember(self, region, forward):
-        """Record that a region is a part of a forward pass, unless one is recorded for the region. Return the recorded one."""
+        """Record to which forward pass a region belongs, unless that is recorded already. Return the recorded forward pass."""
         return self._forwards.setdefault(region, forward)
 
     def recorded_forward(self):
@@ -44,9 +44,9 @@ class CheckpointRegions:
     def is_over(self) -> bool:
         """Return whether the copies of the running region can be dropped when the outermost call of a module ends.
 
-        They can be dropped outside of a region, and in a region that contains a whole forward pass. The recomputation
-        gets the answer of the first run, because a call that was within another call in the first run may be outermost
-        when recomputed.
+        The copies can be dropped outside of a region, and in a region that contains a whole forward pass. The answer in
+        the recomputation is that of the first run, because a call that was within another call in the first run may be
+        outermost when recomputed.
         """
         if not in_checkpoint():
             return True
@@ -60,7 +60,8 @@ class CheckpointRegions:
 
         `outer` are the entries of the whole forward pass. The recomputation has no copies from the part of the forward
         pass outside of the region, so the first run may not use such copies either. The entries of a region are dropped
-        when another region, or none, asks for entries; this happens alike in both runs.
+        when this function is next called in another region, or outside of all regions. This happens at the same place in
+        the first run and in the recomputation.
         """
         hook, regions = checkpoint_hook(), self._local.regions
         if hook is None or hook not in regions:

@@ -224,8 +224,8 @@ def _bounded(rank, controller, run, first="conv"):
 def bounded(rank):
     """Processes agree although losses are scaled, one ran the model before, and the other does in between."""
     module = model()
-    options = {"interval": 2, "by_channel": True, "verbose": False}
-    controller = fewbit.compress_(module, fewbit.ErrorBound(), **options)
+    bound = fewbit.ErrorBound(interval=2, by_channel=True)
+    controller = fewbit.compress_(module, bound, verbose=False)
     if rank == 0:
         module(inputs(rank)).square().mean().backward()
     wrapped = DistributedDataParallel(module)

@@ -74,7 +74,7 @@ def test_ops_that_are_not_told_strides_are_found(monkeypatch, drawn):
             return x if layout.is_by_sample(x) else x.contiguous()
         return layout.dense(x)
 
-    monkeypatch.setattr(layout, "told", as_it_comes)
+    monkeypatch.setattr(layout, "with_stride", as_it_comes)
     errors = errors_of(range(20, 80), inductor_passes, False, 1, drawn)
     assert sum(error > allowed for error, allowed in errors.values()) >= 2
 

@@ -366,7 +366,7 @@ def test_a_conversion_that_is_interrupted_changes_nothing():
     for _ in exhaustively(
         run,
         per_line=1,
-        files=("convert.py", "module_calls.py", "undo.py", "functions.py", "kinds.py"),
+        files=("swap.py", "module_calls.py", "undo.py", "functions.py", "kinds.py"),
     ):
         unchanged_or_converted(model, before, exact)
         model.zero_grad()

@@ -539,8 +539,8 @@ def block():
 def test_nothing_of_a_region_lives_on_after_the_forward(how, bits):
     """The hooks of a checkpoint live as long as the graph. The tensors saved within it must not."""
     model = Regions(block if how == "blocks" else unit, how)
-    for region in model.units if how == "apart" else [model]:
-        compressed(region, bits)
+    for part in model.units if how == "apart" else [model]:
+        compressed(part, bits)
     run = (lambda x: region(lambda x: model(x) + model(x), x)) if how == "whole" else model
     x, before = X.clone().requires_grad_(), living()
     y = run(x)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import _GeneratorContextManager, contextmanager
 from functools import wraps
+from pathlib import Path
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -79,21 +80,26 @@ class ThreadState:
 
 
 _ENTER = _GeneratorContextManager.__enter__.__code__
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 def close_suspended(error: BaseException) -> None:
-    """Close the generators of context managers that the error left suspended, entered but not exited.
+    """Close the context managers that the error left entered but not exited.
 
     If an error ends the `__enter__` of a context manager that is written as a generator after the generator's `yield`,
-    the generator stays suspended, as with torch's managers around each mode. The traceback keeps its frame alive. When
-    the traceback is freed, the generator would run the code after the `yield` and so undo the clean-up.
+    the generator stays suspended, as with torch's managers around each mode. An interrupt between the end of a `with`
+    block and `__exit__` has the same effect. The traceback keeps the frames alive that hold these managers. When the
+    traceback is freed, the generators would run the code after the `yield` and so undo the clean-up.
 
     Args:
-        error: the error, whose traceback is searched.
+        error: the error, whose traceback is searched. The variables of fewbit's own functions in it are cleared if it is an
+            interrupt and not an `Exception`.
     """
-    traceback = error.__traceback__
+    is_interrupt = not isinstance(error, Exception)
+    traceback = error.__traceback__.tb_next  # the first frame is that of the caller, which still runs
     while traceback is not None:
-        if traceback.tb_frame.f_code is _ENTER:
+        code = traceback.tb_frame.f_code
+        if code is _ENTER or (is_interrupt and code.co_filename.startswith(_PACKAGE)):
             traceback.tb_frame.clear()
         traceback = traceback.tb_next
 

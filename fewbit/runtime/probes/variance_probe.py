@@ -435,6 +435,8 @@ class VarianceProbe:
 class _End:
     """The callback that autograd calls at the end of a backward pass, and drops uncalled if the pass raises."""
 
+    _probe = None  # until __init__ has run, which an interrupt may prevent
+
     def __init__(self, probe: VarianceProbe):
         self._probe = probe
 

@@ -1,4 +1,4 @@
-"""The exceptions that fewbit raises for bad input. Messages are one line each, mostly "expected ..., got ..."."""
+"""The exceptions that fewbit raises for bad input. Each message is one line, mostly "expected ..., got ..."."""
 
 from fewbit.text import printable
 

@@ -1,4 +1,4 @@
-"""The recorder of saved tensors: it notes which tensors autograd saves in a forward, and which module runs at that time.
+"""The recorder of saved tensors: it records which tensors autograd saves in a forward, and which module runs at that time.
 
 Every tensor that autograd saves passes through a saved-tensor hook, which gives autograd another object in its place, a
 token. Autograd frees the token when it would free the tensor. So the tokens that exist after the forward stand for exactly
@@ -83,7 +83,7 @@ class Recorder:
         self._tokens: list[weakref.ref[Token]] = []
 
     def enter(self, place: Place) -> None:
-        """Note that a module begins to run."""
+        """Record that a module begins to run."""
         self.running.append(place)
 
     def alive(self) -> list[Token]:

@@ -45,7 +45,7 @@ class App(click.Group):
             ctx.fail(f"unknown command {args[0]!r}: {hint}")
 
     def invoke(self, ctx):
-        """Run the command with warnings shown on one line each."""
+        """Run the command. Each warning is shown on one line."""
         _check_environment()
         try:
             with warnings.catch_warnings():

@@ -33,7 +33,7 @@ class FunctionName(click.ParamType):
     name = "name"
 
     def convert(self, value, param, ctx):
-        """Return the name."""
+        """Return the text unchanged, if it can be the name of a function."""
         expected = "a function that 'fewbit list' shows, or package.module:name"
         if ":" not in value and is_file(value):
             raise FewbitError(
@@ -50,7 +50,7 @@ class TableSource(click.ParamType):
     name = "source"
 
     def convert(self, value, param, ctx):
-        """Return the argument."""
+        """Return the text unchanged, if it can be the name of a function or of a file of tables."""
         if ":" not in value and "." in value and not is_file(value):
             raise FewbitError(
                 f"{value}: expected a function that 'fewbit list' shows, or a file of tables, "
@@ -60,12 +60,12 @@ class TableSource(click.ParamType):
 
 
 class Parameter(click.ParamType):
-    """A parameter of a function, NAME=VALUE, which becomes a pair of the name and a float."""
+    """The type of an option that sets a parameter of an activation function: the text NAME=NUMBER."""
 
     name = "parameter"
 
     def convert(self, value, param, ctx):
-        """Return (name, number)."""
+        """Split the text NAME=NUMBER, and return (name, number)."""
         name, _, text = value.partition("=")
         try:
             number = float(text)
@@ -82,7 +82,7 @@ class Size(click.ParamType):
     name = "size"
 
     def convert(self, value, param, ctx):
-        """Return the number of bytes."""
+        """Convert a text such as 32GB to the number of bytes."""
         from fewbit.sizes import parse_size
 
         try:

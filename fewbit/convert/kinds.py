@@ -109,7 +109,7 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return the kind to which a module with this class and these settings is converted; None if there is none."""
+    """Return the kind to which the module is converted, considering its class and its settings; None if there is none."""
     cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
@@ -177,7 +177,7 @@ def replaced(module: nn.Module) -> str | None:
 
 
 def _is_torchs(name: str) -> bool:
-    """Return whether the function of that name in torch.nn.functional is torch's own, or does not exist."""
+    """Return whether the function `name` in torch.nn.functional is torch's own, or does not exist."""
     function = vars(F).get(name)
     if function is not _IN_FUNCTIONAL.get(name):
         return False

@@ -88,11 +88,11 @@ class ResolvedSettings:
         return self
 
     def make_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
-        """Make the quantizer for the inputs of the layer with this name."""
+        """Make the quantizer for the inputs of the layer `name`."""
         return self._quantizer(self.bits, context, name, not self.adapts)
 
     def make_attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
-        """Make the quantizer for q, k and v of the attention with this name."""
+        """Make the quantizer for q, k and v of the attention layer `name`."""
         is_fixed = not self.adapts or self.attention_bits is not None
         return self._quantizer(self.bits_of_attention, context, name, is_fixed)
 

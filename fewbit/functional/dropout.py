@@ -1,6 +1,6 @@
 """Dropout, whose mask is saved in 1 bit for each element.
 
-Every function has the signature of the function of that name in torch.nn.functional. From the same state of torch's random
+Every function has the signature of torch.nn.functional's function with its name. From the same state of torch's random
 generator, it computes the same result and leaves the generator in the same state. Gradients equal torch's to the bit. In
 compiled code the compiler decides how random numbers are drawn, as it does for torch's own functions.
 

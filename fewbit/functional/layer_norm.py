@@ -105,7 +105,7 @@ def rms_norm(
     copies: int = 1,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.rms_norm; all else is as in `layer_norm`, with the root mean square in place of s."""
+    """Compute torch.nn.functional.rms_norm, with tensors saved as in `layer_norm`; s is the root mean square."""
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     shape = _shape(normalized_shape)
     # torch's kernel checks neither.

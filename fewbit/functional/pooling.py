@@ -1,6 +1,6 @@
 """Pooling, which saves nothing, or the position of each maximum in its window.
 
-Every function has the signature and the results of the function of that name in torch.nn.functional. Gradients equal torch's
+Every function has the signature and the results of torch.nn.functional's function with its name. Gradients equal torch's
 to the bit. torch saves the whole input, of which the backward pass needs only the size, and for max-pooling also an int64
 for each output.
 
@@ -115,7 +115,7 @@ def _torch_max(dims, x, arguments, return_indices, adaptive):
 
 
 def _of_torch(name: str, dims: int):
-    """Return torch's function of that name for so many dimensions."""
+    """Return torch's function `name` for the given number of dimensions."""
     return getattr(torch_functional, f"{name}{dims}d")
 
 

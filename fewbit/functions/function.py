@@ -28,8 +28,8 @@ class Function:
         reference: The definition of f: a torch or transformers class, and the paper.
         even_derivative: Whether f'(-x) equals f'(x).
         accuracy: The largest error of `derivative` on the domain; 0 for a formula.
-        panels: The points, ascending, between which the f' of a callable was approximated by one polynomial each; empty for
-            a formula.
+        panels: The ends, ascending, of the intervals on each of which one polynomial approximates f' of a callable;
+            empty for a formula.
     """
 
     name: str

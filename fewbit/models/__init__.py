@@ -74,7 +74,7 @@ def names() -> tuple[str, ...]:
 
 
 def family(name: str) -> Family:
-    """Return the family of the model with that name."""
+    """Return the family of the model named `name`."""
     return next(family for family in FAMILIES if name in family.models)
 
 

@@ -20,7 +20,7 @@ STEM, WIDTHS, EXPANSION = 16, (16, 32, 64), 4
 
 
 class Block(nn.Module):
-    """linear(activation(norm(x))) with torch's modules. The children have the names of those of `fewbit.nn.PreActivation`."""
+    """linear(activation(norm(x))) with torch's modules. The children are named as in `fewbit.nn.PreActivation`."""
 
     def __init__(self, norm: nn.Module, linear: nn.Module, activation: nn.Module | None = None):
         super().__init__()

@@ -169,7 +169,7 @@ class _Steps(Measured):
 
 
 class _Found:
-    """The measurements of one candidate, batch by batch. Bits that adapt do so when it is made.
+    """The measurements of one candidate, batch by batch. A policy adapts its bits when this object is made.
 
     Args:
         candidate: The candidate.

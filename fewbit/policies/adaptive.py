@@ -207,7 +207,7 @@ class AdaptivePolicy(ProbingPolicy):
         return SlotVarianceProbe(self.step)
 
     def merge(self, results: list) -> dict[tuple[str, int], SlotVariance]:
-        """Return one measurement for all processes: sums of variances and elements, means of bits and samples."""
+        """Return one measurement for all processes, with sums of variances and elements, and means of bits and samples."""
         return merge_by_key(results)
 
     def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:

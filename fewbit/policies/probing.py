@@ -149,7 +149,7 @@ class ProbingPolicy(BitPolicy):
         return self.schedule.step
 
     def report_unobserved(self, layer: str, reason: str) -> None:
-        """Note that probes cannot see what a layer saves.
+        """Record that probes cannot measure the saved tensors of a layer.
 
         Args:
             layer: the layer's name.
@@ -158,7 +158,7 @@ class ProbingPolicy(BitPolicy):
         self._unobserved.add(layer, reason)
 
     def unobserved_layers(self, model) -> dict[str, str]:
-        """Return {layer: reason in words} of the layers of the model whose saved tensors probes cannot see."""
+        """Return {layer: reason in words} of the layers of the model whose saved tensors probes cannot measure."""
         found = self._unobserved.found(model, {layer for layer, _ in self.knowledge.slots})
         return {layer: found[layer] for layer in self._layers if layer in found}
 

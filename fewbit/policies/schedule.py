@@ -60,7 +60,7 @@ class Schedule(Record):
                 raise wrong(f"turns[{i}]", f"steps in order up to {self.step}", tuple(turn))
 
     def after_step(self, path: str, interval: int) -> Schedule:
-        """Return the schedule after a forward pass of the module with that path has begun.
+        """Return the schedule after a forward pass of the module at `path` has begun.
 
         Measurements are due in steps 1, 2, 4, 8 ... up to the interval, and then once in each interval.
 
@@ -85,6 +85,6 @@ class Schedule(Record):
         )
 
     def measured(self, path: str) -> Schedule:
-        """Return the schedule after a measurement of the module with that path has begun."""
+        """Return the schedule after a measurement of the module at `path` has begun."""
         turn = Turn(path, self.step, self.step)
         return replace(self, is_due=False, turns={**self.turns, path: turn})

@@ -1,4 +1,4 @@
-"""The layers whose saved tensors probes cannot see, with the reasons. Policies leave the bits of these layers alone.
+"""The layers whose saved tensors probes cannot measure, with the reasons. Policies leave the bits of these layers alone.
 
 Each process has its own list. The list is not stored in a state.
 """
@@ -35,7 +35,7 @@ class Unobserved:
         self._measurement = 0
 
     def add(self, layer: str, reason: str) -> None:
-        """Note that measurements cannot see what a layer saves.
+        """Record that probes cannot measure the saved tensors of a layer.
 
         Args:
             layer: the layer's name.
@@ -98,7 +98,7 @@ def _with_alike(model: nn.Module, traced: set[str]) -> set[str]:
 
 
 def _is_alike(module: nn.Module, cls: type) -> bool:
-    """Return whether a module is a trained layer of that class with bits that a policy may choose."""
+    """Return whether a module is a trained layer of class `cls` with bits that a policy may choose."""
     parameters = list(module.parameters())
     is_trained = any(parameter.requires_grad for parameter in parameters) or not parameters
     has_given_bits = getattr(getattr(module, "quantizer", None), "is_fixed", False)

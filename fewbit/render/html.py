@@ -19,7 +19,7 @@ STYLES = {
 
 
 def page(view: View) -> str:
-    """Make a whole document."""
+    """Return a whole HTML document."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(view.title)}</title></head>\n'
         f"<body>{block(view)}</body></html>\n"

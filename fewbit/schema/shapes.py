@@ -105,7 +105,7 @@ def listed(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
 
 
 def entries(*shapes: Shape) -> Shape:
-    """Return the shape of a list with one entry for each of `shapes`, which becomes a tuple."""
+    """Return the shape of a list whose entries have the given shapes, in order. The list becomes a tuple."""
 
     def check(value, where):
         if not isinstance(value, list | tuple) or len(value) != len(shapes):

@@ -202,7 +202,7 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
         weight: A weight from `make_weight`.
         domain: The two ends.
         name: The name of f, for error messages.
-        panels: The points between which the f' of a callable was approximated by one polynomial each.
+        panels: The ends of the panels, the intervals on each of which one polynomial approximates the f' of a callable.
         accuracy: The largest error of `derivative`; 0 if it is exact.
 
     Raises:

@@ -31,7 +31,7 @@ class BoundedCodec:
     Args:
         name: the name of a codec in `fewbit.runtime.codecs`, which does the work.
         bound: the largest mean squared error that is allowed.
-        channels: the largest mean squared error of each channel, for tensors with that number of channels; or None.
+        channels: the largest mean squared error of each channel, for tensors with as many channels; or None.
         stats: the object into which the size of each saved tensor is written.
     """
 

@@ -97,7 +97,9 @@ class Convolution:
 
 
 def most_reads(taps: int, stride: int, dilation: int = 1, steps: int | None = None) -> int:
-    """Return how often, at most, a filter reads one position: min(ceil(taps gcd(stride, dilation) / stride), steps).
+    """Return the largest number of times that a filter reads one element of the input.
+
+    This is min(ceil(taps gcd(stride, dilation) / stride), steps).
 
     Args:
         taps: the filter's size in one dimension.

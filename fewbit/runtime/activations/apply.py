@@ -162,7 +162,7 @@ def _check_input(x, function: str) -> None:
 
 
 def _autocast(x, function: str):
-    """Return x as torch's autocast would pass it to this function."""
+    """Return x as torch's autocast would pass it to the few-bit function."""
     device = x.device.type
     float32 = function in AUTOCAST_FLOAT32.get(device, ()) and torch.is_autocast_enabled(device)
     return x.to(torch.float32) if float32 and x.dtype.itemsize == 2 else x

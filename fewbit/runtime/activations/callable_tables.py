@@ -27,7 +27,7 @@ from fewbit.table import Table
 def callable_encoding_text(
     function, bits: int, table: Table | None, device, dtype, is_plain: bool
 ) -> str:
-    """Return the table of a callable, as the text of its encoding, for tensors of that device and dtype.
+    """Return the table of a callable, as the text of its encoding, for tensors of the given device and dtype.
 
     While a CUDA graph is captured, values cannot be compared, and the existing table is used.
 

@@ -376,7 +376,7 @@ def _order(widths):
 
 
 def cuda_unusable(device: torch.device) -> str:
-    """Return the reason why the CUDA kernels cannot run on that device; empty if they can."""
+    """Return the reason why the CUDA kernels cannot run on the device; empty if they can."""
     if _kernels.cuda is None:
         return "fewbit was built without CUDA"
     usable, reason = _kernels.cuda.available(device.index)

@@ -26,13 +26,13 @@ DEFAULT = "quant"
 
 
 def codec(name: str) -> Codec:
-    """Return the codec of that name. Raises InputError if there is none."""
+    """Return the codec named `name`. Raises InputError if there is none."""
     if not isinstance(name, str) or name not in CODECS:
         raise InputError(f"expected {', '.join(CODECS)} for a codec, got {name!r}")
     return CODECS[name]
 
 
 def check_codec(name: str) -> None:
-    """Raise InputError if there is no codec of that name, or if it needs a package that is not installed."""
+    """Raise InputError if there is no codec named `name`, or if it needs a package that is not installed."""
     if isinstance(codec(name), ErrorBounded):
         check_library()

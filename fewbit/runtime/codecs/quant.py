@@ -84,7 +84,10 @@ class ByChannel(NamedTuple):
 
 
 def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> list[Piece]:
-    """Quantize x in pieces. There is one for each number of bits if each channel has its own limit, else one in all.
+    """Quantize x in pieces.
+
+    If each channel has its own limit, the channels that get the same number of bits are one piece. Otherwise the whole
+    tensor is one piece.
 
     Args:
         x: any tensor that `Codec.compress` takes.

@@ -95,7 +95,7 @@ class Entry:
         self.check("ranges", ranges, rows * ranges.shape[1], torch.bfloat16, is_mixed)
 
     def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:
-        """Return the numbers of words and of groups for samples with these bits per element.
+        """Return the numbers of words and of groups for samples whose bits per element are `widths`.
 
         Raises ValueError unless each sample has 1 to 8 bits.
         """

@@ -45,7 +45,7 @@ def most_groups(samples: int, features: int, group_size: int) -> int:
 
 
 def mixed_words(widths: Iterable[int], features: int) -> int:
-    """Return the number of int32 words for samples with those bits per element.
+    """Return the number of int32 words that samples take if sample n has widths[n] bits per element.
 
     The codes of all samples with the same bits are padded to whole words together.
     """

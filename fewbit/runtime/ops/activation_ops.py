@@ -2,7 +2,7 @@
 
     encode(x, encoding, stride, seed) -> packed codes
     encode_kept(x, encoding, stride, seed) -> packed codes, one
-    decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with those strides
+    decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
 
 An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. `lut` holds

@@ -27,7 +27,7 @@ NO_FORWARD_MODE = (
 
 
 def define(schema: str, implementation):
-    """Define an op with that schema and implementation, and return its default overload."""
+    """Define an op with the given schema and implementation, and return its default overload."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -35,7 +35,10 @@ def define(schema: str, implementation):
 
 
 def refuse_second_derivative(op) -> None:
-    """For an op that computes a gradient, make the op's own backward, a second derivative, raise GradientError."""
+    """Make the backward of `op` raise GradientError.
+
+    The op computes a gradient, so its own backward would compute a second derivative.
+    """
     register_autograd(op, _refuse, setup_context=lambda ctx, inputs, output: None)
 
 

@@ -1,7 +1,7 @@
 """The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
 
     quantize(x, stride, seed, bits, group_size, fp32_min) -> packed, ranges, one
-    dequantize(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with those strides
+    dequantize(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with the strides `stride`
 
 Both ops take the same strides, which define the order of the elements. `one` is a tensor of value 1: the layer
 multiplies its result by it, so that a compiler has to run the op in the forward pass.

@@ -183,11 +183,15 @@ class VarianceProbe:
         return {level: record.variance(level, self._generator) for level in LEVELS}
 
     def knows(self, name: tuple[str, int]) -> bool:
-        """Return whether `record_saved` was called for a slot of that name."""
+        """Return whether `record_saved` was called for a slot named `name`."""
         return name in self.slots
 
     def watch(self, outputs) -> None:
-        """Follow the backward pass from the result of the forward pass: tensors in nested containers."""
+        """Follow the backward pass that starts at the result of the forward pass.
+
+        Args:
+            outputs: the result, tensors in nested containers.
+        """
         self._is_watching = True
         tensors = tensors_in(outputs)
         if not self._can_measure(tensors):
@@ -329,7 +333,7 @@ class VarianceProbe:
     def noise(self, rows: torch.Tensor, slot, level: int) -> torch.Tensor:
         """Return noise to add to dequantized values: float32 of the shape of `rows`.
 
-        In each sample the noise has the mean variance of rounding.
+        All noise of a sample has one variance: the mean, over the sample's elements, of the variance that rounding adds.
 
         Args:
             rows: the dequantized values, (samples, features).

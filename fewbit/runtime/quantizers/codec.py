@@ -83,7 +83,7 @@ class CodecSpec(NamedTuple):
         return self._replace(place=self.place.for_consumer(name))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return the values, see `QuantizedTensorSpec.dequantize`."""
+        """Return the values of the saved tensor, see `QuantizedTensorSpec.dequantize`."""
         values = restoring.restored(self.dequantize_exact(tensors), self, tensors[0])
         return map_affine(values, affine).to(dtype or self.dtype)
 

@@ -109,8 +109,8 @@ class Quantizer:
     def fixed_point_context(self) -> ForwardContext | None:
         """The context in whose cache norms put fixed-point copies, and in which the layers after them look for these copies.
 
-        Within a pre-activation block this is the block's own context, not `self.context`: a layer that is in several
-        blocks has the quantizer of the last block.
+        Within a pre-activation block this is the block's own context. `self.context` would be wrong there for a layer
+        that is in several blocks, because the quantizer of such a layer is that of the last block.
         """
         running = current()
         return running if running is not None and running.is_private else self.context

@@ -99,13 +99,17 @@ class Probe(Protocol):
         """
 
     def knows(self, name: tuple[str, int]) -> bool:
-        """Return whether `record_saved` was called for a slot of that name."""
+        """Return whether `record_saved` was called for a slot named `name`."""
 
     def watch(self, outputs) -> None:
-        """Follow the backward pass from `outputs`, the result of the forward pass: tensors in nested containers."""
+        """Follow the backward pass that starts at the result of the forward pass.
+
+        Args:
+            outputs: the result, tensors in nested containers.
+        """
 
     def reached(self, slots) -> None:
-        """Record that a layer's backward dequantized tensors of these slots, and that `probe` is not called for them."""
+        """Record that a layer's backward dequantized the tensors of the slots, and that `probe` is not called for them."""
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
         """Measure one layer in the backward pass.
@@ -130,14 +134,14 @@ class Probe(Protocol):
 
 
 class ChannelWeights:
-    """Weights of a layer's channels, with mean 1. A device gets a copy when `on` first asks for it."""
+    """Weights of a layer's channels, with mean 1. The first call of `on(device)` moves a copy to the device."""
 
     def __init__(self, weights):
         cpu = torch.device("cpu")
         self._by_device = {cpu: torch.tensor(weights, dtype=torch.float32, device=cpu)}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the weights, (channels,) float32, on that device."""
+        """Return the weights, (channels,) float32, on the given device."""
         found = self._by_device.get(device)
         if found is None:
             found = self._by_device[device] = self._by_device[torch.device("cpu")].to(device)
@@ -178,7 +182,7 @@ class BitAssignment:
     _numbers_by_device: dict = field(default_factory=dict, repr=False)
 
     def slot(self, name: tuple[str, int], average: float, is_fixed: bool) -> TensorSlot:
-        """Return the slot of that name. If `is_fixed` or the policy chose nothing for the slot, it has the given average."""
+        """Return the slot `name`. If `is_fixed` or the policy chose nothing for the slot, it has the given average."""
         if not is_fixed:
             average = self.averages.get(name, average)
         return TensorSlot(name, average, is_fixed, self)
@@ -188,7 +192,7 @@ class BitAssignment:
         return None if slot.is_fixed else self.codecs.get(slot.name)
 
     def activation_bits(self, name: str, default: int) -> int:
-        """Return the bits of the few-bit activation of that name: `default` unless the policy chose others."""
+        """Return the bits of the few-bit activation `name`: `default` unless the policy chose others."""
         return self.activations.get(name, default)
 
     def sensitivities(self, slot: TensorSlot, squares: torch.Tensor) -> torch.Tensor:

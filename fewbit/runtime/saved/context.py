@@ -82,7 +82,10 @@ class ForwardContext:
     # -- For CallGuard -----------------------------------------------------------------------------------
 
     def calls(self) -> tuple:
-        """Return weak references to this thread's innermost running calls, for `set_calls`: of any model, and of this model."""
+        """Return weak references to two running calls in this thread: the innermost of any model, and that of this model.
+
+        They are the arguments `running` and `own` of `set_calls`.
+        """
         return getattr(_running, "call", None), self._local.call
 
     def set_calls(self, running, own) -> None:
@@ -118,7 +121,7 @@ class ForwardContext:
         return self._local.has_saved
 
     def record_save(self, value: bool = True) -> None:
-        """Record that a layer saves a tensor in this forward pass, or with False that no layer has saved one yet."""
+        """Record whether a layer has saved a tensor in this forward pass: True or False, as `value` says."""
         self._local.has_saved = value
 
     def end_forward(self) -> None:
@@ -136,14 +139,18 @@ class ForwardContext:
     def recomputes_alike(self) -> bool:
         """Return whether a checkpoint that recomputes the present call would enter this model's calls and contexts again.
 
-        It would if the checkpointed region is a module of the model or lies within one, or if there is no region. It
-        would not if the region is a bare function.
+        The answer is yes if the checkpointed region is a module of the model or lies within one, or if there is no
+        region. It is no if the region is a bare function.
         """
         hook, call = checkpoint_hook(), _innermost(self._local)
         return hook is None or (call is not None and call.hook is hook)
 
     def compresses_functions(self) -> bool:
-        """Return whether to compress functions now: the calling module is in training mode, and `recomputes_alike`."""
+        """Return whether to compress the functions that the running module calls now.
+
+        They are compressed if the module is in training mode and a checkpoint would compress them again when it
+        recomputes the call (`recomputes_alike`).
+        """
         call = _innermost(self._local)
         return call is not None and call.training and self.recomputes_alike()
 
@@ -154,7 +161,7 @@ class ForwardContext:
 
     @contextmanager
     def activation(self, path: str):
-        """Run the block as the activation of the module with that path."""
+        """Run the block as the activation of the module at `path`."""
         local, before = self._local, self._local.activation
         with undo_after(lambda: setattr(local, "activation", before)):
             local.activation = path

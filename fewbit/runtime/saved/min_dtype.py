@@ -58,8 +58,8 @@ class MinDtypeSelector:
 def is_large(ranges: torch.Tensor) -> torch.Tensor:
     """Return whether a tensor's offset is large relative to its range, as a 0-D bool tensor.
 
-    It is if the greatest element minus the least one is less than 8 times the spacing of bfloat16 numbers at the least
-    one.
+    The offset is large if the greatest element minus the least element is less than 8 times the spacing of bfloat16
+    numbers at the least element.
 
     Args:
         ranges: the minimums and ranges of the tensor's groups.

@@ -34,7 +34,7 @@ class SampleIndices:
         return len(self.indices)
 
     def to(self, device) -> SampleIndices:
-        """Return a copy of these rows on that device."""
+        """Return a copy of the rows on the given device."""
         return SampleIndices(self.indices.to(device, non_blocking=True), self.size)
 
 
@@ -45,7 +45,10 @@ class SampleNumbering:
         self._of: dict[int, int] = {}
 
     def of(self, numbers) -> SampleIndices:
-        """Return the rows of these samples, on the CPU. Raises InputError if `numbers` are not integers of 64 bits on the CPU."""
+        """Return the rows of the samples that have these numbers, on the CPU.
+
+        Raises InputError if `numbers` are not 64-bit integers on the CPU.
+        """
         try:
             is_tensor = isinstance(numbers, torch.Tensor)
             found = numbers if is_tensor else torch.as_tensor(numbers, device="cpu")
@@ -90,7 +93,7 @@ class GradientMagnitudes:
         return bool(self._tables)
 
     def of(self, name: tuple, numbers: SampleIndices) -> torch.Tensor | None:
-        """Return the squared gradient norms of these samples divided by their mean, (N,) float32.
+        """Return the squared gradient norms of the samples, divided by the mean of these norms, (N,) float32.
 
         A sample that was not seen before gets 1. Returns None if no gradient was recorded for the slot `name`.
         """

@@ -31,11 +31,11 @@ class Seeds:
         self._counts = {}
 
     def next(self, device: torch.device, *purpose) -> torch.Tensor:
-        """Return a seed for this purpose, another one in each call.
+        """Return a new seed: each call with the same purpose returns another one.
 
         Args:
             device: the device of the seed.
-            purpose: values that have a repr.
+            purpose: values with a repr, which say what the seed is for.
 
         Returns:
             (1,) int64.
@@ -43,12 +43,12 @@ class Seeds:
         return self.of(device, *purpose, self.number(*purpose))
 
     def number(self, *purpose) -> int:
-        """Return how often `number` was called for this purpose before."""
+        """Return how often `number` was called with the same purpose before."""
         # One atomic step, since several threads may run backward passes at once.
         return next(self._counts.setdefault(purpose, count()))
 
     def of(self, device: torch.device, *purpose) -> torch.Tensor:
-        """Return the seed for this purpose, the same one in each call, (1,) int64. The host does not wait for the device."""
+        """Return the seed of a purpose, (1,) int64: the same one in each call. The host does not wait for the device."""
         text = repr((device.index or 0, *purpose)).encode()
         value = hashlib.blake2b(text, digest_size=8, key=self.start).digest()
         value = int.from_bytes(value, "big", signed=True)

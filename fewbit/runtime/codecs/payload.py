@@ -66,7 +66,7 @@ class Codec(ABC):
         """Return the payload of a tensor.
 
         A tensor is saved exactly if it has a number that is not finite, would not become smaller, or cannot be saved
-        within the bound. A part of a larger storage is copied for that.
+        within the bound. To be saved exactly, a part of a larger storage is copied.
 
         Args:
             tensor: float32, float64, float16 or bfloat16, of any shape and strides, in eager mode.

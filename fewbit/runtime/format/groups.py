@@ -22,7 +22,7 @@ STEPS = 8
 
 
 def samples_of(shape) -> tuple[int, int]:
-    """Return (number of samples, features of a sample) of a tensor of that shape."""
+    """Return (number of samples, features of a sample) of a tensor of the given shape."""
     n = shape[0] if len(shape) else 1
     return n, prod(shape[1:])
 

@@ -198,7 +198,7 @@ def is_broadcast_scalar(x: torch.Tensor) -> bool:
 
 
 def contiguous_stride(shape) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of that shape. Sizes may be symbolic."""
+    """Return the strides of a contiguous tensor of the given shape. Sizes may be symbolic."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)

@@ -111,5 +111,5 @@ class Windows(NamedTuple):
 
 
 def _longest(size: int, out: int) -> int:
-    """Return the number of elements of the longest of `out` adaptive windows along a dimension of that size."""
+    """Return the number of elements of the longest of `out` adaptive windows along a dimension of the given size."""
     return max([1, *(-(-(o + 1) * size // out) - o * size // out for o in range(out))])

@@ -54,7 +54,7 @@ def encode(x, y, grid, bits: int, inner: int, normalize=None) -> torch.Tensor:
 
 
 def decode(packed, grid, bits: int, inner: int, size, stride, dtype, slope=None, scale=None):
-    """Return dequantized values of that size, stride and dtype, see `reference_fixed_point.decode_fixed`."""
+    """Return dequantized values of the given size, stride and dtype, see `reference_fixed_point.decode_fixed`."""
     out = packed.new_empty_strided(size, stride, dtype=dtype)
     if not is_abstract(packed):
         backends.of(packed).decode_fixed(packed, grid, bits, inner, out, slope, scale)

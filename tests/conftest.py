@@ -1,5 +1,6 @@
 """Settings and fixtures that every test shares."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,14 @@ def pytest_configure(config):
 
         torch.set_num_threads(config.option.threads)
         assert torch.get_num_threads() == config.option.threads
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    """Seed torch before each test, so that rounding at random does not depend on the tests before it."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself looks at -m

@@ -25,11 +25,6 @@ from fewbit.report import render_plain  # noqa: E402
 SIGMAS = 4.5
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def squared(model, batch):
     """A loss whose gradients differ between outputs."""
     y = model(batch)

@@ -21,11 +21,6 @@ from fewbit.errors import FewbitError, OutputExistsError  # noqa: E402
 from fewbit.render.terminal import plain  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def walked(output, model):
     """The oracle: bytes of the storages in `_saved_*` of the graph's nodes, without the model's own."""
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}

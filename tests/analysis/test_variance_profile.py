@@ -30,11 +30,6 @@ from fewbit.runtime.saved.context import ForwardContext  # noqa: E402
 SIGMAS = 4.5
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def assert_measures(measured, error, expected, most=0.1):
     """Within its standard errors of what is expected, and those small."""
     assert error <= most * expected

@@ -79,9 +79,8 @@ def test_shapes(sample, gate, up):
     assert torch.equal(ours, theirs)
     grads = torch.autograd.grad(ours.sum(), (gate, up))
     expected = torch.autograd.grad(theirs.sum(), (gate, up))
-    summed = max(1, ours.numel()) / max(1, min(gate.numel(), up.numel()))
     for a, b in zip(grads, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * summed**0.5)
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
 def test_strides(device, sample):

@@ -33,11 +33,6 @@ SHARED = Candidate("shared", fewbit.AdaptiveBits(2))
 ACTIVATIONS = Candidate("activations", 2, activations_only=True)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def net(dropout=0.0):
     return nn.Sequential(
         nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 4)

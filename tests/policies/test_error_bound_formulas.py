@@ -24,11 +24,6 @@ DRAWS = 128
 ROUNDING = 1 + 1e-9  # sums in another order
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def normal(*shape):
     return torch.randn(shape, dtype=torch.float64)
 

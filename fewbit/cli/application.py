@@ -1,4 +1,4 @@
-"""The application: exit codes, errors on one line of standard error, and warnings."""
+"""The click application of the command `fewbit`: exit codes, and errors and warnings on one line of standard error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class App(click.Group):
     """The group of all commands. It shows an error as one line, and exits with one of the codes in docs/cli.md."""
 
     def main(self, *args, standalone_mode=True, **kwargs):
-        """Run a command. In standalone mode this ends the process, as click's own method does."""
+        """Run a command. In standalone mode, which is the default, the process ends after the command."""
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **kwargs)
         try:
@@ -107,13 +107,13 @@ def main():
 
 
 def complain(kind, message=None):
-    """Print one line on standard error, such as `fewbit: error: ...`."""
+    """Print `fewbit: kind: message` on one line of standard error, or `fewbit: kind` if there is no message."""
     text = kind if message is None else f"{kind}: {message}"
     click.echo(f"fewbit: {printable(' '.join(text.split()))}", err=True)
 
 
 def _explain(error):
-    """Print the error that ended a command on one line. Return the exit code."""
+    """Print a line about the error that ended a command, unless none is needed. Return the exit code."""
     if isinstance(error, OutputLost):
         return OUTPUT_LOST
     if isinstance(error, click.Abort | KeyboardInterrupt):
@@ -145,7 +145,7 @@ def _usage_message(error):
 
 
 def _check_environment():
-    """Raise FewbitError for a number of threads with which numba cannot be imported."""
+    """Raise FewbitError if NUMBA_NUM_THREADS is less than 1, because the import of numba would fail."""
     threads = os.environ.get("NUMBA_NUM_THREADS", "1")
     try:
         is_impossible = int(threads) < 1

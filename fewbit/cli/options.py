@@ -1,7 +1,7 @@
 """The arguments and options of the commands: how they are parsed and checked.
 
-A click type parses a value, and a callback does checks that need several values or other options. The ranges of numbers are
-checked by the library, whose messages say what it expects.
+A click type parses a value, and a callback does checks that need several values or other options. The ranges of
+numbers are checked by the library, whose messages say what it expects.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ PICTURES = (".png", ".svg")
 
 
 def given(**options):
-    """Return the options that the user gave. For the others the defaults of the library hold."""
+    """Return the options that the user gave. An option that is left out gets the default of the library."""
     return {name: value for name, value in options.items() if value not in (None, ())}
 
 
 def is_file(source):
-    """Return whether an argument NAME|FILE is a file: it ends in .json or has a slash."""
+    """Return whether an argument NAME|FILE is the path of a file, which ends in .json or has a slash."""
     return source.endswith(".json") or "/" in source or os.sep in source
 
 
 class FunctionName(click.ParamType):
-    """The name of a function, or "package.module:name". Names of files are refused."""
+    """The type of an argument that names a function, as `fewbit list` shows it or as "package.module:name"."""
 
     name = "name"
 
     def convert(self, value, param, ctx):
-        """Return the text unchanged, if it can be the name of a function."""
+        """Return the text unchanged if it can be the name of a function, else raise FewbitError."""
         expected = "a function that 'fewbit list' shows, or package.module:name"
         if ":" not in value and is_file(value):
             raise FewbitError(
@@ -45,12 +45,12 @@ class FunctionName(click.ParamType):
 
 
 class TableSource(click.ParamType):
-    """The name of a function, or a file of tables."""
+    """The type of an argument that is the name of a function or the path of a file of tables."""
 
     name = "source"
 
     def convert(self, value, param, ctx):
-        """Return the text unchanged, if it can be the name of a function or of a file of tables."""
+        """Return the text unchanged if it can be a name or a path, else raise FewbitError."""
         if ":" not in value and "." in value and not is_file(value):
             raise FewbitError(
                 f"{value}: expected a function that 'fewbit list' shows, or a file of tables, "
@@ -77,7 +77,7 @@ class Parameter(click.ParamType):
 
 
 class Size(click.ParamType):
-    """A number of bytes, such as 32GB."""
+    """The type of an option that is a size in bytes, such as 32GB."""
 
     name = "size"
 
@@ -92,7 +92,7 @@ class Size(click.ParamType):
 
 
 def _unique(ctx, option, pairs):
-    """Return the parameters as a dict, None if there are none."""
+    """Return the (name, number) pairs of `--param` as a dict, or None if there are none. Reject repeated names."""
     for index, (name, _) in enumerate(pairs):
         if name in dict(pairs[:index]):
             raise click.BadParameter(f"expected every name once, got {name!r} twice")
@@ -102,10 +102,11 @@ def _unique(ctx, option, pairs):
 def output_options(what, *endings, required=False):
     """Return a decorator that adds `--output` and `--force`.
 
-    The path is checked before the work: its ending, and whether it can be written. A picture also needs matplotlib.
+    Before the command runs, the path is checked: its ending, whether the file can be written, and for a picture whether
+    matplotlib is installed.
 
     Args:
-        what: The content of the file, for the help text.
+        what: The content of the file, as the help text names it.
         endings: The allowed endings of the file name, such as ".json".
         required: Whether the option must be given.
     """
@@ -121,7 +122,7 @@ def output_options(what, *endings, required=False):
         if suffix in PICTURES:
             from fewbit.render.figures import matplotlib
 
-            matplotlib()  # before minutes of work, not after them
+            matplotlib()  # a missing matplotlib is reported now, not after minutes of work
         return path
 
     output = click.option(
@@ -135,7 +136,7 @@ def output_options(what, *endings, required=False):
     return lambda command: output(force_option(command))
 
 
-# Eager, because the check of an output file needs its value.
+# Eager, so that click parses --force before the check of an output file needs its value.
 force_option = click.option(
     "--force", is_flag=True, is_eager=True, help="Overwrite an existing output file."
 )
@@ -156,7 +157,7 @@ def number(name, help, metavar="N", type=int):
 
 
 def several_bits(name="--bits", of="", default="1 to 4", type=int):
-    """Return an option for numbers of bits that may be repeated."""
+    """Return an option for a number of bits. The user may repeat the option. `of` begins its help text."""
     return click.option(
         name,
         type=type,
@@ -213,7 +214,7 @@ _REQUEST = (
 
 
 def table_options(command):
-    """Add the options that describe a table. Their names are those of the arguments of `fewbit.load_table`."""
+    """Add the options that describe a table to a command. They have the names of arguments of `fewbit.load_table`."""
     for option in reversed(_REQUEST):
         command = option(command)
     return command

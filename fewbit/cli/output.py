@@ -17,7 +17,7 @@ def print_json(value):
 
 
 def print_result(result, as_json, *saved):
-    """Print a result as JSON if `as_json` is true, else as text for people, with the paths of the files that were written."""
+    """Print a result: as JSON if `as_json` is true, else as text for people, with the paths of the files `saved`."""
     if not as_json:
         print_report(result, *saved)
     elif hasattr(result, "to_dict"):

@@ -9,7 +9,8 @@ import threading
 class Progress:
     """A bar that appears on a terminal after a second; on other outputs nothing appears.
 
-    An instance is the `progress` callable of the library, `progress(stage, done, total)`.
+    An instance is passed to functions of the library as the argument `progress`, which they call as
+    `progress(stage, done, total)`.
     """
 
     PATIENCE = 1.0
@@ -56,14 +57,14 @@ class Progress:
 
 
 class _Compilations:
-    """The number of numba's compilations in progress. The first ones take seconds, without other progress."""
+    """The number of functions that numba is compiling. In a first run this takes seconds, without other progress."""
 
     def __init__(self):
         self.running = 0
         self._listening = False
 
     def listen(self):
-        """Start counting if numba is imported. The import may happen after the progress has begun."""
+        """Start counting once numba is imported, which may happen after the progress bar has started."""
         event = sys.modules.get("numba.core.event")
         if self._listening or not hasattr(event, "register"):
             return

@@ -1,4 +1,4 @@
-"""The tables that the argument NAME|FILE and the options select."""
+"""The selection of tables by the argument NAME|FILE and the options of a command."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from fewbit.errors import FewbitError, FunctionError, TableError
 
 
 def select_tables(source, request, function, several):
-    """Return the tables that the user selects: at least one.
+    """Return the one or more tables that the user selects.
 
     Args:
-        source: The name of a function, or a file.
-        request: The options of a table, {name: value or None}.
+        source: The name of a function, or the path of a file.
+        request: The options that describe a table, as {name: value}. The value is None if the option was not given.
         function: The function of a file's tables as `package.module:name`, or None.
-        several: Whether there may be more than one.
+        several: Whether more than one table may be selected.
 
     Raises:
-        FewbitError: No table is selected, or too many.
+        FewbitError: No table is selected, or several although only one may be.
     """
     if is_file(source):
         tables = _tables_in_file(source, request, function)
@@ -65,7 +65,7 @@ def _shipped_tables(name, request, several):
 
 
 def _matching(tables, request):
-    """Return the tables that have the values of all options that were given."""
+    """Return the tables whose attributes equal all options that were given."""
     request = given(**request)
     if "weight" in request:
         from fewbit.solver.weight import make_weight

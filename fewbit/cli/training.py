@@ -149,7 +149,7 @@ def plan(name, batch, batches, size, policies, share, draws, output, force, as_j
 
 
 def _synthetic_workload(name, sizes):
-    """Return (model, batches, loss) for the name of a model."""
+    """Return (model, batches, loss) for the name of a model, with random weights and synthetic batches."""
     from fewbit.analysis.gradients import CHUNKS, size_of
     from fewbit.models.workload import workload
 
@@ -279,7 +279,7 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
 
 
 def _make_directory(path):
-    """Make a directory before the work, since it may be impossible."""
+    """Make a directory, or raise FewbitError. Called before the training, so that an error costs no time."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:

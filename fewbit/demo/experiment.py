@@ -1,4 +1,4 @@
-"""The experiment of the demo: the same training with exact and with few-bit GELU.
+"""The experiment of the demo: the same training exactly, with few-bit GELU, and with all layers compressed.
 
 An arm of the experiment is one setting, trained from several seeds.
 """
@@ -36,7 +36,7 @@ MOST_SEEDS = 100
 ACTIVATION_BITS = 3
 """Bits of GELUs in models that are compressed as a whole."""
 EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
-"""The arms that `fewbit demo --all` trains, and that STORED contains."""
+"""The arguments of `run_demo` for `fewbit demo --all`. STORED contains the results of these arms."""
 
 
 def check_request(
@@ -68,22 +68,25 @@ def run_demo(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     processes: int = 1,
 ) -> Demo:
-    """Train the transformer with exact GELU and with fewer bits, from the same seeds 0, 1, ...
+    """Train the transformer exactly, with few-bit GELUs and with all layers compressed, from the same seeds 0, 1, ...
 
     An arm is one setting, trained from every seed.
 
     Args:
-        bits: Numbers of bits of few-bit GELUs, one arm for each.
-        everything: Numbers of bits of quantized inputs, one arm for each. These models are converted by `compress_`, with 3
-            bits for GELUs and at least 4 for attention.
-        average: Average numbers of bits of quantized inputs, one arm for each. These models are converted in the same way,
-            but at level L3 of ActNN, which divides bits among layers (`AdaptiveBits`).
+        bits: The bits of few-bit GELUs, one arm for each number.
+        everything: The bits of the inputs that layers save, one arm for each number. `compress_` converts these
+            models, with 3 bits for GELUs and at least 4 for attention.
+        average: Average bits of these inputs, one arm for each number, at level L3 of ActNN, which divides bits among
+            layers and samples (`AdaptiveBits`).
         seeds: The number of seeds.
-        settings: The settings of every training; by default those of the stored results that come with the package.
+        settings: The settings of every training; by default those of the results in STORED.
         corpus: The text; by default the help texts that come with Python.
-        progress: Called as `progress(what, steps done, steps in all)`.
-        processes: The number of trainings that run at a time, each with one thread. Tensors are small, and with one thread
-            the same seed gives the same losses on any number of cores.
+        progress: Called as `progress(name of the arm, steps done, steps in all)`.
+        processes: The number of trainings that run at a time, each with one thread. One is enough for small tensors,
+            and then the same seed gives the same losses on any number of cores.
+
+    Returns:
+        The arms with their losses, saved bytes and times.
 
     Raises:
         InputError: A number is out of range.
@@ -128,7 +131,18 @@ def _build(arm: Arm, settings, corpus, seed):
 
 
 def _run(settings, corpus, task, step) -> tuple[training.Run, tuple[int, int] | None, float]:
-    """Train one arm from one seed. Return the run, the arm's bytes if the seed is the first, and the seconds."""
+    """Train one arm from one seed.
+
+    Args:
+        settings: The settings of the training.
+        corpus: The text.
+        task: The (arm, seed).
+        step: Called after every training step with the number of steps done.
+
+    Returns:
+        The losses, the saved bytes as `_counted` returns them (None unless the seed is 0), and the seconds of the
+        training.
+    """
     arm, seed = task
     with one_thread():
         saved = _counted(_build(arm, settings, corpus, 0), settings, corpus) if seed == 0 else None
@@ -138,7 +152,7 @@ def _run(settings, corpus, task, step) -> tuple[training.Run, tuple[int, int] | 
 
 
 def _arm(empty: Arm, results) -> Arm:
-    """Return the arm with the results of its runs, in the order of the seeds."""
+    """Return a copy of an arm that contains its results, a list of what `_run` returned for each seed."""
     runs, saved, seconds = zip(*results, strict=True)
     activation_bytes, model_bytes = saved[0]
     return replace(
@@ -151,7 +165,7 @@ def _arm(empty: Arm, results) -> Arm:
 
 
 def _counted(model, settings, corpus) -> tuple[int, int]:
-    """Return the bytes that the GELUs and the whole model save for backward in one step."""
+    """Return (bytes of the GELUs, bytes of the whole model) that one training step saves for the backward pass."""
     characters, _ = corpus.held_out_batch(settings.batch, settings.context)
     saved = saved_bytes(model, characters)
     names = {name for name, module in model.named_modules() if isinstance(module, nn.GELU)}
@@ -170,7 +184,7 @@ def _stored(settings) -> dict | None:
 
 @contextmanager
 def one_thread():
-    """Return a context manager for a block in which torch uses one thread. Afterwards the number of threads is as before."""
+    """Return a context manager for a `with` block in which torch uses one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -20,7 +20,7 @@ _worker = None
 
 
 class Stopped(Exception):
-    """The exception that stops a worker process after the parent process has stopped waiting for it. `step` raises it."""
+    """The exception that `step` raises in a worker process, to end a task whose result the parent no longer wants."""
 
 
 def run_all(
@@ -29,8 +29,8 @@ def run_all(
     """Return `[work(task, step) for task in tasks]`, computed in several processes.
 
     Args:
-        work: Called with a task and a function `step`. After each step it calls `step(number of steps done)`. With several
-            processes `work` is pickled.
+        work: A function of a task and of a function `step`. It calls `step(number of steps done)` after each step of
+            the task. It must be picklable if there are several processes.
         tasks: The tasks. They are started in reverse order, so the slowest tasks should be last.
         processes: The number of processes. With 1 the tasks run in this process, in order.
         progress: Called in this process as `progress(index of a task, number of steps done in that task)`.
@@ -45,7 +45,8 @@ def run_all(
         ]
     context = multiprocessing.get_context("spawn")  # torch's thread pools hang in forked processes
     steps, stop = context.RawArray("q", len(tasks)), context.RawValue("b", 0)
-    # The arguments are pickled here, since multiprocessing would send tensors through shared memory, which containers often lack.
+    # The arguments are pickled here, since multiprocessing would send tensors through shared memory, which containers
+    # often lack.
     arguments = (pickle.dumps((work, tasks)), steps, stop)
     pool = ProcessPoolExecutor(processes, context, _begin, arguments)
     before = set(multiprocessing.active_children())

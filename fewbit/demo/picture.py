@@ -1,4 +1,4 @@
-"""The picture of the demo: training curves, and the difference of each final loss from the loss with exact activations."""
+"""The picture of the demo: training curves, and the final losses minus those of the exact model."""
 
 from __future__ import annotations
 

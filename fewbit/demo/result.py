@@ -1,6 +1,7 @@
 """The result of the demo: trainings with exact and with few-bit activations, compared.
 
-An arm is one setting, trained from every seed. The exact arm has torch's own activations.
+An arm is one setting, trained from every seed. The exact arm has torch's own activations. The stored results are those
+in benchmarks/results/demo.json, which is part of a checkout but not of the package.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ class Arm:
 
     Attributes:
         bits: The bits of GELU; None for torch.nn.GELU.
-        activation_bytes: The bytes that the GELUs save for backward in one step, as :func:`fewbit.saved_bytes` counts them.
+        activation_bytes: The bytes that the GELUs save for backward in one step, as :func:`fewbit.saved_bytes` counts
+            them.
         model_bytes: The bytes that the whole model saves.
         runs: The trainings, in the order of the seeds.
-        seconds: The time of all trainings of the arm together.
-        everything: The bits of quantized inputs if `compress_` has converted the whole model, else None.
-        level: The level of ActNN with which `compress_` has converted the model.
+        seconds: The time of all trainings of the arm together, in seconds.
+        everything: The bits of the inputs that layers save if `compress_` has converted the whole model, else None.
+        level: The level of ActNN at which `compress_` has converted the model. Meaningless if `everything` is None.
     """
 
     bits: int | None
@@ -77,7 +79,10 @@ class Arm:
         return [ours - theirs for ours, theirs in zip(self.finals, exact.finals, strict=True)]
 
     def curve(self) -> tuple[list[float], list[float]]:
-        """Return (steps, losses), a curve of the training loss averaged over seeds and over blocks of consecutive steps."""
+        """Return (steps, losses), the training loss averaged over seeds and over blocks of consecutive steps.
+
+        A block is represented by its middle step.
+        """
         runs = zip(*(run.train for run in self.runs), strict=True)
         losses = [statistics.fmean(step) for step in runs]
         size = max(1, len(losses) // CURVE_POINTS)
@@ -88,12 +93,12 @@ class Arm:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The standard deviation of the exact arm's final loss over seeds, with which differences are compared.
+    """The standard deviation of the exact arm's final loss over seeds, to which losses of other arms are compared.
 
     Attributes:
         std: The standard deviation, in nats per character.
         seeds: The number of seeds.
-        stored: Whether the deviation is that of the stored results that come with the package.
+        stored: Whether the standard deviation comes from the stored results.
     """
 
     std: float
@@ -110,7 +115,7 @@ class Demo(Result):
         characters: The number of characters of the training text.
         backend: The name of the backend that computed the few-bit activations.
         arms: The arms, the exact one first.
-        stored: The stored results that come with the package, if they have the same settings; else None.
+        stored: The stored results, if they have the same settings; else None.
     """
 
     settings: training.Settings
@@ -131,12 +136,15 @@ class Demo(Result):
 
     @property
     def seconds(self) -> float:
-        """The time of all trainings together."""
+        """The time of all trainings together, in seconds."""
         return sum(arm.seconds for arm in self.arms)
 
     @property
     def yardstick(self) -> Yardstick | None:
-        """The standard deviation of the exact arm's final loss over these seeds, or the stored one if there is one seed."""
+        """The standard deviation of the exact arm's final loss: over the seeds, or the stored one if there is one seed.
+
+        None if there is one seed and no stored result.
+        """
         if self.exact.std is not None:
             return Yardstick(self.exact.std, self.seeds, stored=False)
         if self.stored is None:
@@ -144,9 +152,9 @@ class Demo(Result):
         return Yardstick(self.stored["arms"][0]["std"], self.stored["seeds"], stored=True)
 
     def distance(self, arm: Arm) -> float | None:
-        """Return the mean difference of an arm's final losses from the exact arm's, in standard deviations of the yardstick.
+        """Return an arm's mean final loss minus the exact arm's, in standard deviations (`yardstick`).
 
-        None if there is no yardstick, or if its standard deviation is 0.
+        Return None if there is no yardstick, or if its standard deviation is 0.
         """
         if self.yardstick is None or self.yardstick.std == 0:
             return None
@@ -176,7 +184,7 @@ class Demo(Result):
     document = to_dict
 
     def records(self) -> list[dict]:
-        """Return a dict of numbers for each arm."""
+        """Return a dict for each arm, with the name, the bits, the saved bytes and the losses."""
         return [self._record(arm) for arm in self.arms]
 
     def _record(self, arm: Arm) -> dict:
@@ -251,7 +259,10 @@ class Demo(Result):
         yield f"{self.seconds:.0f} s of training, each on one thread, backend {self.backend}."
 
     def _stored_verdict(self) -> Iterator[str]:
-        """Make a line for each arm of the stored runs, since a single seed's difference is mostly chance."""
+        """Yield a line for each arm with its mean difference in the stored results.
+
+        They are shown beside a run of one seed, because the difference of a single seed is mostly chance.
+        """
         yield f"mean differences of those {self.stored['seeds']} seeds:"
         names = {arm.name for arm in self.arms}
         arms = [arm for arm in self.stored["arms"][1:] if arm["name"] in names]
@@ -265,6 +276,6 @@ class Demo(Result):
 
 
 def _with_spread(values: list[float], form: str) -> str:
-    """Format the mean, and the standard deviation if there is one."""
+    """Format the mean of values, and their standard deviation if there are several."""
     mean = format(statistics.fmean(values), form)
     return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean

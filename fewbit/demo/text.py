@@ -1,4 +1,4 @@
-"""The text of the demo, English help texts that come with CPython, and batches of it."""
+"""The text of the demo: English help texts that come with CPython. Batches are windows of consecutive characters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Corpus:
     Attributes:
         alphabet: All characters of the text, sorted. A character's number is its position in the alphabet.
         train: The first nine tenths of the text, (n,) int64.
-        held_out: The last tenth of the text.
+        held_out: The last tenth of the text, (m,) int64.
     """
 
     alphabet: str
@@ -29,7 +29,7 @@ class Corpus:
 
     @classmethod
     def from_text(cls, text: str) -> Corpus:
-        """Make the corpus of a text. The alphabet contains the characters of both parts."""
+        """Make the corpus of a text. Its alphabet has all characters of the text, also of the held-out part."""
         alphabet = "".join(sorted(set(text)))
         number = {character: i for i, character in enumerate(alphabet)}
         numbers = torch.tensor([number[character] for character in text])
@@ -52,7 +52,7 @@ class Corpus:
         return windows[:, :-1], windows[:, 1:]
 
     def held_out_batch(self, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Return evenly spaced windows of `held_out`: characters, and for each the next one; both (size, context) int64."""
+        """Return `size` evenly spaced windows of `held_out`, in the form that `batch` returns."""
         starts = torch.linspace(0, len(self.held_out) - context - 1, size).long()
         windows = self.held_out[starts[:, None] + torch.arange(context + 1)]
         return windows[:, :-1], windows[:, 1:]

@@ -25,7 +25,7 @@ class Settings:
         steps: The number of training steps, 1 to 100,000.
         batch: The number of windows in a batch.
         context: The number of characters in a window.
-        width: The width of the transformer.
+        width: The width of the transformer's residual stream.
         depth: The number of blocks.
         heads: The number of attention heads in a block.
         learning_rate: The largest learning rate.
@@ -68,7 +68,7 @@ class Run:
 
 
 def build(corpus: Corpus, settings: Settings, activation: Callable[[], nn.Module], seed: int):
-    """Build a model. The initial parameters depend on the seed, not on the activation."""
+    """Build the transformer on the CPU. The initial parameters depend on the seed, not on the activation."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return CharTransformer(
@@ -112,17 +112,17 @@ def train(
 ) -> Run:
     """Train a model in place with AdamW. The learning rate grows linearly, then falls to zero along a cosine.
 
-    The batches and the random numbers of unbiased tables depend on the seed alone. torch's random state is restored.
+    The batches and all random numbers in the training depend on the seed alone. torch's random state is restored.
 
     Args:
         model: The model.
         corpus: The text.
         settings: The settings.
-        seed: The seed of the batches.
+        seed: The seed of the batches and of random rounding.
         progress: Called after every step with the number of steps done.
 
     Returns:
-        The `Run`.
+        The losses of the training run.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -148,7 +148,7 @@ def train(
 
 
 def _rate(step: int, settings: Settings) -> float:
-    """Return the learning rate of a step, relative to the largest one."""
+    """Return the learning rate of a step, counted from 0, divided by the largest learning rate."""
     done = (step + 1) / settings.steps
     if done < settings.warmup:
         return done / settings.warmup

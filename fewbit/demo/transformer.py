@@ -1,4 +1,4 @@
-"""A small pre-norm causal transformer over characters, in plain torch.nn."""
+"""A small causal transformer over characters, with norms before each layer (pre-norm), in plain torch.nn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP of four times the width. Each has a layer norm before it and a residual connection."""
+    """Causal self-attention and an MLP, 4 * width wide, each with a layer norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, activation: Callable[[], nn.Module]):
         super().__init__()

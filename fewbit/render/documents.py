@@ -12,15 +12,16 @@ from fewbit.schema.documents import parse_json, read_text
 
 
 class Document(Result):
-    """A result that can be saved as JSON by `to_json` and `save` and read by `from_json` and `load`, with exact numbers.
+    """A result that `to_json` and `save` write as JSON, and `from_json` and `load` read, without loss of precision.
 
-    A subclass defines `_schema`, the name of its JSON Schema, and the methods `to_dict` and `_of_document`.
+    A subclass defines `_schema`, the name of its JSON Schema, the method `to_dict`, which returns the document as a
+    dict, and the class method `_of_document`, which makes a result from such a dict.
     """
 
     _schema: ClassVar[str]
 
     def document(self) -> dict:
-        """Return `to_dict()`."""
+        """Return the plain values that `to_json` writes, which are those of `to_dict`."""
         return self.to_dict()
 
     @classmethod
@@ -56,7 +57,12 @@ class Document(Result):
 
 
 def _check_texts(value, place: tuple = ()) -> None:
-    """Raise InputError if a text contains control characters, since the file may come from an untrusted source."""
+    """Raise InputError if a text has unprintable characters, since the file may come from an untrusted source.
+
+    Args:
+        value: A document, or a part of one at the path `place`. Lists and dicts are searched.
+        place: The keys and indices that lead from the document to `value`, for the message.
+    """
     if isinstance(value, dict):
         for key, inside in value.items():
             _check_texts(key, place)

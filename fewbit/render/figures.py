@@ -1,4 +1,4 @@
-"""The common style of figures. matplotlib is imported only when something is drawn, and pyplot never is."""
+"""The common style of figures. matplotlib is imported only when something is drawn. pyplot is never imported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STYLE = {
     "ytick.color": MUTED,
     "legend.frameon": False,
     "text.usetex": False,  # names come from untrusted files, and TeX would execute commands in them
-    "svg.hashsalt": "fewbit",  # the same table gives the same file
+    "svg.hashsalt": "fewbit",  # so that the same figure gives the same file
 }
 
 
@@ -37,8 +37,8 @@ def draw(fill: Callable, path: str | os.PathLike | None = None, force: bool = Fa
     """Draw a figure in the common style, and save it if a path is given.
 
     Args:
-        fill: A function that draws into the matplotlib Figure that it gets, and sets the size of a new one.
-        path: A file name that ends in .png or .svg.
+        fill: A function that gets the matplotlib Figure and draws into it. For a new figure it also sets the size.
+        path: The file to write, if any. Its name ends in .png or .svg.
         force: Whether to replace the file if it exists.
         figure: The figure to draw into, by default a new one.
 
@@ -70,12 +70,12 @@ def new_figure():
 
 
 def style():
-    """Return a context in which matplotlib draws in the common style."""
+    """Return a context manager for a `with` block in which matplotlib draws in the common style."""
     return matplotlib().rc_context(STYLE)
 
 
 def render(figure, format: str = "png", dpi: int = 160) -> bytes:
-    """Return a figure as the bytes of a PNG or SVG file."""
+    """Return a figure as the bytes of a PNG or SVG file. `dpi` is the resolution of a PNG, in pixels per inch."""
     buffer = BytesIO()
     with style(), warnings.catch_warnings():
         # A name may contain characters that no installed font has.
@@ -97,7 +97,7 @@ def title(axes, text: str) -> None:
 
 
 def matplotlib():
-    """Import matplotlib. Raise FewbitError if it is not installed or cannot be used."""
+    """Import and return matplotlib. Raise FewbitError if it is not installed or cannot be used."""
     try:
         import matplotlib
     except ImportError:

@@ -13,13 +13,13 @@ def module_name(path: str) -> str:
 
 
 def unit_of(size: int, most: str = "GiB") -> tuple[str, int]:
-    """Return the name and the bytes of the largest unit, up to `most`, that is not larger than `size` bytes."""
+    """Return (name, bytes) of the largest unit, up to `most`, that is not larger than `size` bytes."""
     units = UNITS[[name for name, _ in UNITS].index(most) :]
     return next((unit for unit in units if size >= unit[1]), units[-1])
 
 
 def amount(size: int, unit: tuple[str, int] | None = None) -> str:
-    """Format bytes as `12.34 MiB`, in the largest unit that fits; if `unit` is given, in this unit and without its name."""
+    """Format a number of bytes as `12.34 MiB`, or as `12.34` if the unit, (name, bytes), is given."""
     name, scale = unit or unit_of(size)
     text = f"{size / scale:,.2f}" if scale > 1 else f"{size:,d}"
     return text if unit else f"{text} {name}"
@@ -43,7 +43,7 @@ def short(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Format a number with 3 digits, or with 2 digits and an exponent. A number that is not finite is "-"."""
+    """Format a number with 3 significant digits, or 2 if 3 take too much room. Format infinity and NaN as "-"."""
     if not math.isfinite(value):
         return "-"
     text = f"{value:.3g}"
@@ -67,5 +67,5 @@ def decimal(value: float) -> str:
 
 
 def limit_text(limit: float) -> str:
-    """Format a limit 1 + e2 so that a small e2 is not rounded away: 1 + 1e-05."""
+    """Format 1 + e2, the limit that ErrorBound sets for the gradient ratio. A small e2 stays visible: 1 + 1e-05."""
     return f"{limit:.4g}" if limit >= 1.001 else f"1 + {limit - 1:.3g}"

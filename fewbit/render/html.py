@@ -1,4 +1,4 @@
-"""Views as HTML, for notebooks and files. Every text is escaped."""
+"""Views as HTML, for notebooks and files. Each function returns HTML in which the view's texts are escaped."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fewbit.render import figures
 from fewbit.render.view import Column, Line, View
 
 MOST_ROWS = 60
-"""The largest number of rows of a table that is cut."""
+"""The number of rows to which a longer table is cut."""
 STYLES = {
     "": "",
-    "dim": "opacity:.6",  # as a notebook is light or dark
+    "dim": "opacity:.6",  # opacity instead of a color, because a notebook may be light or dark
     "bold": "font-weight:600;border-top:1px solid #c9ced4",
 }
 
 
 def page(view: View) -> str:
-    """Return a whole HTML document."""
+    """Return a whole HTML document that shows a view."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(view.title)}</title></head>\n'
         f"<body>{block(view)}</body></html>\n"
@@ -27,7 +27,7 @@ def page(view: View) -> str:
 
 
 def block(view: View) -> str:
-    """Make a part of a document, from <div> to </div>."""
+    """Return the HTML element that shows a view: a <div>, or <details> if the view is folded."""
     notes = "<br>".join(map(escape, view.notes))
     inside = (
         (f"<pre>{escape(view.code)}</pre>" if view.code else "")
@@ -47,7 +47,7 @@ def block(view: View) -> str:
 
 
 def table(view: View) -> str:
-    """Make the table; a table whose columns have no titles has no header."""
+    """Return the <table> of a view, or "" if it has no columns. There is no header if no column has a title."""
     if not view.columns:
         return ""
     titles = tuple(column.title for column in view.columns)
@@ -69,7 +69,7 @@ def _line(tag: str, columns: tuple[Column, ...], line: Line) -> str:
 
 
 def bar(view: View) -> str:
-    """Make a bar of colored parts, and the legend below."""
+    """Return a bar of colored parts with a legend below, or "" if the view has no bar."""
     if not view.bar:
         return ""
     parts = "".join(
@@ -86,7 +86,7 @@ def bar(view: View) -> str:
 
 
 def picture(view: View) -> str:
-    """Make an image of the figure, or nothing if matplotlib is not installed."""
+    """Return an <img> of the view's figure, or "" if the view has no figure or matplotlib is not installed."""
     if view.figure is None:
         return ""
     try:

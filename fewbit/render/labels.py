@@ -6,19 +6,21 @@ from itertools import product
 
 import numpy as np
 
-SIZE = 7.5  # points, of the text
-SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))  # right first
+SIZE = 7.5  # the font size, in points
+# Directions (x, y) from a point to its label, the preferred ones first, and directions between them.
+SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
 BETWEEN = tuple(side for h in (0.5, -0.5) for side in ((1, h), (-1, h), (h, 1), (h, -1)))
+# The horizontal and the vertical alignment of a label, by the component of its direction along x or y.
 ALIGNED = {1: ("left", "bottom"), -1: ("right", "top")}
 DISTANCES = (3, 6, 9)  # of a label from its point's marker, in points
-STEP = 2.0  # pixels: between labels at least, and between the places at which lines are looked at
+STEP = 2.0  # pixels: the least distance of two labels, and of the sampled positions along a line
 
 
 def add_labels(axes, labels) -> None:
     """Write each label beside its point so that it covers no other label and no point.
 
-    If several places are free, the function prefers those that have no line of the figure between the label and its point.
-    Among these it takes the place at which the label covers the shortest part of the lines.
+    If several places are free, the function prefers those that have no line of the figure between the label and its
+    point. Among these it takes the place at which the label covers the shortest part of the lines.
 
     Args:
         axes: Complete axes, with their limits.
@@ -28,14 +30,14 @@ def add_labels(axes, labels) -> None:
     from matplotlib.patheffects import withStroke
 
     axes.figure.draw_without_rendering()  # lays the figure out
-    pixels = axes.figure.dpi / 72  # in a point of type
+    pixels = axes.figure.dpi / 72  # per point, the unit of font sizes
     lines, markers = _lines(axes, pixels)
     taken, inside = [], axes.get_window_extent()
     for text, point, color in labels:
         note = axes.annotate(
             text, point, (0, 0), textcoords="offset points", fontsize=SIZE, color=color
         )
-        note.set_path_effects([withStroke(linewidth=2, foreground="white")])  # for those on lines
+        note.set_path_effects([withStroke(linewidth=2, foreground="white")])  # for labels on lines
         extent, place = note.get_window_extent(), axes.transData.transform(point)
         radius = max((r for at, r in markers if np.abs(at - place).sum() < 1), default=0.0)
         free = [
@@ -58,14 +60,31 @@ def add_labels(axes, labels) -> None:
 
 
 def _aligned(where: float, gap: float, length: float, axis: int) -> tuple[str, float]:
-    """Return the alignment of a text along an axis (0: x, 1: y), and its offset from the point in points."""
+    """Return the alignment of a label along one axis, and the label's offset from its point in points.
+
+    Args:
+        where: The component of the label's direction along the axis, -1 to 1.
+        gap: The distance between the point's center and the label, in points.
+        length: The extent of the label along the axis, in points.
+        axis: 0 for x, 1 for y.
+    """
     if where in ALIGNED:
         return ALIGNED[where][axis], where * gap
     return "center", where * (gap + length / 2)
 
 
 def _boxes(place, size, radius: float, pixels: float):
-    """Yield places around a marker, the best first: corners (x0, y0, x1, y1) in pixels, side, and gap in points."""
+    """Yield possible boxes of a label around a marker, as (box, side, gap), the preferred ones first.
+
+    A box is (x0, y0, x1, y1) in pixels, `side` is its direction from the marker, and `gap` is its distance from the
+    marker's center in points.
+
+    Args:
+        place: The marker's center (x, y), in pixels.
+        size: The width and height of the label, in pixels.
+        radius: The marker's radius, in pixels.
+        pixels: The number of pixels per point.
+    """
     for distance, side in product(DISTANCES, SIDES + BETWEEN):
         gap, where = radius + distance * pixels, np.array(side)
         low = place + where * gap + (where - 1) / 2 * size
@@ -73,7 +92,11 @@ def _boxes(place, size, radius: float, pixels: float):
 
 
 def _hidden(found, place, radius: float, lines, pixels: float) -> tuple[bool, bool, int]:
-    """Return whether lines lie between a label and its marker, whether they cross it, and how much of them it covers."""
+    """Return a sort key by which the best box of a label, an item of `_boxes`, comes first.
+
+    The key is (whether a line lies between the label and its marker, whether the label covers a line, the number of
+    sampled positions of lines that the label covers).
+    """
     box, side, gap = found
     between = [place + np.array(side) * step for step in np.linspace(radius, gap * pixels, 5)]
     is_apart = any(_covered((*point, *point), lines, STEP) for point in between)
@@ -82,7 +105,7 @@ def _hidden(found, place, radius: float, lines, pixels: float) -> tuple[bool, bo
 
 
 def _lines(axes, pixels):
-    """Return (n, 2) places along all lines, and (place, radius) of all markers, in pixels."""
+    """Return positions along all lines, (n, 2), and a list of (center, radius) of all markers, all in pixels."""
     along, markers = [np.empty((0, 2))], []
     for line in axes.lines:
         corners = line.get_transform().transform(np.column_stack(line.get_data()))
@@ -101,13 +124,13 @@ def _is_within(box, extent) -> bool:
 
 
 def _overlap(a, b) -> bool:
-    """Return whether two boxes overlap, or nearly: at another resolution text has slightly other sizes."""
+    """Return whether two boxes overlap or nearly do, since at another resolution the labels' sizes differ slightly."""
     near_x = a[0] < b[2] + STEP and b[0] < a[2] + STEP
     return near_x and a[1] < b[3] + STEP and b[1] < a[3] + STEP
 
 
 def _covered(box, places, margin: float) -> int:
-    """Count the places that are within the box, or within the margin of it."""
+    """Count the positions in `places`, (n, 2), that are inside a box or within a margin around it, in pixels."""
     x0, y0, x1, y1 = box
     x, y = places.T
     near = (x > x0 - margin) & (x < x1 + margin) & (y > y0 - margin) & (y < y1 + margin)

@@ -1,4 +1,4 @@
-"""The ways to show and to write a result, which all results share."""
+"""The base class of results, with the ways to show and to write a result."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fewbit.render.view import View
 
 
 class Result:
-    """A result that is shown in a terminal (by rich or `str`) and in a notebook, and can be written as CSV, JSON and HTML.
+    """A result that can be shown in a terminal (by rich or `str`) and in a notebook, and written as CSV, JSON and HTML.
 
-    A subclass defines `records()` and `view()`. It also defines `document()` if the JSON contains more than the records, and
-    `_draw()` if the result has a picture.
+    A subclass defines `records()` and `view()`. It also defines `document()` if the JSON contains more than the
+    records, and `_draw()` if the result has a picture.
     """
 
     def records(self) -> list[dict]:
-        """Return a dict of plain values for each row, with numbers in full."""
+        """Return a dict of plain values for each row. Numbers are not rounded."""
         raise NotImplementedError
 
     def view(self) -> View:
@@ -51,11 +51,11 @@ class Result:
         return html.block(self.view())
 
     def to_html(self, path: str | os.PathLike | None = None, force: bool = False) -> str:
-        """Return a whole HTML document; also write it to `path`. The arguments and errors are those of `to_csv`."""
+        """Return a whole HTML document, and write it to `path` if given. Arguments and errors are those of `to_csv`."""
         return _written(html.page(self.view()), path, force)
 
     def to_csv(self, path: str | os.PathLike | None = None, force: bool = False) -> str:
-        """Return the records as CSV text; also write it to `path`.
+        """Return the records as CSV text, and write the text to `path` if given.
 
         Args:
             path: The file to write, if any.
@@ -71,17 +71,17 @@ class Result:
         return _written(buffer.getvalue(), path, force)
 
     def to_json(self, path: str | os.PathLike | None = None, force: bool = False) -> str:
-        """Return `document()` as JSON text, infinite numbers and NaN as null; also write it to `path`.
+        """Return `document()` as JSON text, and write the text to `path` if given.
 
-        The arguments and errors are those of `to_csv`.
+        Infinite numbers and NaN become null. The arguments and errors are those of `to_csv`.
         """
         text = json.dumps(finite(self.document()), indent=1, allow_nan=False) + "\n"
         return _written(text, path, force)
 
     def save(self, path: str | os.PathLike, force: bool = False) -> None:
-        """Write the result as CSV, HTML, PNG or SVG if the file's name ends so, else as JSON.
+        """Write the result as CSV, HTML, PNG or SVG if the file name has this ending, else as JSON.
 
-        The arguments and errors are those of `to_csv`. FewbitError is also raised for a picture if the result has none.
+        The arguments and errors are those of `to_csv`. For a picture, the errors are those of `plot`.
         """
         ending = Path(path).suffix.lower()
         if ending in (".png", ".svg"):
@@ -91,19 +91,23 @@ class Result:
             writers.get(ending, self.to_json)(path, force)
 
     def plot(self, path: str | os.PathLike | None = None, force: bool = False):
-        """Draw the picture of the result. The arguments are those of `to_csv`; the file's name ends in .png or .svg.
+        """Draw the picture of the result, and write it to `path` if given.
+
+        Args:
+            path: The file to write, if any. Its name ends in .png or .svg.
+            force: Whether to replace the file if it exists.
 
         Returns:
             The matplotlib Figure.
 
         Raises:
-            FewbitError: The result has no picture, the name has another ending, or matplotlib is not installed.
+            FewbitError: The result has no picture, the file name has another ending, or matplotlib is not installed.
             OutputExistsError: The file exists and `force` is false.
         """
         return figures.draw(self._draw, path, force)
 
     def _draw(self, figure) -> None:
-        """Draw into an empty figure."""
+        """Draw the picture of the result into an empty figure."""
         raise FewbitError(f"expected a result that has a picture, got {type(self).__name__}")
 
 
@@ -114,7 +118,7 @@ def _written(text: str, path, force: bool) -> str:
 
 
 def finite(value):
-    """Replace infinite numbers and NaN, which JSON lacks, by None, inside lists and dicts too."""
+    """Return plain values in which None replaces infinite numbers and NaN, which JSON lacks. Tuples become lists."""
     if isinstance(value, dict):
         return {key: finite(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):

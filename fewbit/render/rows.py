@@ -1,4 +1,4 @@
-"""Results that are a sequence of rows about the layers of a model, or one line if there are none."""
+"""The base class of results that are a sequence of rows about the layers of a model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ NAMED = 4
 
 
 class Rows(Result, Sequence):
-    """A result that is a sequence of rows. Two of them are equal if their rows are equal.
+    """A result that is a sequence of rows. Two results of a class are equal if their rows are equal.
 
-    A subclass defines `_headline`, and `_full`, the view if there are rows.
+    A subclass defines the text `_headline`, which is the title, and the method `_full`, which returns the view. Both
+    are used only if there are rows.
 
     Args:
-        rows: Named tuples in the order of the forward.
+        rows: Named tuples, in the order in which the forward pass reaches the layers.
         empty: The line that is shown if there are no rows.
-        ended: What happened to the model, if it is not trained any more; else "". The title begins with this text.
+        ended: The reason why the model is not trained any more, or "". The title begins with this text.
         unobserved: {path of a layer: the reason why its saved tensors were not measured}, in the order of the model.
     """
 
-    _not_observed = "not observed"  # begins the line that names such layers
+    _not_observed = "not observed"  # the beginning of a line that names unobserved layers
 
     def __init__(
         self, rows: Iterable, empty: str, ended: str, unobserved: Mapping[str, str] | None = None
@@ -39,7 +40,7 @@ class Rows(Result, Sequence):
         return tuple(self._why)
 
     def _of_unobserved(self) -> list[str]:
-        """Return a line for each reason."""
+        """Return a line for each reason why layers were not measured, with the names of some of these layers."""
         by_reason = {}
         for name, why in self._why.items():
             by_reason.setdefault(why, []).append(name or "the model")
@@ -62,7 +63,7 @@ class Rows(Result, Sequence):
 
     @property
     def title(self) -> str:
-        """The headline of the subclass, or the text `empty` if there are no rows."""
+        """The first line of what is shown: the subclass's headline, or the text `empty` if there are no rows."""
         text = self._headline if self else self._empty
         return f"{self._ended}: {text}" if self._ended else text
 

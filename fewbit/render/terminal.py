@@ -10,21 +10,21 @@ from collections.abc import Iterator, Sequence
 from fewbit.render.view import Column, Line, View
 
 MOST_ROWS = 20
-"""The largest number of rows of a table that is cut."""
+"""The number of rows to which a longer table is cut."""
 GAP = 2
 """Characters between two columns."""
 LEAST_WIDTH, FILE_WIDTH = 80, 100
-"""Characters of a line of `str()`: at least, and if there is no terminal."""
+"""The characters per line of `str(result)`: the least number, and the number if there is no terminal."""
 
 
 def shown(view: View, width: int) -> Iterator:
-    """Make the object with which rich prints a view in `width` characters."""
+    """Yield the objects that rich prints to show a view in lines of `width` characters."""
     from rich.text import Text
 
     if view.title:
         yield Text(view.title, style="bold")
     if view.code:
-        # A line break inside the parentheses of a call does no harm.
+        # rich may break the line. Inside the parentheses of a call this does no harm.
         yield ""
         yield Text(view.code, style="cyan")
     left_out = []
@@ -44,7 +44,7 @@ def shown(view: View, width: int) -> Iterator:
 
 
 def grid(view: View, width: int) -> tuple:
-    """Make a rich table that fits `width` characters, and the list of the titles of columns that are left out."""
+    """Return a rich table that fits `width` characters, and the list of the titles of columns that are left out."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -54,7 +54,7 @@ def grid(view: View, width: int) -> tuple:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for place, room in zip(places, widths, strict=True):
         column = view.columns[place]
-        # A number that is too wide even so goes on in the next line.
+        # A cell that is still too wide continues on the next line.
         table.add_column(
             column.title,
             justify=column.side,
@@ -90,10 +90,16 @@ def fit(columns: Sequence[Column], rows: Sequence[tuple[str, ...]], width: int) 
     """Choose the columns and the widths that fit `width` characters, and shorten names.
 
     First, columns that may be left out are dropped, in the order of their attribute `drop`. Then names and texts get
-    narrower, the widest first. Different names stay different as long as there is room for that.
+    narrower, the widest first. Names are shortened so that different names stay different, if there is room for that.
+
+    Args:
+        columns: All columns of the table.
+        rows: The texts of all cells, one tuple for each row.
+        width: The number of characters per line.
 
     Returns:
-        The places of the columns that are shown, the rows of those columns, and the columns' widths in characters.
+        (places, texts, widths): the indices of the columns to show, the texts of their cells for each row, and their
+        widths in characters.
     """
     widths = [
         max(map(len, cells))
@@ -128,12 +134,12 @@ def _at(values: Sequence, places: Sequence[int]) -> list:
 
 
 def _total(widths: Sequence[int]) -> int:
-    """The width of a grid; after its last column there is one space."""
+    """Return the width of a table with these columns, in characters. After the last column there is one space."""
     return sum(widths) + GAP * len(widths) - 1
 
 
 def shortened_alike(names: Sequence[str], room: int) -> Sequence[str]:
-    """Shorten names to `room` characters, all with beginnings of the same length, such that most of them stay different."""
+    """Shorten names to `room` characters, all after the same number of characters, so that most stay different."""
     if max(map(len, names)) <= room:
         return names
     heads = range((room - 1) // 3, room - 1)
@@ -142,12 +148,12 @@ def shortened_alike(names: Sequence[str], room: int) -> Sequence[str]:
 
 
 def shortened(path: str, room: int, head: int | None = None) -> str:
-    """Shorten a dotted path to `room` characters. The beginning and the end are kept.
+    """Shorten a dotted path to `room` characters. An ellipsis replaces the middle.
 
     Args:
         path: The path.
         room: The largest number of characters.
-        head: The number of characters of the beginning; by default a third of `room`.
+        head: The number of characters before the ellipsis; by default a third of `room`.
     """
     if len(path) <= room:
         return path
@@ -156,7 +162,7 @@ def shortened(path: str, room: int, head: int | None = None) -> str:
 
 
 def plain(renderable, width: int = LEAST_WIDTH) -> str:
-    """Render with rich, as text without colors."""
+    """Return an object as rich prints it, as text without colors in lines of `width` characters."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
@@ -165,5 +171,5 @@ def plain(renderable, width: int = LEAST_WIDTH) -> str:
 
 
 def plain_width() -> int:
-    """The number of characters of a line of `str()`: as many as the terminal or $COLUMNS says, but at least 80."""
+    """Return the characters per line of `str(result)`: the width of the terminal, or $COLUMNS, but at least 80."""
     return max(LEAST_WIDTH, shutil.get_terminal_size((FILE_WIDTH, 24)).columns)

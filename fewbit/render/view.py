@@ -1,4 +1,4 @@
-"""The description of a result: a title, columns that make text from rows, notes and a picture."""
+"""The description of how a result is shown: a title, columns that make text from rows, notes and a picture."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Column:
 
     Args:
         title: The text of the header.
-        cell: Makes the text of a cell from a row.
-        kind: "number" and "word" are shown in full or not at all, "number" right-aligned. A narrow terminal shortens a
-            "name" and wraps a "text".
-        drop: The place of the column, from 1, in the order in which columns are left out if the terminal is narrow. A column
-            with 0 is never left out.
+        cell: A function that makes the text of a cell from a row.
+        kind: "number" or "word": a narrow terminal shows the column in full or not at all. "name": it shortens the
+            cells. "text": it wraps them. Numbers are right-aligned.
+        drop: If the terminal is narrow, columns are left out in the order of this number, 1 first. A column with 0 is
+            never left out.
         least: The number of characters that a "name" or "text" keeps as long as other columns can be left out instead.
         once: Whether a terminal leaves a cell empty if its value equals the value above.
-        style: Makes a cell's style, as rich names styles, from a row.
+        style: A function that makes the style of a cell, as rich names styles, from a row.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Column:
 
 
 class Line(NamedTuple):
-    """A line of a table: the text of its cells, and the styles, as rich names them, of the cells and of the whole line."""
+    """A line of a table: the texts of its cells, their styles and the style of the line, as rich names styles."""
 
     cells: tuple[str, ...]
     styles: tuple[str, ...]
@@ -56,13 +56,14 @@ class View:
 
     Args:
         title: One line, or "".
-        columns: The columns of the table; without columns there is no table.
+        columns: The columns of the table. Without columns there is no table.
         rows: Any objects that the columns make text from.
         notes: Lines of text below the table.
         total: A row for the last line, if any.
-        rest: Makes one row out of the rows that a long table does not show; if None, all rows are shown.
+        rest: A function that sums up, in one row, the rows that a long table does not show. If None, all rows are
+            shown.
         bar: (label, fraction of the whole, color) for each part of a bar, for HTML.
-        figure: Makes a matplotlib Figure, for HTML.
+        figure: A function that makes a matplotlib Figure, for HTML.
         more: Further views, which are shown below this view.
         is_folded: Whether HTML shows only the title until the reader opens the rest.
         code: A Python expression to paste, shown below the title; or "".
@@ -86,8 +87,8 @@ class View:
         return shown(self, options.max_width)
 
     def lines(self, most: int) -> Iterator[Line]:
-        """Make the lines of the table. If `rest` is set and rows are many, `most` rows are followed by a line for the others."""
-        # A line that says "1 more" would take the place of that one.
+        """Yield the lines of the table. If `rest` is set, at most `most` + 1 rows are shown in full."""
+        # If only one row were left out, the line that says "1 more" would take as much room as the row.
         is_cut = self.rest is not None and len(self.rows) > most + 1
         count = most if is_cut else len(self.rows)
         yield from (self._line(row) for row in self.rows[:count])

@@ -1,7 +1,7 @@
-"""Slot codecs: other ways to save a tensor than the group quantizer.
+"""Slot codecs: ways to save a tensor that replace the group quantizer.
 
-A *slot* is one tensor that a layer saves in every forward pass. The bit assignment of a forward pass names the slots
-that a codec saves. A *spec* is everything but the tensors that is needed to dequantize a saved tensor.
+A *slot* is one tensor that a layer saves in every forward pass. The `BitAssignment` of a forward pass says which slots
+have a slot codec. A *spec* is all information except the tensors that is needed to dequantize a saved tensor.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, map_affine
 
 
 class SlotCodec(Protocol):
-    """Saves the tensors of one slot.
+    """The interface of objects that save the tensors of one slot.
 
-    A checkpoint recomputes saved tensors, so a slot codec has to return the same result whenever tensor and seed are
-    the same.
+    A checkpoint quantizes a tensor again in the backward pass, so a slot codec must return the same result for the same
+    tensor and seed.
     """
 
     def quantize(self, x: torch.Tensor, seed: torch.Tensor):
         """Return (tensors for `save_for_backward`, spec).
 
-        The spec has an attribute `count`, the number of tensors. It has a method `dequantize(tensors)`, whose result
-        shares no memory with the tensors.
+        The spec has an attribute `count`, the number of tensors, and a method `dequantize(tensors)`, which returns
+        approximate values of x in new memory.
 
         Args:
             x: an ordinary dense floating tensor in eager mode.
-            seed: (1,) int64 on x's device.
+            seed: (1,) int64 on x's device, from which all random numbers are made.
         """
 
 
@@ -37,8 +37,9 @@ class CodecSpec(NamedTuple):
     """The spec of tensors that a slot codec has saved, with the interface of `QuantizedTensorSpec`.
 
     Args:
-        inner: the slot codec's own spec.
-        place: a spec of the same tensor that describes size, strides, dtype and slot. Its bits are not used.
+        inner: the spec that the slot codec returned.
+        place: a spec that describes the size, strides, dtype and slot of the same tensor. The bits in `place` have no
+            effect.
     """
 
     inner: object
@@ -51,22 +52,22 @@ class CodecSpec(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The size of the values."""
+        """The size of the dequantized values."""
         return self.place.size
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """The strides of the values."""
+        """The strides of the dequantized values."""
         return self.place.stride
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
+        """The dtype of the dequantized values."""
         return self.place.dtype
 
     @property
     def samples(self) -> int | None:
-        """The number of samples with bits of their own, or None."""
+        """The number of samples if each sample has its own number of bits, else None."""
         return self.place.samples
 
     @property
@@ -75,18 +76,18 @@ class CodecSpec(NamedTuple):
         return self.place.slot
 
     def with_slot(self, slot) -> CodecSpec:
-        """Return this spec for another slot."""
+        """Return a copy of this spec with another slot."""
         return self._replace(place=self.place.with_slot(slot))
 
     def for_consumer(self, name: str) -> CodecSpec:
-        """Return this spec for the layer `name`, see `QuantizedTensorSpec.for_consumer`."""
+        """Return a copy of this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
         return self._replace(place=self.place.for_consumer(name))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return the values of the saved tensor, see `QuantizedTensorSpec.dequantize`."""
+        """Return approximate values of the saved tensor. The arguments are as in `QuantizedTensorSpec`."""
         values = restoring.restored(self.dequantize_exact(tensors), self, tensors[0])
         return map_affine(values, affine).to(dtype or self.dtype)
 
     def dequantize_exact(self, tensors) -> torch.Tensor:
-        """Return the values without the noise that a probe may add."""
+        """Return the dequantized values without the noise that a probe, which measures for a policy, may add."""
         return self.inner.dequantize(tensors).to(self.dtype)

@@ -1,6 +1,7 @@
 """Save and load several quantized tensors, called copies, in the context of one autograd Function.
 
-A *spec* is everything but the tensors that is needed to dequantize a saved tensor. `SavedTensors` are tensors and spec.
+A *spec* is all information except the tensors that is needed to dequantize a saved tensor. `SavedTensors` are the
+tensors of one copy together with their spec.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ class UnquantizedSpec(NamedTuple):
     """The spec of a tensor that is saved unchanged."""
 
     def dequantize(self, tensors, dtype=None) -> Tensor:
-        """Return the saved tensor, converted to dtype if one is given."""
+        """Return the one saved tensor, converted to `dtype` unless `dtype` is None."""
         (tensor,) = tensors
         return tensor if dtype is None else tensor.to(dtype)
 
 
 def unquantized(x: Tensor) -> SavedTensors:
-    """Return x itself as SavedTensors."""
+    """Return SavedTensors that contain x itself, so that `save` can treat x like a quantized copy."""
     return SavedTensors((x,), UnquantizedSpec())
 
 
@@ -31,13 +32,13 @@ def save(ctx, y: Tensor, copies: Iterable[SavedTensors | None], *others: Tensor 
     """Save copies for the backward pass.
 
     Args:
-        ctx: the context of an autograd Function. Its attribute `specs` is set for `load`.
+        ctx: the context of an autograd Function. `save` sets the attribute `ctx.specs`, which `load` reads.
         y: the Function's result.
         copies: the quantized copies. A copy that no gradient needs is None.
         *others: tensors that are saved unchanged.
 
     Returns:
-        y. If a compiler traces, y is made to depend on the copies, so that they are computed in the forward pass.
+        y. While a compiler traces, y is made to depend on the copies, so that the compiled forward pass computes them.
     """
     ctx.specs, tensors = [], []
     for copy in copies:
@@ -52,11 +53,11 @@ def save(ctx, y: Tensor, copies: Iterable[SavedTensors | None], *others: Tensor 
 
 
 def load(ctx, dtype=None) -> tuple[list[Tensor | None], tuple[Tensor | None, ...]]:
-    """Return the dequantized copies that `save` got, followed by the other tensors.
+    """Return what `save` saved: (list of the dequantized copies, tuple of the tensors that were saved unchanged).
 
     Args:
-        ctx: the context that `save` got.
-        dtype: the dtype of the dequantized copies; None: each in its own dtype.
+        ctx: the context that was given to `save`.
+        dtype: the dtype of the dequantized copies. If None, each copy has the dtype of the tensor that was quantized.
     """
     saved = ctx.saved_tensors
     start = len(saved) - sum(count for _, count in ctx.specs)

@@ -1,7 +1,7 @@
 """Small integers saved for the backward pass, in bit-planes or in the narrowest dtype.
 
-`pack` and `narrow` return SavedTensors, as `Quantizer.quantize` does: the tensors to save, and a spec that turns them
-into integers again.
+A bit-plane is a tensor of int32 words that contains one bit of every integer. `pack` and `narrow` return SavedTensors,
+as `Quantizer.quantize` does: the tensors to save, and a spec that turns these tensors into integers again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved import offload
 
 MOST_BITS = 8
-"""The largest width of packed codes; wider integers are saved in an integer dtype."""
+"""The largest number of bits of integers that are packed. Integers of more bits are saved in an integer dtype."""
 
 
 def bits_of(count: int) -> int:
@@ -40,18 +40,24 @@ def dtype_of(count: int) -> torch.dtype:
 
 
 class PackedIntegersSpec(NamedTuple):
-    """The spec of packed integers."""
+    """The spec of integers that `pack` has saved.
+
+    Args:
+        bits: the number of bits of each integer.
+        size: the size of the dequantized tensor.
+        stride: the strides of the dequantized tensor.
+    """
 
     bits: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in their size and strides: as uint8, or as int16 or int32 if they have more than 8 bits."""
+        """Return the integers in the spec's size and strides, as uint8, or as int16 or int32 above 8 bits."""
         return self.flat(tensors).as_strided(self.size, self.stride)
 
     def flat(self, tensors) -> torch.Tensor:
-        """Return the integers in storage order, (n,)."""
+        """Return the integers in the order of elements in memory, (n,), in the dtype that `dequantize` returns."""
         (values,) = tensors
         if self.bits > MOST_BITS:
             return values
@@ -62,20 +68,20 @@ class PackedIntegersSpec(NamedTuple):
 
 
 class NarrowIntegersSpec(NamedTuple):
-    """The spec of integers that are saved in a narrower dtype than they had."""
+    """The spec of integers that `narrow` has saved. `dtype` is the dtype that the integers had before."""
 
     dtype: torch.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in the dtype that they had."""
+        """Return the integers in the dtype that they had before they were saved."""
         return tensors[0].to(self.dtype)
 
 
 def pack(values: torch.Tensor, count: int) -> SavedTensors:
-    """Pack integers or bools in [0, count), of any strides, into as few bits as `count` needs.
+    """Pack a tensor of integers or bools in [0, count) into as few bits per element as `count` needs.
 
-    Integers of up to 8 bits take ``4 * bits * ceil(n / 32)`` bytes. Integers of more bits are saved as int16 or int32,
-    the narrowest that holds them.
+    With up to 8 bits, n elements take ``4 * bits * ceil(n / 32)`` bytes. Integers of more bits are saved as int16, or
+    as int32 if int16 is too narrow.
     """
     bits = bits_of(count)
     spec = PackedIntegersSpec(bits, tuple(values.shape), tuple(layout.dense_stride(values)))
@@ -88,7 +94,7 @@ def pack(values: torch.Tensor, count: int) -> SavedTensors:
 
 
 def narrow(values: torch.Tensor, count: int) -> SavedTensors:
-    """Convert integers in [0, count) to the narrowest dtype that holds them, but not to a wider dtype than they have."""
+    """Convert integers in [0, count) to the narrowest dtype that holds them, unless their own is as narrow."""
     dtype = dtype_of(count)
     if dtype.itemsize >= values.dtype.itemsize:
         return SavedTensors((values,), NarrowIntegersSpec(values.dtype))
@@ -123,7 +129,8 @@ pack_kept_op = define(
 )
 narrow_kept_op = define(
     "narrow_kept(Tensor values, ScalarType dtype) -> (Tensor, Tensor)",
-    # Contiguous, so that the result's strides do not depend on the input's; copied, because an op must not return its input.
+    # The result is contiguous, so that its strides do not depend on the input's strides. It is always a copy, because
+    # an op must not return its input.
     lambda values, dtype: (
         values.to(dtype, memory_format=torch.contiguous_format, copy=True),
         _one(values),

@@ -1,8 +1,9 @@
 """The quantized copies of a norm's normalized input, and the norm's result dequantized from such a copy.
 
-A norm computes y = x~ weight + bias from the normalized input x~. Since y is linear in x~, dequantized values of x~
-that are exact in expectation give values of y that are exact in expectation. A layer after the norm that would save y
-can therefore use the copy of x~ that the norm saves anyway, with weight and bias, which exist already.
+A norm layer normalizes its input x to x~ = (x - mean) rstd, where rstd is the reciprocal standard deviation, and
+returns y = x~ weight + bias. The norm saves x~ in a quantized form, a copy. A layer after the norm would save y, but
+can use the norm's copy of x~ instead, with weight and bias, which exist already. Dequantized values of x~ are exact in
+expectation, and y is linear in x~. Values of y that are computed from the copy are therefore exact in expectation too.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, un
 
 
 class AffineResultSpec(NamedTuple):
-    """The spec of a norm's result y, which is dequantized from (packed, ranges, weight, bias). The bias may be None.
+    """The spec of a norm's result y, which is computed from a copy of the norm's normalized input x~.
+
+    The saved tensors are those of the copy, followed by weight and bias. The bias may be None.
 
     Args:
-        normalized: the spec of the normalized input x~.
+        normalized: the spec of the copy of x~.
         dtype: the dtype of y.
-        channels: the shape in which weight and bias broadcast to y; None if they broadcast as they are.
+        channels: the shape to which weight and bias are viewed so that they broadcast to y; None if they broadcast as
+            they are.
     """
 
     normalized: QuantizedTensorSpec
@@ -30,17 +34,17 @@ class AffineResultSpec(NamedTuple):
     channels: tuple[int, ...] | None = None
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return approximate values of y, in the size of x~ and in y's dtype unless another one is given."""
+        """Return approximate values of y, in the size of x~ and in `dtype`, which is y's dtype unless given."""
         *saved, weight, bias = tensors
         affine = self._placed(weight), self._placed(bias), self._inner()
         return self.normalized.dequantize(saved, dtype or self.dtype, affine)
 
     def for_consumer(self, name: str) -> AffineResultSpec:
-        """Return this spec for the layer `name`, see `QuantizedTensorSpec.for_consumer`."""
+        """Return a copy of this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
         return self._replace(normalized=self.normalized.for_consumer(name))
 
     def _inner(self) -> int | None:
-        """Return how many consecutive elements, in storage order, have the same entry of the weight; None for other layouts."""
+        """Return how many elements that follow each other in memory have the same weight entry; None if that varies."""
         size, stride = self.normalized.size, self.normalized.stride
         if self.channels is not None and stride[1] == 1:
             return 1
@@ -58,10 +62,11 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
     Args:
         quantizer: the quantizer of the norm.
         y: the result of the norm.
-        saved: the SavedTensors of x~.
+        saved: the SavedTensors of the norm's normalized input x~.
         weight: the weight of the norm.
         bias: the bias of the norm, or None.
-        channels: the shape in which weight and bias broadcast to y, see `AffineResultSpec`.
+        channels: the shape to which weight and bias are viewed so that they broadcast to y; None if they broadcast as
+            they are.
     """
     if quantizer.context is None or saved.trace_anchor is not None:
         return
@@ -78,12 +83,13 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
     """Quantize the normalized input of a norm once or twice.
 
     Args:
-        ctx: the context of the norm's autograd Function. Its attributes `spec` and `inner` are set for the backward
-            pass.
-        x: the input of the norm. See `Quantizer.quantize_normalized` for x, mean, rstd and inner.
-        mean: the mean of x, or None.
-        rstd: the reciprocal standard deviation of x.
-        inner: the number of consecutive elements with the same statistics, or None.
+        ctx: the context of the norm's autograd Function. The attributes `ctx.spec` and `ctx.inner` are set for the
+            backward pass.
+        x: the input of the norm, a floating tensor.
+        mean: the mean of x, which broadcasts to x, or None if the norm subtracts no mean.
+        rstd: the reciprocal standard deviation of x, which broadcasts to x.
+        inner: the number of elements, one after the other in memory, that have the same mean and rstd; None if that
+            number varies. `Quantizer.quantize_normalized` defines it.
         copies: 1, or 2 for two independently rounded copies.
         quantizer: the quantizer of the norm.
 
@@ -96,25 +102,41 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
 
 
 def dequantize_copies(ctx, saved):
-    """Return dequantized x~ twice, from two independent copies, or from one copy if only one was saved."""
+    """Return a pair of dequantized x~, from two independent copies. If `save_copies` made one copy, both are the same.
+
+    Args:
+        ctx: the context of the norm's autograd Function, as `save_copies` left it.
+        saved: the tensors that `save_copies` returned for saving.
+    """
     count = ctx.spec.count
     first = ctx.spec.dequantize(saved[:count])
     return first, first if len(saved) == count else ctx.spec.dequantize(saved[count:])
 
 
 def dequantize_scaled(ctx, saved, rstd, dtype):
-    """Return dequantized x~ divided by rstd: an input of mean 0 that torch's own backward functions accept in place of x."""
+    """Return dequantized x~ divided by rstd, an approximation of x - mean.
+
+    torch's own backward functions of norms give the same gradients for x - mean, with mean 0, as for x.
+
+    Args:
+        ctx: the context of the norm's autograd Function, as `save_copies` left it.
+        saved: the tensors that `save_copies` returned for saving.
+        rstd: the reciprocal standard deviation, which broadcasts to x.
+        dtype: the dtype of the result.
+    """
     deviation = rstd.to(ctx.spec.dtype).reciprocal()
     return ctx.spec.dequantize(saved[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
 
 
 def input_gradient(g, first, second, rstd, dims, centered=True):
-    """Return the gradient of a norm's input: (g - mean(g) - x~1 mean(x~2 g)) rstd, without mean(g) if not `centered`.
+    """Return the gradient of a norm's input: (g - mean(g) - x~1 mean(x~2 g)) rstd.
+
+    The term mean(g) is left out if `centered` is false.
 
     Args:
         g: the gradient of the norm's result, times the weight.
-        first: the dequantized x~1.
-        second: the dequantized x~2, perhaps from the same copy as x~1.
+        first: x~1, the dequantized normalized input.
+        second: x~2, the dequantized normalized input from an independent copy, or x~1 again if there is one copy.
         rstd: the reciprocal standard deviation, which broadcasts over `dims`.
         dims: the dimensions over which means are taken.
         centered: whether the norm subtracts the mean.

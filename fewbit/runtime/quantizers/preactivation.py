@@ -1,10 +1,14 @@
-"""A norm's copy in K-bit fixed point, from which x~, y = gamma x~ + beta and the ReLU of y can be dequantized.
+"""The fixed-point copy that a norm, an activation and a linear layer or convolution save together.
 
-Here x~ is the norm's normalized input and y the norm's result. One packed tensor serves the norm, the activation and
-the linear layer or convolution of a pre-activation block (BLPA, section 3.2). The norm saves the packed tensor and puts
-it into the cache as a copy of y. A ReLU or LeakyReLU of y reads the sign of y from the copy, and adds the copy to the
-cache for its own result. A linear layer or convolution dequantizes its input from the copy. No layer needs to know the
-others, because the cache finds a copy by the tensor that is to be saved.
+A *fixed-point copy* contains the norm's normalized input x~ as K-bit fixed-point numbers in one packed tensor. The
+norm's result is y = gamma x~ + beta, with the norm's weight gamma and bias beta. x~, y and the ReLU of y can all be
+dequantized from the copy. A norm, an activation and a linear layer or convolution in this order are called a
+pre-activation block (BLPA, section 3.2).
+
+The norm makes the copy and puts it into the cache of the forward pass under y. The activation, a ReLU or LeakyReLU,
+needs only the sign of y, which the copy contains. The activation puts the same copy into the cache under its own
+result. The linear layer or convolution finds the copy there and dequantizes its input from it. The layers need not know
+each other, because the cache finds a copy by the tensor that a layer wants to save.
 """
 
 from __future__ import annotations
@@ -27,11 +31,14 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 
 
 class FixedPointSpec(NamedTuple):
-    """The spec of x~, which is dequantized from (packed, weight, bias). Weight and bias may be None.
+    """The spec of a norm's normalized input x~ that is saved as a fixed-point copy.
+
+    The saved tensors are (packed, weight, bias): the packed codes, and the norm's weight and bias, which may be None.
 
     Args:
         bits: the bits of a code.
-        inner: element number e in storage order belongs to channel (e div inner) mod (number of channels).
+        inner: the number of elements, one after the other in memory, that belong to the same channel. Element number e
+            in memory belongs to channel (e div inner) mod (number of channels).
         size, stride: the size and strides of the norm's result y.
         dtype: the dtype of x~.
     """
@@ -48,18 +55,18 @@ class FixedPointSpec(NamedTuple):
         return 3
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return x~ in the size and strides of y. For `affine` see `QuantizedTensorSpec.dequantize`."""
+        """Return approximate values of x~ in y's size and strides. The arguments are as in `QuantizedTensorSpec`."""
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
             return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
         return map_affine(self._decode(tensors, self.dtype), affine).to(dtype or self.dtype)
 
     def result(self, tensors, dtype: torch.dtype, slope: float) -> torch.Tensor:
-        """Return y where y is positive, and y * slope elsewhere."""
+        """Return approximate values of y if y > 0, and of y * slope otherwise, for each element."""
         return self._decode(tensors, dtype, slope)
 
     def masked(self, grad, tensors, slope: float) -> torch.Tensor:
-        """Return grad where y is positive, and grad * slope elsewhere."""
+        """Return the gradient of LeakyReLU: for each element grad if y > 0, and grad * slope otherwise."""
         packed, weight, bias = tensors
         if not is_eager(grad):  # is_grads_batched=True
             ones = torch.ones(self.size, dtype=grad.dtype, device=packed.device)
@@ -77,12 +84,12 @@ class FixedPointSpec(NamedTuple):
 
 
 class PreActivationSpec(NamedTuple):
-    """The spec of y, or of the ReLU or LeakyReLU of y, dequantized from the tensors of `fixed`.
+    """The spec of a norm's result y, or of the ReLU or LeakyReLU of y, that is saved as a fixed-point copy.
 
     Args:
-        fixed: the spec of x~.
-        dtype: the dtype of the values.
-        slope: the slope of the activation below 0; 1 for y itself.
+        fixed: the spec of the norm's normalized input x~ in the same copy.
+        dtype: the dtype of the dequantized values.
+        slope: the slope of the ReLU or LeakyReLU for negative y; 1 for y itself.
     """
 
     fixed: FixedPointSpec
@@ -90,15 +97,23 @@ class PreActivationSpec(NamedTuple):
     slope: float = 1.0
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values in the size and strides of y, in the spec's dtype unless another one is given."""
+        """Return the values in y's size and strides, and in `dtype`, which is the spec's dtype unless given."""
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)
 
 
 def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
-    """Return whether a norm can save x~ in fixed point.
+    """Return whether a norm can save a fixed-point copy.
 
-    It cannot if the quantizer does not ask for it (`fuse`), two copies are needed, a compiler traces, or the statistics
-    have a 16-bit dtype.
+    The norm cannot if the quantizer's attribute `fuse` is false, if the norm needs two independently rounded copies, if
+    a compiler traces, or if the statistics have a 16-bit dtype.
+
+    Args:
+        quantizer: the quantizer of the norm.
+        x: the input of the norm.
+        rstd: the reciprocal standard deviation of x.
+        weight: the weight of the norm, or None.
+        bias: the bias of the norm, or None.
+        copies: the number of independently rounded copies that the norm's backward pass needs.
     """
     if not quantizer.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
         return False
@@ -108,21 +123,22 @@ def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
 def save_fixed_point(
     quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None
 ):
-    """Save x~ of a norm in fixed point, and put the copy into the cache for the norm's result y.
+    """Save the normalized input x~ of a norm as a fixed-point copy, and put the copy into the cache under the result y.
 
     Args:
         quantizer: the quantizer of the norm.
-        x: the input of the norm. See `Quantizer.quantize_normalized` for x, mean, rstd and inner.
+        x: the input of the norm, a floating tensor.
         y: the result of the norm.
-        mean: the mean of x.
-        rstd: the reciprocal standard deviation of x.
-        inner: the number of consecutive elements with the same statistics, or None.
+        mean: the mean of x, which broadcasts to x.
+        rstd: the reciprocal standard deviation of x, which broadcasts to x.
+        inner: the number of elements, one after the other in memory, that have the same mean and rstd; None if that
+            number varies. `Quantizer.quantize_normalized` defines it.
         weight: the weight of the norm, or None.
         bias: the bias of the norm, or None.
-        channels: the dimension of y that weight and bias belong to; None: the last dimensions.
+        channels: the dimension of y along which weight and bias lie; None if they lie along the last dimensions.
 
     Returns:
-        SavedTensors of x~.
+        SavedTensors from which x~ is dequantized.
     """
     of_channels = _inner_of(y, channels)
     result = y.detach()
@@ -149,10 +165,21 @@ def save_fixed_point(
 
 
 def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
-    """Return ReLU or LeakyReLU of a tensor that has a fixed-point copy in the cache; None for any other tensor or function.
+    """Apply a ReLU or LeakyReLU that saves nothing, because x has a fixed-point copy in the cache.
 
-    The activation saves nothing of its own. The copy is put into the cache for the result as well. The arguments are
-    those of `fewbit.runtime.activations.apply.apply`.
+    The copy contains the sign of x, which is all that the gradient needs. The copy is also put into the cache under the
+    result, for the layer after the activation.
+
+    Args:
+        x: the input of the activation.
+        function: the name of the activation in `fewbit.functions`.
+        parameters: the parameters of the activation; for "leaky_relu" the slope.
+        encoding: the activation's few-bit derivative as text, see `Encoding.parse`.
+        inplace: whether to write the result to x.
+
+    Returns:
+        The result. None if x has no such copy, or if the activation is not a ReLU or LeakyReLU with its exact
+        derivative.
     """
     if function not in ("relu", "leaky_relu"):
         return None
@@ -170,7 +197,7 @@ def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
 
 
 class _TwoValued(Function):
-    """The activation itself, whose gradient is computed from the signs in the norm's copy."""
+    """ReLU or LeakyReLU as an autograd Function, whose gradient is computed from the signs in the norm's copy."""
 
     @staticmethod
     def forward(ctx, x, slope, inplace, saved):
@@ -190,7 +217,7 @@ class _TwoValued(Function):
 
 @lru_cache(maxsize=256)
 def _is_exact(encoding: str, slope: float) -> bool:
-    """Return whether the encoding is the exact derivative of ReLU or LeakyReLU, and not a table's own."""
+    """Return whether an encoded few-bit derivative is the exact derivative of ReLU or LeakyReLU with this slope."""
     encoded = Encoding.parse(encoding)
     if encoded.unbiased:
         return False
@@ -200,7 +227,7 @@ def _is_exact(encoding: str, slope: float) -> bool:
 
 
 def _inner_of(y, channels: int | None) -> int | None:
-    """Return how many consecutive elements of y, in storage order, have the same channel; None for other layouts."""
+    """Return how many elements that follow each other in y's memory have the same channel; None if that varies."""
     if y.is_contiguous():
         return 1 if channels is None else math.prod(y.shape[channels + 1 :])
     if channels is None:

@@ -1,8 +1,11 @@
-"""The group quantizer of a layer: `Quantizer.quantize` in the forward pass, `QuantizedTensorSpec.dequantize` in backward.
+"""The group quantizer of a layer: `quantize` makes a copy of a tensor in the forward pass.
 
 A *copy* is the quantized form of a tensor that a layer saves: codes of a few bits, and a minimum and a range for each
-group of elements. A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots
-in training.
+group of elements. `QuantizedTensorSpec.dequantize` computes approximate values from a copy in the backward pass.
+
+A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots in training. A
+*probe* measures for the policy how rounding the slots changes the gradients. A *fixed-point copy* is the copy that a
+norm makes for itself and for the layers after it (`preactivation.py`).
 """
 
 from __future__ import annotations
@@ -43,18 +46,18 @@ class Quantizer:
     """Quantizes the tensors that a layer saves. Layers may share one quantizer.
 
     Args:
-        bits: 1 to 8.
+        bits: the bits per element if no policy chooses them, 1 to 8.
         group_size: the number of elements that share a minimum and a range, a multiple of 32.
         min_dtype: the dtype of groups' minimums: "bfloat16", "float32", or "auto", which means float32 for tensors
             whose minimum is large relative to their range.
-        context: the state that the layers of a converted model share, or None.
-        name: the name of the layer in that model.
-        average: the average number of bits per element, if a policy divides bits among samples; `bits` unless given.
+        context: the state that the layers of a converted model share; None for a layer outside a converted model.
+        name: the path of the layer in the converted model.
+        average: the mean number of bits per element, if a policy divides bits among samples; `bits` unless given.
         is_fixed: whether the policy must not change the average.
-        fuse: whether norms save copies in fixed point that the layers after them can use.
+        fuse: whether norms make fixed-point copies, which the layers after the norms can use.
 
     Raises:
-        InputError: bits, group_size or min_dtype is none of these.
+        InputError: bits, group_size or min_dtype is not valid.
     """
 
     def __init__(
@@ -93,9 +96,9 @@ class Quantizer:
         return other
 
     def quantize_or_reuse(self, x: torch.Tensor) -> SavedTensors:
-        """Return the fixed-point copy of x that a norm has made, if there is one, else `quantize(x)`.
+        """Return the fixed-point copy of x if a norm has made one, else make a copy with `quantize(x)`.
 
-        Linear layers and convolutions call this method, because the norm's copy is all they need.
+        Linear layers and convolutions call this method to save their input.
         """
         context = self.fixed_point_context
         if context is not None and context.cache.has_fixed_point and is_eager(x):
@@ -107,21 +110,21 @@ class Quantizer:
 
     @property
     def fixed_point_context(self) -> ForwardContext | None:
-        """The context in whose cache norms put fixed-point copies, and in which the layers after them look for these copies.
+        """The context in whose cache norms put fixed-point copies, and in which the layers after the norms find them.
 
-        Within a pre-activation block this is the block's own context. `self.context` would be wrong there for a layer
-        that is in several blocks, because the quantizer of such a layer is that of the last block.
+        While a pre-activation block runs, it is the block's own context. `self.context` would be wrong for a layer that
+        is in several blocks, because its quantizer has the context of the last of these blocks.
         """
         running = current()
         return running if running is not None and running.is_private else self.context
 
     def quantize(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
-        """Return a quantized copy of x.
+        """Return a quantized copy of x, made now or by another layer that saved x in the same forward pass.
 
         Args:
             x: a floating tensor of any shape and strides. A transposed view is quantized in the order of its memory.
-            shared: whether layers that save x in the same forward pass may share the copy.
-            slot: the number of x among the layer's inputs.
+            shared: whether several layers that save x in the same forward pass may use one copy.
+            slot: the number of x among the layer's inputs, from 0.
         """
         order = layout.storage_permutation(x)
         if order is not None:
@@ -142,24 +145,30 @@ class Quantizer:
         return saved
 
     def quantize_independent(self, x: torch.Tensor, *others: torch.Tensor) -> SavedTensors:
-        """Return a copy of x that is rounded independently of the copies of `others`, even if x is one of them.
+        """Return a copy of x that is rounded independently of the copies of `others`, even if x is among `others`.
 
-        Layers that multiply dequantized values need this: a product is exact in expectation only if its factors are
-        independent.
+        Layers that multiply two dequantized tensors call this method, because the product is exact in expectation only
+        if the two are rounded independently.
+
+        Args:
+            x: a floating tensor of any shape and strides.
+            *others: the layer's inputs before x, in their order.
         """
         is_one = any(_is_same_memory(x, other) for other in others)
         return self.quantize(x, not is_one, slot=len(others))
 
     def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
-        """Return a quantized copy of (x - mean) rstd, computed in float32 or better. The copy is not put into the cache.
+        """Return a quantized copy of (x - mean) rstd, the normalized input of a norm layer.
+
+        The normalized values are computed in float32 or better. The copy is not put into the cache.
 
         Args:
-            x: a floating tensor of any shape and strides.
-            mean: the mean, which broadcasts to x, or None.
-            rstd: the reciprocal standard deviation, which broadcasts to x.
-            inner: the number of consecutive elements with the same statistics: element number e of x, in storage order
-                with samples outermost, has statistics number (e div inner) mod (number of statistics). None if x has no
-                such order.
+            x: the input of the norm, a floating tensor of any shape and strides.
+            mean: the means, which broadcast to x; None if the norm subtracts no mean.
+            rstd: the reciprocal standard deviations, which broadcast to x.
+            inner: the number of elements, one after the other in memory, that have the same mean and rstd. Element
+                number e in memory has entry number (e div inner) mod (number of entries) of mean and rstd. None if x is
+                laid out differently.
         """
         fits = inner is not None and layout.is_by_sample(x)
         if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
@@ -173,9 +182,15 @@ class Quantizer:
     def _quantize(
         self, x, dtype, slot=0, normalize=None, activation=None, input_dtype=None
     ) -> SavedTensors:
-        """Quantize x, or x normalized by `normalize`, to be dequantized in dtype.
+        """Quantize x, or x normalized by `normalize`. The backward pass dequantizes the copy in `dtype`.
 
-        activation: the number of the activation whose result x is, or None. input_dtype: of the layer's input, if not x's.
+        Args:
+            x: the tensor.
+            dtype: the dtype of the dequantized values.
+            slot: the number of x among the layer's inputs.
+            normalize: (mean or None, rstd, inner) if x is to be normalized first; else None.
+            activation: the number of the activation in the forward pass whose result x is, or None.
+            input_dtype: the dtype of the layer's input; None if it is the dtype of x.
         """
         if not is_plain(x):
             return self._quantize_traced(x)
@@ -195,7 +210,19 @@ class Quantizer:
         return SavedTensors(tensors, spec)
 
     def _quantize_slot(self, x, seed, dtype, number, settings, input_dtype):
-        """Return (tensors, spec) of x with the bits, or the codec, that the forward's assignment has for this slot."""
+        """Quantize x with the bits, or with the slot codec, that this forward's bit assignment has for the slot.
+
+        Args:
+            x: an ordinary dense tensor in eager mode.
+            seed: (1,) int64, the seed of the rounding.
+            dtype: the dtype of the dequantized values.
+            number: the number of x among the layer's inputs.
+            settings: (group size, whether minimums are float32, how to normalize x or None).
+            input_dtype: the dtype of the layer's input.
+
+        Returns:
+            (tensors to save, spec).
+        """
         assignment = self.context.assignment(x)
         slot = assignment.slot((self.name, number), self.average, self.is_fixed)
         samples = assignment.samples_of(x, self.name if number == 0 else "")
@@ -219,7 +246,7 @@ class Quantizer:
             if self.min_dtype == "auto" and codec is None:
                 extra_bytes = groups.fp32_min_bytes(tensors[1])
             record = QuantizationRecord(x.detach(), tuple(tensors), spec, *settings)
-            # Nothing here is to be replaced: the mode of functions would be asked often.
+            # A torch function mode would be called for every operation here, but has nothing to replace.
             with torch._C.DisableTorchFunction():
                 probe.record_saved(slot, x.numel(), sensitivities, extra_bytes)
                 found = probe.record_rounding(slot, record)
@@ -227,7 +254,7 @@ class Quantizer:
         return tuple(tensors), spec
 
     def _report_unobserved(self, assignment, slot) -> None:
-        """Tell the policy why no probe knows this tensor, if none does."""
+        """Tell the policy the reason if no probe can measure the tensor that the layer saves now."""
         reason, probe = assignment.unobserved, assignment.probe
         if probe is not None and in_backward() and not probe.knows(slot.name):
             reason = REENTRANT
@@ -240,16 +267,19 @@ class Quantizer:
         return None if self.context is None else self.context.policy
 
     def _fp32_min_of(self, x) -> tuple[bool | None, bool]:
-        """Return whether x gets float32 minimums (None: its offset decides), and whether to learn from x for later tensors."""
+        """Return whether x gets float32 minimums, and whether to examine x's ranges to decide for later tensors.
+
+        The first result is None if the kernel decides from the minimum and the range of x itself.
+        """
         fp32_min = self._fp32_min()
         if fp32_min is None and x.is_cuda:
             return self._fp32_min_on_device()
         return fp32_min, False
 
     def _fp32_min_on_device(self) -> tuple[bool, bool]:
-        """Return whether a tensor on a GPU gets float32 minimums, and whether to learn from it for later tensors."""
+        """Return whether a tensor on a GPU gets float32 minimums, and whether later tensors depend on its ranges."""
         if in_checkpoint():
-            # The recomputation must be alike, whatever answer has arrived meanwhile.
+            # The recomputation must save the same copy, even if the selector's answer changes in between.
             return True, False
         return self._selector.poll(), True
 
@@ -258,12 +288,13 @@ class Quantizer:
 
         Args:
             run: a function. run(seed, bits, group_size, fp32_min) writes y and returns a
-                `backends.results.QuantizedForward`, or returns None if it has no such pass.
-            y: an ordinary dense tensor in eager mode, samples outermost.
+                `backends.results.QuantizedForward`. It returns None, and writes nothing, if the backend has no kernel
+                that does so.
+            y: the memory of the result: an ordinary dense tensor in eager mode, samples outermost.
 
         Returns:
-            (codes, SavedTensors of y); (codes, None) if y's minimum is so large relative to its range that float32
-            minimums are needed; None if nothing was written.
+            (the activation's codes, SavedTensors of y). SavedTensors is replaced by None if y needs float32 minimums,
+            because its minimum is large relative to its range. The whole result is None if nothing was written.
         """
         if self._policy is not None:
             return None
@@ -282,10 +313,10 @@ class Quantizer:
 
     @property
     def key(self) -> tuple:
-        """The settings that two layers must have in common to share a copy. Seeds are hashed from the key too.
+        """The settings that two layers must have in common to share a copy.
 
-        For seeds see `ForwardContext.seed_of_result`. Append a new setting to the key only if it changes the copy and
-        does not have its default value, so that the seeds of other quantizers stay the same.
+        `ForwardContext.seed_of_result` hashes seeds from the key. To keep the seeds of existing quantizers, append a
+        new setting to the key only if it changes the copy, and only while it differs from its default value.
         """
         bits = self.bits
         if self._policy is not None:
@@ -332,9 +363,10 @@ class Quantizer:
 
 
 def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, settings, input_dtype):
-    """Return (tensors, spec) of x, or of x normalized, as the slot codec saves it.
+    """Save x with a slot codec. Return (tensors to save, spec).
 
-    Normalized values are passed in the dtype of the layer's input; more precision would be wasted.
+    If `settings` say that x is to be normalized, the codec gets the normalized values, in the dtype of the layer's
+    input. More precision would be wasted.
     """
     _, _, normalize = settings
     values = x.detach()
@@ -356,14 +388,21 @@ def _is_ordinary(x) -> bool:
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1
 def quantizer_of(bits: int, group_size: int) -> Quantizer:
-    """Return the Quantizer for a call of a function in `fewbit.functional`. Raises InputError for bad bits or group_size."""
+    """Return the Quantizer that functions of `fewbit.functional` use if they are called with these settings.
+
+    Raises InputError if bits or group_size is not valid.
+    """
     return Quantizer(bits, group_size)
 
 
 def is_differentiated(*tensors) -> bool:
-    """Return whether a layer of these inputs saves tensors, in a mode of torch in which fewbit's layer can run.
+    """Return whether fewbit's layer has to run for these inputs, to save tensors for a backward pass.
 
-    Transforms of torch.func and torch.jit.trace see torch's own layer.
+    torch's own layer runs instead if no gradient is needed, if an input is complex, nested or not strided, and within
+    transforms of torch.func and torch.jit.trace.
+
+    Args:
+        *tensors: the inputs and parameters of the layer. None is ignored.
     """
     if not torch.is_grad_enabled():
         return False

@@ -1,7 +1,8 @@
-"""The tensors that a layer saves, and specs, which turn saved tensors into values again in the backward pass.
+"""The tensors that a layer saves, and specs, which turn saved tensors into approximate values in the backward pass.
 
-A *slot* is one tensor that a layer saves in every forward pass. A *probe* measures for a policy how rounding affects
-gradients.
+The group quantizer saves codes of a few bits, and the *ranges*: the minimum and the range of each group of elements. A
+*slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots. A *probe* measures
+for the policy how rounding a slot changes the gradients.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from fewbit.runtime.saved.assignment import TensorSlot
 
 
 class QuantizedTensorSpec(NamedTuple):
-    """Everything but the tensors that is needed to dequantize a saved tensor.
+    """All information except the tensors that is needed to dequantize a tensor that the group quantizer has saved.
 
     Args:
-        bits, group_size: the settings of the quantizer.
-        size, stride, dtype: those of the dequantized values.
-        samples: the number of samples with bits of their own, or None.
+        bits: the bits per element; no effect if each sample has its own number of bits.
+        group_size: the number of elements that share a minimum and a range.
+        size, stride, dtype: the size, strides and dtype of the dequantized values.
+        samples: the number of samples if each sample has its own number of bits, else None.
         slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
     """
 
@@ -39,7 +41,7 @@ class QuantizedTensorSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of saved tensors: codes, ranges and, if samples have bits of their own, these bits."""
+        """The number of saved tensors: codes, ranges and, if each sample has its own number of bits, these numbers."""
         return 2 if self.samples is None else 3
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
@@ -47,10 +49,11 @@ class QuantizedTensorSpec(NamedTuple):
 
         Args:
             tensors: the saved tensors, `count` of them.
-            dtype: the dtype of the result; the saved tensor's dtype unless given.
-            affine: (scale, shift, inner) to return values * scale + shift, computed before the result is rounded to
-                dtype; or None. scale and shift broadcast to the values, and either may be None. For inner see
-                `Quantizer.quantize_normalized`.
+            dtype: the dtype of the result; the spec's dtype unless given.
+            affine: None, or (scale, shift, inner) to return values * scale + shift, computed before the result is
+                rounded to dtype. scale and shift broadcast to the values, and either may be None. inner is the number
+                of elements, one after the other in memory, that have the same scale and shift, or None if that number
+                varies; `Quantizer.quantize_normalized` defines it.
         """
         *vectors, inner = affine or (None, None)
         if all(vector is None for vector in vectors):
@@ -62,18 +65,18 @@ class QuantizedTensorSpec(NamedTuple):
         return in_dtype(map_affine(self.dequantize(tensors), affine), dtype or self.dtype)
 
     def with_slot(self, slot: TensorSlot) -> QuantizedTensorSpec:
-        """Return this spec for another slot."""
+        """Return a copy of this spec with another slot."""
         return self._replace(slot=slot)
 
     def for_consumer(self, name: str) -> QuantizedTensorSpec:
-        """Return this spec for the layer `name`, which dequantizes a tensor that another layer may have saved."""
+        """Return a copy of this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
         slot = self.slot
         if slot is None or slot.rounding is None or slot.name[0] == name:
             return self
         return self._replace(slot=slot._replace(user=name))
 
     def dequantize_exact(self, tensors) -> torch.Tensor:
-        """Return the values without the noise that a probe may add."""
+        """Return the dequantized values without the noise that a probe may add."""
         return self._values(tensors, self.dtype, None)
 
     def _dequantize(self, tensors, dtype, affine=None):
@@ -97,13 +100,18 @@ class QuantizedTensorSpec(NamedTuple):
 
 
 class PermutedSpec(NamedTuple):
-    """The spec of a tensor whose dimensions were in another order when it was saved."""
+    """The spec of a tensor whose dimensions were permuted before it was quantized.
+
+    Args:
+        inner: the spec of the permuted tensor.
+        order: dimension i of the original tensor is dimension order[i] of the permuted tensor.
+    """
 
     inner: QuantizedTensorSpec
     order: tuple[int, ...]
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values of `inner`, with dimension order[i] of `inner` as dimension i."""
+        """Return approximate values, with the dimensions in their original order."""
         return self.inner.dequantize(tensors, dtype).permute(self.order)
 
 
@@ -113,8 +121,8 @@ class SavedTensors(NamedTuple):
     Args:
         tensors: the saved tensors.
         spec: the spec that turns the tensors into values.
-        trace_anchor: if a compiler traces, a tensor of value 1 that the layer multiplies its result with, so that the
-            compiler runs the quantization in the forward pass (docs/decisions/0004); else None.
+        trace_anchor: a 0-D tensor of value 1 if a compiler traces, else None. The layer multiplies its result by the
+            anchor, so that the compiler runs the quantization in the forward pass (docs/decisions/0004).
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -122,7 +130,7 @@ class SavedTensors(NamedTuple):
     trace_anchor: torch.Tensor | None = None
 
     def tie(self, y: torch.Tensor) -> torch.Tensor:
-        """Return y. If a compiler traces, y is made to depend on the saved tensors, so that the forward pass computes them."""
+        """Return y. While a compiler traces, make y depend on the saved tensors, so that forward computes them."""
         return y if self.trace_anchor is None else y * self.trace_anchor.to(y.dtype)
 
 
@@ -131,12 +139,12 @@ class QuantizationRecord(NamedTuple):
 
     Args:
         x: the tensor.
-        tensors: the saved tensors that were made of x, or of x normalized.
+        tensors: the saved tensors, which were made from x or, if `normalize` is given, from (x - mean) rstd.
         spec: the spec of the saved tensors.
-        group_size, fp32_min: the number of elements in a group, and whether minimums are float32, see
-            `quantizer_ops.quantize`.
-        normalize: (mean or None, rstd, inner) if x was normalized before it was quantized, see
-            `reference_quantizer.quantize`; else None.
+        group_size: the number of elements in a group.
+        fp32_min: whether the groups' minimums are float32; None if `quantizer_ops.quantize` decides.
+        normalize: (mean or None, rstd, inner) if x was normalized before it was quantized, else None. For inner see
+            `Quantizer.quantize_normalized`.
     """
 
     x: torch.Tensor
@@ -147,21 +155,29 @@ class QuantizationRecord(NamedTuple):
     normalize: tuple | None
 
     def variance(self, bits: int, generator) -> torch.Tensor:
-        """Return the variance that rounding to `bits` adds, for each sample. See `quantizer_ops.rounding_variance`."""
+        """Estimate the variance that rounding to `bits` adds to an element, as a mean for each sample.
+
+        Args:
+            bits: the bits per element, 1 to 8.
+            generator: a function that returns, for a device, the random generator from which seeds are drawn.
+
+        Returns:
+            (samples,) float32.
+        """
         settings = self.group_size, self.fp32_min, self.normalize
         return quantizer_ops.rounding_variance(
             self.x, self.spec.samples, *settings, bits, generator
         )
 
     def squares(self) -> torch.Tensor:
-        """Return the sum over all groups of length * range^2, 0-D float32."""
+        """Return the sum over all groups of (number of elements) * range^2, 0-D float32."""
         x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
         if x.numel() < groups.LEAST_FEATURES * len(x):
             x = layout.storage_order(x).view(1, -1)  # groups run across samples that are so short
         return quantizer_ops.squares(x, self.group_size, self.normalize).sum()
 
     def exact(self) -> torch.Tensor:
-        """Return the values before rounding, in the size, strides and dtype of the dequantized values."""
+        """Return the values that were quantized, before rounding, in the spec's size, strides and dtype."""
         spec = self.spec
         x = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=self.x.device)
         x.copy_(self.x)
@@ -185,9 +201,10 @@ class QuantizationRecord(NamedTuple):
 
 
 def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return a norm's weight and bias. If the model may be distributed, they are copies.
+    """Return a norm's weight and bias, as detached copies if torch.distributed is initialized.
 
-    If parameters are sharded, the norm's own ones may be gone when the layer after the norm runs its backward.
+    The parameters of a distributed model may be sharded. Then the norm's full parameters may have been freed when the
+    layer after the norm, which uses them too, runs its backward.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return weight, bias
@@ -199,7 +216,8 @@ def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
 
     Args:
         values: the values to change.
-        affine: (scale, shift, inner) or None, see `QuantizedTensorSpec.dequantize`.
+        affine: (scale, shift, inner), as in `QuantizedTensorSpec.dequantize`, or None to change nothing. Here inner has
+            no effect.
     """
     scale, shift, _ = affine or (None, None, None)
     if scale is not None:
@@ -210,5 +228,5 @@ def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
 
 
 def flat(vector: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the entries of a vector as the kernels take them: 1-D, contiguous, float32."""
+    """Return the entries of a tensor as kernels expect them: 1-D, contiguous, float32. Return None for None."""
     return None if vector is None else vector.detach().reshape(-1).to(torch.float32).contiguous()

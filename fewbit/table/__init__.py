@@ -1,11 +1,11 @@
-"""The table: a step function q that replaces the derivative f' in the backward pass, and the table's JSON document.
+"""The table, a step function q that replaces the derivative f' of an activation function f, and its JSON document.
 
-The levels are the few values of q, the breaks are the points at which q changes, and the pieces are the intervals between
-breaks. The code of a piece is the number of the piece's level.
+The levels are the few values of q, the breaks are the points at which q changes, and the pieces are the intervals
+between breaks. The code of a piece is the index of the piece's level.
 
 docs/table_schema.md describes every field and the exact arithmetic. This folder may import the files in the root of the
-package, `fewbit.schema`, `fewbit.functions` and `fewbit.render`. It does not solve or search tables, and does not import
-torch.
+package, `fewbit.schema`, `fewbit.functions` and `fewbit.render`. It does not solve or search tables, and does not
+import torch.
 """
 
 from fewbit.table import philox

@@ -1,7 +1,12 @@
 """Checks of a table's fields: one function for each kind of value, then the checks that relate several fields.
 
-A function `checked_*` returns the value in the form in which a table stores it. All functions raise TableError, with one
-line that names the field and the index.
+A function `checked_*` returns the value in the form in which a table stores it. All functions raise TableError, with
+one line that names the field and the index.
+
+A table has levels, the values of a step function q, and breaks, the points at which q changes. The pieces are the
+intervals between breaks, and the code of a piece is the index of its level. In an unbiased table, a piecewise linear
+function, the stand-in, replaces the derivative that q approximates, and each code is the index of the level below the
+stand-in.
 """
 
 from __future__ import annotations
@@ -29,11 +34,11 @@ MOST_BINS = 2**16
 MOST_CHARACTERS = 200
 """Largest length of a name. schema/table-1.json repeats this limit and the two above."""
 MOST_COUNT = 2**53
-"""Largest revision and grid; float64 has all integers up to this one."""
+"""Largest revision and number of grid cells; float64 represents all integers up to this limit exactly."""
 WEIGHT_FIELDS = ("kind", "mean", "std", "edges", "density", "name")
 _SOLVER_NUMBERS = (("grid", int), ("seconds", float))
 NARROWEST = 1e-9
-"""Smallest width of a domain, relative to its larger end."""
+"""Smallest width of a domain, relative to the end with the larger absolute value."""
 
 
 def set_fields(instance, **values) -> None:
@@ -49,11 +54,11 @@ def wrong(field: str, expected: str, got: Any) -> TableError:
 
 
 def checked_field(field: str, value) -> Any:
-    """Return the value of a field in plain Python objects, after a check against the schema of table documents.
+    """Check a value against the schema of table documents, and return a copy in plain Python objects.
 
     Args:
         field: The name of a field of a document.
-        value: The value; NumPy's numbers count as numbers, and a float without fraction as an integer.
+        value: The field's value. NumPy's numbers count as numbers. A float without fraction counts as an integer.
     """
     value = _plain(field, value)
     problem = schema.find_field_error(value, field, schema.TABLE)
@@ -63,7 +68,7 @@ def checked_field(field: str, value) -> Any:
 
 
 def _plain(field: str, value) -> Any:
-    """Copy a value that JSON can hold. The numbers in it are finite."""
+    """Return a copy of a value in plain Python objects. Raise TableError if JSON cannot hold it."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Mapping):
@@ -80,12 +85,12 @@ def _plain(field: str, value) -> Any:
 def _is_finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # an integer that float64 does not reach
+    except OverflowError:  # an integer beyond the range of float64
         return False
 
 
 def checked_function(value) -> str:
-    """Return the name of a function."""
+    """Check the name of a function, and return it."""
     _check_printable("function", checked_field("function", value))
     return value
 
@@ -93,7 +98,7 @@ def checked_function(value) -> str:
 def checked_numbers(
     field: str, value, limit: float = math.inf, most: int = MOST_BINS + 1
 ) -> np.ndarray:
-    """Return a read-only float64 copy (n,) of at most `most` finite numbers, with absolute values up to `limit`."""
+    """Check a list of up to `most` finite numbers of at most `limit` in size. Return a read-only float64 array (n,)."""
     try:
         numbers = np.array(value, np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -111,7 +116,7 @@ def checked_numbers(
 
 
 def checked_codes(field: str, value, n_levels: int) -> np.ndarray:
-    """Return a read-only int64 copy (M,) of level numbers."""
+    """Check the codes of M pieces, integers in [0, n_levels). Return a read-only int64 (M,)."""
     codes = np.array(value)
     if codes.ndim != 1 or codes.size == 0 or codes.dtype.kind not in "iuf":
         raise wrong(field, "a list of integers", value)
@@ -124,7 +129,14 @@ def checked_codes(field: str, value, n_levels: int) -> np.ndarray:
 
 
 def checked_sides(field: str, value, length: int, what: str) -> tuple[str, ...]:
-    """Return `length` strings "right" or "left", all "right" for None. what: the field that has this length."""
+    """Check a list of strings "right" or "left", and return it as a tuple.
+
+    Args:
+        field: The name of the field, for messages.
+        value: The list, or None for "right" in all places.
+        length: The required number of strings.
+        what: The name of the other field that determines `length`, for messages.
+    """
     if value is None:
         return ("right",) * length
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -150,7 +162,7 @@ def checked_interval(field: str, value) -> tuple[float, float]:
 
 
 def checked_parameters(value) -> dict[str, float]:
-    """Return a function's parameters."""
+    """Check the parameters of a function, {name: number}, and return a copy with floats."""
     parameters = checked_field("parameters", value)
     for name in parameters:
         if not isinstance(name, str) or not 1 <= len(name) <= MOST_CHARACTERS:
@@ -160,7 +172,7 @@ def checked_parameters(value) -> dict[str, float]:
 
 
 def checked_weight(value) -> dict[str, Any]:
-    """Return the weight as in a document: plain floats, and the fields in a fixed order."""
+    """Check the dict of a weight, and return a copy with plain floats and with the fields in a fixed order."""
     weight = checked_field("weight", value)
     if weight["kind"] == "callable":
         _check_printable("weight.name", weight["name"])
@@ -180,7 +192,7 @@ def checked_weight(value) -> dict[str, Any]:
 
 
 def checked_solver(value) -> dict[str, Any]:
-    """Return a copy of the solver's record."""
+    """Check the dict about the solver's run (version, grid, status and seconds), and return a copy."""
     solver = checked_field("solver", value)
     for name in ("version", "status"):
         _check_printable(f"solver.{name}", solver.get(name, ""))
@@ -194,7 +206,7 @@ def _check_printable(field: str, value: str) -> None:
 
 
 def checked_knots_error(value) -> float:
-    """Return `knots_error`, a finite number of at least 0."""
+    """Check that `knots_error` is a finite number of at least 0, and return it as a float."""
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:
         raise wrong("knots.error", "a finite number of at least 0", value)
@@ -202,13 +214,13 @@ def checked_knots_error(value) -> float:
 
 
 def check_length(field: str, value, length: int, what: str) -> None:
-    """Check the length of a field. what: the field that the length must match."""
+    """Check that a field has `length` items. `what` names the field that determines this length, for the message."""
     if len(value) != length:
         raise wrong(field, f"{counted(length, 'item')} to match {what}", len(value))
 
 
 def check_ascending(field: str, numbers: np.ndarray, strict: bool = True) -> None:
-    """Check that numbers ascend. strict: whether equal neighbors are wrong."""
+    """Check that numbers ascend. Equal neighbors are an error if `strict` is true."""
     bad = np.flatnonzero(~(np.diff(numbers) > 0 if strict else np.diff(numbers) >= 0))
     if bad.size:
         order = "more than" if strict else "at least"
@@ -253,7 +265,7 @@ def check_unbiased(
 
 
 def _check_lower_pieces(levels: np.ndarray, breaks: np.ndarray, codes: np.ndarray, knots) -> None:
-    """Check at the middle of every piece that its code is the level below the stand-in."""
+    """Check, at the middle of every piece, that the piece's code is the index of the level below the stand-in."""
     top = np.flatnonzero(codes > len(levels) - 2)
     if top.size:
         raise wrong(f"codes[{top[0]}]", f"a lower level, in [0, {len(levels) - 1})", codes[top[0]])

@@ -21,7 +21,9 @@ from fewbit.table.table import (
 
 
 def load_file(path: str | os.PathLike) -> list[Table]:
-    """Read the tables in a file of schema fewbit.table/1 (a list of one table) or fewbit.tables/1.
+    """Read the tables in a file.
+
+    A file of schema fewbit.table/1 contains one table, and a file of schema fewbit.tables/1 several.
 
     Raises:
         TableError: The file cannot be read or is not valid. The message starts with the path.
@@ -30,7 +32,9 @@ def load_file(path: str | os.PathLike) -> list[Table]:
 
 
 def loads(text: str, where: str = "table") -> list[Table]:
-    """Read the tables in JSON text of schema fewbit.table/1 (a list of one table) or fewbit.tables/1.
+    """Read the tables in JSON text.
+
+    Text of schema fewbit.table/1 contains one table, and text of schema fewbit.tables/1 several.
 
     Args:
         text: The JSON text.
@@ -54,7 +58,7 @@ def loads(text: str, where: str = "table") -> list[Table]:
 
 
 def dumps_tables(function: str, tables: Sequence[Table]) -> str:
-    """Return JSON text of schema fewbit.tables/1.
+    """Return several tables of one function as JSON text of schema fewbit.tables/1.
 
     Args:
         function: The name of the function.

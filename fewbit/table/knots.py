@@ -1,7 +1,8 @@
-"""Pieces of a step function, and knots of a stand-in, the piecewise linear function that replaces f' in an unbiased table.
+"""The pieces of a step function q, and the stand-in, the piecewise linear function for f' in an unbiased table.
 
-The knots are the corners of the stand-in. Backends compute with float32 numbers. Breaks are rounded such that every float32
-x is in the same piece as before.
+The breaks are the points at which q changes, and the pieces are the intervals between breaks. The corners of the
+stand-in are called knots. Backends compute with float32 numbers, so breaks are rounded to float32. The rounding moves
+no float32 x to another piece.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def round_breaks(breaks, closed: Sequence[str]) -> np.ndarray:
 
     Args:
         breaks: float64 (M-1,).
-        closed: M-1 strings: "right" breaks, compared by >, are rounded down, and "left" breaks, compared by >=, are rounded
-            up.
+        closed: M-1 strings. A "right" break, for which the comparison is x > break, is rounded down. A "left" break,
+            for which the comparison is x >= break, is rounded up.
 
     Returns:
         float32 (M-1,).
@@ -69,13 +70,13 @@ def round_breaks(breaks, closed: Sequence[str]) -> np.ndarray:
 
 
 class Rounded(NamedTuple):
-    """The float32 constants of a table that backends compute with.
+    """The numbers of a table, rounded to float32, with which backends compute.
 
     Attributes:
         breaks: (M-1,), rounded by `round_breaks`.
         levels: (K,).
-        points: The x of the knots (n,), rounded like breaks. This and all following attributes are None for a table without
-            knots.
+        points: The x of the knots (n,), rounded like breaks. This and all following attributes are None for a table
+            without knots.
         values: The values of the stand-in at the knots (n,).
         slopes: The slopes of the stand-in between knots (n-1,).
         inverse_gaps: 1 / (levels[k+1] - levels[k]), (K-1,).
@@ -94,7 +95,7 @@ def _is_left(closed: Sequence[str]) -> np.ndarray:
 
 
 def to_float32(x) -> np.ndarray:
-    """Round to float32. Numbers that are too large become infinite, without a warning."""
+    """Round x to float32. Numbers that are too large become infinite, without a warning."""
     with np.errstate(over="ignore"):
         return np.asarray(x).astype(np.float32)
 
@@ -104,10 +105,10 @@ def interpolate(x, segment, points, values, slopes) -> np.ndarray:
 
     Args:
         x: Numbers of any shape.
-        segment: The number of points below x, an integer array of x's shape.
+        segment: The number of points below each x, an integer array of x's shape.
         points: (n,), ascending.
-        values: (n,).
-        slopes: (n-1,).
+        values: (n,), the function's values at the points.
+        slopes: (n-1,), the slopes between neighboring points.
 
     Returns:
         values[i] + (x - points[i]) * slopes[i] with i = segment - 1, of x's shape.
@@ -127,8 +128,9 @@ class Knots:
     Attributes:
         points: float64 (n,), n >= 2, ascending, read-only. Two equal neighbors are a jump.
         values: float64 (n,), read-only.
-        closed: n strings. At a jump, "right" means that x == points[i] has the value of the left knot, and "left" that it
-            has the value of the right knot. Both knots of a jump have the same string. The default is "right" for all.
+        closed: n strings. At a jump, "right" means that x == points[i] has the value of the left knot, and "left" that
+            it has the value of the right knot. Both knots of a jump have the same string. The default is "right" for
+            all.
 
     Raises:
         TableError: An invariant does not hold. The message names the field.
@@ -150,7 +152,7 @@ class Knots:
         _check_knots(self)
 
     def __call__(self, x) -> np.ndarray:
-        """Return the stand-in at x (any shape), float64. Outside the points it is constant."""
+        """Return the stand-in at x (any shape), float64 of x's shape. The stand-in is constant outside its knots."""
         x = np.asarray(x, np.float64)
         return interpolate(
             x, locate(x, self.points, self.closed), self.points, self.values, self.slopes
@@ -173,7 +175,7 @@ class Knots:
             return np.divide(np.diff(self.values), width, out=np.zeros_like(width), where=width > 0)
 
     def document(self) -> dict:
-        """Return the `knots` object of a table document, without its `error`."""
+        """Return the `knots` object of a table document, without the field `error`."""
         document = {"points": self.points.tolist(), "values": self.values.tolist()}
         if "left" in self.closed:
             document["closed"] = list(self.closed)
@@ -202,16 +204,17 @@ def _check_knots(knots: Knots) -> None:
 
 
 def lower_pieces(levels, knots: Knots) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Return breaks, codes and closed sides of an unbiased table, whose code is the number of the level below the stand-in.
+    """Return the breaks, codes and closed sides of an unbiased table.
 
-    A break is a point at which the stand-in crosses an inner level, or jumps across one.
+    The code of a piece is the index of the level below the stand-in. A break is a point at which the stand-in crosses a
+    level, or jumps across a level, other than the lowest and the highest one.
 
     Args:
         levels: (K,), ascending, K >= 2.
         knots: The stand-in.
 
     Returns:
-        breaks float64 (M-1,), codes int64 (M,), and M-1 strings "right" or "left".
+        `breaks` float64 (M-1,), `codes` int64 (M,), and `closed`, M-1 strings "right" or "left" (as in `Table`).
     """
     levels = np.asarray(levels, np.float64)
     candidates = {
@@ -233,7 +236,7 @@ def lower_pieces(levels, knots: Knots) -> tuple[np.ndarray, np.ndarray, tuple[st
 
 
 def _crossings(levels: np.ndarray, knots: Knots) -> dict[float, str]:
-    """Return the points inside segments at which the stand-in has the value of a level, and the side of each point."""
+    """Return {x: "right" or "left"}: points between knots at which the stand-in crosses a level, with their sides."""
     crossings = {}
     for x0, x1, v0, v1, slope in zip(
         knots.points, knots.points[1:], knots.values, knots.values[1:], knots.slopes, strict=False
@@ -247,5 +250,8 @@ def _crossings(levels: np.ndarray, knots: Knots) -> dict[float, str]:
 
 
 def lower_level(mean, levels: np.ndarray) -> np.ndarray:
-    """Return the number of the level below every mean. It is in [0, K-2], so that there is a level above."""
+    """Return the index of the level below every value of the stand-in (`mean`), clipped to [0, K-2].
+
+    The highest level, K-1, is excluded so that a draw can always choose between the level and the next one.
+    """
     return np.clip(np.searchsorted(levels, mean, side="right") - 1, 0, len(levels) - 2)

@@ -53,7 +53,7 @@ def intervals(table: Table) -> list[str]:
     reach = max(map(abs, table.domain))
     left, right = ["(-inf"], []
     for x, side in zip(table.breaks.tolist(), table.closed, strict=True):
-        number = "0" if abs(x) < 1e-12 * reach else f"{x:.6g}"  # a solver's zero
+        number = "0" if abs(x) < 1e-12 * reach else f"{x:.6g}"  # the solver's 0, up to rounding
         right.append(number + (")" if side == "left" else "]"))
         left.append(("[" if side == "left" else "(") + number)
     return [f"{start}, {end}" for start, end in zip(left, [*right, "inf)"], strict=True)]

@@ -23,7 +23,7 @@ def philox4x32(counter, key) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
     Args:
         counter: Four integers or integer arrays that broadcast together, the least significant word first. Only the low
             32 bits are used.
-        key: Two integers or integer arrays, of which also only the low 32 bits are used.
+        key: Two integers or integer arrays. Only the low 32 bits are used.
 
     Returns:
         Four uint32 arrays of the broadcast shape.

@@ -1,4 +1,7 @@
-"""Pictures of tables. matplotlib is imported only when something is drawn, and pyplot never is."""
+"""Pictures of tables: the derivative f' of an activation function, and the step function q that replaces f'.
+
+matplotlib is imported only when a picture is drawn. pyplot is never imported.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from fewbit.sizes import counted
 from fewbit.table import FLOAT32_MAX, Table, describe_function, describe_weight
 
 # ---------------------------------------------------------------------------------------------------------
-# What there is to draw, without matplotlib
+# The numbers that are drawn, computed without matplotlib
 
 
 class Curve(NamedTuple):
@@ -26,7 +29,7 @@ class Curve(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One piece of q, with the ends, the value and the number of the level."""
+    """One piece of q: its two ends, the value of its level, and the index of the level (`code`)."""
 
     start: float
     end: float
@@ -35,11 +38,14 @@ class Step(NamedTuple):
 
 
 def window(table: Table, function=None) -> tuple[float, float]:
-    """Return the part of the domain in which f' changes (q if f' is unknown), with a margin; at least a fifth of the domain."""
+    """Return the ends of the part of the domain in which f' changes, with a margin. If f' is unknown, q is used.
+
+    If f' changes only in a small part, the margin extends it to about a fifth of the domain.
+    """
     low, high = table.domain
     x = np.linspace(low, high, 4001)
     y = _finite(table(x) if function is None else _derivative(function, x))
-    # q stops changing where f' is within about half a gap between levels of its final value.
+    # q is constant where f' differs from its final value by less than about half the distance between levels.
     tolerance = np.ptp(y) * min(0.01, 0.25 / len(table.levels))
     moving = x[(np.abs(y - y[0]) > tolerance) & (np.abs(y - y[-1]) > tolerance)]
     edge = x[1:][np.abs(np.diff(y)) > tolerance]
@@ -54,7 +60,7 @@ def window(table: Table, function=None) -> tuple[float, float]:
 def derivative_curve(function, low: float, high: float, n: int = 2000) -> Curve:
     """Return the curve of f' on [low, high], with gaps at kinks."""
     kinks = [kink for kink in map(float, function.kinks) if low < kink < high]
-    nudge = 1e-9 * (high - low)  # a jump's own value belongs to neither branch
+    nudge = 1e-9 * (high - low)  # the value at a jump belongs to neither side
     ends = zip(
         [low, *(kink + nudge for kink in kinks)],
         [*(kink - nudge for kink in kinks), high],
@@ -83,7 +89,7 @@ def steps(table: Table, low: float, high: float) -> list[Step]:
 
 
 def value_limits(table: Table, curve: Curve | None) -> tuple[float, float]:
-    """Return limits for the vertical axis that include all levels, and f' except for values that are far from any level."""
+    """Return limits for the vertical axis that include all levels, and values of f' that are not far from the levels."""
     low, high = float(table.levels.min()), float(table.levels.max())
     slack = (high - low) or 1.0
     if curve is not None and np.isfinite(curve.y).any():
@@ -98,7 +104,8 @@ def value_limits(table: Table, curve: Curve | None) -> tuple[float, float]:
 def _derivative(function, x: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         y = np.asarray(function.derivative(x), np.float64)
-    # A comparison inside f' may have swallowed a separator; matplotlib cannot scale an axis of larger numbers.
+    # A NaN in x separates parts of a curve, and f' may have turned it into a number. Numbers beyond float32 become NaN
+    # too, because matplotlib cannot scale an axis for them.
     return np.where(np.isnan(x) | (np.abs(y) > FLOAT32_MAX), np.nan, y)
 
 
@@ -113,9 +120,17 @@ def _finite(y: np.ndarray) -> np.ndarray:
 def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, force: bool = False):
     """Draw f' and q, and below them the difference at every x. Return the matplotlib Figure.
 
-    With `path`, the figure is also saved as .png or .svg. With `ax`, only f' and q are drawn, into these axes. If f' is not
-    known, q alone is drawn. Raises OutputExistsError if the file exists and `force` is false, and FewbitError if the path
-    has another ending or matplotlib is not installed.
+    If f' is not known, q alone is drawn.
+
+    Args:
+        table: The table.
+        path: A .png or .svg file in which the figure is also saved, or None.
+        ax: The matplotlib axes into which f' and q are drawn, without their difference. None means a new figure.
+        force: Whether an existing file may be overwritten.
+
+    Raises:
+        OutputExistsError: The file exists, and `force` is false.
+        FewbitError: The path has another ending, or matplotlib is not installed.
     """
     if ax is None:
         return figures.draw(lambda figure: _draw_figure(figure, table), path, force)
@@ -123,10 +138,19 @@ def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, for
 
 
 def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, force: bool = False):
-    """Draw a grid of tables: a row for each function, a column for each form and bits. Return the matplotlib Figure.
+    """Draw a grid of tables, with a row for each function and a column for each form and number of bits.
 
-    If several tables have the same function, form and bits, the last of them is drawn. `path`, `force` and the errors are
-    those of `plot_table`. FewbitError is also raised if there is no table.
+    Args:
+        tables: The tables. If several have the same function, form and bits, the last one is drawn.
+        path: A .png or .svg file in which the figure is also saved, or None.
+        force: Whether an existing file may be overwritten.
+
+    Returns:
+        The matplotlib Figure.
+
+    Raises:
+        OutputExistsError: The file exists, and `force` is false.
+        FewbitError: There is no table, the path has another ending, or matplotlib is not installed.
     """
     cells = {(describe_function(table), (table.form, table.bits)): table for table in tables}
     if not cells:
@@ -152,7 +176,7 @@ def _draw_grid(figure, cells: dict[tuple, Table]) -> None:
 
 
 def headline(table: Table) -> str:
-    """Describe a table in a line: its function, its bits and its error."""
+    """Describe a table in one line: its function, its bits and its error."""
     quality = "exact" if table.exact else f"error {table.error:.4g}"
     kind = {"mse": "", "unbiased": ", unbiased", "minimax": ", minimax"}[table.objective]
     return f"{describe_function(table)}, {counted(table.bits, 'bit')}{kind}: {quality}"
@@ -220,7 +244,7 @@ def _draw_steps(axes, table: Table, low: float, high: float, wide: float) -> Non
 
 
 def _draw_band(axes, table: Table, low: float, high: float) -> None:
-    """The two levels that an unbiased table draws from, and its mean."""
+    """Draw the band between the two levels from which an unbiased table draws at each x, and the mean of the draws."""
     x = np.linspace(low, high, 2000)
     lower = table.code(x)
     colors = _level_colors(table)
@@ -273,7 +297,7 @@ def _draw_error(axes, table: Table, function) -> None:
 
 
 def _between(edges: list[float], n: int = 2400) -> np.ndarray:
-    """Points inside each interval, intervals separated by NaN, so that steps are not joined."""
+    """Return points inside each interval between neighboring edges. A NaN separates intervals, so no line joins them."""
     total = edges[-1] - edges[0]
     parts = []
     for a, b in zip(edges, edges[1:], strict=False):
@@ -292,7 +316,7 @@ def _draw_cell(axes, table: Table | None, legend: bool, label: str | None, form:
     axes.set_title(title, loc="left", fontsize=9, color=MUTED)
     axes.tick_params(labelsize=8)
     if label:
-        # Parameters on lines of their own: in one line they would run into the rows beside.
+        # Every parameter gets its own line, because a long label would overlap the labels of the neighboring rows.
         name, _, parameters = label.rstrip(")").partition("(")
         lines = "\n".join([name, *filter(None, parameters.split(", "))])
         size = 10 if "\n" not in lines else 8

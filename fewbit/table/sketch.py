@@ -1,4 +1,4 @@
-"""The small picture of a table for the terminal: f' in braille dots, q in bars."""
+"""A small picture of a table for the terminal: the derivative f' in braille dots, and the step function q in bars."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from fewbit.table.plot import Curve, Step, derivative_curve, steps, value_limits
 BRAILLE = 0x2800
 DOTS = np.array(
     [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]]
-)  # [row, column] of a cell's dots
-BARS = "▔─▁"  # a bar in the upper, middle or lower third of a cell
+)  # the bit of the dot at [row, column] of a braille character
+BARS = "▔─▁"  # a bar in the upper, middle or lower third of a character
 MARGIN = 9  # columns left of the picture: a label of up to 7 characters, a blank and the axis
 
 
 def sketch(table, width: int = 72, height: int = 16) -> str:
     """Draw q, and f' if it is known, over the part of the domain in which they change.
 
-    For an unbiased table the bars are the levels, and the dots are f', or the piecewise linear function that replaces f'.
+    For an unbiased table the bars are the levels, and the dots are f'. If f' is not known, the dots are the piecewise
+    linear function that replaces f'.
 
     Args:
         table: A `fewbit.Table`.
@@ -40,8 +41,8 @@ def sketch(table, width: int = 72, height: int = 16) -> str:
     bottom, top = value_limits(table, curve)
     canvas = np.full((rows, columns), " ")
     limits = (low, high), (bottom, top)
-    # The later drawing covers the earlier one: with many levels the curve would hide the steps, and the bars of an
-    # unbiased table, which are as wide as the picture, would hide the curve.
+    # A later drawing covers an earlier one. The curve would hide steps between many levels, so steps are drawn last.
+    # The bars of an unbiased table are as wide as the picture and would hide the curve, so they are drawn first.
     if table.objective == "unbiased":
         _draw_bars(canvas, pieces, *limits)
     if curve is not None:

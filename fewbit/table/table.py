@@ -1,4 +1,9 @@
-"""The class `Table` and its JSON document."""
+"""The class `Table`, a step function q for the derivative f' of an activation function f, and its JSON document.
+
+The levels are the few values of q, the breaks are the points at which q changes, and the pieces are the intervals
+between breaks. In an unbiased table the value at x is drawn at random from two neighboring levels. The mean of the
+draws is the stand-in, a piecewise linear function that replaces f'. The corners of the stand-in are called knots.
+"""
 
 from __future__ import annotations
 
@@ -69,22 +74,24 @@ class Table:
         bits: Bits per element, 1 to 8. The number of levels K is at most 2**bits.
         form: "levels" (pieces may share a level) or "intervals" (every piece has its own).
         objective: "mse", "unbiased" or "minimax".
-        weight: The density w(x) of the error, as in a document.
+        weight: The density w(x) by which squared errors count, as the dict of a table document.
         domain: The interval [a, b] on which the error is measured.
-        tails: "free", or "pinned" to the limits of f' at infinity.
+        tails: "pinned" if q has the limits of f' at infinity outside the domain, else "free".
         levels: float64 (K,), ascending for form "levels", in the order of the pieces for "intervals".
         breaks: float64 (M-1,), ascending: the points at which q changes.
-        codes: int64 (M,): the number of every piece's level. In an unbiased table that of the lower one of two levels.
-        error: The integral of (f' - q)**2 w over the domain; for "minimax" the largest |f' - q|; for "unbiased" the
-            expected squared error of a draw.
-        lower_bound: A certified lower bound on the error of any table for the same request.
-        relative_error: The error divided by the integral of f'**2 w; for "minimax" by the largest |f'|.
-        solver: Version, grid, status and seconds of the solver.
-        revision: The revision of a shipped table.
-        closed: M-1 strings: "right" if a break belongs to the piece on its left, else "left". The default is "right" for
-            all.
-        knots: The piecewise linear function that replaces f' (the stand-in), for objective "unbiased" only.
-        knots_error: A bound on the difference of f' and the stand-in, for objective "unbiased" only.
+        codes: int64 (M,): the index in `levels` of every piece's level. In an unbiased table, the index of the lower
+            one of the two levels between which draws choose.
+        error: The integral of (f' - q)**2 w over the domain. For "minimax": the largest |f' - q|. For "unbiased": the
+            integral of the expected squared error of a draw, times w.
+        lower_bound: A proven lower bound on the error of any table for the same request.
+        relative_error: The square root of: error / (the integral of f'**2 w). For "minimax": error / (the largest
+            |f'|).
+        solver: The version of fewbit and the number of grid cells; also the status and the seconds, if they are known.
+        revision: The revision of a shipped table, which is raised when the table's numbers change.
+        closed: M-1 strings, by default all "right". A break belongs to the piece before it if its string is "right"
+            (this piece is closed on the right), and to the piece after it if its string is "left".
+        knots: The stand-in, a piecewise linear function that replaces f'. None unless the objective is "unbiased".
+        knots_error: A bound on |f' - stand-in|. None unless the objective is "unbiased".
 
     Raises:
         TableError: An invariant does not hold. The message names the field and the index.
@@ -109,7 +116,7 @@ class Table:
     closed: tuple[str, ...] | None = None
     knots: Knots | None = None
     knots_error: float | None = None
-    # f itself, if `function` is not the name of a built-in function. It is not saved, compared or pickled.
+    # f itself, if `function` is not the name of a built-in function. This field is not saved, compared or pickled.
     _function: Any = field(default=None, compare=False)
 
     def __post_init__(self):
@@ -139,22 +146,25 @@ class Table:
             check_unbiased(self.form, levels, breaks, self.codes, self.knots)
 
     def __call__(self, x) -> np.ndarray:
-        """Return q(x), float64 of x's shape; for an unbiased table the mean of its draws.
+        """Return q(x), float64 of x's shape. For an unbiased table, this is the mean of the draws.
 
-        NaN gets the value of the last piece. The stand-in of an unbiased table is constant outside its knots.
+        NaN gets the value of the last piece.
         """
         if self.objective == "unbiased":
             return np.clip(self.knots(x), self.levels[0], self.levels[-1])
         return self.levels[self.code(x)]
 
     def code(self, x) -> np.ndarray:
-        """Return the level number for every x, int64. In an unbiased table this is the lower one of two levels."""
+        """Return the index of the level at every x, int64 of x's shape.
+
+        In an unbiased table, this is the lower one of the two levels between which draws choose.
+        """
         if self.objective == "unbiased":
             return lower_level(self(x), self.levels)
         return self.codes[locate(x, self.breaks, self.closed)]
 
     def sample(self, x, seed: int) -> np.ndarray:
-        """Draw a level for every element from an unbiased table.
+        """Draw one of two levels at random for every element of x. Only an unbiased table can do this.
 
         Args:
             x: Numbers of any shape.
@@ -169,16 +179,16 @@ class Table:
         return self.levels[self.sample_code(x, seed)]
 
     def sample_code(self, x, seed: int) -> np.ndarray:
-        """Draw a level number for every element from an unbiased table, with the float32 operations of a backend.
+        """Draw the index of a level for every element of x. Only an unbiased table can do this.
 
-        docs/table_schema.md lists the operations.
+        The computation uses the same float32 operations as every backend. docs/table_schema.md lists them.
 
         Args:
             x: Numbers of any shape, which are rounded to float32. Elements are numbered in C order.
             seed: An integer in [-2**63, 2**64).
 
         Returns:
-            int64 of x's shape.
+            Indices in `levels`, int64 of x's shape.
 
         Raises:
             TableError: The table is not unbiased.
@@ -195,7 +205,7 @@ class Table:
         return lower + (philox.uniform(seed, np.arange(x32.size).reshape(x32.shape)) < probability)
 
     def rounded(self) -> Rounded:
-        """Return the constants as every backend rounds them for 16-bit and 32-bit inputs."""
+        """Return the table's numbers, rounded to float32 as every backend uses them for 16-bit and 32-bit inputs."""
         breaks, levels = round_breaks(self.breaks, self.closed), to_float32(self.levels)
         if self.knots is None:
             return Rounded(breaks, levels, None, None, None, None)
@@ -218,8 +228,8 @@ class Table:
     def activation(self):
         """The `fewbit.functions.Function` whose derivative q approximates, or None if the function is not known.
 
-        This is the function for which the table was solved or that `with_activation` set, else fewbit's built-in function
-        of the table's name. A name in a table is never imported, since the file may be untrusted.
+        This is the function for which the table was solved or that `with_activation` set, else fewbit's built-in
+        function of the table's name. A name in a table is never imported, since the file may be untrusted.
         """
         if self._function is not None:
             return self._function
@@ -229,7 +239,7 @@ class Table:
             return None
 
     def with_activation(self, function) -> Table:
-        """Return the table with its function, if that is not built into fewbit.
+        """Return a copy of the table with `activation` set to a function that is not built into fewbit.
 
         Args:
             function: A callable, or `package.module:name`, which is imported.
@@ -248,7 +258,7 @@ class Table:
 
     @property
     def gap(self) -> float:
-        """The largest possible distance to the best table, (error - lower_bound) / error; 0 if the table is exact."""
+        """The largest share of the error that a better table can avoid: (error - lower_bound) / error; 0 if exact."""
         return 0.0 if self.exact else max(0.0, (self.error - self.lower_bound) / self.error)
 
     def document(self) -> dict[str, Any]:
@@ -353,7 +363,17 @@ class Table:
         return table_html(self)
 
     def plot(self, path: str | os.PathLike | None = None, ax=None, force: bool = False):
-        """Draw f', q and their difference; see `fewbit.table.plot.plot_table`."""
+        """Draw f', q and their difference. Return the matplotlib Figure.
+
+        Args:
+            path: A .png or .svg file in which the picture is also saved, or None.
+            ax: The matplotlib axes into which f' and q are drawn, without their difference. None means a new figure.
+            force: Whether an existing file may be overwritten.
+
+        Raises:
+            OutputExistsError: The file exists, and `force` is false.
+            FewbitError: The path has another ending, or matplotlib is not installed.
+        """
         from fewbit.table.plot import plot_table
 
         return plot_table(self, path=path, ax=ax, force=force)
@@ -380,7 +400,7 @@ def _check_knots_presence(table: Table) -> None:
 
 
 def format_json(document: Mapping) -> str:
-    """Return JSON text with one field per line, so that arrays stay on a line and diffs small."""
+    """Return JSON text with one field per line, so that every array stays on one line and diffs are small."""
     lines = (
         f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
         for key, value in document.items()
@@ -389,9 +409,15 @@ def format_json(document: Mapping) -> str:
 
 
 def check_schema(document: Any, prefix: str, known: tuple[str, ...]) -> str:
-    """Return the name of a document's schema, which must be one of `known`. Raises TableError.
+    """Return the name of a document's schema.
 
-    prefix: the beginning of error messages, here and in the functions below.
+    Args:
+        document: Parsed JSON.
+        prefix: The text with which error messages begin.
+        known: The names that are allowed.
+
+    Raises:
+        TableError: The document is not an object, or its schema is not in `known`.
     """
     if not isinstance(document, Mapping):
         raise TableError(f"{prefix}expected an object with a table, got {shorten(document)}")
@@ -403,7 +429,7 @@ def check_schema(document: Any, prefix: str, known: tuple[str, ...]) -> str:
 
 
 def check_against_schema(document: Any, prefix: str, name: str) -> None:
-    """Raise TableError if a document does not satisfy a schema."""
+    """Raise TableError, with a message that begins with `prefix`, if a document does not satisfy the schema `name`."""
     problem = schema.find_error(document, name)
     if problem is not None:
         path, message = problem
@@ -411,14 +437,14 @@ def check_against_schema(document: Any, prefix: str, name: str) -> None:
 
 
 def read_table(document: Any, prefix: str) -> Table:
-    """Make the table of an untrusted document of schema fewbit.table/1. Raises TableError."""
+    """Make the table of an untrusted document of schema fewbit.table/1. Messages of TableErrors begin with `prefix`."""
     check_schema(document, prefix, (schema.TABLE,))
     check_against_schema(document, prefix, schema.TABLE)
     return build_table(document, prefix)
 
 
 def build_table(document: Mapping, prefix: str) -> Table:
-    """Make the table of a document that satisfies its schema. Raises TableError."""
+    """Make the table of a document that satisfies its schema. Messages of TableErrors begin with `prefix`."""
     arguments = {key: value for key, value in document.items() if key not in ("schema", "knots")}
     try:
         if "knots" in document:

@@ -52,7 +52,7 @@ _PACKAGES = {"functional", "nn"}
 
 
 def _names():
-    """Return all public names. Those of the activation modules come from the registry of functions, which needs no torch."""
+    """Return all public names. The registry of functions, which needs no torch, has those of the activation modules."""
     return ["__version__", *sorted(_PACKAGES), *sorted([*_HOME, *_activations()])]
 
 
@@ -69,7 +69,7 @@ def __getattr__(name):
         home = "fewbit.nn"
     if home is None and name not in _PACKAGES:
         raise AttributeError(f"module 'fewbit' has no attribute {name!r}")
-    # Imports leave no garbage, and a collection that scans all of torch's objects takes as long as the import.
+    # Imports leave no garbage, and a garbage collection that scans torch's objects takes as long as the import.
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""Configuration objects: how the bits of the tensors that a model saves are chosen, and the settings of its layers.
+"""Configuration objects: they say who chooses the bits of saved tensors, and which settings layers have.
 
-All are frozen dataclasses. They check their values, compare by value, and have a repr that can be pasted into a program.
-`to_dict` returns plain JSON values, and `from_dict` makes an object from them. This file may import the other files in the
-root of the package. It does not import torch.
+All are frozen dataclasses. They check their values, compare by value, and have a repr that can be pasted into a
+program. `to_dict` returns plain JSON values, and `from_dict` makes an object from these values. This file may import
+the other files in the root of the package. It does not import torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fewbit.sizes import UNITS, parse_size
 MIN_BITS, MAX_BITS = 1, 8
 """The smallest and the largest number of bits per element of a quantized tensor."""
 GROUP_SIZE, LARGEST_GROUP = 256, 1 << 16
-"""The default and the largest number of features that share a minimum and a range (ActNN, section 4.1)."""
+"""The default and the largest number of elements that one minimum and one range quantize (ActNN, section 4.1)."""
 BLOCK = 32
-"""Codes of so many elements are packed together. Group sizes are multiples of it."""
+"""The number of elements whose codes are packed together. Group sizes are multiples of this number."""
 MIN_DTYPES = ("auto", "bfloat16", "float32")
 CODECS = ("quant", "quant+zvc", "error-bounded", "jpeg")
 WINDOWS = ("mean", "max")
@@ -54,24 +54,24 @@ def check_average(bits, name: str = "bits") -> None:
 
 
 def check_group_size(group_size, name: str = "group_size") -> int:
-    """Return the group size. Raise InputError if it is not a multiple of 32 from 32 to 65536."""
+    """Return the group size. Raise InputError if the group size is not a multiple of 32 from 32 to 65536."""
     is_multiple = _is_whole(group_size, BLOCK, LARGEST_GROUP) and group_size % BLOCK == 0
     expected = f"a multiple of {BLOCK} from {BLOCK} to {LARGEST_GROUP}"
     return _require(is_multiple, expected, name, group_size)
 
 
 def check_copies(copies, name: str = "copies") -> int:
-    """Return `copies`, the number of copies that norms save of their input. Raise InputError if it is neither 1 nor 2."""
+    """Return `copies`, the number of copies of its input that a norm saves. Raise InputError if not 1 or 2."""
     return _require(_is_whole(copies, 1, 2), "1 or 2", name, copies)
 
 
 def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
-    """Return the name of a dtype for the minimums of groups. Raise InputError if it is not one of MIN_DTYPES."""
+    """Return `min_dtype`, the dtype of the minimums of groups. Raise InputError if it is not one of MIN_DTYPES."""
     return _require(min_dtype in MIN_DTYPES, "auto, bfloat16 or float32", name, min_dtype)
 
 
 def _require(is_good: bool, expected: str, name: str, value):
-    """Return the value of a field. Raise InputError if it is not good."""
+    """Return `value`, the value of the field `name`. Raise InputError if `is_good` is False."""
     if not is_good:
         raise InputError(f"expected {expected} for {name}, got {value!r}")
     return value
@@ -81,7 +81,7 @@ def _is_whole(value, least: int, most: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-# Each of these takes the value and the name of a field, and returns the value in the form in which it is stored.
+# Checks of fields. Each function takes the value and the name of a field, and returns the value that the field stores.
 
 
 def _bits(value, name: str) -> int:
@@ -111,7 +111,7 @@ def _flag(value, name: str) -> bool:
 
 
 def _one_of(choices: tuple[str, ...], expected: str, noun: str) -> Callable:
-    """Return the check of a field with the name of one of several choices. The message calls the field `noun`."""
+    """Return a check for a field whose value must be one of `choices`. The error message calls the field `noun`."""
     return lambda value, name: _require(
         isinstance(value, str) and value in choices, expected, noun, value
     )
@@ -125,7 +125,7 @@ def _optional(check: Callable) -> Callable:
 
 
 class _Config:
-    """A frozen dataclass with checked fields, a short repr and a plain form."""
+    """The base of frozen dataclasses that check their fields and can be converted to and from plain JSON values."""
 
     _checks: ClassVar[Mapping[str, Callable]] = {}
     """{field: check}, applied when an object is made."""
@@ -155,10 +155,10 @@ class _Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]):
-        """Make the object from what `to_dict` returned; fields that are missing have their default values.
+        """Make an object from the result of `to_dict`. Missing fields get their default values.
 
         Raises:
-            InputError: `values` is not a mapping, has an unknown field, or lacks one that has no default value.
+            InputError: `values` is not a mapping, has an unknown field, or lacks a field that has no default value.
         """
         if not isinstance(values, Mapping):
             raise InputError(
@@ -180,18 +180,20 @@ class _Config:
 class BitConfig(_Config):
     """The base class of configurations that say who chooses the bits per element of quantized inputs.
 
-    A policy is an object that chooses bits while the model trains. For a policy of your own, write a frozen dataclass that
-    derives from this class and a `fewbit.policies.BitPolicy`, and connect them with `fewbit.policies.make_policy.register`.
-    The dataclass has to set `kind`. If its first field is not the number of bits, it also has to override `initial_bits`.
-    The defaults of the other attributes suit a policy that chooses bits for each layer.
+    A policy is an object that chooses bits while the model trains. For a policy of your own, write two classes: a
+    frozen dataclass derived from `BitConfig`, and a subclass of `fewbit.policies.BitPolicy`. Connect the two classes
+    with `fewbit.policies.make_policy.register`. The dataclass has to set `kind`. If the first field of the dataclass is
+    not the number of bits, the dataclass also has to override `initial_bits`. The defaults of the other attributes suit
+    a policy that chooses bits for each layer.
 
     Attributes:
-        kind: the name of the class in `to_dict`, different from those of all other subclasses.
-        has_policy: whether a policy chooses bits while the model trains, so that numbers of bits are averages. If
-            `has_policy` is False, `make_policy` has to return None.
-        adapts: whether the policy chooses the bits of each layer. False if there is no policy, and False for the policy
-            `BitPolicy` itself, which only divides the bits of each tensor among its samples.
-        chooses_activation_bits: whether the policy chooses the bits of few-bit activations too.
+        kind: the string that stands for the class in the result of `to_dict`. Every subclass needs a different one.
+        has_policy: whether a policy chooses bits while the model trains. If True, numbers of bits are averages. If
+            False, `make_policy` has to return None.
+        adapts: whether the policy chooses the bits of each layer. False if there is no policy. Also False if the policy
+            is `BitPolicy` itself, which only divides the bits of each tensor among the tensor's samples.
+        chooses_activation_bits: whether the policy also chooses the bits of few-bit activations. These activations save
+            a code of a few bits per element instead of their input.
         fuses_norms: whether norms save their normalized input in fixed point, so that layers after a norm save nothing.
         bits_of_activations: the bits of few-bit activations if `LayerSettings` does not give them.
     """
@@ -205,11 +207,11 @@ class BitConfig(_Config):
 
     @property
     def initial_bits(self) -> float:
-        """The bits per element until the policy chooses others, as an average over samples: the value of the first field."""
+        """The average bits per element until a policy chooses others. The default is the value of the first field."""
         return getattr(self, fields(self)[0].name)
 
     def describe(self) -> str:
-        """Return a text for the report that says how bits are chosen; "" if the repr says all."""
+        """Return a text for the report that says how bits are chosen, or "" if the repr says this already."""
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -278,12 +280,12 @@ class SampleBits(BitConfig):
 class AdaptiveBits(BitConfig):
     """Bits are divided among layers and samples while the model trains (level L3 of ActNN).
 
-    Layers and samples whose rounding adds more variance to the gradient get more bits.
+    A layer or a sample gets more bits if the rounding of its tensors adds more variance to the gradient.
 
     Attributes:
         average: the average bits per element over all tensors, a number from 1 to 8.
-        interval: the number of steps from one choice of bits to the next. The first choices are after steps 1, 2, 4, 8 and
-            so on.
+        interval: the number of steps from one choice of bits to the next. The first choices are after steps 1, 2, 4, 8
+            and so on.
     """
 
     kind = "adaptive"
@@ -299,11 +301,15 @@ class AdaptiveBits(BitConfig):
 
 @dataclass(frozen=True, repr=False)
 class Budget(BitConfig):
-    """`AdaptiveBits` with the largest average for which a forward of the argument `sample` of `compress_` fits a budget.
+    """`AdaptiveBits` with the largest average for which the saved tensors of an example batch fit a budget of bytes.
+
+    The example batch is the argument `sample` of `compress_`.
 
     Attributes:
-        bytes: the bytes that this forward may save in all: a number, or a size such as "6 GiB" (powers of 1024).
-        interval: the number of steps from one choice of bits to the next, as for `AdaptiveBits`.
+        bytes: the budget: the largest number of bytes that a forward pass of the example batch may save. Either a
+            number, or a size such as "6 GiB" (powers of 1024).
+        interval: the number of steps from one choice of bits to the next. The first choices are after steps 1, 2, 4, 8
+            and so on.
     """
 
     kind = "budget"
@@ -314,7 +320,7 @@ class Budget(BitConfig):
 
     @property
     def initial_bits(self) -> float:
-        """The bits that tensors have when their sizes are first measured: 4."""
+        """The bits per element in the forward pass that measures the sizes of the saved tensors: 4."""
         return 4
 
     def describe(self) -> str:
@@ -333,12 +339,14 @@ class ErrorBound(BitConfig):
     """Bits follow from a bound on the error that each saved tensor may cause in gradients (AC-GC; docs/error_bound.md).
 
     Attributes:
-        e2: the largest squared error of a gradient that is allowed, divided by the gradient's squared norm; finite and
+        e2: the largest allowed squared error of a gradient, divided by the gradient's squared norm; a finite number
             above 0.
-        window: how the last ten measurements are combined: "mean" uses the means of the measured errors, "max" the largest.
+        window: how the last ten measurements are combined: "mean" uses their means, "max" allows only the smallest
+            error that any of the ten allows.
         codec: how tensors are saved: "quant", "quant+zvc", "error-bounded" or "jpeg" (docs/codecs.md).
-        by_channel: whether each channel of a sample has bits of its own.
-        interval: the number of steps from one measurement to the next. The first are after steps 1, 2, 4, 8 and so on.
+        by_channel: whether bits are chosen for each channel of a sample separately.
+        interval: the number of steps from one measurement to the next. The first measurements are after steps 1, 2, 4,
+            8 and so on.
     """
 
     kind = "error-bound"
@@ -375,12 +383,12 @@ class ErrorBound(BitConfig):
 
 @dataclass(frozen=True, repr=False)
 class PreActivationBits(BitConfig):
-    """Norms save their normalized input in fixed point, and the layers after a norm compute their own inputs from this tensor.
+    """Norms save their normalized input in fixed point, and layers after a norm compute their inputs from this tensor.
 
-    The method is BLPA (Chakrabarti and Moseley, 2019). From the tensor a ReLU or LeakyReLU after a batch or layer norm
-    computes its exact gradient. Linear layers and convolutions after the norm or the activation compute their inputs
-    from the same tensor, whatever bits their own settings say. So a block saves one tensor in place of three
-    (docs/preactivation.md). Other layers save quantized inputs with `bits` bits.
+    The method is BLPA (Chakrabarti and Moseley, 2019). A ReLU or LeakyReLU after a batch or layer norm computes its
+    exact gradient from the norm's tensor. Linear layers and convolutions after the norm or the activation compute their
+    inputs from the same tensor, even if their own settings give other bits. So a norm, an activation and a linear layer
+    save one tensor in place of three (docs/preactivation.md). Other layers save inputs quantized with `bits` bits.
 
     Attributes:
         bits: bits per element, a whole number from 1 to 8.
@@ -398,13 +406,14 @@ class PreActivationBits(BitConfig):
 class Level(BitConfig):
     """A preset: one of the levels of ActNN, Table 2.
 
-    "L0" compresses nothing, and "L1" quantizes only the inputs of convolutions. "L2" is FixedBits, "L2.5" is SampleBits,
-    and "L3" is AdaptiveBits. "L4" is AdaptiveBits with HostOffload(), and "L5" the same with expandable segments.
+    "L0" compresses nothing, and "L1" quantizes only the inputs of convolutions. "L2" is FixedBits, "L2.5" is
+    SampleBits, and "L3" is AdaptiveBits. "L4" is AdaptiveBits with HostOffload(), and "L5" is AdaptiveBits with
+    HostOffload(expandable_segments=True).
 
     Attributes:
         name: the name of the level.
-        bits: bits per element, a number from 1 to 8; whole at L1 and L2. None stands for 4. L0 has no bits, so it must be
-            None there.
+        bits: bits per element, a number from 1 to 8, which must be whole at L1 and L2. None stands for 4. L0 takes only
+            None, because it compresses nothing.
     """
 
     kind = "level"
@@ -485,7 +494,7 @@ def _every(interval: int) -> str:
 
 
 def _byte_count(size) -> int:
-    """Return the bytes of a number of bytes, or of a size such as "6 GiB". Raise InputError for anything else."""
+    """Return a size as a number of bytes. Raise InputError if `size` is neither a number nor a text such as "6 GiB"."""
     if isinstance(size, str):
         try:
             return parse_size(size)
@@ -505,21 +514,22 @@ def _byte_count(size) -> int:
 
 @dataclass(frozen=True, repr=False)
 class LayerSettings(_Config):
-    """Settings of layers: of the whole model, or of the modules that a glob pattern in `overrides` matches.
+    """Settings of layers, for the arguments `layers` and `overrides` of `compress_`.
 
-    In settings of the whole model, None stands for the usual value, which is given below. In `overrides`, None stands for
-    the value in the rest of the model.
+    `layers` holds for the whole model. There, None stands for the usual value, which is given below. `overrides` holds
+    for the modules that a glob pattern matches. There, None stands for the value that the rest of the model has.
 
     Attributes:
         bits: the bits of quantized inputs. They may only be given in `overrides`, and a policy does not change them.
         activation_bits: the bits of few-bit activations, 1 to 8 (usually 3). Activations whose derivative has only two
             values have 1 bit, which is exact.
-        attention_bits: the bits of the queries, keys and values of attention. The usual value is `bits`, but at least 4
-            (docs/decisions/0008); AdaptiveBits, Budget and ErrorBound choose the bits as for other tensors.
-        group_size: the number of consecutive elements that share a minimum and a range, a multiple of 32 (usually 256).
-        min_dtype: the dtype of groups' minimums: "auto", "bfloat16" or "float32" (docs/quantizer.md).
-        copies: the number of independently rounded copies that norms save, 1 or 2 (usually 1). With 2 the gradient of norms
-            has no bias.
+        attention_bits: the bits of the queries, keys and values of attention, usually those of quantized inputs, but at
+            least 4 (docs/decisions/0008). AdaptiveBits, Budget and ErrorBound choose these bits as for other tensors.
+        group_size: the number of consecutive elements that are quantized with one minimum and one range, a multiple of
+            32 (usually 256). These elements are called a group.
+        min_dtype: the dtype in which groups save their minimums: "auto", "bfloat16" or "float32" (docs/quantizer.md).
+        copies: the number of independently rounded copies of its input that a norm saves, 1 or 2 (usually 1). With 2
+            copies the mean of a norm's gradient over the random rounding is exact.
         functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
             trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
     """
@@ -571,8 +581,8 @@ class HostOffload(_Config):
     """Saved tensors of a GPU are kept in the host's memory between the forward and the backward pass (docs/offload.md).
 
     Attributes:
-        expandable_segments: whether PyTorch's allocator also reserves the GPU's memory in expandable segments, which can
-            grow and so avoid fragmentation.
+        expandable_segments: whether to make PyTorch's allocator reserve the GPU's memory in expandable segments. These
+            segments can grow, which avoids fragmentation.
     """
 
     _checks = {"expandable_segments": _flag}

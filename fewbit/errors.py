@@ -35,7 +35,7 @@ class GradientError(FewbitError):
 
 
 class BoundWarning(UserWarning):
-    """Warns that gradients exceed the bound of `ErrorBound`."""
+    """The warning that the error of a gradient exceeds the bound of `ErrorBound`."""
 
 
 class OutputExistsError(FewbitError):

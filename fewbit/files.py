@@ -10,7 +10,7 @@ from fewbit.errors import FewbitError, OutputExistsError
 
 
 def check_writable(path: str | os.PathLike, force: bool = False) -> None:
-    """Raise the errors of `write_atomic` that can be predicted. Call this before the data to write are computed.
+    """Check that a file can be written. Call this function before you compute the data that `write_atomic` will write.
 
     Args:
         path: The path of the file to write.
@@ -32,8 +32,8 @@ def write_atomic(
 ) -> None:
     """Write a file completely or not at all. Other programs see either the old file or the whole new one.
 
-    Without `force` an existing file is never overwritten, even if another process creates it at the same time. If the write
-    is interrupted, the temporary file is removed.
+    Without `force` an existing file is never overwritten, even if another process creates it at the same time. If the
+    write is interrupted, the temporary file is removed.
 
     Args:
         path: The path of the file.
@@ -41,11 +41,12 @@ def write_atomic(
         force: Whether an existing file may be overwritten.
         follow_links: Whether to write the file to which a symbolic link points; otherwise the link itself is replaced.
             Links in a path that the user gave are followed. In the cache, where fewbit chooses the paths, links are
-            replaced. So nobody who can make a link there can choose which file is overwritten.
+            replaced, so that a link that somebody else made there cannot redirect the write to another file.
 
     Raises:
         OutputExistsError: The path exists, and `force` is false.
-        FewbitError: The path is not a regular file, its directory does not exist or is not writable, or the disk is full.
+        FewbitError: The path is not a regular file, its directory does not exist or is not writable, or the disk is
+            full.
     """
     target = _target_of(path, force, follow_links)
     # The temporary file sits beside the target: a rename is atomic only within one file system.
@@ -66,7 +67,7 @@ def write_atomic(
 
 
 def _target_of(path, force: bool, follow_links: bool = True) -> Path:
-    """Return the path to write, with symbolic links resolved if they are followed. Raises the exceptions of `write_atomic`."""
+    """Return the path to write; `follow_links` resolves symbolic links. Raise the exceptions of `write_atomic`."""
     try:
         target = Path(path).resolve() if follow_links else Path(path)
         try:
@@ -77,7 +78,7 @@ def _target_of(path, force: bool, follow_links: bool = True) -> Path:
     # RuntimeError means a circle of links, ValueError a null character in the path.
     except (OSError, RuntimeError, ValueError) as error:
         raise _unwritable(path, error) from None
-    # Renaming over a device node would destroy the node. A link appears here only if links are replaced.
+    # A rename would replace a device by a file. The mode is that of a symbolic link only if `follow_links` is False.
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise FewbitError(f"{path}: expected a path to a regular file, got something else")
     if not force:
@@ -108,7 +109,7 @@ def _publish_new(temporary: Path, target: Path) -> None:
     except FileExistsError:
         raise
     except OSError:
-        # The file system has no hard links. Creating an empty file reserves the name, and the rename replaces that file.
+        # The file system has no hard links. An empty file reserves the name until the rename replaces that file.
         os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         os.replace(temporary, target)
 

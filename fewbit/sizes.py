@@ -18,7 +18,7 @@ def counted(count: float, noun: str) -> str:
 
 
 def format_size(count: int) -> str:
-    """Return a number of bytes in the largest unit that is not larger than it, such as `32 GB` or `1.5 KB`."""
+    """Return a number of bytes as text in a suitable unit, such as `32 GB` or `1.5 KB`. Units are powers of 1024."""
     unit = max((name for name in UNITS if UNITS[name] <= count), key=UNITS.get, default="B")
     return f"{count / UNITS[unit]:.4g} {unit}"
 

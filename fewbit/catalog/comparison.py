@@ -18,15 +18,23 @@ from fewbit.sizes import counted
 class ComparisonRow:
     """The errors of a function's tables with one number of bits.
 
+    An error is the integral of (f' - q)**2, with f' the derivative of the function and q the step function of the
+    table.
+
     Attributes:
-        paper: The error that the paper prints; None if it prints none.
-        discrete: The least error of the paper's discrete problem; None if the paper prints no error.
-        reproduced: Whether `discrete`, rounded, is the printed error; None if the paper prints no error.
-        intervals: The least error of form "intervals" over all breaks.
-        levels: The least error of form "levels" over all breaks.
+        function: The name of the function.
+        bits: The number of bits.
+        paper: The error that the paper prints, or None.
+        discrete: The least error of the paper's discrete problem (eq. 9), in which q changes only at points of a grid.
+            None if the paper prints no error.
+        reproduced: Whether `discrete`, rounded, is the printed error. None if the paper prints no error.
+        intervals: The least error in form "intervals" (every piece of q has its own level), without the grid.
+        intervals_lower_bound: A proven lower bound on the error in form "intervals".
+        levels: The least error in form "levels" (pieces of q may share a level), without the grid.
+        levels_lower_bound: A proven lower bound on the error in form "levels".
         ratio: `intervals` / `levels`; None if `levels` is 0.
-        parity: Whether, as in the paper, the intervals divide |x| because f' is even. `intervals` is then the error on both
-            halves of the domain.
+        parity: Whether f' is even, so that the intervals divide |x|, as in the paper. `intervals` then adds the errors
+            of both halves of the domain.
     """
 
     function: str
@@ -115,17 +123,20 @@ def compare(
         functions: Names or aliases. By default the functions of the paper's table (ReLU with 1 bit only), and Mish, for
             which the paper prints no error.
         bits: A number of bits, or several.
-        progress: Called as ``progress(what, done, total)``.
+        progress: Called as ``progress(what, done, total)`` before each pair of tables is solved.
+
+    Returns:
+        A `Comparison`.
     """
     bits = as_tuple(bits, int)
     names = [*paper.TABLE_3, "mish"] if functions is None else names_of(functions)
     problems = [(name, count) for name in dict.fromkeys(names) for count in bits]
     if functions is None:
-        # ReLU's derivative has two values: the paper stops at one bit, and more change nothing.
+        # ReLU's derivative has two values, so one bit is exact. The paper has no figure for more bits.
         problems = [(name, count) for name, count in problems if name != "relu" or count == 1]
     rows = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # unbounded derivatives
+        warnings.simplefilter("ignore", UserWarning)  # warnings about unbounded derivatives
         for done, (name, count) in enumerate(problems):
             if progress is not None:
                 progress(f"{name}, {counted(count, 'bit')}", done, len(problems))

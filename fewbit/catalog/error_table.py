@@ -1,4 +1,7 @@
-"""The errors of the best tables, by function and bits."""
+"""The errors of the best tables for each function and number of bits.
+
+A table describes a step function q that replaces the derivative f' of an activation function.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,14 @@ class ErrorRow:
 
 @dataclass(frozen=True, repr=False)
 class ErrorTable(Result):
-    """The errors of tables, with an `ErrorRow` for each function."""
+    """The errors of tables, with an `ErrorRow` for each function.
+
+    Attributes:
+        rows: The rows, in the requested order.
+        bits: The numbers of bits, in the order of each row's tables.
+        form: The form of the tables, "levels" or "intervals".
+        metric: The number that is shown for each table: "error" or "relative_error".
+    """
 
     rows: tuple[ErrorRow, ...]
     bits: tuple[int, ...]
@@ -41,7 +51,7 @@ class ErrorTable(Result):
         return f"{name.capitalize()} of q, form {self.form}, by bits per element"
 
     def values(self) -> dict[str, dict[int, float]]:
-        """Return {function: {bits: error}}, or relative errors if `metric` says so."""
+        """Return {function: {bits: error}}. The errors are relative if `metric` is "relative_error"."""
         return {
             row.function: {bits: self._value(row, bits) for bits in self.bits} for row in self.rows
         }
@@ -69,7 +79,7 @@ class ErrorTable(Result):
 
     def view(self) -> View:
         """Return a table with a row for each function and a column for each number of bits."""
-        # A narrow terminal leaves out the most bits first, and never the fewest.
+        # In a narrow terminal, columns are left out from the last one on. The first one always stays.
         numbers = [
             Column(
                 counted(bits, "bit"),
@@ -106,9 +116,12 @@ def error_table(
     Args:
         functions: A name or an alias, or several; by default all functions that fewbit knows.
         bits: A number of bits, or several.
-        weight: The density by which errors count, as for :func:`fewbit.solve`.
-        form: "levels" or "intervals", as for :func:`fewbit.solve`.
+        weight: The density by which errors count, in any form that :func:`fewbit.solve` accepts.
+        form: "levels" (pieces of q may share a level) or "intervals" (every piece has its own level).
         metric: "error" or "relative_error".
+
+    Returns:
+        An `ErrorTable`.
 
     Raises:
         FewbitError: `metric` is neither of the two, or a table cannot be solved.
@@ -120,7 +133,7 @@ def error_table(
     bits = as_tuple(bits, int)
     rows = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # unbounded derivatives: the domain is stated
+        warnings.simplefilter("ignore", UserWarning)  # an unbounded derivative
         for name in names_of(functions):
             tables = tuple(load_table(name, count, weight=weight, form=form) for count in bits)
             rows.append(ErrorRow(name, tables))
@@ -128,7 +141,11 @@ def error_table(
 
 
 def names_of(functions: str | Iterable[str] | None) -> list[str]:
-    """Return the canonical names of the functions that a user gave by name or alias; for None, those of all functions."""
+    """Return canonical names of functions.
+
+    Args:
+        functions: A name or an alias, or several; None for all functions. "package.module:name" is not changed.
+    """
     names = known.names() if functions is None else as_tuple(functions, str)
     return [name if ":" in name else known.canonical(name) for name in names]
 

@@ -12,10 +12,10 @@ from fewbit.render.view import Column, View
 
 
 class FunctionList(Result):
-    """All built-in functions."""
+    """The list of all built-in activation functions f, for a terminal or a file."""
 
     def records(self) -> list[dict]:
-        """Return a dict for each function, which JSON can represent. Infinite limits of f' are strings."""
+        """Return a dict that JSON can represent for each function. Limits of f' that are not finite are strings."""
         return [_record(functions.get(name)) for name in functions.names()]
 
     def view(self) -> View:
@@ -69,7 +69,7 @@ def _record(function):
 
 
 def _shipped_bits(name):
-    """Return the bits of the shipped tables of form levels. The files are not validated, so that the list is fast."""
+    """Return the bits of the shipped tables of form "levels". Files are not validated, to save time."""
     try:
         text = (store.tables_directory() / f"{name}.json").read_text(encoding="utf-8")
         tables = json.loads(text)["tables"]

@@ -1,7 +1,7 @@
 """Make the shipped tables: `python -m fewbit.catalog.shipping [NAME ...]` (`make tables`).
 
-For every function with default parameters there are tables of form "levels" with 1 to 8 bits and uniform and normal weight,
-and tables of form "intervals" (as in the paper) with 1 to 4 bits and uniform weight.
+For every function with default parameters there are tables of form "levels" with 1 to 8 bits and uniform and normal
+weight, and tables of form "intervals" (as in the paper) with 1 to 4 bits and uniform weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ def requests():
 
 
 def make(name, request):
-    """Solve a table, and return it without the solver's seconds, as it is shipped."""
+    """Solve one table for shipping. The solver's seconds are removed, because they differ from run to run.
+
+    Args:
+        name: The name of the function.
+        request: Keyword arguments of `solve`.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about unbounded derivatives
         table = solve(name, **request)
@@ -37,7 +42,7 @@ def make(name, request):
 
 
 def main(names):
-    """Make the tables of the named functions, by default of all functions."""
+    """Make the tables of the named functions, or of all functions if `names` is empty, and write one file for each."""
     directory = tables_directory()
     for name in names or functions.names():
         name = functions.canonical(name)
@@ -50,7 +55,7 @@ def main(names):
 
 
 def _with_revisions(tables, shipped):
-    """Return the tables with their revisions: the next one if the numbers of a table changed, else that of the shipped table."""
+    """Return the tables with revisions: that of the shipped table, plus 1 if the table's numbers changed."""
     by_request = {(table.form, table.weight["kind"], table.bits): table for table in shipped}
     result = []
     for table in tables:

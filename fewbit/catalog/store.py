@@ -77,17 +77,17 @@ def load_table(
 ):
     """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
 
-    If the table of a named function is not shipped, because of its parameters, its domain or the like, it is solved on first
-    use and stored in `cache_directory`.
+    A table that is not shipped is solved on first use and stored in `cache_directory`. If the function is not built in, or
+    the weight is a callable, the table is solved anew at every call. All arguments are as in `fewbit.solve`.
 
     Args:
-        function: A name, a path or a callable. This and all other arguments are those of `fewbit.solve`.
+        function: The name of a built-in function, "package.module:name", or a callable.
         bits: 1 to 8.
-        form: "levels" or "intervals".
+        form: "levels" (pieces may share a level) or "intervals" (every piece has its own level).
         weight: The density by which errors count.
-        domain: The interval (a, b).
+        domain: The interval (a, b) on which errors are measured.
         objective: "mse", "unbiased" or "minimax".
-        tails: "free" or "pinned".
+        tails: "free", or "pinned" to give the outermost pieces the limits of f' at infinity.
         levels: The number of levels, instead of `bits`.
         parameters: Parameters of a named function.
 
@@ -158,7 +158,7 @@ def _has_all(table, values):
 
 
 def _cached(name, asked, expected, solved):
-    """Return the cached table if there is one. Else solve it, cache it if possible, and return it.
+    """Return the cached table if there is one, else solve the table and cache it if possible.
 
     Args:
         name: The function's name, for the file name.
@@ -193,7 +193,7 @@ def _cached(name, asked, expected, solved):
         if directory not in _unusable:  # warn once per directory
             _unusable.add(directory)
             reason = printable(str(error))
-            # A training continues even if warnings are errors, since the table exists.
+            # The table exists, so the program continues even if the user turns warnings into errors.
             with contextlib.suppress(UserWarning):
                 warnings.warn(f"the table was solved but not cached: {reason}", stacklevel=3)
     return table

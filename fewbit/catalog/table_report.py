@@ -19,7 +19,7 @@ PICTURE_WIDTH = 80
 
 
 class TableReport:
-    """A table as the library rich prints it."""
+    """A wrapper with which the library rich prints a table: its facts, its picture and its levels."""
 
     def __init__(self, table: Table):
         self.table = table
@@ -64,12 +64,12 @@ _STATUS = {
 
 
 def _facts_grid(table: Table):
-    """Make a rich grid of the facts: a name, a value and a comment in each line."""
+    """Make a rich grid of facts about a table, with a name, a value and a comment in each line."""
     from rich.table import Table as Grid
     from rich.text import Text
 
     facts = list(_facts(table))
-    # A value without a comment may run on into the comments' column.
+    # Only values with a comment determine the column's width. Other values may extend into the column of comments.
     column = max(len(value) for _, value, comment in facts if comment)
     grid = Grid.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
@@ -118,7 +118,7 @@ def _against(error: float, printed: float) -> str:
 
 
 def _levels(table: Table) -> View:
-    """Describe the list of levels, each with the pieces that have it."""
+    """Return the list of a table's levels, each with the pieces that have this level."""
     place = "where x is in"
     if table.objective == "unbiased":
         place = "draws between this level and the next where x is in"
@@ -140,7 +140,7 @@ def _listed(pieces: list[str]) -> str:
 
 
 def tables_report(title: str, tables: Sequence[Table]) -> View:
-    """Describe several tables, a line for each."""
+    """Return a list of several tables, with a line for each."""
     columns = (
         Column("bits", lambda table: str(table.bits)),
         Column("form", _form, "word"),

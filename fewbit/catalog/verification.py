@@ -1,7 +1,9 @@
 """Recompute the errors that tables claim, with a method that differs from the solver's.
 
-The solver integrates with Gauss-Legendre rules on its own cells. This module cuts the domain into intervals on which f', q
-and the weight are smooth, and integrates over each of them with SciPy's adaptive tanh-sinh quadrature.
+A table describes a step function q that replaces the derivative f' of an activation function. Its error is, for most
+tables, the integral of (f' - q)**2 w, with w the weight: the density by which errors count. The solver integrates with
+Gauss-Legendre rules on its own cells. This module cuts the domain into intervals on which f', q and the weight are
+smooth, and integrates over each of them with SciPy's adaptive tanh-sinh quadrature.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from fewbit.text import printable
 
 TOLERANCE = 1e-6
 """Largest relative difference between a claimed and a recomputed error."""
-# A claimed error below this is rounding: squared deviations of 1e-16 on a domain of width 20.
+# Rounding alone may cause a claimed error below this, for instance by deviations of 1e-15 on a domain of width 20.
 _ROUNDING = 1e-28
 
 
@@ -32,8 +34,8 @@ class Finding:
         index: The table's place in the file, from 0.
         table: The `fewbit.Table`.
         recomputed: The recomputed error; None if it could not be recomputed.
-        problems: The claims of the table that do not hold, one line for each.
-        unchecked: The reason why the error could not be recomputed; None if it was.
+        problems: A line for each claim of the table that does not hold.
+        unchecked: The reason why the error could not be recomputed; None if it was recomputed.
     """
 
     path: str
@@ -45,7 +47,7 @@ class Finding:
 
     @property
     def deviation(self):
-        """The relative difference between the claimed and the recomputed error; None if it is not defined."""
+        """|recomputed - claimed| / claimed error; None if the error was not recomputed or the claimed error is 0."""
         if self.recomputed is None or not self.table.error > 0:
             return None
         return abs(self.recomputed - self.table.error) / self.table.error
@@ -68,12 +70,12 @@ class Finding:
 
 
 def verify(path, *, function=None, weight=None):
-    """Check every table of a file: schema, errors, lower bound, and that errors never rise with the number of bits.
+    """Check every table of a file: schema, errors and lower bound. More bits must never give a larger error.
 
     Args:
         path: The path of a file of tables.
-        function: A callable or `package.module:name`, for tables of a function that is not built in. A name in
-            the file is never imported.
+        function: A callable or `package.module:name`, for tables of a function that is not built in. A function that
+            only the file names is never imported.
         weight: The density by which errors count, for tables whose weight is a callable.
 
     Returns:
@@ -125,7 +127,14 @@ def recompute_error(table, weight=None):
 
 @dataclass(frozen=True)
 class _Recomputed:
-    """A recomputed error; the largest error that the accuracy of f' allows; and the divisor of the relative error."""
+    """A recomputed error, and numbers to compare claims with.
+
+    Attributes:
+        error: The recomputed error.
+        highest: The largest error that a table may claim. It is larger than `error` if f' is not known exactly.
+        scale: The integral of f'**2 w or, for objective "minimax", the largest |f'|. It is the divisor of relative
+            errors.
+    """
 
     error: float
     highest: float
@@ -133,11 +142,12 @@ class _Recomputed:
 
 
 def _wrong_errors(table, found):
-    """Return a line if the claimed error does not hold, else one if the relative error does not."""
+    """Return the list of problems: one line if the claimed error, or else the claimed relative error, does not hold."""
 
     def holds(claimed, tolerance):
         allowed = tolerance * claimed + _ROUNDING
-        # If f' is known only up to its accuracy, the claimed error may be larger than the recomputed one by that effect.
+        # If f' is an approximation, the solver adds the effect of its inaccuracy to the error. `highest` includes the
+        # effect.
         return found.error - allowed <= claimed <= found.highest + allowed
 
     if not holds(table.error, TOLERANCE):
@@ -152,7 +162,7 @@ def _wrong_errors(table, found):
 
 
 def _rises(table, tables):
-    """Return a line for each table of fewer bits whose error is smaller."""
+    """Yield a line for each other table with the same settings that has fewer bits and a smaller error."""
     names = ("function", "parameters", "form", "objective", "weight", "domain", "tails")
     for other in tables:
         is_alike = all(getattr(other, name) == getattr(table, name) for name in names)
@@ -199,7 +209,7 @@ def _smooth_intervals(table, f, weight):
 
 
 def _loss(table, f, x):
-    """Return the (expected) squared error at x."""
+    """Return (f'(x) - q(x))**2. For an unbiased table, q(x) is a random draw, and the expected value is returned."""
     slope = f.derivative(x)
     if table.objective != "unbiased":
         return (slope - table(x)) ** 2
@@ -218,7 +228,7 @@ def _integral(integrand, ends):
         return integrand(np.clip(x, np.nextafter(left, right), np.nextafter(right, left)))
 
     left, right = ends[:-1], ends[1:]
-    # A break beside a kink leaves an interval of a few floats, which is too narrow for the points of the rule.
+    # If a break is beside a kink, the interval between them contains few floats: too few for the points of the rule.
     wide = right - left > 1e-9 * (1 + np.abs(left))
     thin = ~wide
     rest = np.sum(integrand(0.5 * (left[thin] + right[thin])) * (right[thin] - left[thin]))
@@ -241,7 +251,7 @@ def _largest_deviation(table, f, weight, ends):
 
 
 def _largest_slope(f, weight, ends):
-    """Return the largest |f'|. The second round samples the neighborhood of the first round's largest value."""
+    """Return the largest |f'|, found in two rounds: the second one samples around the largest value of the first."""
     left, right = ends[:-1], ends[1:]
     for _ in range(2):
         x = _samples(left, right)
@@ -306,7 +316,7 @@ def _largest(findings):
 
 
 def _verdict(findings):
-    """Return the text of the last column and its color."""
+    """Return the text and the color of the column "result" for the findings of one file."""
     if problems := _problems(findings):
         return f"{len(problems)} wrong", "red"
     if unchecked := _unchecked(findings):

@@ -1,7 +1,7 @@
 """Untrusted JSON documents: limits that are checked before parsing, JSON Schemas, and validators with one-line errors.
 
-Tables, results and the states of controllers (the objects that `compress_` returns) are read with these. This folder may
-import the files in the root of the package. It does not import torch.
+Tables, results and the states of controllers (the objects that `compress_` returns) are read with these. This folder
+may import the files in the root of the package. It does not import torch.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def find_error(document, name: str) -> tuple[str, str] | None:
         name: The name of the schema, one of FILES.
 
     Returns:
-        None if the document is valid, else (path, message). The path looks like `tables[3].codes[5]`, and is empty for
-        the document itself.
+        None if the document is valid, else (path, message). The path looks like `tables[3].codes[5]`. It is empty if
+        the error concerns the whole document.
     """
     found = _find(document, load(name), load(name))
     return None if found is None else (format_path(found[0]), found[1])
@@ -84,8 +84,8 @@ def shorten(value, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The part of JSON Schema that the files in this folder use. A test compares it with the package jsonschema.
+# --------------------------------------------------------------------------------------------------------- A validator
+# for the part of JSON Schema that the files in this folder use. A test compares it with the package jsonschema.
 
 _TYPES = {
     "object": lambda value: isinstance(value, dict),
@@ -112,7 +112,15 @@ def _is_same(value, constant) -> bool:
 
 
 def _if(type_: str, test) -> Callable:
-    """Return a check that accepts all values of other types, as JSON Schema requires."""
+    """Make a check that applies `test` to values of one type and accepts all others, as JSON Schema requires.
+
+    Args:
+        type_: The type's name in JSON Schema, such as "number".
+        test: A function (value, limit) that returns whether the value satisfies the limit.
+
+    Returns:
+        A function (value, limit) that returns a bool.
+    """
     return lambda value, limit: not _TYPES[type_](value) or test(value, limit)
 
 
@@ -136,7 +144,16 @@ _SILENT = {"$schema", "$id", "$defs", "title", "description"}
 
 
 def _find(value, rules, root) -> tuple[list, str] | None:
-    """Return (path, message) of the first error in `value`, or None. root: the schema to which local `$ref`s refer."""
+    """Find the first place at which parsed JSON violates a schema.
+
+    Args:
+        value: The parsed JSON.
+        rules: The schema: a dict, or True if everything is allowed.
+        root: The schema to which local `$ref`s refer.
+
+    Returns:
+        (path, message), with the path as a list of keys and indices, or None if the value is valid.
+    """
     if rules is True:
         return None
     if "$ref" in rules:

@@ -13,7 +13,7 @@ from fewbit.errors import FewbitError
 from fewbit.schema import shorten
 
 MOST_BYTES = 2**23
-"""Largest size of a document's text; the largest shipped file, with 20 tables, has a hundredth of this size."""
+"""Largest size of a document's text in bytes; the largest shipped file, with 20 tables, has a hundredth of this."""
 MOST_DEPTH = 16
 """Largest depth of nested arrays and objects; a table has 4 levels."""
 MOST_CONTAINERS = 2**17
@@ -62,8 +62,8 @@ def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -
         The text.
 
     Raises:
-        FewbitError: The file cannot be read, is too large or is not UTF-8. The exception is an `error`; its message is one
-            line that starts with the path.
+        FewbitError: The file cannot be read, is too large or is not UTF-8. The class of the exception is `error`, and
+            the message is one line that starts with the path.
     """
     try:
         with open_regular(path) as file:
@@ -82,7 +82,7 @@ def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -
 
 
 def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitError) -> Any:
-    """Parse JSON. Numbers must be finite, keys unique, and size and nesting within the limits above.
+    """Parse JSON. Numbers must be finite, keys unique, and size and nesting within the limits of this module.
 
     Args:
         text: The JSON text.
@@ -90,10 +90,11 @@ def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitErr
         error: The exception class to raise.
 
     Returns:
-        The value.
+        The parsed value, made of dicts, lists, strings, ints, floats, bools and None.
 
     Raises:
-        FewbitError: The text is not JSON, or breaks these rules. The exception is an `error` with a message of one line.
+        FewbitError: The text is not JSON, or breaks these rules. The class of the exception is `error`, and the message
+            is one line.
     """
     if len(text) > MOST_BYTES:
         raise error(
@@ -140,7 +141,7 @@ def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitErr
 
 
 def _find_nesting(text: str) -> str:
-    """Describe a violation of the limits on nesting ("at most ..., got more"); return "" if there is none."""
+    """Return the text ("at most ..., got more") for a violation of the limits on nesting, or "" if there is none."""
     depth = containers = 0
     for match in _STRING_OR_BRACKET.finditer(text):
         character = text[match.start()]

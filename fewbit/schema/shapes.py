@@ -1,8 +1,9 @@
 """Validators for the entries of a controller's saved state: types, lengths, ranges and finiteness.
 
-A controller is the object that `compress_` returns. A validator is called a shape: a function (value, where) that returns a
-copy of the value in plain Python objects, or raises InputError with one line: the place `where`, the expected value and the
-value found. States come from files and may contain anything.
+A controller is the object that `compress_` returns. Its state comes from a file and may contain anything. A validator,
+here called a shape, is a function (value, where). It returns a copy of the value in plain Python objects, or raises
+InputError. The message is one line with the entry's place `where`, such as "slots[3].bits", the expected value and the
+value found.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from fewbit.schema import shorten
 Shape = Callable[[object, str], object]
 
 MOST_STEPS = 2**53
-"""Largest count of steps. A training that goes on from a larger one saves this number."""
+"""Largest number of training steps. A training with more steps saves this number."""
 MOST_ELEMENTS = 2**40
 MOST_SLOTS = 64
 """Largest number of inputs of one layer."""
 MOST_ROWS = 2**20
 MOST_NUMBER = 1e100
-"""Largest squared norm. Squared norms of float32 gradients stay below 1e90, and products of two stay within float64."""
+"""Largest squared norm of a gradient. For float32 it stays below 1e90. The product of two such numbers fits float64."""
 MOST_RATIO = 1e250
 """Largest quotient of two squared norms."""
 MOST_WEIGHT = 1e30
-"""Largest number that is used in float32."""
+"""Largest number that an entry may have if it is used in float32 computations."""
 LEAST_NUMBER = 1e-100
 """Smallest squared norm that does not count as 0."""
 
@@ -36,7 +37,7 @@ def wrong(where: str, expected: str, got: object) -> InputError:
 
 
 def whole(least: int = 0, most: int = MOST_STEPS) -> Shape:
-    """Return the shape of an integer from `least` to `most`."""
+    """Make a validator for integers from `least` to `most`."""
 
     def check(value, where):
         is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -48,7 +49,7 @@ def whole(least: int = 0, most: int = MOST_STEPS) -> Shape:
 
 
 def real(least: float = 0.0, most: float = MOST_NUMBER) -> Shape:
-    """Return the shape of a finite number from `least` to `most`."""
+    """Make a validator for numbers from `least` to `most`. It returns floats, and 0 for sizes below LEAST_NUMBER."""
 
     def check(value, where):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -61,21 +62,21 @@ def real(least: float = 0.0, most: float = MOST_NUMBER) -> Shape:
 
 
 def flag(value, where) -> bool:
-    """Check a bool."""
+    """Return a bool unchanged. Raise InputError for any other value."""
     if not isinstance(value, bool):
         raise wrong(where, "true or false", value)
     return value
 
 
 def text(value, where) -> str:
-    """Check a string."""
+    """Return a string unchanged. Raise InputError for any other value."""
     if not isinstance(value, str):
         raise wrong(where, "a string", value)
     return str(value)
 
 
 def choice(*values) -> Shape:
-    """Return the shape of a value that equals one of the given ones."""
+    """Make a validator for values that equal one of the given values and have the same type."""
 
     def check(value, where):
         if not any(type(value) is type(allowed) and value == allowed for allowed in values):
@@ -86,12 +87,12 @@ def choice(*values) -> Shape:
 
 
 def optional(shape: Shape) -> Shape:
-    """Return the shape of a value that is None or of the given shape."""
+    """Make a validator that accepts None, and checks any other value with the validator `shape`."""
     return lambda value, where: None if value is None else shape(value, where)
 
 
 def listed(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
-    """Return the shape of a list of `least` to `most` entries, each of `shape`."""
+    """Make a validator for lists of `least` to `most` entries, which checks every entry with the validator `shape`."""
 
     def check(value, where):
         if not isinstance(value, list | tuple):
@@ -105,7 +106,7 @@ def listed(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
 
 
 def entries(*shapes: Shape) -> Shape:
-    """Return the shape of a list whose entries have the given shapes, in order. The list becomes a tuple."""
+    """Make a validator for lists of fixed length with one validator for each entry, in order. It returns a tuple."""
 
     def check(value, where):
         if not isinstance(value, list | tuple) or len(value) != len(shapes):
@@ -117,7 +118,7 @@ def entries(*shapes: Shape) -> Shape:
 
 
 def record(**shapes: Shape) -> Shape:
-    """Return the shape of a mapping with exactly these keys, each value of the key's shape."""
+    """Make a validator for mappings with exactly the given keys. Each argument is the validator of the key's value."""
 
     def check(value, where):
         if not isinstance(value, Mapping):
@@ -135,7 +136,13 @@ def record(**shapes: Shape) -> Shape:
 
 
 def check_layer(name: str, names, kind: str = "layer") -> None:
-    """Raise InputError if `name` is not among `names`, the names of the model's layers (or modules, as `kind` says)."""
+    """Raise InputError if a state contains a name that the model lacks.
+
+    Args:
+        name: The name in the state.
+        names: The names of the model's layers or modules.
+        kind: "layer", or another noun for the message.
+    """
     if name not in names:
         raise InputError(
             f"expected the state of this model's controller, got one with a {kind} {shorten(name)}, which it lacks"
@@ -143,5 +150,5 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
 
 
 def capped(value: float, most: float = MOST_NUMBER) -> float:
-    """Limit a number to the range that a state allows. Training that continues from an extreme state can exceed the range."""
+    """Return min(value, most). Training that continues from an extreme state could exceed the range of saved numbers."""
     return min(value, most)

@@ -89,7 +89,7 @@ def steps(table: Table, low: float, high: float) -> list[Step]:
 
 
 def value_limits(table: Table, curve: Curve | None) -> tuple[float, float]:
-    """Return limits for the vertical axis that include all levels, and values of f' that are not far from the levels."""
+    """Return limits for the vertical axis that include all levels, and values of f' that are not far from levels."""
     low, high = float(table.levels.min()), float(table.levels.max())
     slack = (high - low) or 1.0
     if curve is not None and np.isfinite(curve.y).any():
@@ -297,7 +297,7 @@ def _draw_error(axes, table: Table, function) -> None:
 
 
 def _between(edges: list[float], n: int = 2400) -> np.ndarray:
-    """Return points inside each interval between neighboring edges. A NaN separates intervals, so no line joins them."""
+    """Return points inside every interval between two edges. A NaN separates intervals, so no line joins them."""
     total = edges[-1] - edges[0]
     parts = []
     for a, b in zip(edges, edges[1:], strict=False):

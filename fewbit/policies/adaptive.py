@@ -1,9 +1,10 @@
-"""The policy of `AdaptiveBits` (level L3 of ActNN): saved tensors and samples that matter more for the gradient get more bits.
+"""The policy of `AdaptiveBits` (level L3 of ActNN): tensors and samples that affect the gradient more get more bits.
 
-A slot is a tensor that a layer saves in every forward pass, known by the layer's name and the number of the layer's input.
-In some steps a `VarianceProbe` measures how much variance the rounding of each slot adds to the gradient. The bits of the
-following steps solve an optimization problem, ActNN's problem (10): the least variance for a given average number of bits
-(`allocation.py`). All processes choose the same bits, because each uses the measurements summed over all processes.
+A slot is a tensor that a layer saves in every forward pass, known by the layer's name and the number of the layer's
+input. In some steps a `VarianceProbe` measures how much variance the rounding of each slot adds to the gradient. The
+bits of the following steps solve an optimization problem, ActNN's problem (10): the least variance for a given average
+number of bits (`allocation.py`). All processes choose the same bits, because each uses the measurements summed over all
+processes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fewbit.schema.shapes import (
 )
 
 MOMENTUM = 0.5
-"""The weight of the sensitivity that was known before a measurement."""
+"""The weight of the earlier sensitivity in its average with a newly measured one."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class SlotVariance(Record):
         samples: the number of samples in one process among which the slot's bits are divided; 0 if all samples have the
             same bits.
         sensitivity: the variance that rounding adds to the gradient, times (2^bits - 1)^2.
-        at_one: the variance that rounding to 1 bit adds.
-        spread: the numbers by which bits are divided among samples, sorted and averaged in SPREAD parts of equal size; None
-            if bits are not divided.
+        at_one: the variance that rounding to 1 bit per element would add.
+        spread: a summary of the numbers by which bits are divided among samples. The numbers are sorted and cut into
+            SPREAD parts of nearly equal size, and each entry is the mean of a part. None if bits are not divided.
         missed: the number of measurements since the slot was last measured.
     """
 
@@ -78,18 +79,22 @@ class SlotVariance(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def is_adjustable(self) -> bool:
-        """Return whether the policy chooses the tensor's bits: the user gave none, and all gradients were measured."""
+        """Return whether the policy chooses these bits: the user gave none, and all gradients were measured."""
         return self.is_known and not self.is_fixed
 
     def parts(self) -> list[float]:
-        """Divide the samples into parts whose bits are similar. Return each part's fraction of `sensitivity`."""
+        """Divide the samples into parts with similar bits. Return the fraction of `sensitivity` of each part."""
         count = min(self.samples, SPREAD) or 1
         points = [] if self.spread is None or count == 1 else self.spread[:count]
         total = sum(points)
         return [point / total for point in points] if total > 0 else [1.0 / count] * count
 
     def after(self, before: SlotVariance | None) -> SlotVariance:
-        """Return this measurement with sensitivities averaged with those of the measurements before."""
+        """Return this measurement, with `sensitivity` and `at_one` averaged with their earlier values.
+
+        Args:
+            before: the earlier values, or None.
+        """
         if before is None or not before.is_known:
             return self
         return replace(
@@ -104,7 +109,7 @@ def _slot_of(made: SlotVariance) -> tuple[str, int]:
 
 
 SLOTS = keyed(SlotVariance.read, _slot_of, "every input of a layer once")
-"""The shape of a list of slots in a state."""
+"""A function that checks the list of slots in a controller's state, and returns {slot: `SlotVariance`}."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +117,12 @@ class VarianceKnowledge(Record):
     """All that an `AdaptivePolicy` has learned.
 
     Args:
-        budget: the bytes that the user allows for a forward pass (`Budget`), or None. `bits` and `sizes` follow from the
-            budget.
+        budget: the bytes that the user allows for a forward pass (`Budget`), or None. `bits` and `sizes` follow from
+            the budget.
         bits: the average number of bits per element.
-        sizes: (layer, input, elements) of the saved tensors (slots) to which the average applies; None: all slots, with
-            their latest sizes.
-        slots: the slots by (layer, number of the input), in the order of the forward pass.
+        sizes: a row (layer, number of the input, number of elements) for each saved tensor (slot) to which the average
+            applies. None if the average applies to all slots, with the sizes of the latest measurement.
+        slots: the measurements of each slot by (layer, number of the input), in the order of the forward pass.
     """
 
     budget: int | None = entry(optional(whole(1)))
@@ -129,14 +134,14 @@ class VarianceKnowledge(Record):
 
 
 class SlotVarianceProbe(VarianceProbe):
-    """A `VarianceProbe` whose results are `SlotVariance` records."""
+    """A probe that returns the measurements of `VarianceProbe` as `SlotVariance` records."""
 
     def results(self) -> dict[tuple[str, int], SlotVariance]:
-        """Return the measured variances by (layer, number of its input). Waits until the numbers are on the host."""
+        """Return the measured variances by (layer, number of its input), when they are on the host."""
         return _records(super().results())
 
     def snapshot(self) -> dict[tuple[str, int], SlotVariance]:
-        """Return the variances that were measured so far, by (layer, number of its input). The measurement continues."""
+        """Return the variances measured so far, by (layer, number of its input). The measurement continues."""
         return _records(super().snapshot())
 
 
@@ -158,16 +163,19 @@ def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
 
 
 class AdaptivePolicy(ProbingPolicy):
-    """A policy that keeps to an average number of bits over all saved tensors (slots) whose bits the user did not give.
+    """A policy that gives important saved tensors (slots) more bits, within a given average number of bits.
+
+    The average is taken over the elements of all slots whose bits the user did not give.
 
     Args:
         bits: the average number of bits per element.
         names: the names of all layers and functions that may save quantized tensors, the same in every process.
         interval: the number of steps from one measurement to the next.
-        sizes: {slot: elements} of the slots to which the average applies, in the forward pass that has to fit the budget.
-            Other slots keep `bits`. None: all slots, with the sizes of the latest measurement.
-        budget: the bytes that the user allows for a forward pass (`Budget`), from which `bits` and `sizes` were computed,
-            or None.
+        sizes: {slot: number of elements} in the forward pass that has to fit the budget. The average applies to these
+            slots, and other slots have `bits` bits. None if the average applies to all slots, with the sizes of the
+            latest measurement.
+        budget: the bytes that the user allows for a forward pass (`Budget`); `bits` and `sizes` were computed from
+            them. None if there is no budget.
     """
 
     kind = "AdaptiveBits"
@@ -203,15 +211,15 @@ class AdaptivePolicy(ProbingPolicy):
         return {"allocation": Allocation(rows, empty, ended, unobserved)}
 
     def new_probe(self) -> SlotVarianceProbe:
-        """Return a probe, which measures the variance that rounding adds to the gradient in one forward and backward pass."""
+        """Return a probe that measures, in one forward and backward pass, the variance from rounding."""
         return SlotVarianceProbe(self.step)
 
     def merge(self, results: list) -> dict[tuple[str, int], SlotVariance]:
-        """Return one measurement for all processes, with sums of variances and elements, and means of bits and samples."""
+        """Merge the measurements of all processes: sum variances and elements, and average bits and samples."""
         return merge_by_key(results)
 
     def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:
-        """Return all that is known after one more measurement. The result of a measurement without any variance is ignored."""
+        """Return the knowledge after one more measurement. A measurement is ignored if all its variances are 0."""
         if not any(slot.sensitivity > 0 for slot in result.values()):
             return self.knowledge
         known = _in_units_of(result, self.knowledge.slots)
@@ -221,7 +229,7 @@ class AdaptivePolicy(ProbingPolicy):
         return replace(self.knowledge, slots=slots)
 
     def adopt(self, knowledge: VarianceKnowledge) -> None:
-        """Set `self.knowledge`, and choose the bits of all saved tensors by it."""
+        """Set `self.knowledge`, and choose the bits of all saved tensors from this knowledge."""
         averages = allocated(knowledge)
         slots = {
             name: slot if slot.is_fixed else replace(slot, bits=averages.get(name, knowledge.bits))
@@ -231,12 +239,16 @@ class AdaptivePolicy(ProbingPolicy):
         self.bits, self.averages = knowledge.bits, averages
 
     def fit(self, knowledge: VarianceKnowledge, settings: Mapping) -> VarianceKnowledge:
-        """Return the knowledge from a controller's state, with this policy's own average bits if the budget is another."""
+        """Return the knowledge that this policy takes from a controller's state.
+
+        A state with the same budget is taken as a whole. From other states the policy takes the measurements alone, and
+        keeps its own average and sizes.
+        """
         own = self.knowledge
         for layer, *_ in (*knowledge.slots, *(knowledge.sizes or ())):
             check_layer(layer, self._layers)
         if knowledge.budget is not None and knowledge.budget == own.budget:
-            # The bits of a budget depend on the model's weights, which may not have been loaded yet.
+            # Bits from a budget depend on the weights, and this policy's own bits may be older than the loaded weights.
             return knowledge
         return replace(own, slots=knowledge.slots)
 
@@ -249,8 +261,11 @@ class AdaptivePolicy(ProbingPolicy):
 def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
     """Return the average bits of each saved tensor (slot), from ActNN's optimization problem (10).
 
-    Each tensor is divided into parts of equal size, with samples that get similar bits. Each part counts as a tensor of its
-    own.
+    In the problem each saved tensor is divided into parts of nearly equal size, and each part counts as a tensor of its
+    own. The samples in a part get similar bits.
+
+    Returns:
+        {(layer, number of the input): bits per element}, without slots whose bits the policy does not choose.
     """
     sizes = None
     if knowledge.sizes is not None:
@@ -263,7 +278,7 @@ def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
         parts = slot.parts()
         owners += [name] * len(parts)
         sensitivity += [slot.sensitivity * part for part in parts]
-        # Within these limits each bit gains less than the one before, which the greedy algorithm needs.
+        # Within these limits each further bit gains less than the bit before. The greedy algorithm needs this.
         first = min(max(slot.at_one, 0.25 * slot.sensitivity), 100 * slot.sensitivity)
         at_one += [first * part for part in parts]
         elements += [max((size + i) // len(parts), 1) for i in range(len(parts))]
@@ -273,7 +288,7 @@ def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
     bits = allocate(sensitivity, elements, budget, at_one=at_one)
     averages = _averages(owners, elements, bits)
     if sizes is not None:
-        # Without a budget a slot that is not in the result keeps its layer's average, which is the same number.
+        # A slot that is not in the result gets its layer's average. With a budget that may not be `knowledge.bits`.
         rest = (name for name, slot in knowledge.slots.items() if not slot.is_fixed)
         averages.update({name: knowledge.bits for name in rest if name not in averages})
     return averages
@@ -288,9 +303,13 @@ def _averages(owners, elements, bits) -> dict[tuple[str, int], float]:
 
 
 def _in_units_of(now: Mapping, before: Mapping) -> dict[tuple[str, int], SlotVariance]:
-    """Return what was known before, scaled to the total sensitivity of this measurement.
+    """Return the earlier measurements, scaled so that their total sensitivity equals that of the new measurement.
 
-    The training may have scaled its losses differently in the meantime.
+    The training may have changed the scale of its loss in the meantime, and with it the scale of all sensitivities.
+
+    Args:
+        now: the new measurement of each slot.
+        before: the earlier measurement of each slot. Only slots in `now` and `before` determine the scale.
     """
     both = [name for name, slot in now.items() if name in before and slot.is_known]
     total, total_before = (sum(slots[name].sensitivity for name in both) for slots in (now, before))

@@ -2,9 +2,9 @@
 
     min  sum_i  w_i / (2^b_i - 1)^2     such that     sum_i  d_i b_i <= budget,   least <= b_i <= most
 
-Here b_i is the number of bits per element of tensor i, and d_i is the number of its elements. The sensitivity w_i is the
-variance that rounding tensor i adds to the gradient, times (2^b_i - 1)^2. The variance at 1 bit can be given separately,
-because it departs most from this formula.
+Here b_i is the number of bits per element of tensor i, and d_i is the number of its elements. The sensitivity w_i is
+the variance that rounding tensor i adds to the gradient, times (2^b_i - 1)^2. The variance at 1 bit can be given
+separately, because it departs most from this formula.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fewbit.errors import InputError
 def allocate(sensitivity, elements, budget: int, least=MIN_BITS, most=MAX_BITS, at_one=None):
     """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n).
 
-    All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until the
-    budget is met. If the last step takes more bits than needed, the bits that are left over go to the tensors that gain
-    most. The result is optimal if all tensors have one size and `at_one` is at least .21 of the sensitivity, because each
-    bit then gains less than the one before.
+    All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until
+    the budget is met. If the last step takes more bits than needed, the bits that are left over go to the tensors that
+    gain most. The result is optimal if all tensors have one size and `at_one` is at least .21 of the sensitivity,
+    because each bit then gains less than the one before.
 
     Args:
         sensitivity: (n,) finite floats, 0 or more: the w of each tensor.
@@ -29,7 +29,8 @@ def allocate(sensitivity, elements, budget: int, least=MIN_BITS, most=MAX_BITS, 
         budget: the number of bits of all elements together.
         least: the fewest bits per element of a tensor.
         most: the most bits per element of a tensor.
-        at_one: (n,) finite floats: the variance that rounding each tensor to 1 bit adds. None: equal to the sensitivity.
+        at_one: (n,) finite floats: the variance that rounding each tensor to 1 bit adds. None: equal to the
+            sensitivity.
 
     Returns:
         (n,) uint8, the bits per element of each tensor.
@@ -88,11 +89,11 @@ def _allocate(sensitivity, at_one, elements, budget, least, most):
 
 
 def reference(sensitivity, at_one, elements, budget, least, most):
-    """Return the result of the compiled kernel behind `allocate`, computed without a heap.
+    """Compute the result of `allocate` with NumPy, to compare with the compiled kernel, which uses a heap.
 
-    A step of the algorithm takes one bit from one tensor. If `at_one` is at least .21 of the sensitivity, each further bit
-    that a tensor loses costs more than the one before. So taking the cheapest step off a heap again and again is the same
-    as taking all steps in sorted order.
+    The arguments are those of `allocate`. A step of the algorithm takes one bit from one tensor. If `at_one` is at
+    least .21 of the sensitivity, each further bit that a tensor loses adds more variance than the bit before. The steps
+    in the order of their costs are therefore the steps that the greedy algorithm takes, and sorting replaces the heap.
     """
     n = len(elements)
     steps = np.arange(most, least, -1)
@@ -110,7 +111,8 @@ def reference(sensitivity, at_one, elements, budget, least, most):
     bits = (most - np.bincount(moves[order[:count]], minlength=n)).astype(np.uint8)
     left = budget - int((elements * bits).sum())
     taken = order[:count]
-    # The moves that were taken last would gain most. Among equal moves the first in the list comes first.
+    # Bits are given back to the steps that were taken last, because they reduce the variance most. Of equal steps the
+    # first in the list comes first.
     for move in taken[np.lexsort((moves[taken], -keys.ravel()[taken]))]:
         i = moves[move]
         can_rise = elements[i] <= left and bits[i] == most - 1 - move % len(steps)

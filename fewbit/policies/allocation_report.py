@@ -12,14 +12,14 @@ from fewbit.sizes import counted
 
 
 class Allocated(NamedTuple):
-    """One row: a tensor that a layer saves of one of its inputs, and the bits of this tensor.
+    """One row of the table: a saved input of a layer, and the bits of this tensor.
 
     Attributes:
         name: The layer's path; for a function that a module calls, the module's path and the function's name.
         input: The number of the layer's input.
         bits: Bits per element, on average.
         is_fixed: Whether the user gave the bits, so that the policy did not choose them.
-        elements: The number of elements in one forward, of all processes.
+        elements: The number of elements that all processes together save in one forward pass.
         samples: The number of samples among which the bits are divided; 0 if all samples have the same bits.
         sensitivity: The variance that rounding adds to the gradient of all parameters, times (2^bits - 1)^2.
     """
@@ -34,7 +34,7 @@ class Allocated(NamedTuple):
 
     @property
     def codes(self) -> int:
-        """The bytes of the tensor's codes in one forward."""
+        """The bytes of the tensor's codes (its quantized elements) in one forward pass, in all processes together."""
         return int(self.bits * self.elements / 8)
 
     @property
@@ -44,7 +44,7 @@ class Allocated(NamedTuple):
 
 
 class Allocation(Rows):
-    """The rows of a table of chosen bits, in the order of the forward. Two tables with the same rows are equal.
+    """The rows of a table of chosen bits, in the order of the forward pass. Two tables with the same rows are equal.
 
     Args:
         rows: The rows.

@@ -1,4 +1,4 @@
-"""Budgets in bytes: the average number of bits with which a forward pass fits a budget."""
+"""Budgets in bytes: find the average number of bits with which the tensors saved in a forward pass fit a budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.probes.variance_probe import SPREAD
 
 _SLACK = 4 * words_of_total(32, 1) + SPREAD
-"""Largest number of bytes by which a tensor's codes exceed bits * elements / 8, if its samples share bits in SPREAD parts."""
+"""The most bytes by which a tensor's codes exceed bits * elements / 8, if bits are divided among its samples."""
 
 
 class SizeProbe:
@@ -30,12 +30,15 @@ class SizeProbe:
     def record_saved(self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0):
         """Count the elements of a saved tensor, and the bytes of its codes.
 
-        The arguments are those of `fewbit.runtime.saved.assignment.Probe.record_saved`: the tensor's `TensorSlot`, its
-        number of elements, and facts about its layout.
+        Args:
+            slot: the tensor's slot, with its bits.
+            elements: the number of elements.
+            sensitivities: (samples,) the numbers by which bits are divided among samples; None if they are not divided.
+            fp32_min_bytes: the bytes by which the saved tensor grows if the minimums of its groups become float32.
         """
         if in_checkpoint():
             return
-        self._reserve += fp32_min_bytes  # of slots with fixed bits too
+        self._reserve += fp32_min_bytes  # for slots with fixed bits too
         if slot.is_fixed:
             return
         self.elements[slot.name] = self.elements.get(slot.name, 0) + elements
@@ -54,13 +57,13 @@ class SizeProbe:
         return True
 
     def watch(self, outputs) -> None:
-        """Do nothing, as there is no backward pass to follow."""
+        """Do nothing: sizes are known without a backward pass."""
 
     def reached(self, slots) -> None:
         """Do nothing: sizes are known before the backward pass."""
 
     def bits(self, budget: int, saved: int) -> float:
-        """Return the average number of bits with which a forward pass like the counted one saves at most `budget` bytes.
+        """Return the average bits per element with which the counted forward pass would save at most `budget` bytes.
 
         Args:
             budget: the bytes that the forward pass may save.

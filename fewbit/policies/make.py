@@ -1,4 +1,4 @@
-"""The functions that make the policy of a configuration."""
+"""The functions that create the policy for a configuration, such as `ErrorBoundPolicy` for `ErrorBound`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fewbit.runtime.saved.bit_policy import BitPolicy
 
 @singledispatch
 def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
-    """Return the policy that a configuration stands for, or None if the configuration fixes the bits.
+    """Create the policy for a configuration. Return None if the configuration fixes the bits.
 
     Users do not call this function: `checked_policy` does. To connect a configuration class of your own to a policy,
     register a function with `make_policy.register`.
@@ -40,10 +40,17 @@ def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
 
 
 def checked_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
-    """Return `make_policy(config, facts)`. Raise InputError if attributes of the configuration contradict the policy.
+    """Return `make_policy(config, facts)`, after a check that the configuration announces this policy.
 
-    Layers read these attributes. Without `has_policy` they would ignore the policy, and without `adapts` they would ignore
-    the bits that it chooses for single layers.
+    Layers read the configuration's attributes `has_policy` and `adapts`. If `has_policy` is False, layers ignore the
+    policy. If `adapts` is False, layers ignore the bits that the policy chooses for single layers.
+
+    Args:
+        config: the configuration.
+        facts: the facts about the converted model, such as its layers' names.
+
+    Raises:
+        InputError: an attribute does not fit the policy, or no policy is registered for the configuration.
     """
     policy = make_policy(config, facts)
     has_policy = policy is not None

@@ -1,8 +1,10 @@
 """The base class of policies that measure some forward passes, and choose bits by the measurements.
 
-In some steps a probe measures the forward pass and its backward pass. The results are copied to the host without waiting,
-and the policy learns from them in a later step. If several processes train the model, they exchange their results first, so
-that all of them learn the same. The knowledge of a policy is all that it has learned.
+A step is one forward pass in training. In some steps an object called probe measures the forward pass and its backward
+pass. The results are copied to the host without waiting, and the policy learns from them in a later step. If several
+processes train the model, they exchange their results first, so that all of them learn the same. The knowledge of a
+policy is all that the policy has learned. A controller's state also stores a pending result, from which the policy has
+not learned yet.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from fewbit.schema.shapes import (
 
 VERSION = 1
 RESULT = {"path": text, "since": whole(), "is_summed": flag}
-"""The shapes of the entries that belong to a pending result."""
+"""The entries of a state that describe a pending result, each with the function that checks the entry."""
 
 
 @dataclass
@@ -46,15 +48,15 @@ class ProbeRun:
     """One measurement by a probe, from its forward pass until the policy learns from its result.
 
     Args:
-        path: the module whose forward pass was measured.
-        since: the step of the measured forward pass; after the results were sent to the host, the step in which they were
-            sent.
-        probe: the probe; None if the result was loaded from a state.
-        is_sent: whether the probe has ended, and its numbers are on their way to the host.
-        result: the result in this process, if it was loaded from a state.
-        is_merged: whether the result is already that of all processes.
-        groups: the groups of processes that exchange results; () for a single process.
-        lag: the number of forward passes that these processes wait before they exchange the results that were sent.
+        path: the path of the module whose forward pass was measured.
+        since: the step of the measured forward pass; after the results were sent to the host, the step in which they
+            were sent.
+        probe: the probe; None if `result` was loaded from a state.
+        is_sent: whether the probe has ended, and the copy of its numbers to the host was started.
+        result: the result of this process if it was loaded from a state, else None.
+        is_merged: whether `result` is already merged from the results of all processes.
+        groups: the process groups over which results are exchanged; () for a single process.
+        lag: the number of steps between the start of the copy to the host and the exchange.
     """
 
     path: str
@@ -69,12 +71,12 @@ class ProbeRun:
     def is_ready(self, step: int, path: str) -> bool:
         """Return whether the next stage of the measurement can begin: sending the results, or learning from them.
 
-        If several processes train the model, only the number of steps decides, so that the stage begins in the same step in
-        all.
+        If several processes train the model, the result depends on the number of steps alone, so that the stage begins
+        in the same step in all processes.
 
         Args:
-            step: the number of forward passes that have begun.
-            path: the module whose forward pass begins now.
+            step: the number of steps so far.
+            path: the path of the module whose forward pass begins now.
         """
         if self.probe is None or self.is_sent:
             is_here = self.probe is None or self.probe.is_there()
@@ -84,18 +86,26 @@ class ProbeRun:
         return self.probe.has_run()
 
     def is_stale(self, step: int, path: str) -> bool:
-        """Return whether to give this measurement up for another, because no backward pass of its forward pass has come."""
+        """Return whether to replace this measurement by a new one, because the backward pass has not come.
+
+        The measurement waits until the next forward pass of the same module, and for at most PATIENCE steps. If several
+        processes train the model, no measurement is given up.
+
+        Args:
+            step: the number of steps so far.
+            path: the path of the module whose forward pass begins now.
+        """
         if self.probe is None or self.is_sent or self.groups:
             return False
         is_passed_over = self.path == path and not self.probe.runs()
         return is_passed_over or step > self.since + PATIENCE
 
     def results(self):
-        """Return the result of the measurement. Waits until the numbers are on the host."""
+        """Wait until the numbers are on the host, and return the result of the measurement."""
         return self.result if self.probe is None else self.probe.results()
 
     def pending(self) -> ProbeRun | None:
-        """Return this measurement with its result, to be stored in a state; None if the backward pass has not come."""
+        """Return this measurement for a state, with the result instead of the probe; None before the backward pass."""
         if self.probe is None or self.is_sent:
             return replace(self, probe=None, result=self.results())
         if not self.probe.has_run():
@@ -106,14 +116,14 @@ class ProbeRun:
 class ProbingPolicy(BitPolicy):
     """A policy that measures some forward passes and learns from the measurements.
 
-    A probe is the object that measures one forward and backward pass. A subclass sets `Knowledge`, the `Record` class of
-    all that the policy learns, and `RESULT_SHAPE`, which checks a probe's result in a controller's state. It implements
-    `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override `apply_to`.
+    A probe is the object that measures one forward and backward pass. A subclass sets `Knowledge`, the `Record` class
+    of all that the policy learns, and `RESULT_SHAPE`, which checks a probe's result in a controller's state. A subclass
+    implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override `apply_to`.
 
     Args:
         bits: the average number of bits per element before the first measurement.
         names: the names of all layers and functions that may save quantized tensors, the same in every process.
-        interval: the number of steps from one measurement to the next. The first measurements are in steps 1, 2, 4, 8 ...
+        interval: the number of steps from one measurement to the next. The first ones are in steps 1, 2, 4, 8 ...
         knowledge: the knowledge before the first measurement.
     """
 
@@ -121,7 +131,7 @@ class ProbingPolicy(BitPolicy):
     """The entry "policy" of this policy's states, or None if they have no such entry."""
     Knowledge: type[Record]
     RESULT_SHAPE: Shape
-    """The shape of a probe's result in a state."""
+    """A function that checks a pending result in a state, and returns the result."""
 
     def __init__(self, bits: float, names: Iterable[str], interval: int, knowledge: Record):
         super().__init__(bits)
@@ -130,9 +140,9 @@ class ProbingPolicy(BitPolicy):
         self.schedule = Schedule()
         self._layers = dict.fromkeys(names)
         self._run: ProbeRun | None = None
-        self._loaded: ProbeRun | None = None  # a result of a state, until the next forward pass
+        self._loaded: ProbeRun | None = None  # from a state, until the next forward pass
         self._is_joint = False  # whether several processes train the model
-        self._before_alone = None  # the snapshot before forward passes outside of those processes
+        self._before_alone = None  # a snapshot, see _counts
         self._unobserved = Unobserved()
         self._lock = threading.RLock()
 
@@ -162,18 +172,18 @@ class ProbingPolicy(BitPolicy):
         found = self._unobserved.found(model, {layer for layer, _ in self.knowledge.slots})
         return {layer: found[layer] for layer in self._layers if layer in found}
 
-    # -- What a subclass says ------------------------------------------------------------------------------------
+    # -- What a subclass implements -------------------------------------------------------------------------------
 
     def new_probe(self):
         """Return a probe, an object that measures the forward pass that begins now."""
         raise NotImplementedError
 
     def learn(self, result) -> Record:
-        """Return all that is known after one more measurement; `self.knowledge` itself if the result is of no use."""
+        """Return the knowledge after one more measurement, or `self.knowledge` itself if the result is of no use."""
         raise NotImplementedError
 
     def adopt(self, knowledge: Record) -> None:
-        """Set `self.knowledge`, and the bits that follow from the knowledge. If that fails, nothing changes."""
+        """Set `self.knowledge`, and the bits that follow from it. If an exception is raised, nothing changes."""
         raise NotImplementedError
 
     def apply_to(self, assignment: BitAssignment) -> None:
@@ -181,7 +191,7 @@ class ProbingPolicy(BitPolicy):
         assignment.averages = self.averages
 
     def merge(self, results: list):
-        """Return one measurement for all processes, given those of each process in rank order."""
+        """Merge the results of all processes, a list in rank order, into one result."""
         raise NotImplementedError
 
     def fit(self, knowledge: Record, settings: Mapping) -> Record:
@@ -197,12 +207,12 @@ class ProbingPolicy(BitPolicy):
         raise NotImplementedError
 
     def check_result(self, result) -> None:
-        """Raise InputError if the measurement in a state is of another model."""
+        """Raise InputError if the pending result in a state is from another model."""
 
     # -- In a forward pass ---------------------------------------------------------------------------------------
 
     def assign(self, inputs, probe=None) -> BitAssignment:
-        """Return a bit assignment for a forward pass that does not count as a step, with the bits as they are now."""
+        """Return a bit assignment with the present bits, for a forward pass that does not count as a step."""
         assignment = super().assign(inputs, probe)
         self.apply_to(assignment)
         return assignment
@@ -221,10 +231,14 @@ class ProbingPolicy(BitPolicy):
         return assignment
 
     def _counts(self, groups) -> bool:
-        """Return whether a forward pass is a step of the training.
+        """Return whether a forward pass counts as a step of the training.
 
-        If several processes train the model, forward passes of a process on its own do not count, because another
-        process may have more or fewer of them.
+        If several processes train the model, forward passes that a process runs alone do not count, because another
+        process may run more or fewer of them. So the first forward pass with other processes undoes what the policy has
+        learned before, when the process was alone.
+
+        Args:
+            groups: the process groups over which results are exchanged; () if this process runs alone.
         """
         if groups:
             self._is_joint = True
@@ -237,7 +251,13 @@ class ProbingPolicy(BitPolicy):
         return True
 
     def _next_probe(self, path: str, groups, lag: int):
-        """Go on with the measurement under way. Return a new probe if one is due, else None."""
+        """Continue the measurement under way, and count a step. Return a new probe if a measurement is due, else None.
+
+        Args:
+            path: the path of the module whose forward pass begins.
+            groups: the process groups over which results are exchanged; () for a single process.
+            lag: the number of steps between the start of the copy to the host and the exchange.
+        """
         loaded, self._loaded = self._loaded, None
         if loaded is not None and not groups:
             self.take_in(loaded.result)
@@ -259,7 +279,7 @@ class ProbingPolicy(BitPolicy):
         return probe
 
     def _go_on(self) -> None:
-        """Send the probe whose forward pass is over, or learn from the result that has arrived."""
+        """Run the next stage of the measurement: send the probe's numbers to the host, or learn from the result."""
         run, self._run = self._run, None
         if run.probe is not None and not run.is_sent:
             run.probe.send()
@@ -271,7 +291,7 @@ class ProbingPolicy(BitPolicy):
         self.take_in(result)
 
     def take_in(self, result) -> None:
-        """Learn from the result of a measurement, and choose bits anew. If that fails, nothing changes."""
+        """Learn from the result of a measurement, and choose bits anew. If an exception is raised, nothing changes."""
         knowledge = self.learn(result)
         if knowledge is not self.knowledge:
             self.adopt(knowledge)
@@ -289,14 +309,14 @@ class ProbingPolicy(BitPolicy):
     # -- State ---------------------------------------------------------------------------------------------------
 
     def settings(self) -> dict:
-        """Return the policy's settings on which its bits depend, as entries of a state."""
+        """Return the settings on which the policy's bits depend, as entries of a state."""
         return {}
 
     def state_dict(self) -> dict:
         """Return the state: plain numbers and strings, and tensors if the user has numbered the samples.
 
-        The call waits for numbers that are on their way to the host. The policy does not change, so one of several
-        processes may save the state while the others do not.
+        The call waits for numbers that are being copied to the host. The policy does not change, so in a training with
+        several processes it is enough that one of them saves the state.
         """
         with hold(self._lock):
             run = self._loaded if self._run is None else self._run.pending()
@@ -314,7 +334,7 @@ class ProbingPolicy(BitPolicy):
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Continue from a state. Bits are chosen from the state's knowledge by this policy's own settings.
+        """Continue from a state. The policy chooses bits from the knowledge in the state, by its own settings.
 
         Args:
             state: the result of `state_dict`. The whole state is checked before the policy changes.
@@ -343,7 +363,7 @@ class ProbingPolicy(BitPolicy):
             self._roll_back((schedule, loaded, knowledge))
 
     def setting_shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the entries that `settings` returns. A shape checks one entry (`fewbit.schema.shapes`)."""
+        """Return {name: function that checks the entry in a state} for each entry of `settings`."""
         return {}
 
     def _check_kind(self, state: Mapping) -> None:

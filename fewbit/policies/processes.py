@@ -6,15 +6,16 @@ import torch
 from torch import distributed
 
 LAG = 4
-"""Forward passes between the end of a measurement and its use, if several processes train on GPUs. Such processes cannot
-look whether numbers have reached the host, because all of them have to use the numbers in the same step."""
+"""The number of forward passes from the end of a measurement to its use, if several processes train on GPUs.
+
+All processes have to use the numbers in the same step, so no process may use them as soon as they reach its host."""
 
 
 def groups_of(module) -> tuple:
-    """Return the process groups over which measurements are gathered, one group after the other; () for a single process.
+    """Return the process groups over which measurements are gathered, one after the other; () for a single process.
 
-    With DistributedDataParallel this is the process group of the wrapper whose forward pass runs. With fully_shard these
-    are the groups of the mesh over which the parameters are distributed.
+    With DistributedDataParallel the result is the process group of the wrapper whose forward pass runs. With
+    fully_shard the result is the groups of the mesh over which the parameters are distributed.
 
     Args:
         module: the module whose forward pass runs.
@@ -54,16 +55,19 @@ def lag_of(module, groups) -> int:
     parameter = next(module.parameters(), None)
     kind = "cpu" if parameter is None else parameter.device.type
     reached = [device.type for device in groups[0]._device_types]
-    # Parameters that were offloaded to the host do not say where the collectives run.
+    # The device of parameters that were offloaded to the host is not the one on which collectives run.
     return LAG if (kind if kind in reached else reached[0]) == "cuda" else 0
 
 
 def gather(value, groups) -> list:
-    """Return the list of the values of all processes. Blocks until all processes have called this function.
+    """Return the list of the values of all processes, when all of them have called this function.
 
     Args:
         value: the value of this process.
-        groups: the process groups that `groups_of` returned. The list has the same order in all processes.
+        groups: the process groups that `groups_of` returned.
+
+    Returns:
+        The values, in the same order in all processes.
     """
     values = [value]
     for group in groups:

@@ -1,8 +1,8 @@
 """Records: frozen dataclasses that can be stored in a controller's state and merged over processes.
 
 Each field is declared once, with its shape and a rule for merging. A shape (`fewbit.schema.shapes`) is a function that
-checks one entry of a state and returns the field's value. Conversion to plain values, validation and merging of a record
-follow from these declarations.
+checks one entry of a state and returns the field's value. Conversion to plain values, validation and merging of a
+record follow from these declarations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fewbit.schema.shapes import MOST_ROWS, Shape, entries, listed, record, wron
 
 
 def first(values: list):
-    """Return the value of the first process. Serves for values that are the same in all processes, such as names."""
+    """Return the value of the first process, for values that are the same in all processes, such as names."""
     return values[0]
 
 
@@ -31,12 +31,12 @@ def rounded_mean(values: list) -> int:
 
 
 def root_sum_square(values: list) -> float:
-    """Return the root of the sum of squares, because the squares of independent errors add up."""
+    """Return the root of the sum of squares, for errors that are independent, because their squares add up."""
     return math.sqrt(sum(value**2 for value in values))
 
 
 def vector_sum(values: list[tuple | None]) -> tuple | None:
-    """Return the sum of vectors, the shorter ones padded with zeros. None values are left out; None if there is no vector."""
+    """Return the sum of vectors, with zeros appended to shorter ones. None is skipped. No vectors give None."""
     vectors = [vector for vector in values if vector is not None]
     length = max(map(len, vectors), default=0)
     padded = [(*vector, *[0.0] * (length - len(vector))) for vector in vectors]
@@ -44,7 +44,7 @@ def vector_sum(values: list[tuple | None]) -> tuple | None:
 
 
 def vector_mean(values: list[tuple | None]) -> tuple | None:
-    """Return the mean of vectors. None values are left out; None if there is no vector, or if the lengths differ."""
+    """Return the mean of vectors. None is skipped. No vectors, or vectors of different lengths, give None."""
     vectors = [vector for vector in values if vector is not None]
     if len(set(map(len, vectors))) != 1:
         return None
@@ -52,7 +52,7 @@ def vector_mean(values: list[tuple | None]) -> tuple | None:
 
 
 def merge_by_key(values: list[Mapping]) -> dict:
-    """Merge mappings of records: records with the same key become one. Keys keep the order of their first appearance."""
+    """Merge the mappings of all processes. Records with the same key become one; keys stay in order of appearance."""
     by_key: dict = {}
     for mapping in values:
         for key, value in mapping.items():
@@ -64,8 +64,9 @@ def entry(shape: Shape, merge: Callable[[list], object] = first, key: str = "", 
     """Return a dataclass field for a record.
 
     Args:
-        shape: checks the field's entry in a state and returns the field's value (`fewbit.schema.shapes`).
-        merge: makes one value of a list with the value of each process.
+        shape: a function that checks the field's entry in a state and returns the field's value
+            (`fewbit.schema.shapes`).
+        merge: a function that makes one value from the list of the values of all processes.
         key: the key of the field's entry in a state, if it differs from the field's name.
         options: further arguments of `dataclasses.field`.
     """
@@ -86,7 +87,12 @@ class Record:
 
     @classmethod
     def from_entries(cls, values: Mapping, where: str = "") -> Self:
-        """Return the record with the given entries, which `shapes` have checked. Other entries are ignored."""
+        """Make a record from entries that its `shapes` have checked.
+
+        Args:
+            values: the entries by key. Entries with other keys than the record's are ignored.
+            where: the text with which the messages of errors begin.
+        """
         made = cls(**{item.name: values[_key(item)] for item in fields(cls)})
         made.check(where)
         return made
@@ -105,7 +111,7 @@ class Record:
 
     @classmethod
     def merged(cls, records: list[Self]) -> Self:
-        """Return one record, merged from the records that all processes made of the same thing, in rank order."""
+        """Merge the records of all processes about one thing, such as a slot, in rank order, into one record."""
         merged = {
             item.name: item.metadata["merge"]([getattr(made, item.name) for made in records])
             for item in fields(cls)
@@ -114,7 +120,7 @@ class Record:
 
 
 def plain(value):
-    """Return the plain form of a value. A mapping becomes the list of its values, since each value contains its key."""
+    """Return a value as a state stores it. A mapping becomes the list of its values, which contain the keys."""
     if isinstance(value, Record):
         return value.to_plain()
     if isinstance(value, Mapping):
@@ -131,7 +137,7 @@ def vector(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
 
 
 def named_tuple(cls: type, *shapes: Shape) -> Shape:
-    """Return the shape of a list with one entry for each field of a NamedTuple class. The field's value is such a tuple."""
+    """Return the shape of a list with one entry for each field of a NamedTuple. The value is such a tuple."""
     check = entries(*shapes)
     return lambda value, where: cls(*check(value, where))
 

@@ -1,7 +1,7 @@
 """The schedule of a policy's measurements: it says in which forward pass the next measurement takes place.
 
-A training loop may call several modules of a model one by one. These modules are then measured in turn. A step is a forward
-pass of any of them in training.
+A training loop may call several modules of a model one by one. These modules are then measured in turn. A step is one
+call of one of these modules, that is one forward pass in training.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from fewbit.policies.records import Record, entry, keyed, named_tuple
 from fewbit.schema.shapes import MOST_STEPS, capped, flag, text, whole, wrong
 
 PATIENCE = 16
-"""Forward passes that a measurement waits for its backward pass, or for a module whose turn is next."""
+"""The number of steps for which a measurement waits for its backward pass, or for the module whose turn is next."""
 
 
 class Turn(NamedTuple):
-    """A module that the training loop calls: its path, its latest step, and the step in which it was last measured."""
+    """A module that the training loop calls: its path, and the steps of its latest call and its latest measurement."""
 
     path: str
     latest: int
@@ -34,8 +34,8 @@ class Schedule(Record):
 
     Args:
         step: the number of forward passes in training so far.
-        is_due: whether a measurement is due, of the module whose turn it is.
-        turns: the turn of each module that the training loop calls, by the module's path.
+        is_due: whether a measurement is due. The measurement takes place when the module whose turn it is runs.
+        turns: one `Turn` for each module that the training loop calls, by the module's path.
     """
 
     step: int = entry(whole(), default=0)
@@ -46,7 +46,7 @@ class Schedule(Record):
     )
 
     def capped(self) -> Schedule:
-        """Return the schedule with step numbers capped at the largest that a state may hold. A training can run longer."""
+        """Return the schedule with step numbers capped at the largest number that a state may hold."""
         turns = {
             path: Turn(path, capped(turn.latest, MOST_STEPS), capped(turn.measured, MOST_STEPS))
             for path, turn in self.turns.items()
@@ -54,7 +54,7 @@ class Schedule(Record):
         return replace(self, step=capped(self.step, MOST_STEPS), turns=turns)
 
     def check(self, where: str) -> None:
-        """Raise InputError if the steps of a module are not in order: last measured, latest, present step of the training."""
+        """Raise InputError unless each module has latest measurement <= latest call <= present step."""
         for i, turn in enumerate(self.turns.values()):
             if not turn.measured <= turn.latest <= self.step:
                 raise wrong(f"turns[{i}]", f"steps in order up to {self.step}", tuple(turn))
@@ -76,7 +76,7 @@ class Schedule(Record):
         return Schedule(step, is_due, {**self.turns, path: turn})
 
     def is_turn_of(self, path: str) -> bool:
-        """Return whether to measure a module now: a measurement is due, and no other module in use has waited longer."""
+        """Return whether a measurement is due, and the module at `path` has waited for one longer than others in use."""
         own = self.turns[path].measured
         return self.is_due and all(
             turn.measured >= own

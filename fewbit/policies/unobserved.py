@@ -1,6 +1,7 @@
-"""The layers whose saved tensors probes cannot measure, with the reasons. Policies leave the bits of these layers alone.
+"""The layers whose saved tensors probes cannot measure, with the reasons. Policies leave their bits alone.
 
-Each process has its own list. The list is not stored in a state.
+A probe measures one forward and backward pass for a policy. Each process has its own list of these layers, which is not
+stored in a state.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from fewbit.runtime.interop.module_calls import is_compiled
 from fewbit.runtime.saved.assignment import ALONE, COMPILED, REENTRANT
 
 FORGOTTEN = 8
-"""Measurements after which a slot or layer that no longer appears is forgotten."""
+"""The number of measurements without a slot (a saved tensor) or a layer after which the slot or layer is forgotten."""
 REASONS = {
     COMPILED: "inside torch.compile",
     REENTRANT: "in a checkpoint with use_reentrant=True; use use_reentrant=False",
     ALONE: "called by themselves, outside of a forward of the model",
 }
-"""Reasons in words, for reports."""
+"""The reasons in words, for reports."""
 
 
 class Unobserved:
     """The list of the layers that were reported because a policy cannot measure what they save.
 
-    Compiled layers are reported only once, when they are traced, so they stay in the list. Other layers are removed after
-    FORGOTTEN measurements without another report.
+    Compiled layers are reported only once, when they are traced, so they stay in the list. Other layers are removed
+    after FORGOTTEN measurements without another report.
     """
 
     def __init__(self):
         self._compiled: set[str] = set()
-        self._reports: dict[str, tuple[str, int]] = {}  # by layer: the reason, and the measurement
+        self._reports: dict[str, tuple[str, int]] = {}  # layer: (reason, number of the measurement)
         self._measurement = 0
 
     def add(self, layer: str, reason: str) -> None:
@@ -47,7 +48,7 @@ class Unobserved:
             self._reports[layer] = reason, self._measurement
 
     def new_measurement(self) -> None:
-        """Count a measurement, and remove layers that were not reported for a long time."""
+        """Count a measurement, and remove layers whose last report is FORGOTTEN measurements ago."""
         self._measurement += 1
         oldest = self._measurement - FORGOTTEN
         self._reports = {
@@ -57,7 +58,7 @@ class Unobserved:
         }
 
     def found(self, model: nn.Module | None, seen: Container[str]) -> dict[str, str]:
-        """Return {layer: reason in words} of all listed layers that no measurement has seen.
+        """Return {layer: reason in words} of the listed layers, without layers that a measurement has seen.
 
         Args:
             model: the model with the layers, or None if it no longer exists.
@@ -71,15 +72,15 @@ class Unobserved:
 
 
 def _with_alike(model: nn.Module, traced: set[str]) -> set[str]:
-    """Return the traced layers and all trained layers of their classes in compiled modules.
+    """Return the traced layers, and all trained layers of the same classes in compiled modules.
 
-    The compiler traces one of several alike layers and uses the code for all of them.
+    The compiler may trace one of several similar layers, and run its code for all of them.
     """
     if not traced:
         return traced
     modules, inside = {}, set()
     for path, module in model.named_modules():
-        # A wrapper that came after the conversion is no part of layers' names.
+        # If torch.compile wrapped a module after the conversion, layers' names do not contain the wrapper.
         path = ".".join(part for part in path.split(".") if part != "_orig_mod")
         modules[path] = module
         if is_compiled(module) or path.rpartition(".")[0] in inside:

@@ -2,16 +2,16 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# torch first, in a version of its own: later requirements are then satisfied and pull nothing more.
+# torch is installed first, in this version. Later requirements find it installed and do not download another one.
 TORCH  ?= torch==2.13.0
-# --no-compile: packages bring thousands of modules and few are imported. Python compiles those on import.
+# --no-compile saves time: packages have thousands of modules, and few are imported. Python compiles these on import.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 # One process per core with one thread each; a test that needs more threads sets their number itself.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
-# What the compiled kernels are made from.
+# The sources of the compiled kernels.
 KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
-# The tests that run on every device.
+# The tests that `make gpu` runs on the GPU, as other targets do on the CPU.
 CUDA_TESTS := $(addprefix tests/backends/,test_backends.py test_ops.py) \
 	$(addprefix tests/layers/,test_functional.py test_autograd.py test_modules.py test_layers.py test_attention.py test_gated.py test_pooling.py test_dropout.py test_small_layers.py) \
 	$(addprefix tests/runtime/,test_compile.py test_quantizer.py test_saved_tensors.py test_min_dtype.py test_bit_sharing.py test_variance_probe.py test_offload.py) \
@@ -35,7 +35,7 @@ test-all: slow
 	$(MAKE) dispatch
 	@if command -v $${CXX:-c++} > /dev/null; then $(MAKE) sanitize; else echo "sanitize: left out, no C++ compiler"; fi
 
-# The slow tests and the fuzz tests alone. FEWBIT_FUZZ_CASES sets the number of cases of each fuzz test, 10000 if unset.
+# Only the slow tests and the fuzz tests. FEWBIT_FUZZ_CASES sets the number of cases of each fuzz test (default 10000).
 slow: $(VENV)/installed-tests
 	$(PYTEST) -m slow
 
@@ -47,10 +47,10 @@ lint: $(VENV)/installed-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The CPU kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer; then the ops, in eager mode and
-# compiled, with AddressSanitizer in the kernels, which are built in $(ASAN), and in the code that Inductor makes, which
-# is compiled by $(ASAN)/c++. LD_PRELOAD, because AddressSanitizer's runtime has to be loaded first; detect_leaks=0,
-# because Python and torch never free some of their memory. Takes a few minutes.
+# First come the C++ tests of the CPU kernels, under AddressSanitizer and UndefinedBehaviorSanitizer. Then come Python
+# tests of the ops, in eager mode and compiled, under AddressSanitizer: the kernels in $(ASAN) are built with it, and
+# $(ASAN)/c++ adds it to the code that Inductor generates. LD_PRELOAD is set because AddressSanitizer's runtime must be
+# loaded first, and detect_leaks=0 because Python and torch never free some of their memory. Takes a few minutes.
 ASAN       := build/asan
 ASAN_FLAGS := -fsanitize=address -fno-omit-frame-pointer
 ASAN_TESTS := tests/backends/test_buffers.py tests/backends/test_ops.py tests/runtime/test_compile.py \
@@ -79,10 +79,10 @@ benchmarks: $(VENV)/installed-tests $(VENV)/installed-benchmarks
 	$(BIN)/python benchmarks/activations.py cpu
 	$(BIN)/python benchmarks/memory.py
 
-# On a machine with a GPU, in an environment that has torch for CUDA and fewbit's requirements already: builds for
-# that GPU, runs the tests on it, measures activations and whole training steps (ResNet-50, GPT-2-small). Meant to
-# take less than 10 minutes: the training steps stop after 200 s, and by themselves take up to 5 minutes, see
-# benchmarks/gpu_training.py. JSON goes to $$OUT if set, else to benchmarks/results.
+# For a machine with a GPU, in an environment that has torch for CUDA and fewbit's requirements. Builds the kernels for
+# this GPU, runs the tests on it, and measures activations and training steps of ResNet-50 and GPT-2-small.
+# Takes less than 10 minutes, because benchmarks/gpu_training.py is stopped after 200 s; alone it takes up to 5 minutes.
+# Results are written to $$OUT if set, else to benchmarks/results.
 gpu:
 	FEWBIT_CUDA=1 FEWBIT_CUDA_ARCHITECTURES="$$($(PYTHON) -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')" \
 		$(PYTHON) -m pip install --no-build-isolation --no-deps --editable .

@@ -8,9 +8,8 @@ FEWBIT_KERNELS             auto (default): build them if there is a C++ compiler
 FEWBIT_CUDA                auto (default): build CUDA kernels if nvcc is found (PATH, CUDA_HOME), for this machine's
                            GPUs; without a GPU only PTX for the oldest supported architecture;
                            1: build for all architectures in CUDA_ARCHITECTURES, fail if there is no nvcc;
-                           0: build no CUDA kernels
-FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", in place of those that FEWBIT_CUDA selects;
-                           empty is the same as unset
+                           0: build no CUDA kernels FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such
+as "80 90", in place of those that FEWBIT_CUDA selects; empty is the same as unset
 """
 
 import ctypes
@@ -39,20 +38,20 @@ COMMON_FLAGS = [
     "-Wextra",
     "-fPIC",
     "-fvisibility=hidden",
-    # Only what changes no result: kernels have to agree with other backends to the last bit.
+    # Options for speed are limited to those that change no result, because all backends must agree to the last bit.
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",
 ]
-# Each of PER_ISA in csrc/cpu is compiled once for each, with the flags in csrc/cpu/<name>.flags;
-# csrc/cpu/dispatch.cpp asks the processor which of them it can run.
+# The sources PER_ISA in csrc/cpu are compiled once for each instruction set, with the flags in csrc/cpu/<set>.flags.
+# At run time csrc/cpu/dispatch.cpp asks the processor which sets it supports.
 X86_ISAS = ("avx512", "avx2", "baseline")
 PER_ISA = ("kernels", "quantize", "fixed_point")
 CUDA_ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 
 class BuildKernels(build_ext):
-    """Compiles the kernels, each source with its own flags, and only those that changed."""
+    """The build command that compiles the kernels. Each source has its own flags. Only changed sources are compiled."""
 
     def build_extensions(self):
         mode = choice("FEWBIT_KERNELS")
@@ -76,7 +75,7 @@ class BuildKernels(build_ext):
     left_out = ()
 
     def remove_left_out(self):
-        """No kernels of an earlier build either: they would be packed, or imported from the source tree."""
+        """Delete the kernels of an earlier build if this build makes none, because they would be packaged."""
         for extension in self.left_out:
             Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
 
@@ -104,7 +103,7 @@ class BuildKernels(build_ext):
         self.link(objects, nvcc, Path(self.get_ext_fullpath(extension.name)))
 
     def missing_tool(self):
-        """What keeps the kernels from being compiled here; None if nothing does."""
+        """Return the reason why the kernels cannot be compiled on this machine, or None if they can."""
         if self.compiler.compiler_type != "unix":
             return f"no build for the {self.compiler.compiler_type} compiler yet"
         compiler = self.compiler.compiler_so_cxx[0]
@@ -116,7 +115,8 @@ class BuildKernels(build_ext):
     def link(self, objects, nvcc, target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if nvcc:
-            # nvcc knows where its static runtime is; hidden, so that torch's own cannot take its place.
+            # nvcc links, because it knows where its static CUDA runtime is. The runtime's symbols are hidden, so that
+            # torch's CUDA runtime does not replace them.
             hide = ["-Xlinker", "--exclude-libs=ALL"]
             run([nvcc, "-shared", "--cudart=static", *hide, *objects, "-o", str(target), "-ldl"])
         else:
@@ -131,7 +131,7 @@ def choice(variable):
 
 
 def find_nvcc():
-    """The path of nvcc, None where CUDA is not wanted or not there."""
+    """Return the path of nvcc, or None if no CUDA kernels are wanted or nvcc is not installed."""
     mode = choice("FEWBIT_CUDA")
     if mode == "0":
         return None
@@ -143,7 +143,7 @@ def find_nvcc():
 
 
 def cpu_jobs(compiler, includes, with_cuda):
-    """(command, source, object) for each host source, PER_ISA once per instruction set."""
+    """Yield (command, source, object file) for each host source. PER_ISA sources occur once per instruction set."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     common = [*compiler, *COMMON_FLAGS, *includes, *(["-DFEWBIT_HAVE_X86"] if x86 else [])]
     command = [*common, *(["-DFEWBIT_WITH_CUDA"] if with_cuda else [])]
@@ -170,7 +170,13 @@ def cpu_jobs(compiler, includes, with_cuda):
 
 
 def cuda_jobs(nvcc, architectures, ptx):
-    """Yield (command, source, object) for each CUDA source, with machine code for `architectures` and PTX for `ptx`."""
+    """Yield (command, source, object file) for each CUDA source.
+
+    Args:
+        nvcc: The path of nvcc.
+        architectures: The compute capabilities to build machine code for, times 10.
+        ptx: The compute capability to build PTX for, times 10.
+    """
     gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     gencode.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
     flags = ["-std=c++17", "-O3", "--fmad=false", "--threads=2", "-Xptxas=-warn-spills"]
@@ -186,10 +192,10 @@ def targets(architectures, ptx):
 
 
 def cuda_architectures(nvcc):
-    """Return the compute capabilities to build machine code for, ascending, and the one to build PTX for.
+    """Return the compute capabilities to build machine code for, ascending, and the one to build PTX for, times 10.
 
     The environment variables at the top of this file select them. The PTX is for the newest selected architecture, so
-    that newer GPUs can run it; if none is selected, it is for the oldest supported one, so that all of these can.
+    that newer GPUs can run it. If none is selected, it is for the oldest supported one, so that all supported GPUs can.
     """
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
     known = {int(number) for number in re.findall(r"compute_(\d+)\b", listed.stdout)}
@@ -233,13 +239,18 @@ def attribute(driver, gpu, number):
 
 
 def object_of(name):
-    # Not in build_temp, which is a new directory each time for an editable installation.
+    # Not in setuptools' build_temp, which is a new directory each time for an editable installation.
     platform_name = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     return Path("build", f"kernels-{platform_name}", f"{name}.o")
 
 
 def compile_all(jobs, what):
-    """Compile all objects that are not up to date, and show the progress."""
+    """Compile all objects that are not up to date, and show the progress.
+
+    Args:
+        jobs: A (command, source, object file) for each object.
+        what: The devices for which kernels are built, for the progress line.
+    """
     stale = [job for job in map(Compilation._make, jobs) if not job.up_to_date()]
     line = MovingLine(f"fewbit's kernels for {what}")
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -253,7 +264,7 @@ def compile_all(jobs, what):
 
 
 class MovingLine:
-    """Prints progress: on a terminal by rewriting one line, elsewhere on a new line each time."""
+    """A progress line. On a terminal it is rewritten in place; elsewhere each update is a new line."""
 
     def __init__(self, what):
         self.what, self.moves = what, sys.stdout.isatty()
@@ -271,7 +282,7 @@ class MovingLine:
 
 
 class Compilation(NamedTuple):
-    """A command that compiles source to target."""
+    """The compilation of `source` to the object file `target`. `command` is the compiler with its options."""
 
     command: list
     source: Path
@@ -283,7 +294,7 @@ class Compilation(NamedTuple):
 
     @property
     def stamp(self):
-        """The file that holds the command that made target."""
+        """The file that stores the command by which the target was compiled."""
         return self.target.with_suffix(".command")
 
     def line(self):
@@ -299,7 +310,7 @@ class Compilation(NamedTuple):
         return [*self.command, *paths]
 
     def run(self):
-        """Compile. Return the target's name."""
+        """Compile the source, and return the target's name without its ending."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.stamp.unlink(missing_ok=True)
         run(self.line())
@@ -307,7 +318,7 @@ class Compilation(NamedTuple):
         return self.target.stem
 
     def up_to_date(self):
-        """Return whether target was made by the same command, after the last change of the source and its includes."""
+        """Return whether the target was compiled by the same command, after the last change of source and includes."""
         if not all(path.exists() for path in (self.target, self.dependencies, self.stamp)):
             return False
         if self.stamp.read_text() != shlex.join(self.line()):

@@ -1,4 +1,4 @@
-"""A small ResNet for scikit-learn's 8 by 8 digits, and one training run of it, for the study of tables."""
+"""A small ResNet for scikit-learn's images of digits, 8 by 8 pixels, and a function that trains it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTHS = (16, 32)
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions with batch norm and an identity or 1x1 short cut."""
+    """A residual block: two 3x3 convolutions with batch norm, and a shortcut (the identity or a 1x1 convolution)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, activation: Callable):
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class DigitsResNet(nn.Sequential):
-    """(batch, 1, 8, 8) float32 to logits (batch, 10); two blocks of each width."""
+    """The ResNet, with two blocks of each width. It maps images (batch, 1, 8, 8) float32 to logits (batch, 10)."""
 
     def __init__(self, activation: Callable[[], nn.Module]):
         first, *_ = WIDTHS
@@ -54,7 +54,10 @@ class DigitsResNet(nn.Sequential):
 
 @functools.cache
 def digits():
-    """(train images, train labels, test images, test labels): 1437 and 360 digits, always the same."""
+    """Return (train images, train labels, test images, test labels): 1437 and 360 digits, the same in every run.
+
+    Images are (n, 1, 8, 8) float32 from -1 to 1, labels (n,) int64.
+    """
     data = load_digits()
     images = torch.from_numpy(data.images.astype(np.float32) / 8 - 1)[:, None]
     labels = torch.from_numpy(data.target).long()
@@ -75,7 +78,7 @@ def build(activation: Callable[[], nn.Module], seed: int) -> DigitsResNet:
 
 
 def batches(generator: torch.Generator):
-    """One epoch of (images, labels), the rest that does not fill a batch left out."""
+    """Yield the batches (images, labels) of one epoch, in random order. An incomplete batch is left out."""
     images, labels, _, _ = digits()
     order = torch.randperm(len(labels), generator=generator)
     for part in order.split(BATCH)[: len(labels) // BATCH]:
@@ -85,9 +88,16 @@ def batches(generator: torch.Generator):
 def train(
     model: nn.Module, seed: int, progress: Callable[[int], None] = lambda step: None
 ) -> dict[str, float]:
-    """AdamW with a cosine to zero; the loss of the last epoch, and loss and accuracy on the test digits.
+    """Train a model in place with AdamW. The learning rate falls to zero along a cosine.
 
-    progress: told each step done.
+    Args:
+        model: The model.
+        seed: The seed of the batches and of random rounding.
+        progress: Called after every step with the number of steps done.
+
+    Returns:
+        "final": the loss on the test digits. "train": the mean loss of the last epoch. "accuracy": the share of test digits
+        that are classified correctly.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True

@@ -1,4 +1,4 @@
-"""What `error_bound.py` compares, and what it measures of each: bytes, and how much larger gradients are than exact ones."""
+"""The arms (ways to train) that `error_bound.py` compares, and the measurement of saved bytes and gradients."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BOUNDS = {
     TIGHT: {"e2": 0.1, "codec": "quant"},
     ZEROS: {"e2": 0.5, "codec": "quant+zvc"},
 }
-"""Options of the policy."""
+"""The options of `fewbit.ErrorBound` in each arm with an error bound."""
 EXACT = "exact"
 DRAWS = 8
 
 
 def fixed(bits: int) -> str:
-    """The name of the arm with as many bits in all steps."""
+    """Return the name of the arm with fixed bits."""
     return f"{bits} bit{'s' * (bits > 1)}"
 
 
@@ -39,10 +39,15 @@ ARMS = (EXACT, *FIXED, *BOUNDS)
 
 
 def compress(model: nn.Module, arm: str, interval: int = INTERVAL):
-    """Converts the model in place; returns the controller, None if exact.
+    """Convert a model in place as an arm requires. Return the controller, or None for the exact arm.
 
-    arm: one of ARMS. Fixed bits are those of `compress_` at level L2, as a user's search over them would have it: few-bit
-    activations keep 3 bits (1 if that is exact), and attention at least 4. With the error bound all follows from e^2.
+    Fixed bits are those of `compress_` at level L2, since a user's grid search would try these: few-bit activations
+    save 3 bits (1 if that is exact), and attention at least 4. With the error bound, all bits follow from e^2.
+
+    Args:
+        model: The model.
+        arm: One of ARMS.
+        interval: The number of steps between two observed steps of the error bound.
     """
     if arm == EXACT:
         return None
@@ -54,14 +59,22 @@ def compress(model: nn.Module, arm: str, interval: int = INTERVAL):
 
 
 def saved_bytes(model: nn.Module, loss, batch) -> int:
-    """Return the bytes that a forward and its loss save for backward. The batch is in memory of its own, as the meter counts whole storages."""
+    """Return the bytes that a forward and its loss save for backward.
+
+    The batch is copied to storages of its own, because `fewbit.saved_bytes` counts whole storages.
+    """
     return fewbit.saved_bytes(partial(loss, model), tree_map(alone, batch)).total
 
 
 class Ratio(NamedTuple):
-    """Of the gradient g^ of all parameters to the exact one g of the same batch.
+    """The gradient g^ of the compressed model compared with the exact gradient g of the same batch.
 
-    ratio: mean of |g^|^2 / |g|^2 over draws of rounding, with its standard error; error: mean of |g^ - g|^2 / |g|^2.
+    A gradient is that of all parameters. Means are over draws of the random rounding.
+
+    Attributes:
+        ratio: The mean of |g^|^2 / |g|^2.
+        ratio_error: The standard error of `ratio`.
+        error: The mean of |g^ - g|^2 / |g|^2.
     """
 
     ratio: float
@@ -70,7 +83,7 @@ class Ratio(NamedTuple):
 
 
 def gradient_ratio(model: nn.Module, loss, batch, draws: int = DRAWS) -> Ratio:
-    """As the model is now; its training, and torch's random state, do not notice."""
+    """Compare a compressed model's gradient with the exact one. The model and torch's random state do not change."""
     exact = copy.deepcopy(model)
     fewbit.restore_(exact)
     g = Measured(exact, loss, seed=0).gradient(batch, 0)
@@ -91,7 +104,7 @@ def squared(gradient) -> float:
 
 
 def check(task, arm: str) -> None:
-    """The arm's gradient is close to the exact one where it should be, and draws differ."""
+    """Assert that the gradient of an arm with many bits is close to the exact one, but not equal to it."""
     model = task.build(0)
     compress(model, arm)
     batch = next(task.batches(torch.Generator().manual_seed(0)))

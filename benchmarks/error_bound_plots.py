@@ -1,4 +1,4 @@
-"""The pictures of `error_bound.py`, from its results."""
+"""The pictures of the results of `error_bound.py`. Tasks are given as {name: Task}, in arguments called `of`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,20 @@ NAMES = {
     arms.ZEROS: "e² = 0.5, zeros left out",
 }
 PICTURED = arms.BOUND, arms.TIGHT
-"""Whose gradients are drawn, each beside the line of its 1 + e^2."""
+"""The arms whose gradients are drawn, each with a line at its limit 1 + e^2."""
 GRID = "#6e7781"
 
 
 def plot(records, ratios, of, folder, name):
-    """<name>_ratio.png and <name>_scores.png in that folder. of: the tasks."""
+    """Draw <name>_ratio.png and <name>_scores.png into a folder.
+
+    Args:
+        records: The rows of the summary, one for each task and arm.
+        ratios: The rows with ratios of gradients, one for each point of a training run.
+        of: The tasks by name.
+        folder: The folder.
+        name: The beginning of the file names.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(style.STYLE):
         for part, figure in (
@@ -32,7 +40,7 @@ def plot(records, ratios, of, folder, name):
 
 
 def panels(of):
-    """(figure, axes by task): two columns."""
+    """Return a figure with a panel for each task, in two columns, and the axes by task."""
     rows = -(-len(of) // 2)
     figure = Figure(figsize=(9.2, 3.2 * rows + 0.4), layout="constrained", facecolor="white")
     grid = figure.subplots(rows, 2, squeeze=False).ravel()
@@ -43,7 +51,7 @@ def panels(of):
 
 
 def legend(figure, found):
-    """Of all that has a name in any panel, once each, below all of them."""
+    """Add one legend below all panels, in which each label of any panel occurs once."""
     named = {}
     for axes in found.values():
         for curve, text in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -52,7 +60,10 @@ def legend(figure, found):
 
 
 def ratio(records, ratios, of):
-    """E|g^|^2 / |g|^2 over the steps of training: a line a seed, fixed bits of the grid search, and 1 + e^2."""
+    """Draw E|g^|^2 / |g|^2 over the steps of training, with a curve for each seed and lines at 1 + e^2.
+
+    g is the exact gradient, and g^ that of the error bound or of the fixed bits that grid search takes.
+    """
     figure, found = panels(of)
     for name, axes in found.items():
         for arm in PICTURED:
@@ -89,7 +100,7 @@ def ratio(records, ratios, of):
 
 
 def scores(records, of):
-    """Change of the score over compression: fixed bits a curve, the error bound a point; better is above."""
+    """Draw the change of the score over the compression, fixed bits as a curve, error bounds as points. Up is good."""
     figure, found = panels(of)
     for name, axes in found.items():
         task = of[name]
@@ -138,7 +149,7 @@ LABELS = {"accuracy": "accuracy", "final": "held-out loss", "psnr": "PSNR"}
 
 
 def _points(axes, task, records, color, marker, text, linewidth=0.0, markersize=4.5):
-    """Means, with bars of the standard error of paired changes."""
+    """Draw mean changes of the score. The bars show the standard errors of the changes, in pairs of equal seeds."""
     if records:
         axes.errorbar(
             [r["compression"] for r in records],

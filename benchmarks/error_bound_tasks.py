@@ -1,4 +1,4 @@
-"""The four tasks of `error_bound.py`: small networks on real data that needs no download, behind one form."""
+"""The four tasks of `error_bound.py`: small networks on real data that needs no download, behind one interface."""
 
 from __future__ import annotations
 
@@ -18,11 +18,20 @@ from fewbit.demo import text, training
 
 
 class Task(NamedTuple):
-    """One network, its data and one training run of it.
+    """One network, its data and its training.
 
-    score: what the result is judged by, a key of what `train` returns. unit: it is shown in, after `factor`. sign: 1 if
-    more is better, else -1. build: by seed; equal for equal seeds. batches: without end, from a generator. train:
-    (model, seed, progress) trains in place and tells held-out results; batches follow from the seed alone.
+    Attributes:
+        title: The name of the task in tables and pictures.
+        score: The key of the result of `train` by which training runs are compared.
+        unit: The unit in which the score is shown, after multiplication by `factor`.
+        factor: See `unit`.
+        sign: 1 if a larger score is better, else -1.
+        steps: The number of training steps.
+        build: A function that builds the model. The initial parameters depend on the seed alone.
+        batches: A function that yields training batches without end, drawn with the given generator.
+        loss: A function of the model and a batch.
+        train: `train(model, seed, progress)` trains the model in place and returns held-out results. The batches
+            depend on the seed alone.
     """
 
     title: str
@@ -38,7 +47,7 @@ class Task(NamedTuple):
 
 
 def tasks(quick: bool = False) -> dict[str, Task]:
-    """By name. quick: a few steps each, to see that all works."""
+    """Return the tasks by name. If `quick` is true, each has a few steps, to check that all works."""
     return {
         "digits": digits(quick),
         "transformer": transformer(quick),
@@ -48,7 +57,10 @@ def tasks(quick: bool = False) -> dict[str, Task]:
 
 
 def short(module, quick: bool, title: str, score: str, unit: str, factor: float) -> Task:
-    """Of a module with `build`, `batches`, `loss`, `test`, STEPS and LEARNING_RATE; more of its score is better."""
+    """Make the task of a module that has `build`, `batches`, `loss`, `test`, STEPS and LEARNING_RATE.
+
+    The other arguments are as in `Task`. A larger score is better.
+    """
     steps = 20 if quick else module.STEPS
 
     def train(model, seed, progress):
@@ -61,11 +73,11 @@ def short(module, quick: bool, title: str, score: str, unit: str, factor: float)
 
 
 EPOCHS = 30
-"""Of digits, so that bounds are found more than three times after the first steps."""
+"""The epochs of the digits task: so many that bounds are found more than three times after the first steps."""
 
 
 def digits(quick: bool) -> Task:
-    """The ResNet for digits, with ReLU."""
+    """Make the task of the ResNet for digits, with ReLU."""
     digits_resnet.EPOCHS = 1 if quick else EPOCHS
     of_epoch = len(digits_resnet.digits()[1]) // digits_resnet.BATCH
 
@@ -88,7 +100,7 @@ def digits(quick: bool) -> Task:
 
 
 def transformer(quick: bool) -> Task:
-    """The demo's, over the characters of Python's help texts."""
+    """Make the task of the demo's transformer, which predicts characters of Python's help texts."""
     settings = training.Settings(steps=20) if quick else training.Settings()
     corpus = text.python_topics()
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine it ran on, medians with their spread, files of results."""
+"""Functions that all benchmarks use: they describe the machine, measure times, and save results."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import statistics
 import time
 from pathlib import Path
 
-# $OUT, for a machine whose working copy is thrown away.
+# $OUT is for machines whose working copy is discarded after the run.
 RESULTS = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
 
 def machine(*packages):
-    """Processor, cores, Python and the versions of ``packages``, as they go into every result."""
+    """Return a description of the machine, with the versions of `packages`, as it is stored with every result."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0))
@@ -40,7 +40,7 @@ def _processor():
 
 
 def seconds(call, repeats, warm=True):
-    """Wall times of ``repeats`` calls, sorted; one call before them unless ``warm`` is False."""
+    """Return the sorted wall times of `repeats` calls, in seconds. If `warm` is true, an untimed call precedes them."""
     if warm:
         call()
     times = []
@@ -52,7 +52,7 @@ def seconds(call, repeats, warm=True):
 
 
 def spread(times):
-    """``median (min .. max)`` in readable units."""
+    """Format sorted times as `median (min .. max)`, in s or ms."""
     return f"{show(statistics.median(times))} ({show(times[0])} .. {show(times[-1])})"
 
 
@@ -61,7 +61,7 @@ def show(value):
 
 
 def save(name, about, rows):
-    """``results/<name>.json`` (machine and rows) and ``.csv`` (rows)."""
+    """Write RESULTS/<name>.json (the machine `about` and the rows, a list of dicts) and <name>.csv (the rows)."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     document = {"machine": about, "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""One short training run, as every small task here has it."""
+"""A short training run with AdamW, which small tasks have in common."""
 
 from __future__ import annotations
 
@@ -19,10 +19,21 @@ def train(
     seed: int,
     progress: Callable[[int], None] = lambda step: None,
 ) -> float:
-    """AdamW with a cosine to zero, in place; the mean loss of the last tenth of the steps.
+    """Train a model in place with AdamW. The learning rate falls to zero along a cosine.
 
-    batches: as many as there are steps. seed: of what the model draws. progress: told each step done. torch's random
-    state is left as it was.
+    torch's random state is restored.
+
+    Args:
+        model: The model.
+        batches: Yields at least one batch for each step.
+        loss: A function of the model and a batch.
+        steps: The number of steps.
+        learning_rate: The learning rate of the first step.
+        seed: The seed of random numbers that the model draws, such as those of random rounding.
+        progress: Called after every step with the number of steps done.
+
+    Returns:
+        The mean loss of the last tenth of the steps.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True
@@ -54,9 +65,14 @@ def train_and_test(
     seed: int,
     progress: Callable[[int], None] = lambda step: None,
 ) -> dict[str, float]:
-    """`train`, then a test in evaluation mode: {"final": the loss there, "train": that of training, and its scores}.
+    """Train a model with `train`, then test it in evaluation mode.
 
-    batches: without end, from a generator, which has the seed too. test: model -> (loss, {score: value}).
+    Args are those of `train`, except:
+        batches: A function that yields batches without end, drawn with the given generator. Its seed is `seed`.
+        test: A function of the model that returns (loss, {name of a score: value}).
+
+    Returns:
+        "final": the loss of the test. "train": the result of `train`. In addition, the scores of the test.
     """
     generator = torch.Generator().manual_seed(seed)
     of_training = train(model, batches(generator), loss, steps, learning_rate, seed, progress)

@@ -1,7 +1,7 @@
-"""A small network for super-resolution, twice the size, on scikit-learn's two photographs.
+"""A small network that doubles the size of images (super-resolution), trained on scikit-learn's two photographs.
 
-Small images are the photographs at half their size (bicubic, antialiased). The bottom third of each photograph is never
-trained on, and is what the test is about.
+The network's inputs are the photographs at half their size (bicubic, antialiased). The bottom third of each photograph
+is held out of the training, for the test.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, l1_loss
 
 SCALE = 2
-PATCH, BATCH, STEPS, LEARNING_RATE = 20, 12, 1200, 4e-3  # patches of small images
+PATCH, BATCH, STEPS, LEARNING_RATE = 20, 12, 1200, 4e-3  # PATCH: pixels of small images
 WIDTH, BLOCKS = 24, 3
 BORDER = 4
-"""Pixels at the edges of a test image that do not count, as they lack neighbors."""
+"""The width, in pixels, of the edges of a test image that are ignored, because their pixels lack neighbors."""
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions with a ReLU between, added to what came in; no norms (EDSR)."""
+    """A residual block of EDSR: two 3x3 convolutions with a ReLU between them, and no norms."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class SuperResolution(nn.Module):
-    """(N, 3, H, W) to (N, 3, 2 H, 2 W): what is added to the bicubic interpolation."""
+    """Maps images (N, 3, H, W) to (N, 3, 2 H, 2 W). The network computes a correction of the bicubic interpolation."""
 
     def __init__(self):
         super().__init__()
@@ -55,13 +55,16 @@ class SuperResolution(nn.Module):
 
 
 def enlarged(x: Tensor) -> Tensor:
-    """Bicubic, not clipped."""
+    """Enlarge images to twice their size by bicubic interpolation. Values outside 0 to 1 are not clipped."""
     return interpolate(x, scale_factor=SCALE, mode="bicubic", align_corners=False)
 
 
 @functools.cache
 def photographs() -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """(train, test): of each photograph a pair (small, large), (3, H, W) and (3, 2 H, 2 W) float32 from 0 to 1."""
+    """Return (train, test), each a list with a pair (small, large) for each photograph.
+
+    The images are (3, H, W) and (3, 2 H, 2 W), float32 from 0 to 1.
+    """
     train, test = [], []
     for image in load_sample_images().images:
         large = torch.from_numpy(image.copy()).permute(2, 0, 1).float() / 255
@@ -76,7 +79,10 @@ def photographs() -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tenso
 
 
 def batches(generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """(small, large) patches without end, (BATCH, 3, PATCH, PATCH) and twice that, from random places."""
+    """Yield batches (small, large) of random patches without end.
+
+    `small` is (BATCH, 3, PATCH, PATCH), and `large` has twice the height and width.
+    """
     pairs, _ = photographs()
     while True:
         chosen = []
@@ -103,7 +109,11 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def psnr(enlarge: Callable[[Tensor], Tensor]) -> float:
-    """Mean over the test images, in dB, of 10 log10 of 1 / the mean squared error."""
+    """Return the mean peak signal-to-noise ratio over the test images, in dB: 10 log10(1 / mean squared error).
+
+    Args:
+        enlarge: A function that doubles the size of images (N, 3, H, W).
+    """
     found = []
     for small, large in photographs()[1]:
         off = (enlarge(small[None])[0].clamp(0, 1) - large)[:, BORDER:-BORDER, BORDER:-BORDER]
@@ -112,7 +122,7 @@ def psnr(enlarge: Callable[[Tensor], Tensor]) -> float:
 
 
 def test(model: nn.Module) -> tuple[float, dict[str, float]]:
-    """(loss, PSNR) on the test images."""
+    """Return (loss, {"psnr": peak signal-to-noise ratio in dB}) on the test images."""
     score = psnr(model)
     pairs = [(small[None], large[None]) for small, large in photographs()[1]]
     return statistics.fmean(loss(model, pair).item() for pair in pairs), {"psnr": score}

@@ -1,6 +1,6 @@
-"""A small classifier of texts: which package of Python's standard library a passage of 128 characters is from.
+"""A small text classifier. It tells from which package of Python's standard library a passage of 128 characters is.
 
-The last fifth of every file is never trained on, and is where test passages come from.
+The last fifth of every file is held out of the training. Test passages come from there.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TESTS = {"test", "tests"}
 PASSAGE, CHARACTERS, OTHER = 128, 128, 127
 HELD_OUT = 0.2
 TEST_PASSAGES = 256
-"""Of each package."""
+"""The number of test passages of each package."""
 STEPS, BATCH, LEARNING_RATE = 600, 64, 3e-3
 WIDTH = 64
 
 
 class TextClassifier(nn.Sequential):
-    """Characters (batch, PASSAGE) int64 to logits (batch, packages): three convolutions over embedded characters."""
+    """Three convolutions over embedded characters, from (batch, PASSAGE) int64 to logits (batch, packages)."""
 
     def __init__(self):
         super().__init__(
@@ -53,7 +53,7 @@ class TextClassifier(nn.Sequential):
 
 class Transposed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, channels) to (batch, channels, length), for convolutions."""
+        """Transpose (batch, length, channels) to (batch, channels, length), for convolutions."""
         return x.transpose(1, 2).contiguous()
 
 
@@ -63,13 +63,13 @@ def _convolution(inputs: int, outputs: int):
 
 @functools.cache
 def texts() -> list[tuple[Tensor, Tensor]]:
-    """(train, test) of each package: (n,) int64 character numbers, what is not ASCII all the same."""
+    """Return (train, test) for each package: character codes, (n,) int64, with OTHER for what is not ASCII."""
     found = []
     for package in PACKAGES:
         (folder,) = importlib.util.find_spec(package).submodule_search_locations
         train, test = [], []
         for path in sorted(Path(folder).rglob("*.py")):
-            if TESTS.intersection(path.parts):  # which some systems leave out
+            if TESTS.intersection(path.parts):  # some systems do not install tests
                 continue
             text = path.read_text(encoding="utf-8")
             numbers = torch.tensor([min(ord(c), OTHER) for c in text], dtype=torch.long)
@@ -82,7 +82,7 @@ def texts() -> list[tuple[Tensor, Tensor]]:
 
 @functools.cache
 def test_passages() -> tuple[Tensor, Tensor]:
-    """(passages, labels): the same ones at every call, evenly spread over what is held out."""
+    """Return (passages, labels) for the test: passages spread evenly over the held-out text of each package."""
     passages = []
     for _, test in texts():
         starts = torch.linspace(0, len(test) - PASSAGE, TEST_PASSAGES).long()
@@ -91,7 +91,7 @@ def test_passages() -> tuple[Tensor, Tensor]:
 
 
 def batches(generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """(passages, labels) without end; each package as often as any other, in the mean."""
+    """Yield batches (passages, labels) without end. Each package has the same probability."""
     places = torch.arange(PASSAGE)
     while True:
         labels = torch.randint(len(PACKAGES), (BATCH,), generator=generator)
@@ -115,7 +115,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def test(model: nn.Module) -> tuple[float, dict[str, float]]:
-    """(loss, accuracy) on the test passages."""
+    """Return (loss, {"accuracy": accuracy}) on the test passages."""
     passages, labels = test_passages()
     logits = torch.cat([model(part) for part in passages.split(256)])
     accuracy = (logits.argmax(1) == labels).double().mean().item()

@@ -1,21 +1,22 @@
-"""Backends: the kernels of a device, compiled or in plain torch. The best backend that works is chosen for each device.
+"""Backends: the functions that compress tensors on one type of device, as compiled kernels or in plain torch.
 
-A backend is an object with these attributes. The module `reference` has and documents all of them:
+`of` chooses the best backend that works on a tensor's device. A *code* is the integer of 1 to 8 bits that is saved for
+one element. A backend is an object with these attributes, which the module `reference` defines and documents:
 
-    name                         for reports: "reference", "cuda" or an instruction set of the CPU
-    pack, unpack                 codes to bit-planes, and back
-    encode, decode_mul           the codes of a few-bit activation's input, and its gradient from these codes
-    forward                      the activation's result and its codes in one pass, or None if there is no such pass
-    quantize, dequantize         the group quantizer: codes and ranges of groups, and approximate values from them
-    squares                      the numbers by which a tensor's bits are divided among its samples
-    forward_quantized            `forward` and `quantize` of the result in one pass, or None if there is no such pass
-    grid_fixed, encode_fixed     the grid and the codes of a pre-activation in fixed point
-    decode_fixed, mask_fixed     values from these codes, and the gradient of the ReLU from their signs
+    name                         the name in reports: "reference", "cuda" or an instruction set of the CPU
+    pack, unpack                 store codes as bit-planes in int32 words, and read them back
+    encode, decode_mul           get the codes that a few-bit activation saves, and the gradient from these codes
+    forward                      get the activation's result and its codes in one pass over memory
+    quantize, dequantize         the group quantizer: get codes and ranges of groups, and approximate values from them
+    squares                      get the numbers by which a tensor's bits are divided among its samples
+    forward_quantized            `forward`, and `quantize` of the result, in one pass over memory
+    grid_fixed, encode_fixed     get the fixed-point codes of a norm's normalized input, and the values they stand for
+    decode_fixed, mask_fixed     get values from fixed-point codes, and a ReLU's gradient from the signs in the codes
 
 Every function takes and returns tensors of one device, and has the signature that it has in `reference`. All backends
-return the same codes, ranges and values, bit for bit. They differ in two things only. Some backends have passes that
-others lack, see `reference.forward`. Only some know a tensor's smallest and largest element without waiting for the
-device, see `results.QuantizedGroups.spread`.
+return the same codes, ranges and values, bit for bit. They differ in two ways only. `forward` and `forward_quantized`
+return None in a backend that has no such pass. Only some backends know a tensor's smallest and largest element without
+waiting for the device (`results.QuantizedGroups.spread`).
 
 To add a backend, write a new file here and let `_choose` select it by device. This folder may import `runtime.format`
 and `runtime.interop`.

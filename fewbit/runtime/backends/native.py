@@ -18,7 +18,8 @@ from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
-# Longer tables, which only unusual functions of a user have, do not fit the parameters of a CUDA kernel.
+# Tables with more breaks or points, which only unusual functions of a user have, do not fit the parameters of a CUDA
+# kernel.
 _MOST_BREAKS = 2048
 _MOST_POINTS = 1800
 
@@ -26,16 +27,17 @@ _MOST_POINTS = 1800
 class Kernels:
     """The compiled kernels of one device type, with the signatures of `reference`.
 
-    Tensors are passed as buffers, see `_buffer`. A kernel raises ValueError if the size of a buffer is not the one that
-    the kernel reads or writes.
+    Tensors are passed as buffers (`_buffer`): their addresses, sizes, dtypes and devices. A kernel raises ValueError if
+    the size of a buffer is not the size that the kernel reads or writes.
 
     Args:
-        kernels: the object from the extension module.
-        where: a function. where(tensor) returns the last arguments of each call, which say on which device and stream
-            to run.
-        streams: a function. streams(widths) returns tensors to keep alive during a call of the group quantizer, and the
-            arguments that say which samples have which number of bits.
-        name: the name of the kernels.
+        kernels: the object of the extension module that has the kernels.
+        where: a function. where(tensor) returns the arguments that say where a kernel runs: on the CPU the number of
+            threads, on CUDA the index of the device and the stream.
+        streams: a function. streams(widths) returns (tensors, arguments) for a call of the group quantizer. The
+            arguments say how many bits each sample has. They contain addresses of the tensors, which therefore have to
+            stay alive during the call.
+        name: the name of the kernels in reports.
     """
 
     def __init__(self, kernels, where, streams, name):
@@ -45,19 +47,19 @@ class Kernels:
         self.name = name
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
-        """See `reference.pack`."""
+        """Pack codes as bit-planes, see `reference.pack`."""
         packed = _packed(codes.numel(), bits, codes.device)
         self._kernels.pack(_buffer(codes), bits, _buffer(packed), *self._where(codes))
         return packed
 
     def unpack(self, packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
-        """See `reference.unpack`."""
+        """Return the codes that `pack` packed, see `reference.unpack`."""
         codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
         self._kernels.unpack(_buffer(packed), bits, _buffer(codes), *self._where(packed))
         return codes
 
     def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
-        """See `reference.encode`."""
+        """Return the packed codes of an activation's input, see `reference.encode`."""
         table = _table(encoding)
         if table is None:
             return reference.encode(x, encoding, seed)
@@ -74,7 +76,7 @@ class Kernels:
     def decode_mul(
         self, grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
     ) -> None:
-        """See `reference.decode_mul`."""
+        """Write the gradient of an activation's input to `out`, see `reference.decode_mul`."""
         table = _table(encoding)
         if table is None:
             return reference.decode_mul(grad, packed, encoding, out)
@@ -87,7 +89,7 @@ class Kernels:
         )
 
     def forward(self, x, function, parameters, encoding, seed, out):
-        """See `reference.forward`."""
+        """Compute an activation and the codes of x in one pass over memory, or return None, see `reference.forward`."""
         fused = _fused(x, function, parameters, encoding)
         if fused is None:
             return None
@@ -105,7 +107,10 @@ class Kernels:
     def forward_quantized(
         self, x, function, parameters, encoding, seed, out, qseed, bits, group_size, fp32_min=False
     ):
-        """See `reference.forward_quantized`. The CUDA kernels have no such pass, so this returns None on CUDA."""
+        """Compute an activation, the codes of x and the quantized result in one pass over memory, or return None.
+
+        The result is always None on CUDA. See `reference.forward_quantized` for the arguments.
+        """
         fused = _fused(x, function, parameters, encoding)
         if fused is None or not hasattr(self._kernels, "forward_quantized"):
             return None
@@ -138,7 +143,10 @@ class Kernels:
     def quantize(
         self, x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None
     ):
-        """See `reference.quantize`. The spread is two Python floats, or None on CUDA."""
+        """Quantize a tensor, see `reference.quantize`.
+
+        In the result, `spread` is two Python floats, or None on CUDA.
+        """
         samples, features = groups.samples_of(x.shape)
         if widths is None:
             words = packed_words(x.numel(), bits)
@@ -153,7 +161,7 @@ class Kernels:
             samples,
             features,
             group_size,
-            1 if widths is not None else bits,  # bits are not valid beside widths
+            1 if widths is not None else bits,  # not used with widths, but checked
             *streams,
             fp32_min,
             _buffer(seed),
@@ -165,7 +173,7 @@ class Kernels:
         return QuantizedGroups(packed, ranges, spread)
 
     def squares(self, x, group_size, normalize=None):
-        """See `reference.squares`."""
+        """Return the sum of (number of elements) * range^2 over the groups of each sample, see `reference.squares`."""
         samples, features = groups.samples_of(x.shape)
         if features < groups.LEAST_FEATURES:
             return reference.squares(x, group_size, normalize)
@@ -183,13 +191,13 @@ class Kernels:
         return out.view(samples, count // max(samples, 1)).sum(1)
 
     def dequantize(self, packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
-        """See `reference.dequantize`."""
+        """Write the values that codes stand for to `out`, see `reference.dequantize`."""
         samples, features = groups.samples_of(out.shape)
         _alive, streams = self._streams(widths)
         self._kernels.dequantize(
             _buffer(packed),
             _buffer(ranges),
-            1 if widths is not None else bits,  # bits are not valid beside widths
+            1 if widths is not None else bits,  # not used with widths, but checked
             *streams,
             ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
             samples,
@@ -201,7 +209,7 @@ class Kernels:
         )
 
     def grid_fixed(self, gamma, beta, bits):
-        """See `reference.grid_fixed`."""
+        """Return the grid, which says which values fixed-point codes stand for, see `reference.grid_fixed`."""
         if gamma.dtype != torch.float32:
             return reference.grid_fixed(gamma, beta, bits)
         n = len(gamma)
@@ -211,7 +219,7 @@ class Kernels:
         return grid
 
     def encode_fixed(self, x, y, grid, bits, inner, normalize=None):
-        """See `reference.encode_fixed`."""
+        """Return the packed fixed-point codes of a normalized input, see `reference.encode_fixed`."""
         packed = _packed(x.numel(), bits, x.device)
         self._kernels.encode_fixed(
             _buffer(x),
@@ -226,7 +234,7 @@ class Kernels:
         return packed
 
     def decode_fixed(self, packed, grid, bits, inner, out, slope=None, scale=None) -> None:
-        """See `reference.decode_fixed`."""
+        """Write the values that fixed-point codes stand for to `out`, see `reference.decode_fixed`."""
         self._kernels.decode_fixed(
             _buffer(packed),
             _buffer(grid),
@@ -240,7 +248,7 @@ class Kernels:
         )
 
     def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
-        """See `reference.mask_fixed`."""
+        """Write the gradient of a ReLU or LeakyReLU to `out`, see `reference.mask_fixed`."""
         self._kernels.mask_fixed(
             _buffer(grad),
             _buffer(packed),
@@ -254,26 +262,42 @@ class Kernels:
 
 
 def _buffer(tensor):
-    """Return a dense tensor as (address, number of elements, dtype, device). ValueError if the tensor is not dense."""
+    """Return (address, number of elements, number of the dtype, index of the device) of a tensor.
+
+    Raises:
+        ValueError: if the tensor is not dense.
+    """
     if not tensor.is_contiguous():
         check_dense(tensor)
     return tensor.data_ptr(), tensor.numel(), _DTYPES.get(tensor.dtype, -1), tensor.get_device()
 
 
 def _optional(tensor):
-    """Return the buffer of a tensor, or None for None."""
+    """Return `_buffer(tensor)`, or None if `tensor` is None."""
     return None if tensor is None else _buffer(tensor)
 
 
 def _element(tensor, like):
-    """Return the buffer of one element, for an expanded tensor. ValueError unless the tensor has as many elements as `like`."""
+    """Return the buffer of the one element in storage that an expanded tensor repeats, see `_buffer`.
+
+    Raises:
+        ValueError: if the tensor has not as many elements as `like`.
+    """
     if tensor.numel() != like.numel():
         raise ValueError(f"grad: expected {like.numel()} elements, got {tensor.numel()}")
     return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
 
 
 def _vectors(given, n):
-    """Return the last arguments of a kernel, for `normalize` or `affine` of n elements."""
+    """Return the last arguments of a kernel: the buffers of vectors, and `inner`.
+
+    Args:
+        given: the argument `normalize`, `affine` or `scale` of a method: vectors, followed by `inner`; or None.
+        n: the number of elements to which the vectors' entries belong.
+
+    Raises:
+        ValueError: if the vectors do not fit n elements, see `layout.check_vectors`.
+    """
     if given is None:
         return ()
     *vectors, inner = given
@@ -282,7 +306,7 @@ def _vectors(given, n):
 
 
 def _fused(x, function, parameters, encoding):
-    """Return the arguments (function number, parameters, table) of a fused kernel, or None if there is none for x."""
+    """Return the arguments (function number, two parameters, table) of a `forward` kernel; None if no kernel fits."""
     number, table = _NUMBERS.get(function), _table(encoding)
     if number is None or table is None or x.dtype == torch.float64:
         return None
@@ -290,7 +314,7 @@ def _fused(x, function, parameters, encoding):
 
 
 def _table(encoding: Encoding):
-    """Return the kernels' copy of the constants, which the encoding holds; None for a table that kernels do not take."""
+    """Return the encoding's constants as kernels read them, cached in the encoding; None if the table is too long."""
     try:
         return encoding.native
     except AttributeError:
@@ -328,8 +352,8 @@ def _ranges(rows: int, fp32_min: bool, device) -> torch.Tensor:
 def cpu(isa: str | None = None) -> Kernels:
     """Return the CPU kernels of the named instruction set.
 
-    If `isa` is None, the environment variable FEWBIT_CPU_ISA names the set. Without that variable, the best set of this
-    processor is used.
+    If `isa` is None, the environment variable FEWBIT_CPU_ISA names the instruction set. Without that variable, the best
+    set of this processor is used.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     _kernels.use_openmp_of(str(library))
@@ -348,7 +372,7 @@ def _asked_isa() -> str | None:
 
 
 def _widths(widths):
-    """Return the widths as the CPU's kernels take them: one byte for each sample."""
+    """Return (tensor to keep alive, arguments) for the CPU kernels. widths: the bits of each sample, uint8, or None."""
     if widths is None:
         return None, (None,)
     widths = widths.contiguous()
@@ -366,7 +390,13 @@ def cuda() -> Kernels:
 
 
 def _order(widths):
-    """Return the widths as the CUDA kernels take them: samples in the order of streams, and their number for each width."""
+    """Return (tensors to keep alive, arguments) for the CUDA kernels.
+
+    The tensors are the numbers of the samples, sorted by bits, and the number of samples that have 0, 1, ... 8 bits.
+
+    Args:
+        widths: the bits of each sample, uint8, or None.
+    """
     if widths is None:
         return None, (None, None)
     order = torch.argsort(widths, stable=True)
@@ -376,7 +406,7 @@ def _order(widths):
 
 
 def cuda_unusable(device: torch.device) -> str:
-    """Return the reason why the CUDA kernels cannot run on the device; empty if they can."""
+    """Return the reason why the CUDA kernels cannot run on the device, or an empty string if they can."""
     if _kernels.cuda is None:
         return "fewbit was built without CUDA"
     usable, reason = _kernels.cuda.available(device.index)

@@ -1,6 +1,8 @@
 """The reference backend: plain torch for any device. Every other backend has to return the same bits.
 
-Inputs are dense, see `runtime.format.layout`. Every function here follows docs/table_schema.md to the letter.
+A few-bit activation f saves a code of a few bits for each element of its input x. The *encoding* says which code an
+element gets, and which value a code stands for in place of the derivative f'(x). Inputs are dense: their elements fill
+a contiguous part of storage (`layout.is_dense`). Every function here follows docs/table_schema.md to the letter.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None
     """Compute f(x) and the codes of x in one pass over memory, if the backend has such a pass. This backend has none.
 
     Args:
-        x: a dense tensor.
+        x: a dense tensor of a floating dtype.
         function: the name of f in `fewbit.functions`.
         parameters: the parameters of f, in the order of `fewbit.functions`.
         encoding: the encoding of the codes.
@@ -53,8 +55,8 @@ def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None
         out: the tensor to which f(x) is written, with the strides of x; may be x itself.
 
     Returns:
-        The packed codes. None, with nothing done, if there is no such pass for this function or dtype; the caller then
-        computes f(x) with torch and calls `encode`.
+        The packed codes, int32. None if there is no such pass for this function or dtype. Nothing has been done in that
+        case, and the caller computes f(x) with torch and calls `encode`.
     """
     return None
 
@@ -62,7 +64,9 @@ def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None
 def forward_quantized(
     x, function, parameters, encoding, seed, out, qseed, bits, group_size, fp32_min=False
 ) -> QuantizedForward | None:
-    """Compute `forward` and quantize f(x) in one pass over memory, if the backend has such a pass. This backend has none.
+    """Do what `forward` does and quantize f(x), all in one pass over memory, if the backend has such a pass.
+
+    This backend has none.
 
     Args:
         x: a dense tensor with samples outermost.
@@ -77,14 +81,14 @@ def forward_quantized(
         fp32_min: whether groups have float32 minimums, see `quantize`.
 
     Returns:
-        The codes of x and the quantized f(x). None, with nothing done, if there is no such pass; the caller then calls
-        `forward` and `quantize`.
+        The codes of x and the quantized f(x). None if there is no such pass. Nothing has been done in that case, and
+        the caller calls `forward` and `quantize`.
     """
     return None
 
 
 def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> torch.Tensor:
-    """Return the packed codes of x.
+    """Return the packed codes of x, int32.
 
     Args:
         x: a dense tensor of a floating dtype.
@@ -102,13 +106,16 @@ def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> to
 def decode_mul(
     grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
 ) -> None:
-    """Write lut[code] * grad, rounded once, into `out`. `lut` holds the value that the encoding has for each code.
+    """Write the gradient of the activation's input, lut[code] * grad, to `out`, rounded once to the dtype of `out`.
+
+    The lookup table `lut` has the value that each code stands for.
 
     Args:
-        grad: a gradient with the dtype and strides of `out`, or one for which `layout.is_broadcast_scalar` is true.
-        packed: the packed codes.
+        grad: the gradient of the activation's result. It has the dtype and strides of `out`, or all its elements are
+            the same element of storage (`layout.is_broadcast_scalar`).
+        packed: the packed codes, the result of `encode`.
         encoding: the encoding of the codes.
-        out: a dense tensor.
+        out: a dense tensor of a floating dtype.
     """
     n = out.numel()
     entry = Entry("decode_mul", grad)
@@ -124,20 +131,23 @@ def decode_mul(
 
 
 def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """Return the codes of flat: the initial code with the flips of all breaks below the element."""
+    """Return the code of each element of `flat`, (n,) uint8, found by comparing the element with the encoding's breaks.
+
+    An element below all breaks has the code `encoding.initial`. Each break below the element flips bits of the code.
+    """
     breaks = encoding.breaks64
     if flat.dtype != torch.float64:
         breaks, flat = encoding.breaks32, flat.to(torch.float32)
     pieces = [encoding.initial]
     for flip in encoding.flips.tolist():
         pieces.append(pieces[-1] ^ flip)
-    # bucketize counts the breaks below x, and all of them for NaN.
+    # bucketize returns the number of breaks below x; for NaN, the number of all breaks.
     piece = torch.bucketize(flat, _constant(breaks, flat.device))
     return torch.tensor(pieces, dtype=torch.uint8, device=flat.device)[piece]
 
 
 def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.Tensor:
-    """Return codes of one draw: docs/table_schema.md, "A draw", operation for operation in float32."""
+    """Return codes, drawn at random, (n,) uint8, by the float32 operations of docs/table_schema.md, "A draw"."""
     x = flat.to(torch.float32)
     points, origins, values, slopes, levels, inverse_gaps = (
         _constant(array, x.device) for array in encoding.draw
@@ -155,7 +165,10 @@ def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.
 
 
 def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
-    """Return random numbers in [0, 1), (n,) float32: `fewbit.table.philox.uniform(seed, arange(n))` on the seed's device."""
+    """Return n random numbers in [0, 1), float32, on the seed's device.
+
+    The numbers equal `fewbit.table.philox.uniform(seed, arange(n))`.
+    """
     index = torch.arange(n, dtype=torch.int64, device=seed.device)
     return (philox_words(seed, index)[0] >> 8).to(torch.float32) * 2.0**-24
 

@@ -1,4 +1,4 @@
-"""Functions that several files of the reference backend use: bit-planes, random numbers, vectors over a tensor."""
+"""Functions that several files of the reference backend use: to pack codes, draw random numbers and expand vectors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ _MASK32 = 0xFFFFFFFF
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the bit-planes of codes, zero-padded: (bits * ceil(n / 32),) int32. codes: (n,) uint8 below 2**bits."""
+    """Pack codes as bit-planes: a block of 32 codes takes `bits` words, and word k holds bit k of each code.
+
+    Args:
+        codes: (n,) uint8, each below 2**bits.
+        bits: the bits of a code, 1 to 8.
+
+    Returns:
+        (bits * ceil(n / 32),) int32. The last block is padded with zeros.
+    """
     check_bits(bits)
     Entry("pack", codes).check("codes", codes, codes.numel(), torch.uint8)
     blocks = -(-codes.numel() // BLOCK)
@@ -27,7 +35,13 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
-    """Return the n codes, uint8, that `pack` packed into (bits * ceil(n / 32),) int32."""
+    """Return the codes that `pack` packed, (n,) uint8.
+
+    Args:
+        packed: the result of `pack`, (bits * ceil(n / 32),) int32.
+        bits: the bits of a code, 1 to 8.
+        n: the number of codes.
+    """
     Entry("unpack", packed).check_packed(packed, n, bits)
     lanes = torch.arange(BLOCK, device=packed.device)
     planes = torch.arange(bits, device=packed.device)
@@ -38,13 +52,21 @@ def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
 
 
 def philox_words(seed: torch.Tensor, counter: torch.Tensor):
-    """Return the four words (int64, below 2**32) of each counter: fewbit.table.philox.philox4x32."""
+    """Return the random numbers of the Philox generator for each counter, as `fewbit.table.philox.philox4x32` does.
+
+    Args:
+        seed: (1,) int64.
+        counter: int64 of any shape.
+
+    Returns:
+        Four int64 tensors of the shape of `counter`, with numbers below 2**32.
+    """
     c0, c1 = counter & _MASK32, counter >> 32
     c2 = c3 = torch.zeros_like(counter)
     k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
     m0, m2, w0, w1 = map(int, (*philox.MULTIPLIERS, *philox.WEYL))
     for _ in range(philox.ROUNDS):
-        # The 64-bit products wrap in int64; their halves are the same bits.
+        # The products wrap around in int64, but have the bits of the unsigned 64-bit products.
         p0, p2 = m0 * c0, m2 * c2
         c0, c1, c2, c3 = (
             ((p2 >> 32) & _MASK32) ^ c1 ^ k0,
@@ -57,13 +79,17 @@ def philox_words(seed: torch.Tensor, counter: torch.Tensor):
 
 
 def entries_of(values: torch.Tensor, vectors, inner: int) -> list[torch.Tensor | None]:
-    """Return, for each vector, the entry that belongs to each element of `values`, in the shape of values.
+    """Expand vectors to the shape of a tensor, so that each element has the vector's entry that belongs to it.
+
+    Element number e of the tensor, in storage order, gets entry (e div inner) mod (number of entries).
 
     Args:
-        values: a tensor in storage order.
-        vectors: vectors whose entries belong to runs of elements, see `layout.check_vectors`. A vector may be None; its
-            result is None.
-        inner: the length of a run, see `layout.check_vectors`.
+        values: the tensor, with dimensions in storage order.
+        vectors: 1-D float32 tensors of one length. A vector may be None; the result then has None in its place.
+        inner: the number of consecutive elements with the same entry.
+
+    Returns:
+        A list with a tensor of the shape of `values` for each vector.
     """
     n = values.numel()
     entries = check_vectors(vectors, inner, n)
@@ -72,5 +98,5 @@ def entries_of(values: torch.Tensor, vectors, inner: int) -> list[torch.Tensor |
 
 
 def _to_int32(words: torch.Tensor) -> torch.Tensor:
-    """Return the int32 with the same bits as unsigned 32-bit numbers in int64."""
+    """Convert unsigned 32-bit numbers, given as int64, to int32 with the same bits."""
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

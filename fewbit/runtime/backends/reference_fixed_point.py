@@ -1,7 +1,9 @@
-"""The fixed-point code of a norm's normalized input, in plain torch for any device. The kernels have to return the same bits.
+"""Fixed-point codes of a norm's normalized input, in plain torch for any device. Compiled kernels return the same bits.
 
-A norm computes y = gamma x~ + beta from its normalized input x~. `fewbit.runtime.ops.fixed_point` defines the code and
-its grid. All operations are in float32 and in the order of csrc/common/fixed_point.h.
+A norm computes y = gamma x~ + beta from its normalized input x~. Each element of x~ is saved as a code of a few bits,
+which contains the exact sign of y. The *grid* says which values the codes of each channel stand for. The module
+`fewbit.runtime.ops.fixed_point` defines codes and grid. Operations on elements are in float32, and in the order of
+csrc/common/fixed_point.h.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ from fewbit.runtime.format.buffers import Entry
 from fewbit.runtime.format.layout import storage_order
 
 REACH = 3.0
-"""The levels reach this many standard deviations to each side of the mean."""
+"""The codes cover values of x~ up to this many standard deviations on each side of the mean."""
 
 
 def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
-    """Return the grid, which says what codes mean in each channel: (7, channels) float32, see `fixed_point.grid_of`.
+    """Return the grid, which says which values the codes of each channel stand for.
 
     Args:
         gamma: (channels,) float32 or float64, the weight of the norm.
         beta: the bias of the norm, of the same shape and dtype.
-        bits: the bits of a code.
+        bits: the bits of a code, 1 to 8.
+
+    Returns:
+        (7, channels) float32. `fixed_point.grid_of` explains the rows.
     """
     entry = Entry("grid_fixed", gamma)
     entry.check_numbers("gamma", gamma)
@@ -34,7 +39,7 @@ def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
     is_constant = ~zero.to(torch.float32).isfinite()
     is_inside = zero.abs() <= REACH
     infinity = torch.full_like(zero, torch.inf)
-    # A product, since torch divides by a number on the CPU but multiplies with its reciprocal on CUDA.
+    # A product, since torch computes `tensor / number` as a division on the CPU but with the reciprocal on CUDA.
     per_unit = torch.tensor(levels / 6.0, dtype=torch.float32).to(zero)
     first = (levels // 2 + (zero * per_unit).floor()).clamp(1, levels - 1)
     start = torch.where(is_inside, zero - first * step, -REACH)
@@ -58,10 +63,12 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
     Args:
         x: x~ as a dense tensor, or the norm's input if `normalize` is given.
         y: the norm's result, whose sign is encoded, with the strides and dtype of x.
-        grid: (7, channels) float32, see `grid_fixed`.
-        bits: the bits of a code.
-        inner: element number e in storage order has column (e div inner) mod channels of the grid.
-        normalize: (mean, rstd, inner) to normalize x with, see `reference_quantizer.quantize`; or None.
+        grid: the result of `grid_fixed`, (7, channels) float32.
+        bits: the bits of a code, 1 to 8.
+        inner: the number of consecutive elements of one channel. Element number e, in storage order, belongs to channel
+            (e div inner) mod channels.
+        normalize: None if x is x~. Else (mean or None, rstd, inner) with which to compute x~ from x, see
+            `reference_quantizer.quantize`.
 
     Returns:
         (bits * ceil(n / 32),) int32.
@@ -78,7 +85,7 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
         values = (values - mean) * rstd
     start, first, _, _, sign, _, _ = entries_of(values, list(grid), inner)
     steps = (sign * values - start) * torch.tensor(levels / 6.0, dtype=torch.float32)
-    # Comparisons turn NaN into 0.
+    # The comparison turns NaN into 0.
     steps = torch.where(steps > 0, steps, 0.0)
     steps = torch.where(steps < levels, steps, float(levels))
     codes = (steps.ceil() - 1).clamp(min=0).to(torch.int64)
@@ -89,16 +96,18 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
 
 
 def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None:
-    """Write dequantized values, rounded once, into `out`.
+    """Write approximate values of x~, y or an activation of y to `out`, rounded once to the dtype of `out`.
 
     Args:
         packed: the result of `encode_fixed`.
         grid: the grid that `encode_fixed` got.
-        bits: the bits of a code.
-        inner: the number of consecutive elements in a channel, see `encode_fixed`.
-        out: a dense tensor.
-        slope: None for values of x~. A number for values of y, multiplied by slope where y is not positive.
-        scale: (vector, inner) to multiply x~ with, or None.
+        bits: the bits of a code, 1 to 8.
+        inner: the number of consecutive elements of one channel, see `encode_fixed`.
+        out: a dense tensor of a floating dtype.
+        slope: None to write values of x~. A number to write values of y, with values that are not positive multiplied
+            by this number: 1 for y itself, the slope for LeakyReLU(y), 0 for ReLU(y).
+        scale: None, or (vector, inner) to multiply values of x~ by the vector's entries: element number e, in storage
+            order, by entry (e div inner) mod (number of entries). Ignored if a slope is given.
     """
     entry = Entry("decode_fixed", out)
     entry.check_numbers("out", out)
@@ -125,15 +134,17 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
 
 
 def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
-    """Write grad into `out` where y is positive, and grad * slope (0 for slope 0) elsewhere.
+    """Write the gradient of ReLU(y) or LeakyReLU(y) with respect to y to `out`.
+
+    An element is grad if y is positive, else grad * slope. With slope 0, the latter is 0 even if grad is not finite.
 
     Args:
-        grad: a gradient with the strides of the dense `out`.
+        grad: the gradient of the activation's result, with the strides and dtype of `out`.
         packed: the result of `encode_fixed`.
         grid: the grid that `encode_fixed` got.
-        bits: the bits of a code.
-        inner: the number of consecutive elements in a channel, see `encode_fixed`.
-        slope: the slope of the activation below 0.
+        bits: the bits of a code, 1 to 8.
+        inner: the number of consecutive elements of one channel, see `encode_fixed`.
+        slope: the slope of the activation below 0, which is 0 for ReLU.
         out: a dense tensor.
     """
     entry = Entry("mask_fixed", grad)
@@ -149,6 +160,6 @@ def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
 
 
 def _codes(packed, grid, bits, inner, n):
-    """Return the codes, (n,) float32, and the entries of the grid for each code."""
+    """Return the codes, (n,) float32, and a list with each row of the grid expanded to the codes, (n,) float32."""
     codes = unpack(packed, bits, n).to(torch.float32)
     return codes, entries_of(codes, list(grid), inner)

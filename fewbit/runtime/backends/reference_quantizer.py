@@ -1,4 +1,9 @@
-"""The group quantizer (docs/quantizer.md) in plain torch, for any device. The kernels have to return the same bits."""
+"""The group quantizer (docs/quantizer.md) in plain torch, for any device. The compiled kernels return the same bits.
+
+A *group* is a run of elements that share a minimum and a range. An element is saved as a code from 0 to 2^bits - 1: its
+distance from the minimum, in units of range / (2^bits - 1), rounded at random so that the mean is exact. A *sample* is
+a slice of a tensor along dimension 0, and its elements are called features.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +17,28 @@ from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.layout import storage_order
 
 _MASK32 = 0xFFFFFFFF
-_BLOCK = 256  # the elements whose draws come from 32 counters, 8 draws from each
+_BLOCK = 256  # this many elements get their random numbers from 32 counters, 8 numbers from each
 
 
 def quantize(
     x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None
 ) -> QuantizedGroups:
-    """Quantize x.
+    """Quantize a tensor: compute the codes of its elements, and the minimum and the range of each group.
 
     Args:
-        x: a dense tensor with samples outermost.
-        seed: (1,) int64.
-        bits: the bits per element of all samples, unless `widths` is given.
-        group_size: elements of a group.
-        fp32_min: whether minimums are float32.
-        widths: (N,) uint8, the bits of each sample, or None.
+        x: a dense tensor of a floating dtype, with samples outermost in storage.
+        seed: (1,) int64, the seed of the random rounding.
+        bits: the bits per element of all samples, 1 to 8. Ignored if `widths` is given.
+        group_size: the number of elements in a group.
+        fp32_min: whether the groups' minimums are float32; if not, they are bfloat16.
+        widths: (N,) uint8, the bits per element of each of N samples, or None.
         words: only if `widths` is given: the number of int32 words to allocate for all codes.
         normalize: None to quantize x itself. (mean or None, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed
-            in float32. mean and rstd are 1-D contiguous float32 vectors, and element number e in storage order has
-            entry i = (e div inner) mod length.
+            in float32. mean and rstd are 1-D contiguous float32 vectors. Element number e, in storage order, has entry
+            i = (e div inner) mod (number of entries).
 
     Returns:
-        The codes and ranges of the groups. The spread is two 0-D float32 tensors.
+        The packed codes, the ranges, and the smallest and largest element as two 0-D float32 tensors.
     """
     entry = Entry("quantize", x)
     entry.check_numbers("x", x)
@@ -68,12 +73,15 @@ def quantize(
 
 
 def squares(x, group_size, normalize=None):
-    """Return the sum of length * range^2 over the groups of each sample, from exact ranges.
+    """Return, for each sample, the sum over its groups of (number of elements) * range^2.
+
+    The bits of a tensor are divided among its samples by these numbers. The ranges are exact, not rounded to bfloat16.
+    Every sample is cut into groups by itself, even if it has fewer than 64 features.
 
     Args:
-        x: as for `quantize`. A sample of fewer than 64 features counts as a group of its own.
-        group_size: as for `quantize`.
-        normalize: as for `quantize`.
+        x: a dense tensor of a floating dtype, with samples outermost in storage.
+        group_size: the number of elements in a group.
+        normalize: None, or (mean or None, rstd, inner) to normalize x first, see `quantize`.
 
     Returns:
         (N,) float32; NaN for a sample with an element that is not finite.
@@ -96,18 +104,18 @@ def squares(x, group_size, normalize=None):
 
 
 def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
-    """Write the quantized values, rounded once, into `out`.
+    """Write the values that codes stand for to `out`, rounded once to the dtype of `out`.
 
     Args:
-        packed: from `quantize`.
-        ranges: from `quantize`.
-        bits: as for `quantize`.
-        group_size: as for `quantize`.
-        out: a dense tensor with samples outermost.
-        widths: as for `quantize`.
-        affine: (scale or None, shift or None, inner) to write values * scale[i] + shift[i], computed in float32 before
-            rounding, with the entries i as in `quantize`; or None. Not possible if samples of fewer than 64 features
-            have several widths.
+        packed: the packed codes that `quantize` returned.
+        ranges: the ranges that `quantize` returned.
+        bits: the bits per element of all samples, 1 to 8. Ignored if `widths` is given.
+        group_size: the number of elements in a group.
+        out: a dense tensor of a floating dtype, with the size of the quantized tensor and samples outermost in storage.
+        widths: (N,) uint8, the bits per element of each of N samples, or None.
+        affine: None, or (scale or None, shift or None, inner) to write values * scale[i] + shift[i], computed in
+            float32 before rounding. Element number e, in storage order, has entry i = (e div inner) mod (number of
+            entries). Not possible if `widths` is given and samples have fewer than 64 features.
     """
     entry = Entry("dequantize", out)
     entry.check_numbers("out", out)
@@ -134,7 +142,10 @@ def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) 
 
 
 def in_dtype(values, dtype):
-    """Convert dequantized values to dtype. In float16 they are clamped to 65504, since a rounded range can exceed it."""
+    """Convert dequantized values to dtype.
+
+    For float16, the values are clamped to +-65504 first, because a range that was rounded up can exceed this maximum.
+    """
     if dtype == torch.float16:
         most = torch.finfo(dtype).max
         values = values.clamp(-most, most)
@@ -158,7 +169,19 @@ def _mapped(rows, scale, shift, inner):
 
 
 def _stream(rows, seed, bits, group_size, fp32_min, first_group):
-    """Return (packed, ranges) of rows that all have one width. Their groups are numbered from first_group on."""
+    """Quantize samples that all have the same bits per element.
+
+    Args:
+        rows: (samples, features) float32.
+        seed: (1,) int64, the seed of the random rounding.
+        bits: the bits per element, 1 to 8.
+        group_size: the number of elements in a group.
+        fp32_min: whether the groups' minimums are float32.
+        first_group: the number of the first group. The random numbers of a group depend on its number.
+
+    Returns:
+        The packed codes and the ranges.
+    """
     top = 2**bits - 1
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
     low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
@@ -166,12 +189,12 @@ def _stream(rows, seed, bits, group_size, fp32_min, first_group):
     # Adding 0 turns -0 into +0, since amin may find either zero.
     minimum = (low if fp32_min else toward(low, -torch.inf)) + 0.0
     extent = toward(high - minimum, torch.inf) + 0.0
-    # A group with a non-finite element, or a range beyond bfloat16, is restored as NaN.
+    # A group with a non-finite element, or with a range beyond bfloat16, is dequantized as NaN.
     finite = (torch.isfinite(cut) | ~exists).all(1) & minimum.isfinite() & extent.isfinite()
     minimum = torch.where(finite, minimum, torch.nan)
     extent = torch.where(finite, extent, torch.nan)
-    # The quotient of a range below 1e-31 could overflow, hence the clamp. torch computes `number / tensor` as a product
-    # with the reciprocal, which rounds twice, hence full_like.
+    # The clamp prevents an overflow for ranges below 1e-31. full_like makes a division of two tensors, because torch
+    # computes `number / tensor` as a product with the reciprocal, which rounds twice.
     steps = torch.full_like(extent, top) / extent
     scale = torch.where(extent > 0, steps.clamp(max=2.0**111), 0.0) * 65536.0
     fixed = ((cut - minimum[:, None]) * scale[:, None]).round().clamp(0, top * 65536.0)
@@ -186,7 +209,7 @@ def _stream(rows, seed, bits, group_size, fp32_min, first_group):
 
 
 def _restored(packed, ranges, bits, group_size, samples, features):
-    """Return minimum + range * (code * (1 / (2**bits - 1))), (samples, features) float32."""
+    """Return minimum + range * (code * (1 / (2**bits - 1))) for samples of equal bits, (samples, features) float32."""
     codes = unpack(packed, bits, samples * features).view(samples, features)
     cut, exists = _cut(codes.to(torch.float32), group_size)
     minimum, extent = limits_of(ranges)
@@ -196,7 +219,7 @@ def _restored(packed, ranges, bits, group_size, samples, features):
 
 
 def limits_of(ranges):
-    """Return (minimum, range) of each group, float32."""
+    """Return the minimums and ranges of groups, each (groups,) float32, from `ranges`, (groups, 2 or 3) bfloat16."""
     bits = ranges.view(torch.int16).to(torch.int64) & 0xFFFF
     minimum = bits[:, 0] << 16
     if ranges.shape[1] == groups.FP32_MIN_COLUMNS:
@@ -207,13 +230,14 @@ def limits_of(ranges):
 def draws(seed, group, group_size):
     """Return the random 16-bit numbers by which the elements of groups are rounded.
 
-    Element i of group g has draw number e = g * (group_size rounded up to 256) + i. One Philox counter yields eight
-    draws: draw e is half word (e div 32) mod 8 of counter 32 (e div 256) + e mod 32, lower halves first.
+    Element i of group g gets random number e = g * (group_size rounded up to a multiple of 256) + i. The Philox
+    generator yields four 32-bit words for a counter, or eight halves of words, with the lower half of each word first.
+    Random number e is half number (e div 32) mod 8 of counter 32 (e div 256) + e mod 32.
 
     Args:
         seed: (1,) int64.
         group: (groups,) int64, the numbers of the groups.
-        group_size: elements of a group.
+        group_size: the number of elements in a group.
 
     Returns:
         (groups, group_size) int64 in [0, 2**16).
@@ -227,7 +251,16 @@ def draws(seed, group, group_size):
 
 
 def _cut(rows, group_size):
-    """Return rows' elements as (groups, group_size), shorter groups padded with zeros, and a mask of those that exist."""
+    """Cut samples into groups. Samples of fewer than 64 features are concatenated first.
+
+    Args:
+        rows: (samples, features).
+        group_size: the number of elements in a group.
+
+    Returns:
+        The elements, (groups, group_size), with shorter groups padded by zeros; and a bool mask of that shape, False for
+        padding.
+    """
     samples, features = rows.shape
     if features < groups.LEAST_FEATURES:
         rows = rows.reshape(1, -1)
@@ -242,7 +275,7 @@ def _cut(rows, group_size):
 
 
 def toward(x, limit):
-    """Return the next bfloat16 from x toward limit, -inf or +inf, in float32 like x."""
+    """Round float32 numbers to bfloat16, down if `limit` is -inf and up if it is +inf. The result has dtype float32."""
     bits = x.view(torch.int32).to(torch.int64) & _MASK32
     cut = bits & 0xFFFF0000
     away = (x < 0) if limit < 0 else (x > 0)  # truncation moves these away from the limit
@@ -256,7 +289,7 @@ def _float(bits):
 
 
 def _upper(x):
-    """Return the upper half of each float32, as int16."""
+    """Return the upper 16 bits of each float32, as int16."""
     return (x.contiguous().view(torch.int32) >> 16).to(torch.int16)
 
 

@@ -8,10 +8,10 @@ import torch
 
 
 class QuantizedGroups(NamedTuple):
-    """The result of `quantize`.
+    """The result of a backend's `quantize`.
 
     Attributes:
-        packed: the packed codes, int32.
+        packed: the packed codes of the elements, int32.
         ranges: (groups, 2) bfloat16, the minimum and the range of each group; (groups, 3) if minimums are float32.
         spread: the smallest and the largest element in float32, as two numbers or 0-D tensors. None from the CUDA
             kernels, because the host would have to wait for these numbers.
@@ -23,10 +23,10 @@ class QuantizedGroups(NamedTuple):
 
 
 class QuantizedForward(NamedTuple):
-    """The result of `forward_quantized`.
+    """The result of a backend's `forward_quantized`.
 
     Attributes:
-        codes: the packed codes of x, which the activation saves.
+        codes: the packed codes of the activation's input x, int32, which the activation saves.
         result: f(x) quantized, which the layer after the activation saves.
     """
 

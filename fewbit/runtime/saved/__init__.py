@@ -1,5 +1,5 @@
-"""The state of one forward pass: the bits and seeds of saved tensors, shared quantized copies, and tensors moved to the host.
+"""The state of a forward pass: bits and seeds of saved tensors, shared quantized copies, tensors moved to the host.
 
-This folder may import `runtime.probes` and what `runtime.probes` may import. It does not know which quantizer makes a
-copy, nor which policy chooses the bits of a copy.
+This folder may import `runtime.probes` and what `runtime.probes` may import. The code here does not depend on the
+quantizer that makes a copy, nor on the policy that chooses the bits of a copy.
 """

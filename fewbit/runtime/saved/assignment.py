@@ -1,17 +1,19 @@
 """The bits of every saved tensor in one forward pass, if a policy chooses them.
 
-A *slot* is one input that a layer saves in every forward pass, for example the input of a linear layer. Each slot has
-an average number of bits per element, so the bytes of its tensor follow from the shape alone. A *sample* is one slice
-of the tensor along dimension 0. The bits are divided among the samples according to the squares of their ranges (ActNN,
-section 4.2), so that samples of larger range get more bits. On average, rounding adds step^2 / 6 to the variance of an
-element, where step = (range of the element's group) / (2^bits - 1). Sample n therefore adds
+A *policy* chooses bits (`BitPolicy` in `bit_policy.py`). It makes one `BitAssignment` for each forward pass. To learn
+from a forward pass, the policy adds a `Probe` to the assignment. The probe measures how much rounding each saved tensor
+changes the gradient.
 
-    squares_n / 6 / (2^bits_n - 1)^2        squares_n = sum over its groups of length * range^2
+A *slot* is one tensor that a layer saves in every forward pass, for example the input of a linear layer. Each slot has
+an average number of bits per element, so the bytes of the saved tensor follow from its shape alone. A *sample* is one
+slice of the tensor along dimension 0. Samples of larger range get more of the tensor's bits (ActNN, section 4.2). This
+is because rounding adds step^2 / 6 to the variance of an element on average, with step = (range of the element's group)
+/ (2^bits - 1). Rounding sample n with bits_n bits per element therefore adds the variance
 
-If the squared norm of the sample's gradient is known, this number is multiplied by the squared norm.
+    squares_n / 6 / (2^bits_n - 1)^2,   with squares_n = sum over the sample's groups of (elements in group) * range^2.
 
-A `BitPolicy` (`bit_policy.py`) makes one `BitAssignment` for each forward pass. To learn from a forward pass, the
-policy adds a `Probe` to the assignment. The probe measures how much rounding each slot changes the gradient.
+The bits are chosen so that the sum of these variances is small. If the squared norm of a sample's gradient is known,
+the sample's variance is multiplied by this squared norm first.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes, SampleIndices
 
 COMPILED, REENTRANT, ALONE = "compiled", "reentrant", "alone"
-"""Reasons why a probe does not see a layer's tensor: the layer is in a compiled part of the model; it is in a checkpoint
-with use_reentrant=True; it was called by itself, outside a forward pass of the model."""
+"""Reasons why no probe can measure a layer's tensor: the layer is in a compiled part of the model, the layer is in a
+checkpoint with use_reentrant=True, or the layer was called by itself, outside a forward pass of the model."""
 
 
 class TensorSlot(NamedTuple):
     """One tensor that a layer saves, in one forward pass.
 
     Args:
-        name: the layer's name and the number of the layer's input.
-        average: bits per element, from 1 to 8.
+        name: (the layer's name, the number of the tensor among the layer's inputs).
+        average: the mean number of bits per element, from 1 to 8.
         is_fixed: whether the user gave these bits, so that no policy may change them.
-        assignment: the forward pass's assignment.
+        assignment: the bit assignment of the forward pass.
         rounding: the object that the probe's `record_rounding` returned for this tensor, or None.
         user: the name of the layer that dequantizes the tensor, if another layer saved it and a probe measures the
             forward pass; else None.
@@ -54,7 +56,7 @@ class TensorSlot(NamedTuple):
     user: str | None = None
 
     def total(self, samples: int) -> int:
-        """Return the sum, over the samples, of the bits per element of each sample."""
+        """Return the bits per element of each sample, summed over `samples` samples."""
         bits = self._whole(self.average * samples)
         return min(max(bits, MIN_BITS * samples), MAX_BITS * samples)
 
@@ -69,14 +71,14 @@ class TensorSlot(NamedTuple):
 
     @property
     def levels(self) -> float:
-        """2^bits - 1: the number of steps into which a group's range is divided."""
+        """The number of steps into which a group's range is divided: 2^average - 1."""
         return 2.0**self.average - 1
 
 
 class Probe(Protocol):
     """The object that measures one forward pass and its backward pass for a policy.
 
-    The methods are called in the order in which they are listed. None of them may raise.
+    The methods are called in the order in which they are listed. None of the methods may raise an exception.
     """
 
     def record_saved(self, slot: TensorSlot, elements: int, sensitivities, fp32_min_bytes: int):
@@ -85,17 +87,20 @@ class Probe(Protocol):
         Args:
             slot: the tensor's slot.
             elements: the number of elements.
-            sensitivities: (samples,) float32, the numbers by which bits are divided among samples; None if they are not
-                divided.
+            sensitivities: (samples,) float32, the numbers in proportion to which rounding a sample adds variance; None
+                if the bits are not divided among samples.
             fp32_min_bytes: the bytes by which the saved tensor grows if the minimums of its groups become float32.
         """
 
     def record_rounding(self, slot: TensorSlot, record) -> object | None:
-        """Return the object that the backward pass gets as `TensorSlot.rounding`, or None.
+        """Measure how rounding changes a tensor that a layer saves.
 
         Args:
             slot: the tensor's slot.
             record: the tensor and its quantized copy, a `fewbit.runtime.quantizers.spec.QuantizationRecord`.
+
+        Returns:
+            An object that the probe finds as `TensorSlot.rounding` in the backward pass, or None.
         """
 
     def knows(self, name: tuple[str, int]) -> bool:
@@ -105,20 +110,20 @@ class Probe(Protocol):
         """Follow the backward pass that starts at the result of the forward pass.
 
         Args:
-            outputs: the result, tensors in nested containers.
+            outputs: the result of the model: a tensor, or nested containers of tensors.
         """
 
     def reached(self, slots) -> None:
-        """Record that a layer's backward dequantized the tensors of the slots, and that `probe` is not called for them."""
+        """Record that a layer's backward dequantized the tensors of these slots without a call of `probe` for them."""
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
         """Measure one layer in the backward pass.
 
         Args:
-            number: the number that the probe gave in `watch` to the layer's node of the autograd graph.
-            backward: the layer's backward function. The probe may call it with `context` and gradients.
+            number: the number that `watch` has given to the layer's node of the autograd graph.
+            backward: the layer's backward function. The probe may call it as backward(context, *grads) again.
             context: the context of the layer's autograd Function.
-            grads: the gradients of the layer's results.
+            grads: the gradients of the layer's results, with which `backward` was called.
             results: the gradients that `backward` returned for the layer's inputs.
             slots: the slots whose tensors `backward` dequantized.
         """
@@ -128,20 +133,25 @@ class Probe(Protocol):
 
         Args:
             rows: the dequantized values, (samples, features).
-            slot: the values' slot.
-            level: which noise to imitate, see `fewbit.runtime.probes.variance_probe.LEVELS`.
+            slot: the slot of the dequantized tensor.
+            level: the number of bits whose rounding errors the noise imitates, one of
+                `fewbit.runtime.probes.variance_probe.LEVELS`.
         """
 
 
 class ChannelWeights:
-    """Weights of a layer's channels, with mean 1. The first call of `on(device)` moves a copy to the device."""
+    """The weights by which bits are divided among a layer's channels, on every device that needs them.
+
+    Args:
+        weights: a number for each channel, with mean 1.
+    """
 
     def __init__(self, weights):
         cpu = torch.device("cpu")
         self._by_device = {cpu: torch.tensor(weights, dtype=torch.float32, device=cpu)}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the weights, (channels,) float32, on the given device."""
+        """Return the weights, (channels,) float32, on the given device. Only the first call for a device moves them."""
         found = self._by_device.get(device)
         if found is None:
             found = self._by_device[device] = self._by_device[torch.device("cpu")].to(device)
@@ -153,18 +163,21 @@ class BitAssignment:
     """The bits of all slots in one forward pass, and in every checkpointed region of that pass that is recomputed.
 
     Args:
-        averages: {slot's name: bits} of slots that do not have their layer's own average.
-        samples: the number of samples in the forward pass, or None if it is not known.
+        averages: {slot's name: average bits per element} of slots for which the policy replaces the layer's own
+            average.
+        samples: the number of samples in the forward pass, or None if this number is not known.
         probe: the probe that measures this forward pass, or None.
-        magnitudes: the squared gradient norms by slot and sample, or None.
+        magnitudes: the squared gradient norms that earlier backward passes recorded by slot and sample, or None.
         numbers: the rows of this forward pass's samples in `magnitudes`; None if the user did not number the samples.
         codecs: {slot's name: slot codec} of slots whose tensors a `SlotCodec` saves instead of the group quantizer.
-        activations: {activation's name: bits} of few-bit activations that do not have their own bits.
-        channels: {layer's name: count} of layers for which each channel of a sample has its own bits.
+        activations: {activation's name: bits} of few-bit activations for which the policy replaces the activation's own
+            bits.
+        channels: {layer's name: number of channels} of layers whose bits are divided among the channels of each sample.
         channel_weights: {layer's name: weights} by which bits are divided among such channels.
-        least_features: samples with fewer elements have no bits of their own.
-        rounds_up: whether averages that are not fixed are lower bounds. Otherwise they are upper bounds.
-        unobserved: the reason why no probe may see this forward pass's tensors, REENTRANT or ALONE, or "".
+        least_features: if a tensor has fewer elements per sample, its bits are not divided among samples.
+        rounds_up: whether averages that are not fixed are rounded up to whole bits. Otherwise they are rounded down.
+        unobserved: the reason why no probe can measure this forward pass's tensors, REENTRANT or ALONE; "" if a probe
+            can measure them.
     """
 
     averages: Mapping[tuple[str, int], float]
@@ -182,7 +195,13 @@ class BitAssignment:
     _numbers_by_device: dict = field(default_factory=dict, repr=False)
 
     def slot(self, name: tuple[str, int], average: float, is_fixed: bool) -> TensorSlot:
-        """Return the slot `name`. If `is_fixed` or the policy chose nothing for the slot, it has the given average."""
+        """Return the slot `name`, with the average that the policy chose for the slot, else with the given average.
+
+        Args:
+            name: (the layer's name, the number of the tensor among the layer's inputs).
+            average: the layer's own average of bits per element.
+            is_fixed: whether the policy must not change the average.
+        """
         if not is_fixed:
             average = self.averages.get(name, average)
         return TensorSlot(name, average, is_fixed, self)
@@ -192,20 +211,20 @@ class BitAssignment:
         return None if slot.is_fixed else self.codecs.get(slot.name)
 
     def activation_bits(self, name: str, default: int) -> int:
-        """Return the bits of the few-bit activation `name`: `default` unless the policy chose others."""
+        """Return the bits that the policy chose for the few-bit activation `name`, or `default` if it chose none."""
         return self.activations.get(name, default)
 
     def sensitivities(self, slot: TensorSlot, squares: torch.Tensor) -> torch.Tensor:
-        """Return the numbers by which the bits of a tensor are divided among its samples.
+        """Return the numbers in proportion to which rounding a sample adds variance. They determine the samples' bits.
 
         Args:
             slot: the slot of the tensor.
-            squares: (samples,) float32, for each sample the sum of its groups' length * range^2.
+            squares: (samples,) float32, for each sample the sum over its groups of (elements in group) * range^2.
 
         Returns:
-            (samples,) float32. Usually these are the squares, each multiplied by the sample's squared gradient norm if
-            the sample is numbered and was seen before. If each channel of a sample counts as a sample, they are the
-            squares times the channels' weights.
+            (samples,) float32. If the user numbered the samples, the squares are multiplied by the samples' squared
+            gradient norms, as far as these are known. If the bits are divided among the channels of each sample, the
+            squares are multiplied by the channels' weights. Otherwise the result is `squares`.
         """
         layer, number = slot.name
         channels = self.channels.get(layer, 0)
@@ -235,12 +254,11 @@ class BitAssignment:
         return found
 
     def samples_of(self, x, layer: str = "") -> int | None:
-        """Return the number of samples that lie one after the other in x's memory; None if x is not divided into samples.
+        """Return the number of samples among which the bits of x are divided; None if they are not divided.
 
         Args:
             x: a tensor that a layer saves.
-            layer: the layer's name. If the layer's channels have bits of their own, each channel of a sample counts as
-                one.
+            layer: the layer's name. If the layer is in `channels`, each channel of a sample counts as a sample.
         """
         if not self.samples or not x.dim() or not x.numel():
             return None
@@ -255,13 +273,13 @@ class BitAssignment:
 
 
 def _has_planes(x, channels: int) -> bool:
-    """Return whether each channel of x, (N, channels, ...), is contiguous in each sample and fills groups of its own."""
+    """Return whether x has shape (N, channels, ...), is contiguous, and has groups of its own in each channel."""
     fits = x.dim() > 2 and x.shape[1] == channels and x.is_contiguous()
     return fits and x.numel() >= LEAST_FEATURES * len(x) * channels
 
 
 def batch_size(inputs) -> int | None:
-    """Return the size of dimension 0 of the first tensor among a model's inputs, or None without such a tensor."""
+    """Return the size of dimension 0 of the first tensor among a model's inputs, or None if there is no such tensor."""
     for value in inputs:
         if isinstance(value, torch.Tensor) and value.dim():
             return len(value)

@@ -1,7 +1,7 @@
 """The interface of policies. A policy chooses the bits of a model's saved tensors while the model trains.
 
-A *slot* is one tensor that a layer saves in every forward pass. A *probe* measures a forward and its backward pass for
-the policy (`assignment.py`).
+A *slot* is one tensor that a layer saves in every forward pass. A `BitAssignment` contains the bits of every slot in
+one forward pass. A *probe* measures a forward and its backward pass for the policy (`assignment.py`).
 """
 
 from __future__ import annotations
@@ -21,37 +21,41 @@ if TYPE_CHECKING:
     from fewbit.render.rows import Rows
 
 SAMPLES = ("magnitudes", "numbers")
-"""The entries of a state that hold numbered samples. A state has both or neither."""
+"""The entries of a policy's state that describe numbered samples. A state has both entries or neither."""
 
 
 class BitPolicy:
     """The object that chooses a model's bits while the model trains.
 
-    The base class gives every slot its average, and divides the bits of each tensor among the tensor's samples.
+    The base class gives every slot the average of its layer, and divides the bits of each tensor among the tensor's
+    samples.
 
-    To add a policy, write a subclass; one file is enough. All methods have defaults, so a subclass may do no more than
-    set `kind` and fill `averages`. The runtime calls `begin`, `assign` and `report_unobserved`. The controller, the
+    To add a policy, write a subclass in a new file. All methods have defaults, so a subclass may do no more than set
+    `kind` and fill `averages`. The runtime calls `begin`, `assign` and `report_unobserved`. The controller, the
     object that `fewbit.compress_` returns, calls the other methods.
 
     Args:
         bits: the average number of bits per element, from 1 to 8.
 
     Attributes:
-        averages: {(layer's name, number of its input): bits per element} of slots that do not have the layer's own
-            average.
+        averages: {(layer's name, number of the layer's input): average bits per element} of slots for which the policy
+            replaces the layer's own average.
     """
 
     kind = "SampleBits"
     """The name of the policy's configuration in messages."""
     limit: float | None = None
-    """The largest E|g^|^2 / E|g|^2 that the policy allows, or None if it makes no promise."""
+    """The largest ratio E|g^|^2 / E|g|^2 that the policy allows, or None if the policy has no limit.
+
+    g^ is the gradient of the compressed model and g the exact gradient.
+    """
 
     def __init__(self, bits: float = MAX_BITS):
         self.bits = bits
         self.averages: dict[tuple[str, int], float] = {}
         self.magnitudes = GradientMagnitudes()
         self._places_of_samples = SampleNumbering()
-        self._numbers = None  # of the samples of the next forward
+        self._numbers = None  # the numbers of the next forward's samples
 
     # -- The runtime asks ------------------------------------------------------------------------------------
 
@@ -63,7 +67,7 @@ class BitPolicy:
             inputs: the call's arguments.
 
         Raises:
-            InputError: `number_samples` was given another number of samples than the forward pass has.
+            InputError: the user has numbered the samples (`number_samples`), but not as many as this forward pass has.
         """
         assignment = self.assign(inputs)
         numbers, self._numbers = self._numbers, None
@@ -76,7 +80,7 @@ class BitPolicy:
         return assignment
 
     def assign(self, inputs, probe: Probe | None = None) -> BitAssignment:
-        """Return a bit assignment with the present bits. The policy learns nothing from the forward pass that uses it.
+        """Return a bit assignment with the present bits, for a forward pass from which the policy learns nothing.
 
         Args:
             inputs: the arguments of a forward pass.
@@ -95,7 +99,7 @@ class BitPolicy:
     # -- The controller asks ---------------------------------------------------------------------------------
 
     def tables(self, model, ended: str) -> dict[str, Rows]:
-        """Return tables of the policy's choices by name: "allocation" or "bounds", the controller's properties that show them.
+        """Return {name: table} of the policy's choices, named as the controller's property: "allocation" or "bounds".
 
         Args:
             model: the compressed model, or None if it no longer exists.
@@ -104,7 +108,9 @@ class BitPolicy:
         return {}
 
     def number_samples(self, numbers) -> None:
-        """Set the numbers by which the samples of the next forward pass in training are recognized in later epochs.
+        """Set the numbers of the samples in the next forward pass of training.
+
+        A sample has the same number in every epoch, so the policy recognizes the sample.
 
         Args:
             numbers: (N,) integers on the CPU, one for each sample.
@@ -115,13 +121,13 @@ class BitPolicy:
         self._numbers = self._places_of_samples.of(numbers)
 
     def state_dict(self) -> dict:
-        """Return the state from which `load_state_dict` continues: what the policy has learned."""
+        """Return all that the policy has learned, for `load_state_dict`."""
         if not self.magnitudes:
             return {}
         return {"magnitudes": self.magnitudes.state(), "numbers": self._places_of_samples.state()}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Replace what the policy has learned by a saved state.
+        """Replace all that the policy has learned by a saved state.
 
         Args:
             state: the result of `state_dict` of a policy of this kind. The policy changes only if the whole state is
@@ -142,14 +148,14 @@ def wrong_state(kind: str, state: Mapping) -> InputError:
     """Return the InputError for a state that is from a controller with another configuration.
 
     Args:
-        kind: the name of the configuration's class, for the controller that was to load the state.
+        kind: the name of the configuration's class of the controller that should load the state.
         state: the state.
     """
     return InputError(f"expected the state of a controller of {kind}, got one {_origin(state)}")
 
 
 def _origin(state: Mapping) -> str:
-    """Return the policy or level that a state is from, as far as its entries tell."""
+    """Return a phrase that says which configuration a state is from, as far as the state's entries show it."""
     if "version" in state:
         if "policy" in state:
             name = printable(str(state["policy"]))[:60]

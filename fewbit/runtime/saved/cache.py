@@ -1,15 +1,18 @@
 """The quantized copies that the layers of one model share during a forward pass.
 
 A *copy* is the quantized form of a tensor, which a layer saves for the backward pass. If several layers save the same
-tensor, such as the input of the projections q, k and v or of a residual branch, the tensor is quantized once. A copy is
-found by the tensor's storage, the tensor's place in the storage and its version. An in-place change or a reused address
-is therefore not mistaken for the saved tensor. The cache refers to the storage weakly and does not keep it alive.
-Writes through `x.data` or `x.numpy()` do not change the version, so on the CPU a checksum of the content is compared as
-well. The cache drops its copies when the forward pass ends, or when the checkpointed region ends in which they were
-made.
+tensor, such as the input of the projections q, k and v or of a residual branch, the tensor is quantized once. The cache
+finds a copy by the tensor's storage, place in the storage, and version. torch increases the version with every in-place
+change, so a changed tensor does not get an old copy. The cache does not keep the storage alive, but prevents torch from
+giving its address to another storage. Writes through `x.data` or `x.numpy()` do not change the version, so on the CPU a
+checksum of the content is compared as well. The cache drops its copies when the forward pass ends. Copies that were
+made in a checkpointed region are dropped when the region ends.
 
-If a layer saves an activation's result, then from the next forward pass on the activation makes the copy for that
-layer. The activation's result, its own codes and the copy are then computed in one pass over memory.
+A layer that saves an activation's result is called the *consumer* of the activation. Once the cache has seen a
+consumer, the activation makes the copy for the consumer in later forward passes, because one pass over memory can
+compute the result, the activation's own codes and the copy.
+
+A *fixed-point copy* is a copy that a norm makes for itself and for the layers after it (`quantizers/preactivation.py`).
 """
 
 from __future__ import annotations
@@ -25,22 +28,25 @@ from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
 
 MOST_CONSUMERS = 4096
-"""The largest number of remembered pairs of an activation and the layer that saves its result."""
-_FIXED_POINT = "pre-activation"  # key of fixed-point copies, beside `Quantizer.key`
+"""The largest number of remembered pairs of an activation and its consumer."""
+_FIXED_POINT = "pre-activation"  # key of fixed-point copies; others have a `Quantizer.key`
 
 
 class SavedTensorCache:
-    """The copies made in the forward pass that runs in a thread.
+    """The copies of one model that were made in the present forward pass of each thread.
 
-    The cache also remembers, from earlier forward passes, which layers saved the results of activations. Outside of a
-    forward pass the cache finds nothing and adds nothing.
+    The cache also remembers the consumers of activations from earlier forward passes. Outside of a forward pass the
+    cache finds nothing and adds nothing.
+
+    Args:
+        checkpoints: the checkpointed regions of the model, which have copies of their own.
     """
 
     def __init__(self, checkpoints: CheckpointRegions):
         self.has_fixed_point = False  # whether a norm has ever added a fixed-point copy
         self._checkpoints = checkpoints
         self._local = _Local()
-        self._consumers = {}  # {(number, shape, dtype) of an activation: quantizer of the layer that saves its result}
+        self._consumers = {}  # {(number, input shape, input dtype) of an activation: quantizer of its consumer}
 
     @property
     def is_open(self) -> bool:
@@ -59,7 +65,15 @@ class SavedTensorCache:
     # -- Copies ------------------------------------------------------------------------------------------
 
     def get(self, x, key):
-        """Return the copy of x (`SavedTensors`) that a layer may use whose quantizer has the key `key`, or None."""
+        """Return the copy of x that was put into the cache with this key, or None.
+
+        Args:
+            x: the tensor. Its memory, shape, strides, dtype and version must be the same as when the copy was put.
+            key: the settings of the copy: `Quantizer.key` of the layer that looks for the copy.
+
+        Returns:
+            The copy (`SavedTensors`) or None.
+        """
         entries = self._entries()
         found = entries.get((*_place(x), key)) if entries else None
         if found is None or x.untyped_storage()._cdata in self._local.exposed:
@@ -70,41 +84,39 @@ class SavedTensorCache:
     def put(self, x, key, saved) -> None:
         """Add a copy of x, for later layers that save x and whose quantizer has the same settings.
 
-        A tensor counts as x if it has the same place in memory, shape, strides, dtype and version.
-
         Args:
             x: the tensor.
-            key: the settings of the copy, as `Quantizer.key`.
+            key: the settings of the copy: `Quantizer.key` of the layer that made the copy.
             saved: the copy, `SavedTensors`.
         """
         entries = self._entries()
         if entries is not None and not x.is_inference():
             if offload.is_active():
                 _drop_expired(entries)
-            # The weak reference keeps the storage's identity, not its memory, from being used again.
+            # The weak reference frees the storage's memory, but no other storage object gets the same address.
             entries[*_place(x), key] = StorageWeakRef(x.untyped_storage()), saved, fingerprint(x)
 
     def get_fixed_point(self, x):
-        """Return the copy of x in K-bit fixed point, or None. A norm, or an activation after the norm, adds such a copy."""
+        """Return the fixed-point copy of x, or None. x is the result of a norm, or of an activation after a norm."""
         return self.get(x, _FIXED_POINT) if self.has_fixed_point else None
 
     def put_fixed_point(self, y, saved) -> None:
-        """Add a copy of y in K-bit fixed point, which linear layers, convolutions and activations of y use."""
+        """Add a fixed-point copy of y, for an activation, a linear layer or a convolution that gets y."""
         self.has_fixed_point = True
         self.put(y, _FIXED_POINT, saved)
 
     def stop_sharing(self, x) -> None:
-        """Stop sharing copies of x in this forward pass, because x's memory may change without a new version."""
+        """Stop sharing copies of x in this forward pass, because x's memory may change while its version does not."""
         if not self.is_open:
             return
         # Parameters of lazy modules refuse access through `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 storage = x.untyped_storage()
-                # Without the reference a later storage could get the same address, by chance, and no shared copies.
+                # The reference reserves the address: a later storage at the same address would get no shared copies.
                 self._local.exposed[storage._cdata] = StorageWeakRef(storage)
             except (RuntimeError, NotImplementedError):
-                pass  # sparse tensors and those of vmap have no storage, and so no copies that are found by it
+                pass  # sparse tensors and vmap's tensors have no storage, so the cache has no copies of them
 
     def _entries(self) -> dict | None:
         return self._checkpoints.entries(self._local.entries)
@@ -113,11 +125,11 @@ class SavedTensorCache:
 
     @property
     def result_count(self) -> int:
-        """The number of activations that have run in this forward pass."""
+        """The number of activations that have run in this forward pass, which is the next activation's number."""
         return len(self._local.results)
 
     def consumer_quantizer(self, x):
-        """Return the quantizer of the layer that saved this activation's result in an earlier forward pass, or None.
+        """Return the quantizer of the consumer of the activation that runs next, or None if no consumer is known.
 
         Args:
             x: the activation's input. An activation is recognized by its number in the forward pass and by the shape
@@ -128,7 +140,7 @@ class SavedTensorCache:
         return self._consumers.get((self.result_count, x.shape, x.dtype))
 
     def record_output(self, x, y, quantizer=None, saved=None) -> None:
-        """Record that an activation of x returned y.
+        """Record that an activation with input x returned y.
 
         Args:
             x: the activation's input.
@@ -144,9 +156,11 @@ class SavedTensorCache:
             self.put(y, quantizer.key, saved)
 
     def record_consumer(self, x, quantizer) -> int | None:
-        """Record that the layer that has the quantizer `quantizer` saves x.
+        """Record that a layer saves x, and is thus a consumer if x is an activation's result.
 
-        If x is an activation's result, the activation makes the copy of x in the next forward pass.
+        Args:
+            x: the tensor.
+            quantizer: the quantizer of the layer.
 
         Returns:
             The number of the activation in this forward pass; None if x is not an activation's result.
@@ -158,41 +172,48 @@ class SavedTensorCache:
             return None
         result.is_used = True
         if len(self._consumers) >= MOST_CONSUMERS:
-            self._consumers.clear()  # inputs come in ever new shapes
+            self._consumers.clear()  # the inputs' shapes change all the time
         self._consumers[result.number] = quantizer
         return result.number[0]
 
     def forget_unused(self) -> None:
-        """Forget the layers that did not use the copy that an activation made for them in this forward pass."""
+        """Forget consumers that did not use the copy that an activation has made for them in this forward pass."""
         for result in self._local.results.values():
             if result.has_copy and not result.is_used:
                 self._consumers.pop(result.number, None)
 
 
 class _Local(threading.local):
-    """The state of the forward that runs in a thread."""
+    """The state of the forward pass that runs in a thread."""
 
     def __init__(self):
         self.entries = None  # {(place, key): (reference to the storage, SavedTensors, checksum)}
         self.results = {}  # {place: _Result}
-        self.exposed = {}  # {address: reference} of storages that may be written to without a new version
+        self.exposed = {}  # {address: reference} of storages that may change while their version does not
 
 
 class _Result:
-    """An activation's result in this forward, and whether a layer saved it."""
+    """An activation's result in this forward pass.
+
+    Attributes:
+        number: (number of the activation, shape and dtype of its input).
+        has_copy: whether the activation made a copy of the result for its consumer.
+        is_used: whether a layer saved the result.
+        storage: a weak reference, so that no other storage gets the result's address.
+    """
 
     def __init__(self, number, y, has_copy):
         self.number, self.has_copy, self.is_used = number, has_copy, False
-        self.storage = StorageWeakRef(y.untyped_storage())  # its address is not used again
+        self.storage = StorageWeakRef(y.untyped_storage())
 
 
 def _place(x) -> tuple:
-    """Return what tells the tensor x, as it is now, from other tensors."""
+    """Return a tuple that identifies the tensor x with its present content."""
     storage = x.untyped_storage()
     return storage._cdata, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x._version
 
 
 def _drop_expired(entries) -> None:
-    """Drop copies of tensors that are gone, which would otherwise stay on the device until the forward ends."""
+    """Drop copies of tensors that no longer exist. Such copies would stay on the device until the forward ends."""
     for key in [key for key, (storage, *_) in entries.items() if storage.expired()]:
         del entries[key]

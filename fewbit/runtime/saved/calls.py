@@ -1,7 +1,8 @@
-"""Run the calls of a converted model's modules, and restore the state of the thread after each call, however the call ends.
+"""Run the calls of a converted model's modules, and restore the state of the thread after each call.
 
-Python may raise an interrupt at any bytecode, also during clean-up. All restoring is therefore idempotent and done
-twice after an exception (docs/decisions/0013). The order of the statements matters.
+A call may end with an exception. Python may raise KeyboardInterrupt at any bytecode, even while state is being
+restored. All restoring is therefore idempotent and done twice after an exception (docs/decisions/0013). The order of
+the statements matters.
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ class CallGuard:
     """Runs the calls of the modules of one model, each as a part of a forward pass of the model.
 
     Args:
-        context: the model's `ForwardContext`, the state that its layers share.
+        context: the model's `ForwardContext`, the state that the model's layers share.
     """
 
     def __init__(self, context: ForwardContext):
         self.context = context
 
     def call(self, module, function, args=(), kwargs=None):
-        """Return function(*args, **kwargs), where `function` runs `module`, as a part of a forward pass of this model.
+        """Return function(*args, **kwargs), run as a part of a forward pass of this model.
 
         The outermost call is the whole forward pass. When a call returns or raises, the previous state is restored.
-        After an exception it is restored a second time, in case the first restoration was interrupted.
+        After an exception the state is restored a second time, because the first restoration may have been interrupted.
+
+        Args:
+            module: the module that is called.
+            function: the function that runs the module.
+            args: the arguments of the call.
+            kwargs: the keyword arguments of the call, or None.
         """
         kwargs, context = kwargs or {}, self.context
         call = _Call(context, module)
@@ -64,9 +71,16 @@ class CallGuard:
 class _Call:
     """A call of a module, with the state to restore when the call ends.
 
-    Only the Python frame of the call owns this object, so an abandoned call is no longer current once its frame is gone.
-    The context reads `context`, `hook` (of the checkpointed region in which the module was called), `training` (of the
-    module) and `path` (of the module in the model).
+    Only the Python frame of the call has a strong reference to this object. If the call is abandoned, the object is
+    gone with the frame, so it no longer counts as a running call.
+
+    `ForwardContext` reads these attributes:
+
+    Attributes:
+        context: the context of the model.
+        hook: the hook of the checkpointed region in which the module was called, or None.
+        training: whether the module is in training mode.
+        path: the path of the module in the model.
     """
 
     __slots__ = (
@@ -84,11 +98,11 @@ class _Call:
         self.contexts = [(outer, outer.depth_outside()) for outer in contexts]
 
     def begin(self, module, args, kwargs) -> None:
-        """Make this the innermost call, and begin a forward if it is the outermost one."""
+        """Make this call the innermost one of the thread. If it is the outermost one too, begin a forward pass."""
         context, has_grad = self.context, torch.is_grad_enabled()
         reference = weakref.ref(self)
         context.set_calls(reference, reference)
-        # A reentrant checkpoint runs its region without grad first, and again with grad in the backward pass.
+        # A reentrant checkpoint first runs its region without grad. The backward pass runs the region again with grad.
         is_first_of_two = self.training and not has_grad and reentrant_region() is not None
         if self.is_outermost:
             bypass.clear()

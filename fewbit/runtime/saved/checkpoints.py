@@ -1,6 +1,7 @@
 """The checkpointed regions of one model: to which forward pass each belongs, and the copies made in the latest region.
 
-A *region* is the part of a forward pass that `torch.utils.checkpoint` runs again, or recomputes, in the backward pass.
+A *region* is the part of a forward pass that `torch.utils.checkpoint` recomputes, that is, runs again in the backward
+pass. A *copy* is the quantized form of a saved tensor. Copies are entries of a cache, so that layers can share them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class CheckpointRegions:
         self._local = _Local()
 
     def remember(self, region, forward):
-        """Record to which forward pass a region belongs, unless that is recorded already. Return the recorded forward pass."""
+        """Record that a region belongs to a forward pass. An earlier record stays. Return the recorded forward pass."""
         return self._forwards.setdefault(region, forward)
 
     def recorded_forward(self):
@@ -42,11 +43,11 @@ class CheckpointRegions:
         return found
 
     def is_over(self) -> bool:
-        """Return whether the copies of the running region can be dropped when the outermost call of a module ends.
+        """Return whether cached copies of regions can be dropped when the outermost call of a module ends.
 
-        The copies can be dropped outside of a region, and in a region that contains a whole forward pass. The answer in
-        the recomputation is that of the first run, because a call that was within another call in the first run may be
-        outermost when recomputed.
+        They can be dropped if no region runs, or if the running region contains a whole forward pass. A recomputation
+        gets the answer of the region's first run, because a call inside another call may become the outermost call when
+        the region is recomputed.
         """
         if not in_checkpoint():
             return True
@@ -56,16 +57,18 @@ class CheckpointRegions:
         return frame in self._whole
 
     def entries(self, outer: dict | None) -> dict | None:
-        """Return the cache entries of the region that runs in this thread, or `outer` if none runs.
+        """Return the cache entries of the region that runs in this thread, or `outer` if no region runs.
 
-        `outer` are the entries of the whole forward pass. The recomputation has no copies from the part of the forward
-        pass outside of the region, so the first run may not use such copies either. The entries of a region are dropped
-        when this function is next called in another region, or outside of all regions. This happens at the same place in
-        the first run and in the recomputation.
+        A region has its own entries, because a recomputation finds no copies that were made outside of the region. The
+        first run must find the same copies as the recomputation. A region's entries are dropped as soon as this method
+        is called in another region or outside of all regions.
+
+        Args:
+            outer: the entries of the whole forward pass, or None.
         """
         hook, regions = checkpoint_hook(), self._local.regions
         if hook is None or hook not in regions:
-            # Only the latest region has entries: hooks live as long as the graph, which must not hold copies.
+            # Only the latest region keeps entries. Hooks live as long as the graph, and the graph must not hold copies.
             regions.clear()
         return outer if hook is None else regions.setdefault(hook, {})
 

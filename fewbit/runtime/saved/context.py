@@ -1,4 +1,10 @@
-"""The context of a model: its layers ask it for the bits and seeds of the present forward pass, and for shared copies."""
+"""The context of a model: the object that gives the model's layers bits, seeds and shared copies in each forward pass.
+
+A *copy* is the quantized form of a tensor that layers save. A *call* is a call of one of the model's modules, which
+`CallGuard` (`calls.py`) runs. The outermost call is a forward pass. A *region* is a part of a forward pass that
+`torch.utils.checkpoint` recomputes, that is, runs again in the backward pass. A *probe* measures a forward pass for the
+policy, which chooses bits.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +44,8 @@ def measuring(observation=None):
     """Run the block so that forward passes of this thread do not count as steps of training.
 
     Args:
-        observation: the probe that measures these forward passes, or None. Within another `measuring` block, the outer
-            block's probe is used.
+        observation: the probe that measures these forward passes, or None. If `measuring` blocks are nested, only the
+            probe of the outermost block is used.
     """
     before = getattr(_running, "measured", ())
     with undo_after(lambda: setattr(_running, "measured", before)):
@@ -55,7 +61,7 @@ def is_measuring() -> bool:
 class ForwardContext:
     """The state that the layers of one converted model share with each other, but not with other models.
 
-    A deep copy, or an unpickled context, keeps the constructor's arguments and nothing else.
+    A deep copy, like an unpickled context, has the arguments of the constructor but no other state.
 
     Args:
         contexts: context managers that are entered around each forward pass in training, in this order.
@@ -68,7 +74,7 @@ class ForwardContext:
         self.contexts = contexts
         self.policy = policy
         self.is_private = is_private
-        self.salt = b""  # of `Seeds`: another one gives other seeds if all else is equal
+        self.salt = b""  # for `Seeds`: another salt gives other seeds if all else is equal
         self.checkpoints = CheckpointRegions()
         self.cache = SavedTensorCache(self.checkpoints)
         self._local = _Local()
@@ -82,18 +88,23 @@ class ForwardContext:
     # -- For CallGuard -----------------------------------------------------------------------------------
 
     def calls(self) -> tuple:
-        """Return weak references to two running calls in this thread: the innermost of any model, and that of this model.
+        """Return weak references to this thread's innermost call of any model, and innermost call of this model.
 
         They are the arguments `running` and `own` of `set_calls`.
         """
         return getattr(_running, "call", None), self._local.call
 
     def set_calls(self, running, own) -> None:
-        """Set the innermost running calls of this thread: `running` of any model, and `own` of this model."""
+        """Set this thread's innermost call of any model, `running`, and innermost call of this model, `own`."""
         self._local.call, _running.call = own, running
 
     def begin_forward(self, module, inputs) -> None:
-        """Choose bits and seeds for a forward pass. A recomputation gets those of the pass of which it repeats a part."""
+        """Choose the bits and seeds of a forward pass. In a recomputation, take those of the recomputed forward pass.
+
+        Args:
+            module: the module whose call is the forward pass.
+            inputs: the call's arguments.
+        """
         local = self._local
         local.is_differentiated = not in_backward()
         begin = self._new_forward if local.is_differentiated else self._recomputed_forward
@@ -103,16 +114,17 @@ class ForwardContext:
         """Record that the forward pass runs through a checkpointed region.
 
         Args:
-            region: a result of `checkpoint.region_of` or `checkpoint.reentrant_region`; None does nothing.
-            is_reentrant: whether this is the first run of a region with `use_reentrant=True`, whose layers save tensors
-                only when recomputed.
+            region: the region, as `checkpoint.region_of` or `checkpoint.reentrant_region` returned it; None if no
+                region runs.
+            is_reentrant: whether this is the first run of a region with `use_reentrant=True`. Layers in such a region
+                save tensors only when the region is recomputed.
         """
         if region is not None and self._local.forward is not None:
             self.checkpoints.remember(region, self._local.forward)
             self._local.has_saved |= is_reentrant
 
     def finished_forward(self) -> _Forward | None:
-        """Return the forward pass that ends now; None if it has no backward pass, or recomputes a checkpointed region."""
+        """Return the forward pass that ends now; None if it has no backward pass, or is a recomputation."""
         return self._local.forward if self._local.is_differentiated else None
 
     @property
@@ -121,7 +133,7 @@ class ForwardContext:
         return self._local.has_saved
 
     def record_save(self, value: bool = True) -> None:
-        """Record whether a layer has saved a tensor in this forward pass: True or False, as `value` says."""
+        """Record whether a layer has saved a tensor in this forward pass. False is recorded when the pass begins."""
         self._local.has_saved = value
 
     def end_forward(self) -> None:
@@ -137,10 +149,10 @@ class ForwardContext:
         return _innermost(self._local) is not None
 
     def recomputes_alike(self) -> bool:
-        """Return whether a checkpoint that recomputes the present call would enter this model's calls and contexts again.
+        """Return whether a recomputation of the present code would run within this model's calls again.
 
-        The answer is yes if the checkpointed region is a module of the model or lies within one, or if there is no
-        region. It is no if the region is a bare function.
+        The answer is yes if no region runs, or if the present call of a module began inside the region. The answer is
+        no if the region began inside the call, so that only a part of the call is recomputed.
         """
         hook, call = checkpoint_hook(), _innermost(self._local)
         return hook is None or (call is not None and call.hook is hook)
@@ -148,8 +160,8 @@ class ForwardContext:
     def compresses_functions(self) -> bool:
         """Return whether to compress the functions that the running module calls now.
 
-        They are compressed if the module is in training mode and a checkpoint would compress them again when it
-        recomputes the call (`recomputes_alike`).
+        They are compressed if the module is in training mode, and if a recomputation would compress them again
+        (`recomputes_alike`).
         """
         call = _innermost(self._local)
         return call is not None and call.training and self.recomputes_alike()
@@ -161,7 +173,7 @@ class ForwardContext:
 
     @contextmanager
     def activation(self, path: str):
-        """Run the block as the activation of the module at `path`."""
+        """Run the block with the record that it computes the activation of the module at `path`."""
         local, before = self._local, self._local.activation
         with undo_after(lambda: setattr(local, "activation", before)):
             local.activation = path
@@ -172,15 +184,21 @@ class ForwardContext:
     def assignment(self, x) -> BitAssignment | None:
         """Return the bit assignment of the forward pass in which a layer saves x; None if all bits are fixed.
 
-        A layer called outside a forward pass of its model gets an assignment for x alone. The tensors of a recomputed
-        region must have the shapes of its first run.
+        A layer that is called outside a forward pass of the model gets an assignment for x alone. Within a recomputed
+        region, the result is the assignment of the region's first run, so tensors must have the same shapes as then.
         """
         if self._is_outside():
             return self._unobserved_assignment((x,), ALONE)
         return self._forward_of(x).assignment
 
     def activation_bits(self, name: str, bits: int, x) -> int:
-        """Return the bits of the few-bit activation `name` of x: `bits`, unless the policy chose others for this forward pass."""
+        """Return the bits that the policy chose for an activation in this forward pass, or `bits` if it chose none.
+
+        Args:
+            name: the name of the few-bit activation.
+            bits: the activation's own bits.
+            x: the activation's input.
+        """
         if self.policy is None or not x.requires_grad or not torch.is_grad_enabled():
             return bits
         if self._is_outside() or torch._C._functorch.maybe_current_level() is not None:
@@ -189,9 +207,10 @@ class ForwardContext:
         return bits if assignment is None else assignment.activation_bits(name, bits)
 
     def observed_activation(self, function: str, parameters: tuple) -> tuple | None:
-        """Return (name, function, its parameters) of the running activation if a probe measures this forward pass; else None.
+        """Return (name, function, parameters) of the running activation, or None if no probe measures this forward.
 
-        The name is the path of the module, or "path of the module:function" if the module calls a function.
+        The name is the path of the activation module. If another module calls the activation as a function, the name is
+        "path of the module:function".
         """
         forward = self._local.forward
         if forward is None or forward.assignment is None or forward.assignment.probe is None:
@@ -204,7 +223,12 @@ class ForwardContext:
     # -- Seeds -------------------------------------------------------------------------------------------
 
     def seed(self, x, name: str, slot: int) -> torch.Tensor:
-        """Return the seed from which x is rounded, if the layer `name` saves x as its input number `slot`.
+        """Return the seed from which x is rounded.
+
+        Args:
+            x: the tensor that a layer saves.
+            name: the name of the layer.
+            slot: the number of x among the layer's inputs.
 
         Returns:
             (1,) int64 on x's device.
@@ -215,14 +239,16 @@ class ForwardContext:
         return self._forward_of(x).seeds.next(x.device, name, slot)
 
     def seed_of_result(self, y, key, number: int | None = None) -> torch.Tensor:
-        """Return the seed from which an activation's result y is rounded, for a copy that all layers with this key share.
+        """Return the seed from which an activation's result y is rounded.
 
-        The seed is the same whether the first layer that saves y makes the copy or the activation itself.
+        All layers with this key share one copy of y. Either the activation makes the copy, or the first layer that
+        saves y makes it. The seed is the same in both cases.
 
         Args:
             y: the activation's result.
             key: `Quantizer.key` of the layers.
-            number: the result of `SavedTensorCache.record_consumer`; None: the number of the running activation.
+            number: the number of the activation in the forward pass, as `SavedTensorCache.record_consumer` returned it.
+                None stands for the activation that runs now.
 
         Returns:
             (1,) int64 on y's device.
@@ -247,16 +273,19 @@ class ForwardContext:
         return _Forward(assignment, Seeds(self.salt))
 
     def _recomputed_forward(self, module, inputs) -> _Forward:
-        """Return the forward of which a part runs again, or a new one for tensors of no known forward."""
+        """Return the forward to which the recomputed region belongs, or a new forward if that forward is not known."""
         found = self.checkpoints.recorded_forward()
         return found or self._local.forward or self._unknown_forward(inputs)
 
     def _unknown_forward(self, inputs) -> _Forward:
-        """Return a forward for tensors of no known forward, whose samples' numbers are unknown as well."""
+        """Return a new forward for tensors that are saved outside of all known forwards.
+
+        The numbers that the user gave to samples are not used for these tensors, because the samples are not known.
+        """
         seeds, before = Seeds(b"unknown"), self._local.unknown
         if before is not None and before.start == seeds.start:
             seeds = (
-                before  # else two regions that run from one generator state would be rounded alike
+                before  # otherwise two regions with the same generator state would be rounded alike
             )
         self._local.unknown = seeds
         is_again = in_backward() and reentrant_region() is not None
@@ -264,7 +293,7 @@ class ForwardContext:
         return _Forward(self._unobserved_assignment(inputs, reason), seeds)
 
     def _unobserved_assignment(self, inputs, reason: str) -> BitAssignment | None:
-        """Return an assignment for tensors of a forward that no probe follows."""
+        """Return an assignment for the tensors of a forward that no probe measures, for the given reason."""
         if self.policy is None:
             return None
         assignment = self.policy.assign(inputs)
@@ -276,7 +305,7 @@ class ForwardContext:
         self._local.part = forward.seeds.number("part")
 
     def _forward_of(self, x) -> _Forward:
-        """Return the forward in which x is saved; in a recomputed region the forward of its first run."""
+        """Return the forward in which x is saved. In a recomputed region, this is the forward of the first run."""
         local, frame = self._local, region_of(checkpoint_hook())
         if frame is None and local.forward is not None:
             return local.forward
@@ -288,12 +317,12 @@ class ForwardContext:
         return forward
 
     def _is_outside(self) -> bool:
-        """Return whether a layer is called by itself: neither within a forward of the model nor in a backward pass."""
+        """Return whether this thread is neither in a forward of the model nor in a backward pass."""
         return not self.cache.is_open and not in_backward()
 
 
 def contexts_of(model: nn.Module) -> Iterator[ForwardContext]:
-    """Yield the context of every module whose calls run within a `CallGuard`. The same context can be yielded several times."""
+    """Yield the context of every module whose calls run within a `CallGuard`. A context may be yielded repeatedly."""
     for module in model.modules():
         guard = vars(module).get(GUARD)
         if isinstance(module, TrackedModule) and guard is not None:
@@ -308,29 +337,32 @@ class _Local(threading.local):
         self.is_differentiated = (
             False  # whether this forward has a backward pass and is no recomputation
         )
-        self.forward = None  # a _Forward, while one runs, or a part of one again
-        self.part = 0  # number of that part
+        self.forward = None  # the running _Forward, or the one that is partly recomputed now
+        self.part = 0  # 0 in the first run of `forward`, then 1, 2 ... in recomputations
         self.has_saved = False  # whether a layer has asked to save a tensor
-        self.unknown = None  # the latest Seeds of tensors of no known forward
-        self.activation = None  # path of the module that runs one
+        self.unknown = None  # the latest Seeds of tensors outside of all known forwards
+        self.activation = None  # path of the module whose activation runs now
 
 
 class _Forward(NamedTuple):
-    """Bits and seeds of a forward and of its recomputed parts. assignment: None if bits are fixed."""
+    """The bits and seeds of a forward and of its recomputed regions. The assignment is None if all bits are fixed."""
 
     assignment: BitAssignment | None
     seeds: Seeds
 
 
 def _innermost(local):
-    """Return the innermost call that has not ended: of any model for `_running`, of one model for its `_Local`.
+    """Return the innermost call that has not ended, or None.
 
-    Only the Python frame of the call owns the call, so an abandoned call is no longer current once its frame is gone.
+    Only the Python frame of a call has a strong reference to the call, so an abandoned call is gone with its frame.
+
+    Args:
+        local: `_running`, for the innermost call of any model, or the `_Local` of one model.
     """
     reference = getattr(local, "call", None)
     return None if reference is None else reference()
 
 
 def _is_capturing(x) -> bool:
-    # Into a CUDA graph only torch's own generator can be captured.
+    # In a CUDA graph, seeds must come from torch's own generator: others would be the same in every replay.
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,9 +1,9 @@
 """Decide whether the minimums of groups are float32 or bfloat16, for one layer on a GPU.
 
 The group quantizer saves a minimum and a range for each group of elements. If a tensor's elements are far from zero
-compared with their range, a minimum in bfloat16 is too coarse and would enlarge the range. On the CPU every tensor
-decides for itself. On a GPU the host may not wait for the answer, so a layer uses the answer for one of its earlier
-tensors. Values are exact in expectation with either dtype; only their variance differs.
+compared with their range, a minimum in bfloat16 is too coarse and would enlarge the range. On the CPU the dtype is
+decided for every tensor. On a GPU the host would have to wait for the decision, so a layer uses the decision about one
+of its earlier tensors. Dequantized values are exact in expectation with either dtype, but their variance differs.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from fewbit.runtime.format.groups import STEPS
 
 
 class MinDtypeSelector:
-    """Selects the dtype for one layer. It examines the layer's tensors number 1, 2, 4, 8 ... and every 256th."""
+    """Selects the dtype of minimums for one layer. It examines tensors number 1, 2, 4, 8 ... and every 256th.
+
+    Attributes:
+        is_large: the latest answer that has arrived: whether minimums must be float32.
+    """
 
     EVERY = 256
-    """The period with which tensors are examined in the long run."""
+    """In the long run, one of this many tensors is examined."""
 
     def __init__(self):
         self.is_large = False
         self._count = 0
-        self._pending = None  # (answer on the host, event after which it is there)
+        self._pending = None  # (answer in pinned memory, event after which the answer is complete)
 
     def __getstate__(self):
         return {"is_large": self.is_large, "_count": self._count, "_pending": None}
 
     def poll(self) -> bool:
-        """Return whether the next tensor gets float32 minimums, according to the latest answer that has arrived from the GPU."""
+        """Return whether the next tensor gets float32 minimums, by the latest answer that has arrived from the GPU."""
         if self._pending is None or torch.cuda.is_current_stream_capturing():
             return self.is_large
         if self._pending[1].query():
@@ -40,7 +44,7 @@ class MinDtypeSelector:
         """Start to compute whether a tensor needs float32 minimums, without waiting for the GPU.
 
         Args:
-            ranges: the minimums and ranges of the tensor's groups.
+            ranges: (groups, 2 or 3) bfloat16, the minimums and ranges of the tensor's groups.
         """
         if torch.cuda.is_current_stream_capturing() or not ranges.numel():
             return
@@ -56,13 +60,13 @@ class MinDtypeSelector:
 
 
 def is_large(ranges: torch.Tensor) -> torch.Tensor:
-    """Return whether a tensor's offset is large relative to its range, as a 0-D bool tensor.
+    """Return whether a tensor's elements are so far from zero that it needs float32 minimums, as a 0-D bool tensor.
 
-    The offset is large if the greatest element minus the least element is less than 8 times the spacing of bfloat16
-    numbers at the least element.
+    It does if the greatest element minus the least element is less than 8 times the spacing of bfloat16 numbers at the
+    least element.
 
     Args:
-        ranges: the minimums and ranges of the tensor's groups.
+        ranges: (groups, 2 or 3) bfloat16, the minimums and ranges of the tensor's groups.
     """
     minimum, extent = limits_of(ranges)
     least, greatest = minimum.min(), (minimum + extent).max()

@@ -1,9 +1,10 @@
 """Move saved tensors to the host between the forward and the backward pass (ActNN's level L4, section 5.2).
 
 Layers mark the tensors that they make for the backward pass. Within an `Offload`, hooks on saved tensors replace a
-marked tensor by a *handle*, and the tensor's bytes are copied to the host while the forward pass continues. The
-backward pass turns handles into tensors again, in the reverse order. When it asks for the tensors of one layer, the
-bytes of the layers that it needs next are already being copied back.
+marked tensor by a *handle*, and the tensor's bytes are copied to the host while the forward pass continues. Here a
+*copy* is such a copy of bytes on the host. The backward pass turns handles into tensors again, in the reverse order.
+When the backward pass asks for the tensors of one layer, copies of the layers that it needs next are started, ahead of
+time.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from fewbit.runtime.interop.interrupts import hold
 from fewbit.runtime.saved.transfers import CudaTransfers, OnDevice
 
 LEAST_BYTES = 64 * 1024
-"""The size of the smallest storage that is moved, unless given."""
+"""The size in bytes of the smallest storage that is moved, unless the user gives another size."""
 AHEAD = 2
-"""The number of layers whose tensors are being copied at once, unless given."""
+"""The number of layers whose tensors are copied at the same time, unless the user gives another number."""
 TRANSFERS = {"cuda": CudaTransfers}
-"""{device type: class of copies}. Tensors on other devices are in the host's memory anyway."""
+"""{device type: class that copies bytes between device and host}. Tensors on other devices are not moved."""
 
 
 class _Running(threading.local):
-    """The offloads entered in a thread, innermost last: pairs (Offload, _Forward, or None if it moves nothing)."""
+    """The `Offload` blocks that this thread is in, innermost last.
+
+    Each is a pair (Offload, _Forward). The _Forward is None if the block moves nothing.
+    """
 
     def __init__(self):
         self.entered = []
@@ -44,7 +48,7 @@ _running = _Running()
 
 
 def mark(*tensors: torch.Tensor) -> None:
-    """Mark tensors that a layer made only to save them for the backward pass, so that an `Offload` may move them to the host."""
+    """Mark tensors that a layer made only for the backward pass, so that an `Offload` may move them to the host."""
     forward = _running.forward()
     if forward is not None:
         forward.mark(tensors)
@@ -56,20 +60,21 @@ def is_active() -> bool:
 
 
 class Offload:
-    """A context manager around a forward pass. Tensors that fewbit saves within it are on the host until the backward pass.
+    """A context manager around a forward pass that moves tensors saved by fewbit to the host until the backward pass.
 
-    Nothing is moved in a backward pass (a recomputed region), within other hooks on saved tensors (of a meter,
-    save_on_cpu or a checkpointed region), and while a CUDA graph is captured.
+    Nothing is moved during a backward pass, within other hooks on saved tensors (those of `fewbit.saved_bytes`,
+    `save_on_cpu` or a checkpoint), and while a CUDA graph is captured.
 
     Args:
-        least: the bytes of the smallest storage that is moved.
-        ahead: the number of layers whose tensors are copied at the same time. In the forward pass, the tensors of that
-            many layers may still be on the device; those of the last layers stay there, since the backward pass begins
-            with them. In the backward pass, the tensors of that many layers are copied back ahead of time.
+        least: the size in bytes of the smallest storage that is moved.
+        ahead: the number of layers whose tensors are copied at the same time. In the forward pass, the tensors of the
+            latest `ahead` layers may still be on the device. At its end they stay there, because the backward pass
+            begins with these layers. In the backward pass, the tensors of the next `ahead` layers are copied back in
+            advance.
         transfers: {device type: class that copies to and from the host}. The default is `TRANSFERS`.
 
     Raises:
-        InputError: `least` or `ahead` is no integer, or negative.
+        InputError: `least` or `ahead` is not an integer of at least 0.
     """
 
     def __init__(self, least: int = LEAST_BYTES, ahead: int = AHEAD, transfers=None):
@@ -78,7 +83,7 @@ class Offload:
                 raise InputError(f"expected an integer of at least 0 for {name}, got {value!r}")
         self.least, self.ahead = least, ahead
         self.bytes_out = 0  # moved to the host so far
-        self.bytes_back = 0
+        self.bytes_back = 0  # copied back to devices so far
         self._kinds = TRANSFERS if transfers is None else transfers
         self._transfers = {}  # by device
         self._on_host = weakref.WeakSet()
@@ -115,7 +120,7 @@ class Offload:
         return len(_running.entered)
 
     def cut(self, depth: int) -> None:
-        """Exit `Offload` blocks until this thread is in only `depth` of them."""
+        """Exit the innermost `Offload` blocks, of any model, until this thread is in only `depth` blocks."""
         while len(_running.entered) > depth:
             _, forward = _running.entered[-1]
             if forward is not None:
@@ -124,7 +129,7 @@ class Offload:
             _running.entered.pop()
 
     def transfers_of(self, device: torch.device):
-        """Return the object that copies between that device and the host, or None if tensors stay on the device."""
+        """Return the object that copies bytes between this device and the host; None if tensors stay on the device."""
         kind = self._kinds.get(device.type)
         if kind is None:
             return None
@@ -136,6 +141,10 @@ class Offload:
     def send(self, transfers, source: torch.Tensor) -> tuple[_Copy, OnDevice]:
         """Start to copy bytes to the host.
 
+        Args:
+            transfers: the object that copies, as `transfers_of` returned it.
+            source: the bytes on the device, uint8.
+
         Returns:
             The copy on the host, and the `OnDevice` that keeps the bytes on the device until the copy is complete.
         """
@@ -146,23 +155,20 @@ class Offload:
         return copy, OnDevice(transfers, source, event)
 
     def fetch(self, transfers, copy: _Copy) -> OnDevice:
-        """Start to copy bytes back to the device. Return the `OnDevice` that holds them there."""
+        """Start to copy the bytes of `copy` back to the device. Return the `OnDevice` that holds the bytes there."""
         self.bytes_back += len(copy.host)
         return OnDevice(transfers, *transfers.to_device(copy.host))
 
 
 class _Forward:
-    """One forward within an Offload: the marked storages, and a lane for each device.
-
-    After its end only handles refer to it, and it refers to no handles, so it lives as long as the graph.
-    """
+    """One forward within an Offload: the marked storages, and for each device a lane, the list of its saved tensors."""
 
     def __init__(self, offload: Offload):
         self._offload = offload
         pack, unpack = _hooks()
         # The first hook identifies this forward's hooks: it is a new object in each forward.
         self.hooks = partial(pack), unpack
-        self._marked = {}  # {address of a storage: _Marked}, whose weak reference keeps the address from being reused
+        self._marked = {}  # {address of a storage: _Marked}; its weak reference reserves the address
         self._layer = 0
         self._lanes = {}
 
@@ -201,7 +207,12 @@ class _Forward:
 
 
 class _Marked:
-    """A storage that was made to be saved, and a weak reference to its copy on the host, if any."""
+    """A marked storage, and a weak reference to the storage's copy on the host.
+
+    Attributes:
+        storage: a weak reference to the storage.
+        copy: a weak reference to the `_Copy`. A call returns None if no copy has been made or the copy is gone.
+    """
 
     def __init__(self, storage):
         self.storage = StorageWeakRef(storage)
@@ -211,8 +222,8 @@ class _Marked:
 class _Lane:
     """The tensors that one forward has saved on one device, layer by layer.
 
-    A layer is here all that is saved between one call of `mark` and the next. Autograd runs nodes in the reverse order in
-    which they were made, so it unpacks layers in reverse order.
+    Here a layer consists of all tensors that are saved between one call of `mark` and the next. The backward pass needs
+    the layers in reverse order, because autograd runs nodes in the reverse of the order in which the nodes were made.
     """
 
     def __init__(self, offload: Offload, transfers):
@@ -255,7 +266,10 @@ class _Lane:
     # -- Backward ----------------------------------------------------------------------------------------
 
     def restore(self, handle: _Handle) -> torch.Tensor:
-        """Return the bytes of a handle for later work of the current stream, and start to fetch the layers before."""
+        """Return the bytes of a handle on the device, and start to copy back the layers that backward needs next.
+
+        The bytes can be used by work that the current stream gets from now on.
+        """
         with hold(self._lock):
             self._fetch(handle.copy)
             self._fetch_before(handle.layer)
@@ -271,7 +285,7 @@ class _Lane:
             found += self._fetch_layer(layer)
 
     def _fetch_layer(self, layer: int) -> bool:
-        """Fetch the layer's tensors. Return whether the graph still has any."""
+        """Start to copy back a layer's tensors. Return whether the graph still has handles of this layer."""
         handles = _alive(self._layers[layer])
         for handle in handles:
             self._fetch(handle.copy)
@@ -287,7 +301,7 @@ class _Lane:
         self._present.add(copy)
 
     def _forget(self, layer: int) -> None:
-        """Free copies that no handle of this layer or of one before wants: backward has passed the other layers."""
+        """Free bytes on the device that only handles of later layers want, because backward has passed these layers."""
         for copy in tuple(self._present):
             if not any(handle.layer <= layer for handle in copy.wanted_by):
                 copy.value = None
@@ -296,15 +310,18 @@ class _Lane:
 
 
 class _Copy:
-    """A storage on the host, which lives as long as a graph has handles of it.
+    """The bytes of a storage on the host, which exist as long as a graph has handles of the storage.
 
-    The attribute `value` holds the bytes on the device (OnDevice) from when they are fetched until all handles in
-    `wanted_by`, those that had not been unpacked by then, are unpacked.
+    Attributes:
+        host: the bytes, uint8 in pinned memory.
+        handles: weak references to the handles of tensors in the storage.
+        value: the bytes on the device (OnDevice), or None. They are freed when `wanted_by` is empty.
+        wanted_by: the handles that need the bytes on the device and have not been unpacked yet.
     """
 
     def __init__(self, host: torch.Tensor):
         self.host = host
-        self.handles = []  # weak references
+        self.handles = []
         self.value = None
         self.wanted_by = weakref.WeakSet()
 
@@ -318,24 +335,24 @@ class _Handle:
         self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor, for later work of the current stream."""
+        """Return the tensor on the device. Work that the current stream gets from now on can use it."""
         memory = self.lane.restore(self)
         view = torch.empty(0, dtype=self._dtype, device=memory.device)
         return view.set_(memory.untyped_storage(), *self._place)
 
 
 class _Stayed(NamedTuple):
-    """A tensor that is not moved.
+    """A saved tensor that is not moved.
 
-    It is detached, since the node that saves it may be its own. The version is checked here, because autograd does not check
-    versions under hooks.
+    The tensor is detached, because otherwise the autograd node that made the tensor could hold itself alive. The
+    version is checked here, because autograd does not check versions of tensors that went through hooks.
     """
 
     tensor: torch.Tensor
     version: int
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor. Raise RuntimeError, as torch does, if it was written to since."""
+        """Return the tensor. Raise RuntimeError, as torch does, if the tensor was changed in place since."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
@@ -353,7 +370,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _alive(references) -> list[_Handle]:
-    """Return the handles that still exist."""
+    """Return the handles to which these weak references refer, without those that no longer exist."""
     return [handle for reference in references if (handle := reference()) is not None]
 
 
@@ -361,7 +378,7 @@ def _alive(references) -> list[_Handle]:
 
 
 def _pack(tensor):
-    # Autograd enters the hooks of the thread that calls backward in its own threads too, where no offload is entered.
+    # Autograd also uses these hooks in its own threads, which are in no `Offload` block.
     forward = _running.forward()
     return _Stayed(tensor.detach(), tensor._version) if forward is None else forward.pack(tensor)
 
@@ -371,7 +388,7 @@ def _unpack(packed):
 
 
 def _hooks() -> tuple:
-    """Return the hooks, which a compiler may not trace if it compiles parts of the model."""
+    """Return the pack hook and the unpack hook, disabled for torch.compile if torch._dynamo is imported."""
     return _uncompiled() if "torch._dynamo" in sys.modules else (_pack, _unpack)
 
 
@@ -381,7 +398,7 @@ def _uncompiled() -> tuple:
 
 
 def _may_enter() -> bool:
-    """Return whether an Offload may push its hooks: not in a backward pass, and not on top of other hooks."""
+    """Return whether an Offload may push its hooks: not in a backward pass, nor on top of hooks of others."""
     autograd = torch._C._autograd
     if torch._C._current_graph_task_id() != -1 or not autograd._saved_tensors_hooks_is_enabled():
         return False

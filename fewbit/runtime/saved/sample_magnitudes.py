@@ -1,8 +1,9 @@
 """The squared norm of each sample's gradient when the sample was last seen (ActNN, section 4.2).
 
-Rounding a sample matters more if the gradient of the sample is large. The forward pass cannot know the gradient. The
-gradient of the same sample an epoch ago is a guess. If the user numbers the samples of the data set, bits are divided
-among samples by that guess.
+Rounding a sample matters more if the gradient of the sample is large. The forward pass does not know the gradient, but
+the gradient of the same sample in the last epoch is a good guess. If the user numbers the samples of the data set,
+samples for which this guess is larger get more bits. A *slot* is one tensor that a layer saves in every forward pass.
+Its name is (the layer's name, the number of the tensor among the layer's inputs).
 """
 
 from __future__ import annotations
@@ -39,15 +40,19 @@ class SampleIndices:
 
 
 class SampleNumbering:
-    """Gives each number that the user gave a sample a row in tables. Rows are in the order in which numbers first occurred."""
+    """The assignment of rows in tables to the numbers of samples, in the order in which the numbers first occurred."""
 
     def __init__(self):
         self._of: dict[int, int] = {}
 
     def of(self, numbers) -> SampleIndices:
-        """Return the rows of the samples that have these numbers, on the CPU.
+        """Return the rows of the samples that have these numbers, on the CPU. New numbers get new rows.
 
-        Raises InputError if `numbers` are not 64-bit integers on the CPU.
+        Args:
+            numbers: (N,) integers on the CPU, one for each sample.
+
+        Raises:
+            InputError: `numbers` is anything else.
         """
         try:
             is_tensor = isinstance(numbers, torch.Tensor)
@@ -64,17 +69,17 @@ class SampleNumbering:
             )
         if found.device.type != "cpu":
             raise InputError(f"expected samples' numbers on the CPU, got them on {found.device}")
-        found = found.to(torch.int64).tolist()  # of uint64 other numbers, which differ as much
+        found = found.to(torch.int64).tolist()  # large uint64 numbers change, but remain distinct
         places = [self._of.setdefault(each, len(self._of)) for each in found]
         indices = torch.tensor(places, dtype=torch.int64, device="cpu")
         return SampleIndices(indices, len(self._of))
 
     def state(self) -> torch.Tensor:
-        """Return the samples' numbers in the order of their rows, int64."""
+        """Return the samples' numbers in the order of their rows, (rows,) int64."""
         return torch.tensor(list(self._of), dtype=torch.int64, device="cpu")
 
     def load(self, numbers) -> None:
-        """Load a result of `state`. For anything else, raise InputError and change nothing."""
+        """Replace all rows by a result of `state`. For any other argument, raise InputError and change nothing."""
         is_fit = _is_vector(numbers) and numbers.dtype == torch.int64
         if not is_fit or len(numbers.unique()) < len(numbers):
             raise InputError(
@@ -84,10 +89,10 @@ class SampleNumbering:
 
 
 class GradientMagnitudes:
-    """The squared norms of samples' gradients, in a table for each slot, that is, for each tensor that a layer saves."""
+    """The squared norms of samples' gradients, in a table for each slot that has a row for each sample."""
 
     def __init__(self):
-        self._tables: dict[tuple, torch.Tensor] = {}  # float32; NaN: not seen
+        self._tables: dict[tuple, torch.Tensor] = {}  # float32; NaN: the sample was not seen
 
     def __bool__(self) -> bool:
         return bool(self._tables)
@@ -96,6 +101,10 @@ class GradientMagnitudes:
         """Return the squared gradient norms of the samples, divided by the mean of these norms, (N,) float32.
 
         A sample that was not seen before gets 1. Returns None if no gradient was recorded for the slot `name`.
+
+        Args:
+            name: the slot's name.
+            numbers: the samples' rows.
         """
         if name not in self._tables:
             return None
@@ -105,12 +114,12 @@ class GradientMagnitudes:
     def note(self, name: tuple, numbers: SampleIndices, grad: torch.Tensor) -> None:
         """Record the squared norms of samples' gradients for a slot.
 
-        Gradients that are not finite are ignored; they occur if a loss is scaled too much.
+        Gradients that are not finite are ignored. They occur if a gradient scaler has scaled the loss too much.
 
         Args:
             name: the slot's name.
             numbers: the samples' rows.
-            grad: the gradient of the result of the layer that saves the slot, samples along dimension 0.
+            grad: the gradient of the layer's result, with samples along dimension 0.
         """
         count = len(numbers)
         if not count or not grad.numel() or not grad.dim() or len(grad) % count:
@@ -123,7 +132,7 @@ class GradientMagnitudes:
         table[numbers.indices] = torch.where(squares.isfinite(), squares, before)
 
     def _table(self, name, numbers: SampleIndices) -> torch.Tensor:
-        """Return the table of a slot, on the device of the indices and with a row for each of them."""
+        """Return the table of a slot, on the device of `numbers` and with at least `numbers.size` rows."""
         device = numbers.indices.device
         table = self._tables.get(name, torch.empty(0, dtype=torch.float32, device=device))
         missing = numbers.size - len(table)
@@ -134,14 +143,14 @@ class GradientMagnitudes:
         return table
 
     def state(self) -> list[dict]:
-        """Return the squared norms for `load`, on the CPU."""
+        """Return the tables for `load`: for each slot a dict with the slot's name and the squared norms on the CPU."""
         return [
             {"name": name, "input": slot, "squares": table.detach().to("cpu", copy=True)}
             for (name, slot), table in self._tables.items()
         ]
 
     def load(self, rows) -> None:
-        """Load a result of `state`. For anything else, raise InputError and change nothing."""
+        """Replace all tables by a result of `state`. For any other argument, raise InputError and change nothing."""
         tables = {}
         for row in rows if isinstance(rows, list | tuple) else (rows,):
             entries = row if isinstance(row, Mapping) else {}
@@ -161,7 +170,7 @@ class GradientMagnitudes:
 
 
 def _is_vector(value) -> bool:
-    """Return whether a value is an ordinary 1-D CPU tensor, as in states."""
+    """Return whether a value is an ordinary 1-D tensor on the CPU, as the entries of a state are."""
     return (
         is_plain(value)
         and value.layout == torch.strided

@@ -11,31 +11,32 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 class Seeds:
-    """Seeds of the tensors that the layers of one model save. Each seed is a hash of the *purpose* that the caller names.
+    """The seeds of the tensors that the layers of one model save in one forward pass.
 
-    Seeds are derived from the state of torch's generator for the CPU but draw nothing from the generator. Dropout
-    therefore draws the numbers that it would draw without fewbit. The same holds in the recomputation of a checkpointed
-    region, which restores torch's generator and may quantize another number of tensors. The order in which tensors are
-    quantized does not matter.
+    Each seed is a hash of the state of torch's CPU generator and of a *purpose*: values that say what the seed is for,
+    such as the name of a layer. The order in which tensors are quantized therefore does not matter. Nothing is drawn
+    from the generator, so dropout draws the same numbers as without fewbit. A checkpoint, which restores the generator
+    when it recomputes a region, gets the same dropout too, even if the recomputation quantizes another number of
+    tensors.
 
     Args:
-        salt: up to 16 bytes. Seeds with different salts have nothing in common.
+        salt: up to 16 bytes, which are hashed too. Different salts give independent seeds.
     """
 
     def __init__(self, salt: bytes = b""):
         state = b""
-        # Under a transform or a tracer the state cannot be read, and nothing is saved.
+        # Under a transform or a tracer the generator's state cannot be read, but fewbit saves nothing there.
         if not torch.jit.is_tracing() and is_plain(generator := torch.get_rng_state()):
             state = generator.numpy()
         self.start = hashlib.blake2b(state, digest_size=16, salt=salt).digest()
         self._counts = {}
 
     def next(self, device: torch.device, *purpose) -> torch.Tensor:
-        """Return a new seed: each call with the same purpose returns another one.
+        """Return a seed for a purpose. Each call with the same purpose returns another seed.
 
         Args:
             device: the device of the seed.
-            purpose: values with a repr, which say what the seed is for.
+            *purpose: values that say what the seed is for. The repr of the values is hashed.
 
         Returns:
             (1,) int64.
@@ -48,7 +49,7 @@ class Seeds:
         return next(self._counts.setdefault(purpose, count()))
 
     def of(self, device: torch.device, *purpose) -> torch.Tensor:
-        """Return the seed of a purpose, (1,) int64: the same one in each call. The host does not wait for the device."""
+        """Return the seed of a purpose, (1,) int64, the same in each call. The host does not wait for the device."""
         text = repr((device.index or 0, *purpose)).encode()
         value = hashlib.blake2b(text, digest_size=8, key=self.start).digest()
         value = int.from_bytes(value, "big", signed=True)

@@ -1,4 +1,4 @@
-"""Backward passes that can be run but not differentiated: computing a second derivative raises GradientError."""
+"""Backward functions whose results cannot be differentiated again: a second derivative raises GradientError."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fewbit.runtime.probes.restoring import observed
 def once_differentiable(backward):
     """Decorate the backward of an autograd Function so that differentiating its results raises GradientError.
 
-    torch's decorator of the same name instead returns a second derivative of zero if the incoming gradient is a
-    constant.
+    torch's decorator of the same name raises no error if the incoming gradient is a constant. It then gives a second
+    derivative of zero, which is wrong.
     """
 
     @wraps(backward)
@@ -37,14 +37,15 @@ def once_differentiable(backward):
 
 
 class Once(Function):
-    """An autograd Function that returns a gradient unchanged and makes it depend on the tensors it was computed from.
+    """An autograd Function that returns a gradient unchanged, but makes the gradient depend on other tensors.
 
-    The Function's own backward, a second derivative, raises GradientError.
+    The other tensors are those from which the gradient was computed. Differentiating the gradient by one of them, for a
+    second derivative, runs the Function's own backward, which raises GradientError.
     """
 
     @staticmethod
     def forward(ctx, result, *inputs):
-        # A view could not be written to in place.
+        # An ordinary view may not be written to in place.
         return (
             result.clone()
             if result.is_sparse
@@ -62,7 +63,7 @@ def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
     Args:
         layer: the layer's name, for the message.
         grads: the incoming gradients.
-        transforms_only: whether to look for batches of `torch.func.vmap` alone, see `tensor_kinds.is_batched`.
+        transforms_only: whether to look only for batches of `torch.func.vmap`, see `tensor_kinds.is_batched`.
     """
     if any(is_batched(grad, transforms_only) for grad in grads):
         raise GradientError(
@@ -72,10 +73,13 @@ def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
 
 
 def graph_anchors(ctx) -> list[torch.Tensor]:
-    """Return tensors for the gradient to depend on, so that differentiating the gradient raises GradientError.
+    """Return tensors on which `Once` makes a gradient depend, so that a second derivative raises GradientError.
 
-    The gradient depends on the layer's input x, but x is not saved. The leaves of the graph from which x was computed
-    take the place of x. The incoming gradient alone is not enough, because it may be a constant without a graph.
+    The gradient depends on the layer's input x. Since x is not saved, the leaves of the graph from which x was computed
+    take its place. To depend on the incoming gradient is not enough, because that gradient may be a constant.
+
+    Args:
+        ctx: the context of the layer's autograd Function.
     """
     return [torch.empty(0, requires_grad=True), *_leaves(ctx)]
 
@@ -84,7 +88,7 @@ def _leaves(node) -> list[torch.Tensor]:
     """Return the leaves of the graph that the input of an autograd node was computed from."""
     leaves, seen, waiting = [], set(), [node]
     while waiting:
-        # Within torch.func a context is no node; the forward refuses a second derivative there.
+        # Within torch.func a context is no node. There the forward already refuses second derivatives.
         for following, _ in getattr(waiting.pop(), "next_functions", ()):
             if following is None or following in seen:
                 continue

@@ -1,4 +1,7 @@
-"""Copy bytes between a CUDA device and pinned host memory on a side stream. All tensors here are uint8, (n,)."""
+"""Copy bytes between a CUDA device and pinned host memory, in a CUDA stream of its own: the side stream.
+
+All tensors here are uint8 of shape (n,).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class CudaTransfers:
         return torch.cuda.is_initialized()
 
     def is_capturing(self) -> bool:
-        """Return whether the current stream is captured into a CUDA graph. Such a graph would not include the side stream."""
+        """Return whether the current stream is captured into a CUDA graph, which would not include the side stream."""
         with torch.cuda.device(self.device):
             return torch.cuda.is_current_stream_capturing()
 
@@ -32,7 +35,7 @@ class CudaTransfers:
         """Start to copy bytes to the host.
 
         Args:
-            source: bytes on the device, which may not change until the returned event.
+            source: bytes on the device, which must not change before the returned event.
 
         Returns:
             The copy in pinned memory, and the event after which it is complete.
@@ -48,7 +51,7 @@ class CudaTransfers:
             host: a copy from `to_host`. The side stream completes that copy before it starts this one.
 
         Returns:
-            The copy in memory of the current stream, and the event after which it is complete.
+            The copy, in memory that belongs to the current stream, and the event after which the copy is complete.
         """
         target = torch.empty(len(host), dtype=torch.uint8, device=self.device)
         return target, self._copy(target, host)
@@ -64,11 +67,11 @@ class CudaTransfers:
         self.current().wait_event(event)
 
     def hold(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Prevent memory, once freed, from being reused before a stream has done its work so far.
+        """Prevent freed memory from being reused before a stream has done the work that it has got so far.
 
         Args:
-            memory: the memory.
-            stream: the stream, the side stream by default.
+            memory: the tensor whose memory is protected.
+            stream: the stream; the side stream unless given.
         """
         memory.record_stream(self.side if stream is None else stream)
 
@@ -76,10 +79,10 @@ class CudaTransfers:
 class OnDevice:
     """Bytes on the device that the side stream reads or writes until an event.
 
-    The bytes are in memory of the stream that was current when this object was made, the home stream. Once the home
-    stream has waited for the event, freed memory can be reused at once, because the next use comes later in the home
-    stream's order. Otherwise `CudaTransfers.hold` has to delay the reuse until the device gets there; the host is far
-    ahead and would allocate new memory meanwhile.
+    The bytes are in memory that belongs to the stream that was current when this object was made, the home stream. Once
+    the home stream has waited for the event, freed memory can be reused at once, because the next use comes later in
+    the home stream. Otherwise `CudaTransfers.hold` must delay the reuse until the device has reached the event. Because
+    the host runs far ahead of the device, more memory would be allocated in the meantime.
 
     Args:
         transfers: the `CudaTransfers` of the device.
@@ -93,7 +96,7 @@ class OnDevice:
         self._is_waited_for = False
 
     def use(self) -> torch.Tensor:
-        """Return the bytes, for work that the current stream gets from now on."""
+        """Return the bytes. Only work that the current stream gets after this call may use them."""
         self.transfers.wait(self.event)
         current = self.transfers.current()
         if current != self._home:

@@ -77,8 +77,8 @@ def load_table(
 ):
     """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
 
-    A table that is not shipped is solved on first use and stored in `cache_directory`. If the function is not built in, or
-    the weight is a callable, the table is solved anew at every call. All arguments are as in `fewbit.solve`.
+    A table that is not shipped is solved on first use and stored in `cache_directory`. If the function is not built in,
+    or the weight is a callable, the table is solved anew at every call. All arguments are as in `fewbit.solve`.
 
     Args:
         function: The name of a built-in function, "package.module:name", or a callable.

@@ -150,5 +150,5 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
 
 
 def capped(value: float, most: float = MOST_NUMBER) -> float:
-    """Return min(value, most). Training that continues from an extreme state could exceed the range of saved numbers."""
+    """Return min(value, most), since training that continues from an extreme state can exceed the allowed range."""
     return min(value, most)

@@ -1,9 +1,10 @@
-"""The domain cut into cells on which f' is monotone, with moments of f' in every cell.
+"""The domain, cut into cells on which the derivative f' is monotone, with integrals of f' over every cell.
 
-A cell is an interval between two neighboring points, the nodes. `Cells` stores for each cell the integral of the weight w
-(the mass), the weighted mean of f' and the spread about it (by Gauss-Legendre quadrature), and the limits of f' at the ends
-of the cell from inside. Kinks (points at which f' is not smooth), extrema of f' and jumps of the weight are always nodes, so
-the integrands are smooth. Cells without mass are left out. The solver uses f' only through cells.
+The domain is cut at points that are called nodes, and a cell is the interval between two neighboring nodes. `Cells`
+stores for each cell the mass (the integral of the weight w), the weighted mean of f', the spread (the integral of the
+squared deviation of f' from this mean, times w), and the limits of f' at the ends of the cell from inside. Integrals
+are computed by Gauss-Legendre quadrature. Kinks (points at which f' is not smooth), extrema of f' and jumps of w are
+always nodes, so the integrands are smooth. Cells without mass are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _GAUSS = np.polynomial.legendre.leggauss(8)
 _UNIFORM_MESH = 4096
 _SMALLEST_SCALE = 1e-2
 _POINTS_PER_PANEL = 32
-# The share of nodes that is spread evenly. The others are denser at points at which a step function has large errors.
+# The share of nodes that are spaced evenly. The other nodes are denser at points at which a step function has large
+# errors.
 _EVEN_SHARE = 0.25
 # For a smaller f' squared errors would underflow, so that the error of a table would be 0.
 _LEAST_SLOPE = 1e-140
@@ -54,7 +56,7 @@ class Cells:
         return len(self.left)
 
     def take(self, index):
-        """Return the cells with the given numbers, or the cells for which a mask is true."""
+        """Return the cells with the given indices, or the cells for which a bool mask is true."""
         return Cells(*(getattr(self, f.name)[index] for f in fields(self)))
 
     @property
@@ -69,7 +71,7 @@ def concatenate(parts):
 
 
 def merge(cells, nodes):
-    """Merge all cells between neighboring nodes. The nodes must include kinks, extrema of f' and jumps of the weight."""
+    """Merge all cells between neighboring nodes. Kinks, extrema of f' and jumps of the weight must be nodes."""
     group = np.searchsorted(nodes, 0.5 * (cells.left + cells.right))
     starts = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     ends = np.append(starts[1:], len(cells)) - 1
@@ -95,12 +97,12 @@ def merge(cells, nodes):
 
 @dataclass(frozen=True)
 class Landscape:
-    """The functions f' and w on the domain. A landscape makes and splits cells.
+    """The functions f' and w on the domain, from which cells are made.
 
     Attributes:
-        derivative: f', whose values are checked to be finite.
-        density: The weight w.
-        domain: The two ends.
+        derivative: f', a function of float64 arrays. It raises FunctionError for a value that is not finite.
+        density: The weight w, a function of float64 arrays.
+        domain: The two ends of the domain.
         kinks: The kinks of f' in the domain, ascending.
         weight_edges: The points at which w jumps, ascending.
         mesh: Points that are dense enough to find every extremum of f'.
@@ -116,13 +118,13 @@ class Landscape:
     extrema: np.ndarray
 
     def cells(self, count):
-        """Return about `count` cells between the points of `nodes`, without cells that have no mass."""
+        """Return about `count` cells, without cells that have no mass. The method `nodes` chooses their ends."""
         nodes = self.nodes(count)
         cells = self.integrate(nodes[:-1], nodes[1:])
         return cells.take(cells.mass > 0)
 
     def nodes(self, count):
-        """Return about `count` nodes, denser at points with a large w f''**2, at which a step function has large errors.
+        """Return about `count` nodes, denser where w f''**2 is large, since a step function has large errors there.
 
         Raises:
             SolveError: The weight has no mass on the domain.
@@ -150,7 +152,7 @@ class Landscape:
         return np.union1d(forced, wanted[gap > 1e-12 * (1 + np.abs(wanted))])
 
     def integrate(self, left, right):
-        """Return the cells with the given ends. They must not contain a kink, an extremum of f' or a jump of the weight."""
+        """Return the cells with the given ends, float64 (n,). No kink, extremum of f' or jump of w may be inside a cell."""
         half = 0.5 * (right - left)
         x = 0.5 * (left + right)[:, None] + half[:, None] * _GAUSS[0]
         weight = self.density(x) * (half[:, None] * _GAUSS[1])
@@ -167,7 +169,7 @@ class Landscape:
         return Cells(left, right, value_left, value_right, mass, mean, spread, lowest, highest)
 
     def split(self, cells, points):
-        """Return the cells, split at every point that is inside one of them."""
+        """Return cells that are split at the given points. Points that are not inside a cell have no effect."""
         inside = np.searchsorted(cells.left, points, side="right") - 1
         ok = inside >= 0
         points, inside = points[ok], inside[ok]
@@ -200,9 +202,9 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
         derivative: f' for float64 arrays.
         kinks: The points at which f' is not smooth.
         weight: A weight from `make_weight`.
-        domain: The two ends.
+        domain: The two ends of the domain.
         name: The name of f, for error messages.
-        panels: The ends of the panels, the intervals on each of which one polynomial approximates the f' of a callable.
+        panels: If f' is approximated by polynomials, the ends of the intervals with one polynomial each (panels).
         accuracy: The largest error of `derivative`; 0 if it is exact.
 
     Raises:
@@ -211,7 +213,7 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
     low, high = domain
 
     def checked(x):
-        with np.errstate(all="ignore"):  # the error below reports them
+        with np.errstate(all="ignore"):  # the error below reports values that are not finite
             value = np.asarray(derivative(x), dtype=np.float64)
         if not np.isfinite(value).all():
             bad = np.flatnonzero(~np.isfinite(value.ravel()))[0]
@@ -237,7 +239,7 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
 
 
 def _mesh(low, high, hints):
-    """Return evenly spaced points, points that are evenly spaced in asinh(x) and so dense around 0, and the hints."""
+    """Return points of the domain: evenly spaced ones, ones that are denser around 0, and `hints`."""
     even = np.linspace(low, high, _UNIFORM_MESH + 1)
     reach = np.arcsinh(max(abs(low), abs(high)) / _SMALLEST_SCALE)
     dense = _SMALLEST_SCALE * np.sinh(np.linspace(-reach, reach, _UNIFORM_MESH + 1))
@@ -246,7 +248,7 @@ def _mesh(low, high, hints):
 
 
 def _inside_panels(panels, low, high):
-    """Return points dense enough to find every extremum of the polynomial between two neighbors of `panels`."""
+    """Return points that are dense enough to find every extremum of the polynomials between neighboring `panels`."""
     edges = np.asarray(panels, dtype=np.float64)
     shares = 0.5 - 0.5 * np.cos(np.linspace(0.0, np.pi, _POINTS_PER_PANEL + 1))[:-1]
     points = np.append(edges[:-1, None] + np.diff(edges)[:, None] * shares, edges[-1:])
@@ -254,9 +256,20 @@ def _inside_panels(panels, low, high):
 
 
 def _extrema(derivative, mesh, value, kinks, name, accuracy):
-    """Find the local extrema of f' between kinks by golden section, from the values of f' on the mesh.
+    """Find the local extrema of f' that are not kinks, by golden-section search between points of the mesh.
 
-    The value of f' at an extremum is accurate, the place less so.
+    The value of f' at such a point is accurate to rounding. Its place is less accurate, since f' is flat there.
+
+    Args:
+        derivative: f' for float64 arrays.
+        mesh: Ascending points.
+        value: f' at the points of the mesh.
+        kinks: The points at which f' is not smooth.
+        name: The name of f, for error messages.
+        accuracy: The largest error of `derivative`. Smaller changes of direction do not count.
+
+    Returns:
+        The places of the extrema, ascending.
     """
     noise = 8 * np.finfo(float).eps * np.max(np.abs(value)) + 2 * accuracy
     change = np.diff(value)
@@ -289,6 +302,6 @@ def _extrema(derivative, mesh, value, kinks, name, accuracy):
         fresh = direction * derivative(np.where(left, c, d))
         fc, fd = np.where(left, fresh, fc), np.where(left, fd, fresh)
     found = 0.5 * (a + b)
-    # An extremum at a kink is the kink itself.
+    # Extrema at kinks are left out, since kinks are nodes already.
     near = np.abs(found[:, None] - kinks[None, :]).min(axis=1, initial=np.inf)
     return np.unique(found[near > 1e-7 * (1 + np.abs(found))])

@@ -1,14 +1,14 @@
 """One layer of the dynamic program: out[i] = min over j of previous[j] + cost(columns[j], rows[i]).
 
-A sequence of items is cut into segments, and the sum of the segments' costs is to be minimal. A layer adds one segment: a
-row is the position at which the segment ends, a column the position at which it starts, and previous[j] is the least cost of
-the items before column j. Rows and columns ascend. There are two exact searches:
+A sequence of items is cut into segments, and the sum of the segments' costs is to be minimal. A layer adds one segment:
+a row is the position at which the segment ends, a column the position at which it starts, and previous[j] is the least
+cost of the items before column j. Rows and columns ascend. There are two exact searches:
 
-divide: for costs that satisfy the quadrangle inequality (Monge). The best column never moves left as the row moves right,
-    so divide and conquer takes O((rows + columns) log rows).
-scan: for any cost that grows with its segment. Columns are visited from the nearest one outwards. A run of columns is
-    skipped if the cost of the shortest segment in the run, plus the smallest previous value there, is not below the best.
-    In the worst case every column is visited.
+divide: for costs that satisfy the quadrangle inequality (Monge). The best column never moves left as the row moves
+    right, so divide and conquer takes O((rows + columns) log rows).
+scan: for any cost that does not shrink when its segment grows. Columns are visited in descending order, from the row. A
+    run of columns is skipped if the cost of its shortest segment, plus the smallest of its previous values, is not
+    below the best total found so far. In the worst case every column is visited.
 
 Both release the interpreter lock, and `run_layer` divides the rows among threads.
 
@@ -26,12 +26,12 @@ import numpy as np
 from numba import njit
 
 SQUARED_DEVIATION = 0
-"""The kind of costs of a segment that is replaced by its mean."""
+"""The kind of costs for which the items of a segment are replaced by their mean."""
 RANDOM_CHOICE = 1
-"""The kind of costs of items that are drawn to one of two values without bias."""
+"""The kind of costs for which each item becomes one of two values at random, such that its expected value is kept."""
 _BLOCK = 32
 _TIE = 1e-14
-# With fewer cost evaluations (about 3 ns each) starting threads takes longer than they save.
+# With fewer evaluations of costs, of about 3 ns each, threads would save less time than starting them takes.
 _SERIAL_WORK = 2_000_000
 
 
@@ -46,8 +46,9 @@ class Costs:
     Args:
         items: The `Items`.
         kind: `SQUARED_DEVIATION`: the cost of replacing the items start <= i < stop by their mean. `RANDOM_CHOICE`: the
-            expected squared error of a random choice: each item strictly between start and stop becomes the value of item
-            start or of item stop, with the right mean. This is the sum of w (v - v_start)(v_stop - v).
+            expected squared error of a random choice. Each item strictly between start and stop becomes the value of
+            item start or of item stop, and the probabilities keep its mean. The cost is the sum of w (v -
+            v_start)(v_stop - v), with w the mass and v the value of an item.
         forced: Values that must be levels. The `RANDOM_CHOICE` cost of a segment across such a value is infinite.
     """
 
@@ -59,14 +60,14 @@ class Costs:
 
     @property
     def arguments(self):
-        """The arrays and numbers that the compiled functions take."""
+        """The first seven arguments of the compiled functions."""
         moments, references, level_of = self.items.table
         spread = self.items.spread
         return moments, references, level_of, spread, self.values, self.forced, self.kind
 
 
 def run_layer(costs, columns, previous, rows, *, monge, slack=0, flip=-1, threads=1):
-    """Add a segment: compute a layer.
+    """Compute one layer, which adds a segment: the least cost of every row.
 
     Args:
         costs: The `Costs`.
@@ -133,7 +134,7 @@ def _scan_threads(fixed, previous, threads):
             job.result()
 
 
-# A call from compiled code takes longer than a cost, so costs are computed in blocks.
+# In compiled code a call takes longer than computing a cost, so one call computes the costs of a block of columns.
 @njit(cache=True, nogil=True, error_model="numpy")
 def _fill_costs(
     moments, references, level_of, spread, values, forced, kind,

@@ -1,4 +1,8 @@
-"""The first pieces of form intervals, and the changes after the optimum is found: outer pieces, and the sides of breaks."""
+"""Make the first pieces of form "intervals", and complete an optimum: add outer pieces, and choose the sides of breaks.
+
+The pieces are the intervals on which a step function q has one value, a level. The breaks are the points between
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,15 @@ from fewbit.solver.steps import Steps, relabel, tidy
 
 
 def contiguous_start(relaxed, landscape, pinned):
-    """Return the discrete optimum of form intervals without its empty pieces.
+    """Return the optimum of the discrete problem of form "intervals" without its empty pieces.
 
     Args:
-        relaxed: A `Relaxed` with breaks.
+        relaxed: The optimum, a `Relaxed` with breaks.
         landscape: f' and the weight.
         pinned: Whether the first and the last level are pinned; these stay even if their pieces are empty.
 
     Returns:
-        The levels, which of them are fixed, and the pieces.
+        The levels (K,), a bool mask (K,) of the pinned levels, and the pieces as `Steps`.
     """
     breaks, count = relaxed.breaks, len(relaxed.levels)
     low, high = landscape.domain
@@ -38,9 +42,10 @@ def contiguous_start(relaxed, landscape, pinned):
 def with_outer_pieces(levels, steps, request, landscape, f):
     """Add pieces beyond the ends of the domain, and drop unused levels.
 
-    With tails "pinned", for which q has the limits of f' outside the domain, these pieces are needed. Inputs may also be
-    equal to an end of the domain, as outputs of ReLU are equal to 0. If this end is a kink at which f' has another value
-    than inside, a piece with this value is added, provided that a level has the value or that one more level is allowed.
+    With tails "pinned", for which q has the limits of f' outside the domain, these pieces are needed. Inputs may also
+    be equal to an end of the domain, as outputs of ReLU are equal to 0. If this end is a kink at which f' has another
+    value than inside, a piece with this value is added, provided that a level has the value or that one more level is
+    allowed.
 
     Returns:
         The levels and the pieces.
@@ -65,7 +70,7 @@ def with_outer_pieces(levels, steps, request, landscape, f):
 
 
 def _with_end(levels, steps, request, end, last, f):
-    """Add a piece beyond `end` whose level is torch's derivative at `end`, if possible."""
+    """Add a piece outside the domain at its `end`, whose level is torch's derivative at `end`, if such a level is possible."""
     value = float(f.derivative(np.array([end]))[0])
     outer = levels[steps.codes[-1 if last else 0]]
     if value == outer:
@@ -87,7 +92,10 @@ def _with_end(levels, steps, request, end, last, f):
 
 
 def closed_sides(f, steps, levels):
-    """Return `closed` of the breaks. A break at a kink belongs to the piece whose level is nearer to torch's derivative."""
+    """Return the side of every break, as in `Table.closed`.
+
+    A break at a kink belongs to the piece whose level is nearer to torch's derivative there. Other breaks have "right".
+    """
     closed = np.full(len(steps.breaks), "right", dtype=object)
     at = np.flatnonzero(np.isin(steps.breaks, f.kinks))
     if len(at):
@@ -98,7 +106,7 @@ def closed_sides(f, steps, levels):
 
 
 def closed_sides_of_knots(f, stand_in):
-    """Return `closed` of the knots. At a jump the value is the one that is nearer to torch's derivative."""
+    """Return the side of every knot, as in `Knots.closed`. A jump gets the value that is nearer to torch's derivative."""
     points, values = stand_in.points, stand_in.values
     closed = ["right"] * len(points)
     for i in np.flatnonzero(points[1:] == points[:-1]):

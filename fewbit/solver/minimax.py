@@ -1,11 +1,11 @@
 """The smallest possible maximum of |f' - q|, found as the solution of a covering problem by bisection to the last bit.
 
-A step function q has K levels. In form "levels", in which several pieces of the domain may have the same level, a radius r
-is sufficient if K intervals of length 2r cover the values of f'. In form "intervals", in which every piece has its own
-level, r is sufficient if the domain can be cut into K pieces on which f' varies by at most 2r. Greedy covering from one end
-needs the fewest intervals, so it decides exactly whether a radius is sufficient. The optimum is the smallest sufficient
-radius, and the lower bound is the largest radius that was found to be insufficient. f' is monotone in a cell, so only the
-values at its ends matter.
+A step function q has K levels. In form "levels", in which several pieces of the domain may have the same level, a
+radius r is sufficient if K intervals of length 2r cover the values of f'. In form "intervals", in which every piece has
+its own level, r is sufficient if the domain can be cut into K pieces on which f' varies by at most 2r. Greedy covering
+from one end needs the fewest intervals, so it decides exactly whether a radius is sufficient. The optimum is the
+smallest sufficient radius, and the lower bound is the largest radius that was found to be insufficient. f' is monotone
+in a cell, so only the values at its ends matter.
 """
 
 from __future__ import annotations
@@ -75,7 +75,18 @@ def largest_deviation(landscape, cells, steps, levels):
 
 
 def _least_radius(cover, start, pinned, low, high):
-    """Return a sufficient and an insufficient radius: neighboring floats if possible, (0, 0) if 0 is sufficient."""
+    """Find the smallest sufficient radius by bisection.
+
+    Args:
+        cover: A function of a radius that returns None if the radius is not sufficient.
+        start: A radius that is sufficient without pinned levels.
+        pinned: The pinned levels.
+        low: The smallest values of f'.
+        high: The largest values of f'.
+
+    Returns:
+        A sufficient radius and the next smaller float, which is not sufficient; (0, 0) if 0 is sufficient.
+    """
     if cover(0.0) is not None:
         return 0.0, 0.0
     enough = max([start, *(np.max(np.abs([p - np.min(low), p - np.max(high)])) for p in pinned)])
@@ -92,7 +103,7 @@ def _least_radius(cover, start, pinned, low, high):
 
 
 def _merged_ranges(cells):
-    """Return the values of f' as disjoint closed ranges, ascending: their lower and upper ends."""
+    """Return the lower and the upper ends of the disjoint closed ranges, ascending, that contain all values of f'."""
     order = np.argsort(cells.lowest, kind="stable")
     low, high = cells.lowest[order], cells.highest[order]
     reach = np.maximum.accumulate(high)
@@ -102,7 +113,18 @@ def _merged_ranges(cells):
 
 
 def _cover_values(low, high, radius, pinned, free):
-    """Return the centers of at most `free` intervals that cover the values that pinned levels do not cover, or None."""
+    """Cover the values of f' by intervals whose half width is `radius`.
+
+    Args:
+        low: The lower ends of the ranges of values, ascending.
+        high: The upper ends of these ranges.
+        radius: The half width of an interval.
+        pinned: The centers of given intervals.
+        free: The largest number of further intervals.
+
+    Returns:
+        The centers of the further intervals, or None if more than `free` are needed.
+    """
     centers = []
     at = low[0]
     while True:
@@ -133,13 +155,13 @@ def _cover_path(path, radius, slopes, count):
 
     Args:
         path: (n, 2), the values of f' at both ends of every cell.
-        radius: The radius.
-        slopes: The levels of the first and the last piece, or None.
+        radius: Half of the largest variation of f' on a piece.
+        slopes: The levels of the first and the last piece if these are given, else None.
         count: The largest number of pieces.
 
     Returns:
-        The cuts and the levels, or None if more pieces are needed. A cut (cell, value) is the point in the cell at which
-        f' has the value; (cell, None) is the start of the cell.
+        The cuts and the levels, or None if more pieces are needed. A cut (cell, value) is the point in the cell at
+        which f' has the value; (cell, None) is the start of the cell.
     """
     if slopes is None:
         return _cover_free(path, radius, count, 0)
@@ -160,12 +182,16 @@ def _cover_path(path, radius, slopes, count):
 
 
 def _end_cut(path, cell, value):
-    """Return the cut in a cell after the part up to `value`."""
+    """Return the cut at the point of a cell at which f' has the value; (cell + 1, None) if this is the end of the cell."""
     return (cell + 1, None) if value == path[cell, 1] else (cell, value)
 
 
 def _trim(path, level, radius):
-    """Remove the longest beginning of the path within `radius` of `level`. Return the rest, and the number of cells removed."""
+    """Remove the longest beginning of the path that is within `radius` of `level`.
+
+    Returns:
+        The rest of the path, and the number of removed cells.
+    """
     outside = np.abs(path - level) > radius
     cells = np.flatnonzero(outside.any(axis=1))
     if len(cells) == 0:
@@ -205,7 +231,7 @@ def _cover_free(path, radius, most, offset):
 
 
 def _cut_point(landscape, cells, cell, value):
-    """Return the x of a cut; the middle of the gap if cells without mass were left out there."""
+    """Return the x of a cut (cell, value). If cells without mass were left out at the cut, x is the middle of their gap."""
     if value is not None:
         return crossing_points(landscape, cells, np.array([cell]), np.array([value]))[0]
     if cell == 0:

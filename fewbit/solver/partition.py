@@ -1,23 +1,23 @@
 """The optimal partition of a weighted sequence into K segments, and of weighted values into K levels.
 
-`form="intervals"` cuts the sequence in its own order (Few-bit Backward, eq. 9). `form="levels"` sorts the values first; then
-the problem is weighted one-dimensional k-means, and the costs of segments are Monge: they satisfy the quadrangle inequality.
-With D_k(i) the least cost of k segments of the first i items, both run the same dynamic program
+`form="intervals"` cuts the sequence in its own order (Few-bit Backward, eq. 9). `form="levels"` sorts the values first;
+then the problem is weighted one-dimensional k-means, and the costs of segments are Monge: they satisfy the quadrangle
+inequality. With D_k(i) the least cost of k segments of the first i items, both forms use the same dynamic program
 
     D_k(i) = min over j <= i of D_{k-1}(j) + cost(j, i)
 
-and return its exact optimum. Time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels; memory
+and its optimum is exact. Time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels; memory
 O(n (K + log n)).
 
 Pruning (`prune=True`) makes both much faster, and does not change the result. Positions are grouped into blocks. If the
-break k - 1 is in block [a_h, b_h] and break k in block [a_g, b_g], the segment between them contains the items from b_h to
-a_g. A segment costs at least as much as any part of the segment, so with
+break k - 1 is in block [a_h, b_h] and break k in block [a_g, b_g], the segment between them contains the items from b_h
+to a_g. A segment costs at least as much as any part of the segment, so with
 
     L_k(g) = min over h <= g of L_{k-1}(h) + cost(b_h, a_g)
 
-and R_k(g) the same from the right, every partition whose break k is in block g costs at least L_k(g) + R_k(g). A block
-whose bound exceeds the cost of a known partition is dropped, and the others are divided, until single positions remain or
-few blocks are dropped. The remaining positions are searched exactly.
+and R_k(g) the same bound for the segments after break k, every partition whose break k is in block g costs at least
+L_k(g) + R_k(g). A block whose bound exceeds the cost of a known partition is dropped, and the others are divided, until
+single positions remain or few blocks are dropped. The remaining positions are searched exactly.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MARGIN = 1e-9
 
 @dataclass(frozen=True)
 class Effort:
-    """The number of threads of a search, and the function that is told the progress.
+    """The number of threads of a search, and a function that reports the progress.
 
     Attributes:
         threads: The number of threads.
-        progress: Called as `progress(stage, done, total)`.
+        progress: A function that is called as `progress(stage, done, total)`.
     """
 
     threads: int = field(default_factory=thread_count)
@@ -53,14 +53,14 @@ class Effort:
 
 @dataclass(frozen=True)
 class Partition:
-    """An optimal partition.
+    """An optimal partition of a sequence of n items into K segments.
 
     Attributes:
         cost: The sum of the segments' costs.
-        breaks: int64 (K-1,), ascending; segment k has the items breaks[k-1] <= i < breaks[k].
+        breaks: int64 (K-1,), ascending positions; segment k contains the items breaks[k-1] <= i < breaks[k].
         means: float64 (K,), the segments' weighted means; nan for a segment without mass.
         order: The permutation that sorted weighted values for form "levels", else None.
-        candidates: The number of positions of breaks that the final search tried; n K without pruning.
+        candidates: The number of positions that the final search tried, summed over breaks; about n K without pruning.
     """
 
     cost: float
@@ -74,7 +74,7 @@ def partition(values, count, weights=None, *, form="levels", prune=True, threads
     """Find the best partition of a sequence.
 
     Args:
-        values: float64 (n,), n >= 1, finite.
+        values: float64 (n,), n >= 1, finite. The cost of a segment is the sum of squared deviations from its mean.
         count: The number of segments, at least 1.
         weights: float64 (n,), not negative; by default 1.
         form: "levels" to sort the values first, "intervals" to keep their order.
@@ -134,7 +134,8 @@ def best_breaks(items, count, *, monge, prune=True, effort):
         effort: The threads and the progress function.
 
     Returns:
-        The cost, the breaks int64 (count - 1,), and the number of positions of breaks that the final search tried.
+        The cost, the breaks int64 (count - 1,), and the number of positions that the final search tried, summed over
+        breaks.
     """
     n = len(items)
     count_used = min(count, n)
@@ -153,14 +154,16 @@ def best_breaks(items, count, *, monge, prune=True, effort):
 
 
 class LayeredSearch:
-    """The dynamic program, run one segment (layer) at a time. The best choices are stored, to trace the optimum back.
+    """The dynamic program, which runs layer by layer: each layer adds one segment.
+
+    The best choices are stored, so that `trace` can follow them back to the first segment.
 
     Args:
         costs: The costs of segments.
         monge: Whether the costs satisfy the quadrangle inequality.
         effort: The threads and the progress function.
-        columns: The positions at which the first segment may start, by default 0.
-        values: The costs before these positions, by default 0.
+        columns: int64 (m,), the positions at which the first segment may start; by default only position 0.
+        values: float64 (m,), the cost of the items before each of these positions; by default 0.
     """
 
     def __init__(self, costs, monge, effort, *, columns=None, values=None):
@@ -170,7 +173,7 @@ class LayeredSearch:
         self._trail = []
 
     def step(self, rows):
-        """Add a layer: a segment that ends at one of the ascending positions `rows`."""
+        """Add a segment that ends at one of the positions `rows`, which ascend."""
         rows = np.ascontiguousarray(rows, dtype=np.int64)
         out, best = run_layer(
             self.costs, self.columns, self.values, rows, monge=self.monge, threads=self.threads
@@ -179,7 +182,15 @@ class LayeredSearch:
         self.columns, self.values = rows, out
 
     def trace(self, at, layer=None):
-        """Return the starts, ascending, of the best segments up to row number `at` of a layer (by default the last)."""
+        """Return the starts of the best segments that lead to a position.
+
+        Args:
+            at: The index of the position in the `rows` of the layer.
+            layer: The number of layers, from 1; by default all.
+
+        Returns:
+            int64, ascending, one start for each segment.
+        """
         starts = []
         for columns, best in reversed(self._trail[:layer]):
             at = best[at]
@@ -198,9 +209,9 @@ def _search(costs, candidates, monge, effort):
 
 
 def surviving_breaks(items, count, *, monge, effort):
-    """Return for every break the positions that the bounds described above leave possible.
+    """Return, for every break, the positions that remain after pruning. The module's docstring describes the bounds.
 
-    The arguments are those of `best_breaks`.
+    The arguments have the same meaning as in `best_breaks`.
     """
     n = len(items)
     first = min(n, max(512, 4 * count))
@@ -225,7 +236,17 @@ def surviving_breaks(items, count, *, monge, effort):
 
 
 def _block_bounds(costs, alive, monge, effort):
-    """Return for every remaining block of every break the lower bound on partitions with that break in the block."""
+    """Return lower bounds on the cost of partitions that have a certain break in a certain block.
+
+    Args:
+        costs: The costs of segments. An item is a block of positions.
+        alive: For every break, the indices of the blocks that remain.
+        monge: Whether the costs satisfy the quadrangle inequality.
+        effort: The threads.
+
+    Returns:
+        For every break, a float64 array with the bound for each of its remaining blocks.
+    """
     n = len(costs.items)
     options = {"monge": monge, "slack": 1, "threads": effort.threads}
     left, columns, values = [], np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -259,7 +280,10 @@ def _positions(nodes, alive):
 
 
 def _union(last, parts, *, with_ends=True):
-    """Return the positions in [0, last] that occur in the parts, ascending. A mask is much faster than sorting."""
+    """Return the positions in [0, last] that occur in any array of `parts`, ascending.
+
+    The positions 0 and `last` are always included if `with_ends` is true. A mask is much faster than sorting.
+    """
     mask = np.zeros(last + 1, dtype=bool)
     mask[[0, last]] = with_ends
     for part in parts:

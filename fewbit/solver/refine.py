@@ -1,19 +1,20 @@
 """Refine the levels of the dynamic program to a stationary point of the continuous problem.
 
-The levels y are the values of a step function q. If its pieces are optimal for these levels, the error L(y), the integral of
-(f' - q)^2 w (Few-bit Backward, eq. 4), has the gradient
+The levels y are the values of a step function q. If its pieces are optimal for these levels, the error L(y), the
+integral of (f' - q)^2 w (Few-bit Backward, eq. 4), has the gradient
 
     dL/dy_k = 2 (y_k M_k - S_k),
 
-with M_k and S_k the integrals of w and of f' w over the pieces of level k. A break between levels l and r is at
-f' = (y_l + y_r) / 2 and moves with the levels, so the second derivatives are
+with M_k and S_k the integrals of w and of f' w over the pieces of level k. A break between two pieces of levels l and r
+is at a point with f' = (y_l + y_r) / 2, and moves with the levels. So the second derivatives are, with unit vectors
+e_k,
 
     H = 2 diag(M) - 1/2 sum over breaks of (w / |f''|) |y_r - y_l| (e_l + e_r)(e_l + e_r)^T.
 
-Newton steps are tried first, then Lloyd's step, the exact minimizer for the current pieces, which cannot raise the error. A
-step is accepted if it lowers the error, or if it changes the error by rounding only and lowers the gradient. At a
-stationary point y_k is the mean of f' over the pieces of level k, and f' at every break is the mean of the two levels: the
-gradient in the breaks (eq. 5) is zero.
+Newton steps are tried first, then Lloyd's step, the exact minimizer for the current pieces, which cannot raise the
+error. A step is accepted if it lowers the error, or if it changes the error by rounding only and lowers the gradient.
+At a stationary point y_k is the mean of f' over the pieces of level k, and f' at every break is the mean of the two
+levels: the gradient in the breaks (eq. 5) is zero.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fewbit.solver.steps import Steps, crossing_points, nearest_steps, slope_den
 
 _MOST_STEPS = 200
 RESIDUAL = 1e-10
-"""Largest gradient at a stationary point."""
+"""Largest entry of the gradient, in absolute value, at which the levels count as stationary."""
 ROUNDING = 1e-15
 """Relative change of an error that rounding can cause."""
 
@@ -36,8 +37,8 @@ class Solution:
     """A step function and its error.
 
     Attributes:
-        levels: (K,).
-        steps: The pieces.
+        levels: float64 (K,).
+        steps: The pieces, a `Steps`.
         error: The integral of (f' - q)**2 w.
         residual: The largest |dL/dy_k| over the levels that are not pinned.
     """
@@ -64,7 +65,8 @@ class NearestPieces:
 class ContiguousPieces:
     """The pieces of a table of form "intervals", of which each has its own level.
 
-    Every break moves, in the direction of a smaller error, to a point at which f' is the mean of the levels on both sides.
+    Every break moves, in the direction of a smaller error, to a point at which f' is the mean of the levels on both
+    sides.
     """
 
     def __init__(self, landscape, cells):
@@ -86,13 +88,23 @@ class ContiguousPieces:
         return Steps(breaks, codes, density)
 
     def _settle(self, at, lower, upper, floor, ceiling):
-        """Move a break from `at` to the next local minimum of the error. Return its place, and the slope density there.
+        """Move a break from `at` to the next local minimum of the error.
 
         A break that would leave the interval (floor, ceiling) stays.
+
+        Args:
+            at: The x of the break.
+            lower: The level of the piece before the break.
+            upper: The level of the piece after the break.
+            floor: The x of the previous break.
+            ceiling: The x of the next break.
+
+        Returns:
+            The new x of the break, and w / |f''| at this point.
         """
         cells, threshold = self.cells, 0.5 * (lower + upper)
         sign = np.sign(upper - lower)
-        # Positive at points whose error is smaller in the piece on the right.
+        # `ends` is positive at points that have a smaller error in the piece on the right.
         ends = sign * (np.stack([cells.value_left, cells.value_right], axis=1).ravel() - threshold)
         minima = np.flatnonzero((ends[:-1] <= 0) & (ends[1:] > 0))
         i = int(np.clip(np.searchsorted(cells.left, at, side="right") - 1, 0, len(cells) - 1))
@@ -121,7 +133,7 @@ def refine(pieces, levels, steps, fixed, *, most_steps=_MOST_STEPS):
         levels: (K,), the levels to start from.
         steps: The pieces to start from.
         fixed: bool (K,), the levels that are pinned.
-        most_steps: The largest number of steps.
+        most_steps: The largest number of iterations.
 
     Returns:
         A `Solution`.

@@ -1,11 +1,11 @@
 """The discrete problem, which gives a lower bound on the continuous problem and the first levels of the refinement.
 
-The continuous problem asks for the step function with the least error for f'. The discrete problem replaces f' on each cell
-of the domain by one or two values with a mass, called atoms.
+The continuous problem asks for the step function with the least error for f'. The discrete problem replaces f' on each
+cell of the domain by one or two values with a mass, called atoms.
 
-Objective "mse" minimizes the squared error. Let a cell have mass W, mean m, spread S (the integral of (f' - m)**2 w) and
-values of f' in [a, b]. Move its mass to two atoms, at a and b, with the same mean; their spread is W (m - a)(b - m) >= S.
-For any levels y write
+Objective "mse" minimizes the squared error. Let a cell have mass W, mean m, spread S (the integral of (f' - m)**2 w)
+and values of f' in [a, b]. Move its mass to two atoms, at a and b, with the same mean; their spread is W (m - a)(b - m)
+>= S. For any levels y write
 
     min_k (v - y_k)**2 = v**2 - h(v),   h(v) = max_k (2 v y_k - y_k**2), convex.
 
@@ -14,24 +14,24 @@ On [a, b], h is below its chord, and the mean of the chord over the cell is the 
     integral over the cell of min_k (f' - y_k)**2 w  >=  sum over its atoms of min_k (atom - y_k)**2
                                                           - (W (m - a)(b - m) - S).
 
-Summed over all cells: the least error of the atoms, less their total excess spread, is a lower bound on the least error of
-the continuous problem. This holds for form "levels", any number K of levels, and levels pinned to given values.
+Summed over all cells: the least error of the atoms, less their total excess spread, is a lower bound on the least error
+of the continuous problem. This holds for form "levels", any number K of levels, and levels pinned to given values.
 
-For form "intervals" the two atoms of a cell are in the order in which f' passes a and b, since f' is monotone in a cell. Let
-breaks be inside a cell. If a break goes from level y to z against the direction of f', the error as a function of the break
-is concave, so moving the break to one end of its range inside the cell does not raise the error. The remaining levels
-change in the direction of f', and the best assignment of the two atoms is one that contiguous segments of atoms can have.
-The same bound follows. Neighboring atoms of equal value are merged, which changes neither side. Both bounds differ from
-the optimum by O(n**-2).
+For form "intervals" the two atoms of a cell are in the order in which f' passes a and b, since f' is monotone in a
+cell. Let breaks be inside a cell. If a break goes from level y to z against the direction of f', the error as a
+function of the break is concave, so moving the break to one end of its range inside the cell does not raise the error.
+The remaining levels change in the direction of f', and the best assignment of the two atoms is one that contiguous
+segments of atoms can have. The same bound follows. Neighboring atoms of equal value are merged, which changes neither
+side. Both bounds differ from the optimum by O(n**-2).
 
-With objective "unbiased" a level is drawn at random such that its mean is the value v. For levels y the expected squared
-error at v, (v - y_k)(y_{k+1} - v), is H(v) - v**2, with H the piecewise linear interpolant of v**2 at the levels, which is
-convex. By Jensen's inequality the mean of H over a cell is at least H(m): the optimum with the mass of every cell at its
-mean, less the total spread of the cells, is a lower bound. The optimal levels of a discrete problem can be chosen among its
-values, since the error is linear in a level between values, so the discrete search is exact.
+With objective "unbiased" a level is drawn at random such that its mean is the value v. For levels y the expected
+squared error at v, (v - y_k)(y_{k+1} - v), is H(v) - v**2, with H the piecewise linear interpolant of v**2 at the
+levels, which is convex. By Jensen's inequality the mean of H over a cell is at least H(m): the optimum with the mass of
+every cell at its mean, less the total spread of the cells, is a lower bound. The optimal levels of a discrete problem
+can be chosen among its values, since the error is linear in a level between values, so the discrete search is exact.
 
-The cells rest on one assumption: f' is monotone between neighboring nodes. The extrema of f' are located first and become
-nodes, and [a, b] includes the values at the quadrature points inside a cell.
+The cells rest on one assumption: f' is monotone between neighboring nodes. The extrema of f' are located first and
+become nodes, and [a, b] includes the values at the quadrature points inside a cell.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def two_point_atoms(cells):
     """Replace every cell by two atoms, with the smallest and the largest value of f', in the order in which f' passes them.
 
     Returns:
-        The `Atoms`, in which neighbors of equal value are merged, and for every atom the largest x of those merged into it.
+        The `Atoms`, in which neighbors of equal value are merged, and for every atom the largest x of those merged into
+        it.
     """
     low, high = cells.lowest, cells.highest
     width = high - low

@@ -15,7 +15,7 @@ _FARTHEST = 1e30
 
 
 def count_levels(bits, levels):
-    """Return the largest number of levels, and the bits, of a requested table.
+    """Return the largest number of levels and the number of bits of a requested table.
 
     Args:
         bits: 1 to 8, or None.
@@ -47,7 +47,7 @@ def check_choice(name, value, choices):
 
 
 def check_request(form, objective, tails, parameters):
-    """Raise SolveError for an unknown form, objective or tails, and for parameters that are neither None nor a mapping."""
+    """Raise SolveError if form, objective or tails is unknown, or if parameters are neither None nor a mapping."""
     check_choice("form", form, FORMS)
     check_choice("objective", objective, OBJECTIVES)
     check_choice("tails", tails, TAILS)
@@ -77,6 +77,8 @@ def checked_domain(domain):
 
 def domain_of(f, weight, asked):
     """Return the domain of a table: the requested one, else the weight's, else the function's.
+
+    For a normal weight, the function's domain is extended to 8 standard deviations on both sides of the mean.
 
     Args:
         f: The function, whose `domain` is the default.

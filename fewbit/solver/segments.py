@@ -1,20 +1,22 @@
-"""The cost of a segment of a sequence, without cancellation and in constant time.
+"""Compute the cost of a segment of a sequence in constant time and without cancellation.
 
-A sequence of items (mass, mean, spread about the mean) is cut into segments. The cost of a segment is the weighted sum of
-squared deviations from its weighted mean. The paper computes this from three prefix sums (Few-bit Backward, appendix G,
-eq. 11), `F2 - F1**2 / W`, which loses all digits if the data have an offset: two clusters 1e9 apart have prefix sums of
-1e18 and costs of 1.
+An item has a mass, a mean and a spread (the sum of weighted squared deviations from the mean). A sequence of items is
+cut into segments. The cost of a segment is the weighted sum of squared deviations from the segment's weighted mean,
+including the spreads. The paper computes a cost from three prefix sums, as `F2 - F1**2 / W` (Few-bit Backward, appendix
+G, eq. 11). This difference loses all digits if the values are large: two clusters at a distance of 1e9 have prefix sums
+of 1e18 and costs of 1.
 
-Here a segment is composed of two runs that were summed from their common boundary outwards (a disjoint sparse table): for
-each l, the items are cut into blocks of 2**(l+1) items, and for every item the moments of the run between the item and the
-middle of its block are stored. Every segment contains the middle of exactly one block, so
+Here a segment is joined from two runs of items that meet at a point, from which each run was summed outwards (a
+disjoint sparse table). For every l, the sequence is cut into blocks of 2**(l+1) items. For every item, the table stores
+the mass W, the mean M and the spread S of the run of items between this item and the middle of the block. For every
+segment there is an l at which the middle of a block divides the segment into two such runs, so
 
     cost = S_left + S_right + W_left W_right / (W_left + W_right) (M_left - M_right)**2,
 
-a sum of non-negative terms (Chan, Golub, LeVeque 1983). Means are stored relative to an item left of the middle, and an
-item's own mean is `anchor + offset`, so that differences of means are accurate far from the origin. The item to which means
-are relative has mass, since the value of an item without mass is arbitrary. Memory is O(n log n); computing a cost reads six
-numbers.
+a sum of non-negative terms (Chan, Golub, LeVeque 1983). The mean of an item is given as `anchor + offset`, and the
+means of runs are stored relative to the anchor of one item of the block, so that differences of means are accurate even
+if all means are large. This item has mass if possible, since the value of an item without mass is arbitrary. Memory is
+O(n log n).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Items:
     """A sequence of weighted values in a fixed order, and the costs of its segments.
 
     Args:
-        mass: float64 (n,), not negative.
+        mass: float64 (n,), not negative, the weights of the items.
         anchor: float64 (n,). The mean of item i is anchor[i] + offset[i].
         offset: float64 (n,), by default 0.
         spread: float64 (n,), the sum of weighted squared deviations inside the item, by default 0.
@@ -48,12 +50,18 @@ class Items:
 
     @property
     def mean(self):
-        """The means of the items, (n,)."""
+        """The means of the items, float64 (n,)."""
         return self.anchor + self.offset
 
     @property
     def table(self):
-        """The disjoint sparse table (moments, references, level_of) that the module's docstring describes."""
+        """The disjoint sparse table, as the module's docstring describes it.
+
+        Returns:
+            moments: float64 (depth, n, 3): for every l and item, the mass, the relative mean and the spread of a run.
+            references: float64 (depth, blocks): for every l and block, the number that was subtracted from the means.
+            level_of: uint8: the l at which a block's middle divides a segment, by (first item XOR last item).
+        """
         if self._table is None:
             n = max(len(self), 1)
             depth = max(1, int(n - 1).bit_length())
@@ -68,23 +76,35 @@ class Items:
         return self._table
 
     def cost(self, start, stop):
-        """Return the cost of the segment of the items start <= i < stop; 0 if it is empty."""
+        """Return the cost of the segment with the items start <= i < stop; 0 if there are none."""
         moments, _, level_of = self.table
         return segment_cost(moments, level_of, self.spread, start, stop)
 
     def segment_means(self, breaks):
-        """Return the weighted means of the segments between breaks in [0, n]; nan for a segment without mass."""
+        """Return the weighted mean of every segment, float64 (K,); nan for a segment without mass.
+
+        Args:
+            breaks: int (K-1,), ascending positions in [0, n] at which the sequence is cut into K segments.
+        """
         edges = np.concatenate([[0], breaks, [len(self)]]).astype(np.int64)
         runs = merge_runs(self.mass, self.anchor, self.offset, self.spread, edges)
         return np.where(runs.mass > 0, runs.mean, np.nan)
 
     def compress(self, nodes):
-        """Merge the items between neighboring nodes. The nodes are ascending positions, from 0 to n."""
+        """Return new `Items`, with the items between neighboring nodes (ascending positions from 0 to n) merged."""
         return merge_runs(self.mass, self.anchor, self.offset, self.spread, nodes)
 
 
 def merge_runs(mass, anchor, offset, spread, nodes):
-    """Return `Items` that merge runs of items. The arguments are those of `Items`, and `nodes`, the ends of the runs."""
+    """Return new `Items`, each of which merges a run of items.
+
+    Args:
+        mass: float64 (n,), as in `Items`.
+        anchor: float64 (n,), as in `Items`.
+        offset: float64 (n,), as in `Items`.
+        spread: float64 (n,), as in `Items`.
+        nodes: Ascending positions in [0, n]. A run contains the items between two neighboring nodes.
+    """
     nodes = np.ascontiguousarray(nodes, dtype=np.int64)
     out = np.zeros((4, len(nodes) - 1))
     _merge_runs(mass, anchor, offset, spread, nodes, out)
@@ -124,9 +144,10 @@ def _first_with_mass(mass, start, stop, step):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _build(mass, anchor, offset, spread, moments, references):
-    """Fill moments[level, i] with the mass, the mean less the reference, and the spread of the run from i to the middle.
+    """Fill the arrays `moments` and `references` of `Items.table`, in which `level` is the exponent l.
 
-    references[level, block] is the value that was subtracted from the means of that block.
+    moments[level, i] becomes the mass, the mean minus the block's reference, and the spread of the run from item i to
+    the middle of the block. references[level, block] becomes the reference of the block.
     """
     depth, n, _ = moments.shape
     for level in range(depth):
@@ -173,7 +194,7 @@ def _add(w, m, s, mass, mean, spread):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def segment_cost(moments, level_of, spread, start, stop):
-    """Return the cost of a segment from the arrays of `Items.table`."""
+    """Return the cost of the items start <= i < stop, from two arrays of `Items.table` and the spreads of the items."""
     last = stop - 1
     if start >= last:
         return spread[start] if start == last else 0.0

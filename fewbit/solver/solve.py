@@ -1,8 +1,9 @@
 """The function `solve`: from a function and a request to a certified table.
 
-Each stage has its own module: the weight (`weight`), the cells of the domain (`cells`), the discrete problem that bounds
-the continuous one, with its exact optimum (`relaxation`, which uses `partition`, `dynamic_program` and `segments`), and the
-refinement to a stationary point of the continuous problem (`refine` and `unbiased`; `minimax` needs none).
+Each stage has its own module: the weight (`weight`), the cells of the domain (`cells`), the discrete problem that
+bounds the continuous one, with its exact optimum (`relaxation`, which uses `partition`, `dynamic_program` and
+`segments`), and the refinement to a stationary point of the continuous problem (`refine` and `unbiased`; `minimax`
+needs none).
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def solve(
     """Find the best approximation of f' by a step function with few levels (Few-bit Backward, eq. 4 and 9).
 
     Args:
-        function: A name from `fewbit.functions`, "package.module:f", or a callable f for NumPy arrays or torch tensors: the
-            activation itself, not its derivative.
+        function: A name from `fewbit.functions`, "package.module:f", or a callable f for NumPy arrays or torch tensors:
+            the activation itself, not its derivative.
         bits: 1 to 8; the table has at most 2**bits levels.
         form: "levels" (pieces may share a level) or "intervals" (as in the paper: every piece has its own level).
         weight: The density of the error, see `fewbit.solver.weight.make_weight`.
@@ -92,8 +93,8 @@ def solve(
 
     Returns:
         A `fewbit.Table`. Its `error` and `lower_bound` hold for the continuous problem. Its `solver` has version, grid,
-        seconds and status: "exact" (error 0), "stationary" (the gradient is below 1e-10), "optimal" (minimax, to the last
-        bit), "unrefined" or "stalled" (no further step lowered the error).
+        seconds and status: "exact" (error 0), "stationary" (the gradient is below 1e-10), "optimal" (minimax, to the
+        last bit), "unrefined" or "stalled" (no further step lowered the error).
 
     Raises:
         FunctionError: The function cannot be used.

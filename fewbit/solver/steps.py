@@ -56,7 +56,7 @@ def threshold_steps(landscape, cells, thresholds):
     Args:
         landscape: f' and the weight.
         cells: The cells of the domain.
-        thresholds: Ascending numbers.
+        thresholds: float64, ascending values of f'.
     """
     code_left = np.searchsorted(thresholds, cells.value_left, side="right")
     code_right = np.searchsorted(thresholds, cells.value_right, side="right")
@@ -104,7 +104,7 @@ def relabel(steps, levels, fixed):
         fixed: bool (K,), the levels that are pinned.
 
     Returns:
-        The new steps, levels and fixed.
+        The new `steps`, `levels` and `fixed`.
     """
     codes = steps.codes
     changed = levels[codes[1:]] != levels[codes[:-1]]
@@ -115,7 +115,7 @@ def relabel(steps, levels, fixed):
 
 
 def crossing_points(landscape, cells, cell, threshold):
-    """Find the x in each of the given cells at which f' equals a threshold, by bracketed secant steps (Illinois method).
+    """Find the x in each of the given cells at which f' equals a threshold, by the Illinois method (bracketed secants).
 
     Args:
         landscape: f' and the weight.
@@ -153,7 +153,14 @@ def crossing_points(landscape, cells, cell, threshold):
 
 
 def slope_density(landscape, cells, cell, at):
-    """Return w / |f''| at points inside cells. f'' is estimated by a difference of f' inside the cell."""
+    """Return w / |f''| at points inside cells, float64 (n,). f'' is estimated by a difference of f' inside the cell.
+
+    Args:
+        landscape: f' and the weight.
+        cells: All cells.
+        cell: int64 (n,), the indices of the cells that contain the points.
+        at: float64 (n,), the points.
+    """
     left, right = cells.left[cell], cells.right[cell]
     step = np.minimum(1e-4 * np.maximum(1.0, np.abs(at)), 0.25 * (right - left))
     below, above = np.maximum(at - step, left), np.minimum(at + step, right)
@@ -166,7 +173,7 @@ def slope_density(landscape, cells, cell, at):
 
 
 def totals(landscape, cells, steps, levels):
-    """Return the `Totals` of the step function with these pieces and levels, as sums without cancellation."""
+    """Return the `Totals` of the step function with these pieces and levels, computed without cancellation."""
     parts = landscape.split(cells, steps.breaks)
     code = steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]
     count = len(levels)

@@ -1,7 +1,7 @@
 """Objective "unbiased": the stand-in, a piecewise linear function that replaces f', and the levels of least variance.
 
-With the stand-in v, an element x gets one of the two levels next to v(x) at run time. The level is drawn at random such that
-its mean is v(x). The expected squared error is
+With the stand-in v, an element x gets one of the two levels next to v(x) at run time. The level is drawn at random such
+that its mean is v(x). The expected squared error is
 
     integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1},
 
@@ -9,8 +9,8 @@ of which only the first term depends on the levels. For interior levels the grad
 
     dE/dy_k = integral over (y_{k-1}, y_k) of (v - y_{k-1}) w - integral over (y_k, y_{k+1}) of (y_{k+1} - v) w.
 
-ZipML (Zhang et al., ICML 2017) finds optimal quantization points for unbiased rounding with a quadratic discrete search. The
-costs of this search satisfy the quadrangle inequality (QUIVER, 2024), so divide and conquer is used here.
+ZipML (Zhang et al., ICML 2017) finds optimal quantization points for unbiased rounding with a quadratic discrete
+search. The costs of this search satisfy the quadrangle inequality (QUIVER, 2024), so divide and conquer is used here.
 """
 
 from __future__ import annotations

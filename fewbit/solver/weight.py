@@ -1,8 +1,8 @@
 """The weight w(x), the density by which the squared error of a table counts at x (Few-bit Backward, eq. 3).
 
-There are four kinds: "uniform" (w = 1 on the domain), "normal" (the density, not renormalized on the domain), "histogram" (a
-piecewise constant density, normalized to 1; raw samples become one) and "callable" (any density). docs/table_schema.md
-describes the JSON document of each kind.
+There are four kinds: "uniform" (w = 1 on the domain), "normal" (the density, not renormalized on the domain),
+"histogram" (a piecewise constant density, normalized to 1, which may be made of raw samples) and "callable" (any
+density). docs/table_schema.md describes the JSON document of each kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_BINS = 512
 _SAMPLES_PER_BIN = 32
 # A density changes steeply between points if it changes by more than 1/32 of its largest value.
 _STEEP = 32
-# Largest size of a compressed file of samples after decompression.
+# Largest size in bytes of a compressed file of samples after decompression.
 _MOST_BYTES = 2**32
 
 
@@ -56,7 +56,7 @@ class Uniform(Weight):
     """The constant weight 1."""
 
     def density(self, x):
-        """Return ones."""
+        """Return 1 for every x, in the shape of x."""
         return np.ones_like(x)
 
     def document(self):
@@ -122,7 +122,7 @@ class Histogram(Weight):
 
     @classmethod
     def from_samples(cls, samples):
-        """Make a histogram of up to 512 equally likely bins, with narrower bins at both ends.
+        """Make a histogram of up to 512 equally likely bins, and bins with fewer samples at both ends.
 
         Args:
             samples: Finite values of any shape, at least two of them different.
@@ -145,7 +145,7 @@ class Histogram(Weight):
         tail = 0.5 ** np.arange(np.log2(bins), np.log2(values.size))
         shares = np.concatenate([np.linspace(0, 1, bins + 1), tail, 1 - tail])
         edges = np.quantile(values, np.sort(shares))
-        # A value that many samples share would cause an infinitely narrow bin.
+        # If many samples have the same value, a bin could be infinitely narrow, so narrow bins are merged.
         core = np.quantile(values, [0.05, 0.95])
         narrow = 1e-4 * (core[1] - core[0] or high - low)
         kept = [low]
@@ -157,7 +157,7 @@ class Histogram(Weight):
         return cls(edges, counts / np.diff(edges))
 
     def density(self, x):
-        """Return the height of the bin that contains x, 0 outside."""
+        """Return the height of the bin that contains x; 0 outside all bins."""
         bin_of = np.searchsorted(self._edges, x, side="right") - 1
         inside = (bin_of >= 0) & (bin_of < len(self._density))
         return np.where(inside, self._density[np.clip(bin_of, 0, len(self._density) - 1)], 0.0)
@@ -206,7 +206,7 @@ class Density(Weight):
         return values
 
     def edges(self, domain):
-        """Return the points, exact to the float, at which the density jumps by more than 1/32 of its largest value."""
+        """Return the points at which the density jumps by more than 1/32 of its largest value."""
         mesh = self.mesh(domain)
         value = self.density(mesh)
         steep = np.abs(np.diff(value)) > value.max() / _STEEP
@@ -236,9 +236,10 @@ def make_weight(spec):
     """Make a weight from a specification.
 
     Args:
-        spec: One of: "uniform" (also None), "normal", "normal:MEAN,STD"; the path of a .npy file (raw samples) or .npz file
-            (`edges` with `counts` or `density`, or one array of samples); a pair (edges, density); an array of raw
-            samples; a document (dict); a callable density; a weight.
+        spec: A string "uniform", "normal" or "normal:MEAN,STD"; None, which means "uniform"; the path of a .npy file
+            with raw samples, or of a .npz file with one array of samples or with `edges` and either `counts` or
+            `density`; a tuple (edges, density); an array of raw samples; the dict of a table document; a callable
+            density; a `Weight`.
 
     Returns:
         A `Weight`.

@@ -258,8 +258,8 @@ def _cut(rows, group_size):
         group_size: the number of elements in a group.
 
     Returns:
-        The elements, (groups, group_size), with shorter groups padded by zeros; and a bool mask of that shape, False for
-        padding.
+        The elements, (groups, group_size), with shorter groups padded by zeros; and a bool mask of that shape, False
+        for padding.
     """
     samples, features = rows.shape
     if features < groups.LEAST_FEATURES:

@@ -1,10 +1,11 @@
-"""Codecs compress saved tensors within a bound on the error, behind one interface (docs/codecs.md).
+"""Codecs compress saved tensors so that the error stays within a bound, all with one interface (docs/codecs.md).
 
     payload = codec("quant").compress(tensor, bound)
     values = codec("quant").decompress(payload)
 
-Each codec takes the place of a method in the paper AC-GC, section 5. This folder may import the other folders of
-`fewbit.runtime` except `activations`. A new codec is a new file here.
+A *payload* is a compressed tensor. The bound limits the squared error of the values: on average or of each element, as
+the codec's docstring says. Each codec takes the place of a method in the paper AC-GC, section 5. This folder may import
+the other folders of `fewbit.runtime` except `activations`. A new codec is a new file here.
 """
 
 from __future__ import annotations
@@ -33,6 +34,6 @@ def codec(name: str) -> Codec:
 
 
 def check_codec(name: str) -> None:
-    """Raise InputError if there is no codec named `name`, or if it needs a package that is not installed."""
+    """Raise InputError if no codec is named `name`, or if the codec needs a package that is not installed."""
     if isinstance(codec(name), ErrorBounded):
         check_library()

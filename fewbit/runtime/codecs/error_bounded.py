@@ -22,22 +22,28 @@ from fewbit.runtime.codecs.payload import (
 )
 
 SHARE = 1 - 2.0**-10
-"""The share of the bound that is passed to the library, whose errors exceed its bound by a rounding in float32."""
+"""The bound for an element's error that SZ3 gets, divided by the codec's own bound.
+
+It is below 1 because SZ3's errors can exceed SZ3's bound by a rounding in float32.
+"""
 LEAST = 2.0**-18
-"""The smallest error, relative to the largest magnitude, that makes a tensor smaller."""
+"""The smallest useful bound on an element's error, divided by the tensor's largest magnitude.
+
+With a smaller bound, compression would not make the tensor smaller.
+"""
 MOST_DIMS = 4
-"""The largest number of dimensions that the library takes."""
+"""The largest number of dimensions that SZ3 takes."""
 
 
 class ErrorBounded(Codec):
-    """Compresses with SZ3, a library for error-bounded compression.
+    """A codec that compresses with SZ3, a library for error-bounded compression.
 
-    Bounds are on squared errors, so no element's error exceeds the square root of the bound, or of its channel's bound
-    if there is one for each channel. The errors of all elements are checked after compressing; a tensor that fails the
-    check is saved exactly. SZ3 predicts each element and rounds the difference to nearest. Values are therefore not
-    exact in expectation, and a zero stays zero only if its prediction is zero. SZ3 runs on the host, so tensors on GPUs
-    are copied there and back. The codec needs `pip install 'fewbit[codecs]'`, and raises InputError without it. The
-    seed is not used.
+    The bound is on squared errors, so the error of each element is at most the square root of the bound. If each
+    channel has a bound of its own, that bound counts. The errors of all elements are checked after compressing. A
+    tensor that fails the check is saved exactly. SZ3 predicts each element and rounds the difference to nearest. Values
+    are therefore not exact in expectation, and a zero stays zero only if its prediction is zero. SZ3 runs on the host,
+    so tensors on GPUs are copied there and back. The codec needs `pip install 'fewbit[codecs]'`; without that package
+    it raises InputError. The seed is not used.
     """
 
     name = "error-bounded"
@@ -50,7 +56,7 @@ class ErrorBounded(Codec):
         most = left_over(limits, magnitude, x.dtype).sqrt()
         if not bool((magnitude.isfinite() & (most > LEAST * magnitude)).all()):
             return exact(x)
-        # With a step of the magnitude all values become zero, so a longer step gains nothing.
+        # With a step as long as the largest magnitude, all values become zero, so a longer step gains nothing.
         steps = torch.where(magnitude > 0, torch.minimum(most, magnitude), 1.0).to(x.device)
         scaled = _scaled(x, steps.reciprocal())
         if not bool(scaled.isfinite().all()):
@@ -63,7 +69,15 @@ class ErrorBounded(Codec):
 
 
 class Predicted(NamedTuple):
-    """The spec of a tensor that SZ3 compressed. Its tensors are SZ3's bytes, and the steps by which elements were divided."""
+    """The spec of a tensor that SZ3 compressed.
+
+    The payload's tensors are SZ3's output, 1-D uint8, and the steps by which elements were divided before, (1,) or (C,)
+    float64.
+
+    Attributes:
+        size: the size of the compressed tensor.
+        dtype: the dtype of the compressed tensor.
+    """
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -71,7 +85,7 @@ class Predicted(NamedTuple):
     count = 2
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the values as a contiguous tensor."""
+        """Return the decompressed values as a contiguous tensor. tensors: the payload's tensors."""
         data, steps = tensors
         as_numpy = torch.empty(0, dtype=_computed_in(self.dtype)).numpy().dtype
         array = _library().sz3_decode(data.cpu().numpy().tobytes(), _shape(self.size), as_numpy)
@@ -103,7 +117,7 @@ def _holds(x, payload: Payload, limits) -> bool:
 
 
 def _scaled(x, factors) -> torch.Tensor:
-    """Return x times the factor of all elements or of each channel, in float32 or float64, contiguous."""
+    """Return x times one factor, or times a factor for each channel (dimension 1); contiguous, float32 or float64."""
     factors = factors.to(_computed_in(x.dtype))
     if len(factors) > 1:
         factors = factors.view(-1, *(1,) * (x.dim() - 2))
@@ -115,7 +129,7 @@ def _computed_in(dtype):
 
 
 def _shape(size) -> tuple[int, ...]:
-    """Return a shape of 1 to 4 dimensions for as many elements: leading dimensions are merged."""
+    """Return a shape that SZ3 takes: `size` with the leading dimensions merged, so that 1 to 4 dimensions are left."""
     size = tuple(size) or (1,)
     if len(size) <= MOST_DIMS:
         return size

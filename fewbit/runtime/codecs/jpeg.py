@@ -1,8 +1,9 @@
-"""The codec `jpeg`: a cosine transform of blocks of spatial activations.
+"""The codec `jpeg`: a cosine transform of small blocks of images, whose coefficients are rounded.
 
-It has the purpose of AutoJPEG in AC-GC, section 5, but another method. The paper finds by experiment how JPEG's levels
-relate to the error. The transform used here is orthonormal, so the squared error of the coefficients is that of the
-values, and the rounding step follows from the bound.
+The codec has the purpose of AutoJPEG in the paper AC-GC, section 5, but uses another method. The paper finds by
+experiment how JPEG's quality levels relate to the error. The transform used here is orthonormal, so the squared error
+of the coefficients equals that of the values. The step to which coefficients are rounded therefore follows from the
+bound.
 """
 
 from __future__ import annotations
@@ -25,22 +26,28 @@ from fewbit.runtime.codecs.payload import (
 )
 
 EDGE = 8
-"""The edge of a block; a smaller image is one block."""
+"""The largest height and width of a block. A shorter dimension of an image is not divided."""
 FACTORS = tuple(2.0 ** (quarters / 4) for quarters in (8, 6, 4, 3, 2, 1))
-"""Factors by which the step that suffices for any data is lengthened if the expected error of this data allows it."""
+"""Factors for a longer step than the one that keeps the bound for any data.
+
+The largest factor is used with which the expected error of the given data stays within the bound.
+"""
 ROUNDINGS = 32
-"""How often a value is rounded in float32 by the transform and its inverse."""
+"""The number of times that the transform and the inverse transform round a value in float32."""
 MOST_STEPS = 2**15 - 1
-"""The largest number of steps in a coefficient; with a bound that requires more, the tensor would not become smaller."""
+"""The largest magnitude of a coefficient, as a number of steps.
+
+A tensor with a larger one is saved exactly, because it would not become smaller.
+"""
 
 
 class Jpeg(Codec):
-    """Transforms blocks of 8 by 8 elements by cosines, and rounds the coefficients at random to multiples of one step.
+    """A codec that applies the cosine transform to blocks of 8 by 8 elements and rounds the coefficients at random.
 
-    Values are exact in expectation. The expected squared error is computed from the coefficients. On average over the
-    tensor, or over each channel if each has its own bound, the expected squared error is at most the bound. Tensors
-    must have shape (N, C, H, W); others raise InputError. Compressed sizes depend on the data, so the host waits for
-    the device several times.
+    A coefficient becomes a multiple of a step. Values are exact in expectation. The expected squared error is computed
+    from the coefficients. On average over the tensor, or over each channel if each has its own bound, the expected
+    squared error is at most the bound. Tensors must have shape (N, C, H, W); others raise InputError. Compressed sizes
+    depend on the data, so the host waits for the device several times.
     """
 
     name = "jpeg"
@@ -56,7 +63,7 @@ class Jpeg(Codec):
         rest = left_over(limits, magnitude, x.dtype, ROUNDINGS)
         if not bool(((rest > 0) & magnitude.isfinite() & (magnitude < 1e30)).all()):
             return exact(x)
-        # With a bound of the largest square all values become zero, so a larger bound gains nothing.
+        # If the bound is the square of the largest magnitude, all values become zero, so a larger bound gains nothing.
         rest = torch.where(magnitude > 0, torch.minimum(rest, magnitude.square()), 1.0)
         coefficients = _coefficients(x)
         steps = _steps(coefficients, rest, x.numel() // len(rest)).to(x.device, torch.float32)
@@ -70,9 +77,15 @@ class Jpeg(Codec):
 
 
 class Transformed(NamedTuple):
-    """The spec of a transformed tensor. Its tensors are the steps, the widths, and the words of the packed coefficients.
+    """The spec of a tensor that the codec `jpeg` compressed.
 
-    `streams` explains words, widths and `nonzeros`.
+    The payload's tensors are the steps, (1,) or (C,) float32, and the `widths` and `words` of the packed coefficients,
+    which `streams.write` explains.
+
+    Attributes:
+        size: the size of the compressed tensor, (N, C, H, W).
+        dtype: the dtype of the compressed tensor.
+        nonzeros: numbers of nonzero integers, see `streams.write`.
     """
 
     size: tuple[int, ...]
@@ -82,7 +95,7 @@ class Transformed(NamedTuple):
     count = 3
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the values as a contiguous tensor."""
+        """Return the decompressed values as a contiguous tensor. tensors: the payload's tensors."""
         steps, widths, words = tensors
         samples, channels, height, width = self.size
         h, w = min(EDGE, height), min(EDGE, width)
@@ -102,7 +115,10 @@ class Transformed(NamedTuple):
 
 
 def _coefficients(x) -> torch.Tensor:
-    """Return the (C, blocks, K) float32 coefficients, K for each block. Images are padded with their last rows and columns."""
+    """Return the coefficients of the cosine transform, (C, blocks, K) float32. K is the number of elements in a block.
+
+    If blocks do not fit into an image, the last row and column of the image are repeated.
+    """
     samples, channels, height, width = x.shape
     h, w = min(EDGE, height), min(EDGE, width)
     padded = torch.nn.functional.pad(x.float(), (0, -width % w, 0, -height % h), mode="replicate")
@@ -113,15 +129,20 @@ def _coefficients(x) -> torch.Tensor:
 
 
 def _steps(coefficients, rest, elements: int) -> torch.Tensor:
-    """Return the longest steps whose expected squared error is at most `rest`: float64 on the CPU, of the shape of rest.
+    """Return the longest steps, of those that are tried, whose expected squared error is at most `rest`.
 
-    A coefficient c is rounded to s (floor(c / s) + 0 or 1) with variance s^2 p (1 - p), p = c / s - floor(c / s), which is
-    at most s^2 / 4. The variance of any value is then at most s^2 / 4 too, since the rows of the transform have norm 1.
+    With the step s, a coefficient c is rounded at random to s floor(c / s) or to s more. The variance of the result is
+    s^2 p (1 - p) with p = c / s - floor(c / s), and so at most s^2 / 4. A value is a sum of coefficients with factors
+    whose squares add up to 1, so the variance of any value is at most s^2 / 4 too. The step 2 sqrt(rest) therefore
+    suffices for any data. This step times each of FACTORS is tried on the given data.
 
     Args:
         coefficients: the result of `_coefficients`.
-        rest: (1,) or (C,) float64 on the CPU.
-        elements: the number of elements for each entry of rest.
+        rest: the bounds on the expected squared error, (1,) or (C,) float64 on the CPU.
+        elements: the number of the tensor's elements for each entry of rest.
+
+    Returns:
+        The steps, float64 on the CPU, of the shape of rest.
     """
     least = 2 * rest.sqrt()
     steps, parts = least.clone(), coefficients.reshape(len(rest), -1)
@@ -137,7 +158,7 @@ def _steps(coefficients, rest, elements: int) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _cosines(n: int, device) -> torch.Tensor:
-    """Return the orthonormal DCT-II, (n, n) float32, with one frequency in each row."""
+    """Return the matrix of the orthonormal cosine transform DCT-II, (n, n) float32, with one frequency in each row."""
     place = torch.arange(n, dtype=torch.float64)
     rows = torch.cos(math.pi / n * (place + 0.5) * place.view(-1, 1)) * math.sqrt(2 / n)
     rows[0] = math.sqrt(1 / n)

@@ -1,6 +1,7 @@
 """The parts that all codecs use: payloads, the check of a codec's arguments, and tensors that are saved exactly.
 
-A *payload* is a compressed tensor. A *spec* is everything but tensors that is needed to make the values again.
+A *payload* is a compressed tensor. It consists of tensors and a *spec*: all other information that is needed to
+decompress the tensor.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ EXACT = "exact"
 
 
 class Payload(NamedTuple):
-    """A compressed tensor. A layer can save `SavedTensors(*payload)`.
+    """A compressed tensor. A layer saves a payload in the form `SavedTensors(*payload)`.
 
     Args:
         tensors: the tensors for `save_for_backward`. They take all the memory of the payload.
-        spec: plain data. It has an attribute `count`, the number of tensors, and a method `dequantize(tensors)`. The
-            method returns the values in the size and dtype of the compressed tensor, in new memory.
+        spec: plain data. A spec has an attribute `count`, the number of tensors, and a method `dequantize(tensors)`.
+            The method returns values with the size and dtype of the compressed tensor, in new memory.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -43,7 +44,10 @@ class Payload(NamedTuple):
 
     @property
     def codec(self) -> str:
-        """The name of the codec that made the payload, or EXACT. It can be another codec than the one that was called."""
+        """The name of the codec that made the payload, or EXACT if the tensor was saved exactly.
+
+        A codec may return a payload of another codec, such as `quant+zvc` one of `quant`.
+        """
         return codec_of(self.spec)
 
     def __repr__(self) -> str:
@@ -58,35 +62,44 @@ class Payload(NamedTuple):
 
 
 class Codec(ABC):
-    """Compresses tensors within a bound on the error. The docstring of each subclass says which error is bounded."""
+    """The base class of codecs, which compress tensors within a bound on the error.
+
+    The docstring of each subclass says which error is bounded.
+    """
 
     name: str
 
     def compress(self, tensor: torch.Tensor, bound, seed: torch.Tensor | None = None) -> Payload:
-        """Return the payload of a tensor.
+        """Compress a tensor within a bound, and return its payload.
 
-        A tensor is saved exactly if it has a number that is not finite, would not become smaller, or cannot be saved
-        within the bound. To be saved exactly, a part of a larger storage is copied.
+        A tensor is saved exactly if a number in it is not finite, if it would not become smaller, or if it cannot be
+        compressed within the bound. If a tensor that is saved exactly is a part of a larger storage, it is copied.
 
         Args:
             tensor: float32, float64, float16 or bfloat16, of any shape and strides, in eager mode.
-            bound: the bound on the squared error of an element, at least 0: one number, or (C,) numbers, one for each
-                channel (dimension 1).
-            seed: (1,) int64 on the tensor's device, from which the rounding is drawn. By default the seed is drawn from
-                torch's generator.
+            bound: the bound on the squared error of an element, at least 0. Either one number, or (C,) numbers, one for
+                each channel (dimension 1).
+            seed: (1,) int64 on the tensor's device, the seed of the random rounding. By default the random numbers come
+                from torch's generator.
 
         Raises:
-            InputError: for other tensors, bounds and seeds.
+            InputError: if an argument is not as described here.
         """
         limits = checked(tensor, bound, seed)
         return self._compress(tensor.detach(), limits, seed)
 
     @abstractmethod
     def _compress(self, x: torch.Tensor, limits: torch.Tensor, seed) -> Payload:
-        """Return the payload of x. limits: the result of `checked`."""
+        """Compress a tensor, as the codec does it.
+
+        Args:
+            x: the tensor, detached.
+            limits: the bounds, the result of `checked`.
+            seed: the seed that `compress` got, or None.
+        """
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        """Return the values of a payload of any codec, in the tensor's size and dtype and in new memory.
+        """Decompress a payload of any codec. The result has the compressed tensor's size and dtype, and new memory.
 
         Raises:
             InputError: `payload` is not a payload.
@@ -97,31 +110,32 @@ class Codec(ABC):
 
 
 class Exact(NamedTuple):
-    """The spec of a tensor that is saved exactly."""
+    """The spec of a tensor that is saved exactly, as the only tensor of its payload."""
 
     dtype: torch.dtype
     codec = EXACT
     count = 1
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return a copy of the tensor."""
+        """Return a copy of the tensor. tensors: the payload's tensors."""
         return tensors[0].clone()
 
 
 def codec_of(spec) -> str:
     """Return the name of the codec that made a payload with this spec, see `Payload.codec`."""
-    return getattr(spec, "codec", "quant")  # a layer's own spec is the quantizer's
+    return getattr(spec, "codec", "quant")  # a spec without this attribute is the group quantizer's
 
 
 def exact(x: torch.Tensor) -> Payload:
     """Return a payload of x itself, or of a copy if x is a part of a larger storage."""
-    # torch's own layer saves the part and thereby the whole storage, which other layers save too. Layers of fewbit save a
-    # few bits instead, so the rest of the storage would stay for x alone. Copies of all parts take no more memory.
+    # A saved part keeps the whole storage in memory. In a model of torch's layers this costs nothing, because other
+    # layers save the same storage. Layers of fewbit save few bits instead, so the storage would stay in memory for x
+    # alone. Copies of all parts take no more memory than the storage.
     return Payload((x.clone() if layout.is_part(x) else x,), Exact(x.dtype))
 
 
 def smaller(x: torch.Tensor, tensors, spec) -> Payload:
-    """Return the payload of `tensors`, which were made from x. If they are not smaller than x, return a payload of x itself."""
+    """Return the payload of x with these tensors and spec, or the exact payload of x if the tensors are not smaller."""
     payload = Payload(tuple(tensors), spec)
     if payload.nbytes >= x.numel() * x.element_size():
         return exact(x)
@@ -130,13 +144,15 @@ def smaller(x: torch.Tensor, tensors, spec) -> Payload:
 
 
 def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
-    """Check the arguments of `Codec.compress`. If the bound is a tensor on another device, the host waits for it.
+    """Check the arguments of `Codec.compress`, and return the bound as a tensor.
+
+    If the bound is a tensor on a GPU, the host waits for this GPU.
 
     Returns:
-        The bound as float64 on the CPU: (1,), or (C,), a number for each channel.
+        The bound, float64 on the CPU: (1,) if it is one number, or (C,) with a number for each channel.
 
     Raises:
-        InputError: for bad arguments.
+        InputError: if an argument is not as `Codec.compress` describes.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATING:
         got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -159,11 +175,11 @@ def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
     if not bool((limits >= 0).all()):
         worst = limits.min().item() if not limits.isnan().any() else math.nan
         raise InputError(f"expected a bound of at least 0, got {worst}")
-    return limits.clamp(max=torch.finfo(torch.float64).max)  # so that differences have values
+    return limits.clamp(max=torch.finfo(torch.float64).max)  # infinity would cause NaN later
 
 
 def _numbers(bound) -> torch.Tensor:
-    """Return a number or several, in float64 on the CPU."""
+    """Convert a bound, one number or several, to a tensor in float64 on the CPU. Raise InputError for anything else."""
     try:
         numbers = torch.as_tensor(float(bound) if isinstance(bound, Real) else bound)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -185,10 +201,10 @@ def _check_seed(seed, tensor) -> None:
 
 
 def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
-    """Return the largest magnitude in x, which must not be empty.
+    """Return the largest magnitude in a tensor, or in each channel of the tensor.
 
     Args:
-        x: values, with channels in dimension 1.
+        x: a tensor with one element or more, and with channels in dimension 1.
         channels: whether to return one number for each channel.
 
     Returns:
@@ -199,17 +215,18 @@ def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
 
 
 def left_over(limits, magnitude, dtype: torch.dtype, roundings: int = 3) -> torch.Tensor:
-    """Return the part of the bounds that is left for quantization, after the rounding errors of computing in float32.
+    """Return the part of the bounds that is left for quantization if the rounding errors of the dtypes are subtracted.
 
-    The root mean square of a sum of errors is at most the sum of their root mean squares. The last rounding, to dtype,
-    adds at most half a unit of the magnitude. It also adds at most as much as the error before it, since the exact
-    value has that dtype.
+    The error of a value is the sum of three errors: of quantization, of computing in float32, and of rounding to
+    `dtype` in the end. The root mean square of a sum of errors is at most the sum of their root mean squares. Rounding
+    to `dtype` moves a value by at most half the distance between neighboring numbers at the largest magnitude. Rounding
+    also moves a value by at most the value's error, because the exact value is a number of that dtype.
 
     Args:
-        limits: the bounds, the result of `checked`.
+        limits: the bounds on the squared error, the result of `checked`.
         magnitude: the largest magnitudes, the result of `largest`.
-        dtype: the dtype of the values.
-        roundings: how often a value is rounded in float32.
+        dtype: the dtype of the compressed tensor.
+        roundings: the number of times that a value is rounded in float32.
 
     Returns:
         float64 of the shape of `limits`; 0 if nothing is left, NaN if the magnitude is NaN.

@@ -23,15 +23,16 @@ from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 FIRST_BITS = 4
-"""The number of bits that is tried first; the resulting ranges do not depend on it."""
+"""The number of bits that is tried first. The ranges, from which the final number follows, are the same for all."""
 
 
 class Quant(Codec):
-    """Saves codes of 1 to 8 bits in groups of 256 elements (docs/quantizer.md).
+    """A codec that saves codes of 1 to 8 bits, with a minimum and a range for each group of 256 elements.
 
-    Values are exact in expectation. On average over the tensor, or over each channel if each has its own bound, the
-    expected squared error is at most the bound: whatever the data, the variance of a rounding error is at most a
-    quarter of the squared step. The host waits once for the ranges, to choose the fewest bits.
+    Values are exact in expectation (docs/quantizer.md). On average over the tensor, or over each channel if each has
+    its own bound, the expected squared error is at most the bound. This holds for any data, because the variance of a
+    rounding error is at most a quarter of the squared distance between the values of neighboring codes. The host waits
+    once for the ranges, to choose the fewest bits.
     """
 
     name = "quant"
@@ -45,7 +46,8 @@ class Piece(NamedTuple):
 
     Args:
         channels: the numbers of the channels, or None for all channels.
-        x: the elements of the channels. Channels are outermost unless these are all channels.
+        x: the elements of these channels, with channels in dimension 0. If `channels` is None, the whole tensor in its
+            own shape.
         payload: the compressed x.
     """
 
@@ -55,7 +57,15 @@ class Piece(NamedTuple):
 
 
 class ByChannel(NamedTuple):
-    """The spec of a tensor whose channels have different numbers of bits. parts: (channels, spec) of each `Piece`."""
+    """The spec of a tensor whose channels have different numbers of bits.
+
+    The payload's tensors are those of all pieces (`Piece`), one piece after the other.
+
+    Attributes:
+        parts: for each piece, the numbers of the channels and the spec of the piece's payload.
+        size: the size of the compressed tensor.
+        dtype: the dtype of the compressed tensor.
+    """
 
     parts: tuple[tuple[tuple[int, ...], object], ...]
     size: tuple[int, ...]
@@ -73,7 +83,7 @@ class ByChannel(NamedTuple):
         return sum(spec.count for _, spec in self.parts)
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the values as a contiguous tensor."""
+        """Return the decompressed values as a contiguous tensor. tensors: the payload's tensors."""
         values = torch.empty(self.size, dtype=self.dtype, device=tensors[0].device)
         rows, rest = values.transpose(0, 1), tuple(tensors)
         for channels, spec in self.parts:
@@ -84,7 +94,7 @@ class ByChannel(NamedTuple):
 
 
 def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> list[Piece]:
-    """Quantize x in pieces.
+    """Quantize a tensor in pieces, each with the fewest bits that keep the bound.
 
     If each channel has its own limit, the channels that get the same number of bits are one piece. Otherwise the whole
     tensor is one piece.
@@ -98,7 +108,7 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
         return [Piece(None, x, exact_payload(x))]
     seed = library.new_seed(x) if seed is None else seed
     if len(limits) == 1 or x.numel() // x.shape[1] < groups.LEAST_FEATURES:
-        # Groups run across channels that are so short, so all channels share the smallest bound.
+        # A group contains several of such short channels, so the smallest bound has to hold for all channels.
         return [_whole(x, limits.min(), seed)]
     rows = x.transpose(0, 1).contiguous()
     found = quantizer_ops.quantize(rows, seed, 1, GROUP_SIZE, _fp32_min(x))
@@ -107,7 +117,7 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
     for bits in sorted(set(widths)):
         channels = tuple(channel for channel, width in enumerate(widths) if width == bits)
         part = rows[list(channels)]
-        # Two pieces may not share draws, so each has a seed of its own.
+        # With the same seed, two pieces would be rounded with the same random numbers.
         own = seed + len(result)
         payload = _quantized(part, own, bits, found[1].shape[1] == groups.FP32_MIN_COLUMNS)
         result.append(Piece(channels, part, payload))
@@ -126,31 +136,32 @@ def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
 
 
 def widths_for(ranges, size, limits, dtype) -> list[int]:
-    """Return the fewest bits, 1 to 8, with which each sample's expected squared error is within its limit.
+    """Return the fewest bits, 1 to 8, that keep the expected squared error of each sample within the sample's limit.
 
-    Rounding an element to codes adds at most range^2 / (4 (2^bits - 1)^2) to its squared error.
+    The expected squared error of an element is at most range^2 / (4 (2^bits - 1)^2), with the range of its group.
 
     Args:
         ranges: the minimum and range of each group, from `quantizer_ops.quantize`.
-        size: the size of the quantized tensor. Samples have 64 features or more unless there is a single limit.
-        limits: (samples,) float64; or (1,), for which all samples get the same number of bits.
+        size: the size of the quantized tensor. If there is more than one limit, each sample (slice along dimension 0)
+            must have 64 elements or more.
+        limits: the bounds on the squared error: (samples,) float64, or (1,) to get one number of bits for all samples.
         dtype: the dtype of the values.
 
     Returns:
-        A list of bits. An entry is 0 if 8 bits are not enough.
+        A list with the bits for each limit. An entry is 0 if 8 bits are not enough.
     """
     square, magnitude = _spread(ranges, size)
     if len(limits) == 1:
         square, magnitude = square.mean(0, keepdim=True), magnitude.amax(0, keepdim=True)
     square, magnitude = torch.stack((square, magnitude)).cpu()
     rest = left_over(limits, magnitude, dtype)
-    # The value of the largest code may be a little beyond the largest element, and so beyond the dtype.
+    # The value of the largest code may exceed the largest element a little, and so exceed the dtype's maximum.
     rest[magnitude > min(torch.finfo(kind).max for kind in (dtype, torch.float32))] = 0
     return [_bits(*sample) for sample in zip(square.tolist(), rest.tolist(), strict=True)]
 
 
 def _bits(square: float, limit: float) -> int:
-    """Return the bits for a sample whose mean of range^2 is `square`; 0 if 8 are not enough or a range is not finite."""
+    """Return the bits for a sample whose mean range^2 is `square`; 0 if 8 are not enough or a range is not finite."""
     if not (math.isfinite(square) and limit > 0):
         return 0
     fits = (bits for bits in range(1, 9) if square <= limit * 4 * (2**bits - 1) ** 2)
@@ -158,7 +169,10 @@ def _bits(square: float, limit: float) -> int:
 
 
 def _spread(ranges, size):
-    """Return the mean of range^2 and the largest magnitude of each sample, float64; short samples count as one."""
+    """Return the mean of range^2 over each sample's elements, and each sample's largest magnitude: two float64 vectors.
+
+    If samples have fewer than 64 elements, the whole tensor counts as one sample.
+    """
     samples, features = groups.samples_of(size)
     if features < groups.LEAST_FEATURES:
         samples, features = 1, samples * features
@@ -190,5 +204,8 @@ def _spec(x, bits: int) -> QuantizedTensorSpec:
 
 
 def _fp32_min(x) -> bool | None:
-    """Return True on a GPU, where the host would have to wait to learn whether x needs float32 minimums; else None."""
+    """Return whether groups get float32 minimums: True on a GPU, and None elsewhere, so that `quantize` decides.
+
+    On a GPU, the host would have to wait to learn whether x needs float32 minimums.
+    """
     return True if x.is_cuda else None

@@ -1,4 +1,4 @@
-"""Pack rows of small integers. Each row gets as few bits as it needs, and its zeros are left out if there are many.
+"""Pack rows of small integers. Each row gets as few bits as its integers need, and many zeros in a row are left out.
 
 The *width* of a row is the number of bits of each of its integers.
 """
@@ -11,7 +11,7 @@ from fewbit.runtime import backends
 from fewbit.runtime.format.encoding import packed_words
 
 SPARSE = 128
-"""The number that is added to the width of a row whose zeros are given by a mask."""
+"""The number that is added to the width of a row whose zeros are left out. A mask says where the zeros are."""
 BYTE = 8
 """The number of bits in a byte, the largest width of packed codes."""
 
@@ -27,7 +27,8 @@ def write(numbers: torch.Tensor):
             format).
         widths: (C, K) uint8, the width of each row, plus SPARSE if zeros are left out. In that case a mask, one bit for
             each integer, comes before the nonzero integers.
-        nonzeros: the number of nonzero integers for each width that has SPARSE.
+        nonzeros: a tuple with the number of nonzero integers for each width in `widths` that includes SPARSE, in
+            ascending order of widths.
     """
     # 0, 1, -1, 2, -2 ... become 0, 1, 2, 3, 4 ...
     folded = 2 * numbers.abs() - (numbers > 0).to(torch.int32)
@@ -50,7 +51,14 @@ def write(numbers: torch.Tensor):
 
 
 def read(words, widths, n: int, nonzeros) -> torch.Tensor:
-    """Return the (C, K, n) int32 integers that `write` packed. The host waits for the device."""
+    """Return the integers that `write` packed, (C, K, n) int32. The host waits for the device.
+
+    Args:
+        words: the packed integers that `write` returned.
+        widths: the widths that `write` returned.
+        n: the number of integers in a row.
+        nonzeros: the numbers of nonzero integers that `write` returned.
+    """
     flat, nonzeros = widths.reshape(-1), iter(nonzeros)
     rows = torch.zeros(len(flat), n, dtype=torch.int32, device=words.device)
     for width in flat.unique().tolist():
@@ -69,7 +77,10 @@ def read(words, widths, n: int, nonzeros) -> torch.Tensor:
 
 
 def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Pack (n,) int32 values in [0, 2^width), width up to 16. More than 8 bits are packed as two streams."""
+    """Pack (n,) int32 values in [0, 2^width), with width up to 16.
+
+    If width is above 8, the lower 8 bits of all values come first, then the other bits of all values.
+    """
     backend = backends.of(values)
     low = backend.pack((values & 255).to(torch.uint8), min(width, BYTE))
     if width <= BYTE:
@@ -78,7 +89,7 @@ def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack(words, width: int, n: int):
-    """Return (the first n values, int32; the words after them)."""
+    """Unpack the first n values of `words`. Return the values, int32, and the words that follow."""
     backend = backends.of(words)
     low, high = packed_words(n, min(width, BYTE)), packed_words(n, max(width - BYTE, 0))
     values = backend.unpack(words[:low].contiguous(), min(width, BYTE), n).to(torch.int32)

@@ -18,11 +18,11 @@ from fewbit.runtime.saved import offload
 
 
 class ZeroValue(Codec):
-    """Saves one bit for each element, which says whether the element is zero, and the codes of the other elements.
+    """A codec that saves one bit for each element, which says whether it is zero, and the codes of the other elements.
 
     Values are those of `quant` with the same seed, except that zeros are exactly zero, so the bound holds as for
-    `quant`. If the payload would not become smaller by leaving out zeros, it is that of `quant`. The size depends on
-    the data, so the host waits for the device twice.
+    `quant`. If leaving out zeros would not make the payload smaller, the payload is that of `quant`. The size depends
+    on the data, so the host waits for the device twice.
     """
 
     name = "quant+zvc"
@@ -32,11 +32,14 @@ class ZeroValue(Codec):
 
 
 class Sparse(NamedTuple):
-    """The spec of a tensor saved without its zeros. Its tensors are the mask, the codes of nonzero values, and the ranges.
+    """The spec of a tensor that is saved without its zeros.
+
+    The payload's tensors are the mask, packed with one bit for each element, which is 0 for a zero; the packed codes of
+    the other elements; and the ranges of the groups.
 
     Args:
         inner: the spec that `quant` gives the tensor.
-        nonzero: the number of codes.
+        nonzero: the number of saved codes.
     """
 
     inner: QuantizedTensorSpec
@@ -55,7 +58,7 @@ class Sparse(NamedTuple):
         return self.inner.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the values in the size and strides of the compressed tensor."""
+        """Return values with the size and strides of the compressed tensor. tensors: the payload's tensors."""
         mask, packed, ranges = tensors
         backend, inner, n = backends.of(packed), self.inner, prod(self.inner.size)
         is_saved = backend.unpack(mask, 1, n).bool()
@@ -64,7 +67,8 @@ class Sparse(NamedTuple):
         place = inner.bits, inner.group_size, inner.size, inner.stride
         packed = backend.pack(codes, inner.bits)
         values = quantizer_ops.dequantize(packed, ranges, *place, inner.dtype)
-        # All values are finite, so a product makes zeros; masked_fill_ takes thirty times as long. Adding 0 turns -0 into +0.
+        # All values are finite, so a product with 0 is 0; masked_fill_ takes thirty times as long. Adding 0 turns -0
+        # into +0.
         layout.storage_order(values).mul_(is_saved).add_(0)
         return values
 

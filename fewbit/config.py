@@ -341,8 +341,8 @@ class ErrorBound(BitConfig):
     Attributes:
         e2: the largest allowed squared error of a gradient, divided by the gradient's squared norm; a finite number
             above 0.
-        window: how the last ten measurements are combined: "mean" uses their means, "max" allows only the smallest
-            error that any of the ten allows.
+        window: how the last ten measurements are combined: "mean" uses the mean effect of an error on the gradient,
+            "max" the largest effect.
         codec: how tensors are saved: "quant", "quant+zvc", "error-bounded" or "jpeg" (docs/codecs.md).
         by_channel: whether bits are chosen for each channel of a sample separately.
         interval: the number of steps from one measurement to the next. The first measurements are after steps 1, 2, 4,

@@ -1,8 +1,8 @@
 """The setting of PyTorch's CUDA allocator with which freed memory of one size can be used for tensors of another size.
 
 ActNN's level L5 (section 5.2) allocates large tensors without the caching allocator, because cached blocks fragment the
-memory. Today PyTorch has expandable segments. Such a segment grows in place by whole pages, so freed blocks of any size can
-be used again. Level L5 of fewbit uses expandable segments and keeps the caching allocator.
+memory. Today PyTorch has expandable segments. Such a segment grows in place by whole pages, so freed blocks of any size
+can be used again. Level L5 of fewbit uses expandable segments and keeps the caching allocator.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class AllocatorReport:
 
     Attributes:
         in_force: whether the allocator reserves memory in expandable segments from now on.
-        fixed: the bytes that were reserved earlier, in segments of a fixed size. These segments stay until they are unused
-            and `torch.cuda.empty_cache()` frees them.
+        fixed: the bytes that were reserved earlier, in segments of a fixed size. These segments stay until they are
+            unused and `torch.cuda.empty_cache()` frees them.
         reason: the reason why expandable segments are not in force, or "".
     """
 
@@ -49,12 +49,12 @@ class AllocatorReport:
 
 @dataclass(frozen=True, repr=False)
 class PeakMemory:
-    """The largest numbers of bytes on one device so far.
+    """The peaks of one device's memory since the last `torch.cuda.reset_peak_memory_stats`.
 
     Attributes:
         device: the device, for example "cuda:0".
-        allocated: the largest number of bytes that tensors had at a time.
-        reserved: the largest number of bytes that the allocator had reserved at a time.
+        allocated: the largest number of bytes that tensors occupied at one time.
+        reserved: the largest number of bytes that the allocator had reserved at one time.
     """
 
     device: str
@@ -81,7 +81,7 @@ def use_expandable_segments() -> AllocatorReport:
     `expandable_segments:False`.
 
     Returns:
-        Whether the setting is in force, and the reason if it is not.
+        A report that says whether the setting is in force, and if not, why.
     """
     if not torch.cuda.is_available():
         return AllocatorReport(False, reason="there is no CUDA device")
@@ -126,7 +126,7 @@ def peak_memory(device=None) -> PeakMemory:
 
 
 def _state() -> AllocatorReport:
-    """Return what PyTorch reports of its settings, which can differ from what was set."""
+    """Return whether expandable segments are in force, as PyTorch reports. PyTorch may ignore the setting."""
     snapshot = torch.cuda.memory._snapshot()
     if not snapshot["allocator_settings"].get(SETTING, False):
         return AllocatorReport(False, reason="PyTorch has none on this platform")
@@ -136,7 +136,7 @@ def _state() -> AllocatorReport:
 
 
 def _set(setting: str) -> None:
-    """Add a setting to those in force. PyTorch resets settings that are not named again, so all of them are passed."""
+    """Add an allocator setting to those in force. All are passed, because PyTorch resets those that a call omits."""
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
     before = next((settings[name] for name in VARIABLES if settings.get(name)), "")
     setting = f"{before},{setting}" if before else setting

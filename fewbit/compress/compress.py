@@ -53,34 +53,37 @@ def compress_(
 ) -> Controller:
     """Make a model save only a few bits per element for the backward pass, in place, and report what was changed.
 
-    Layers of torch.nn and transformers save quantized inputs. Activations save codes of a few bits per element, from which
-    the backward pass gets an approximate derivative. Dropout and pooling save packed masks and positions, which is exact.
-    The same holds for functions that the model's forward calls, such as F.gelu. Modules stay the same objects. Only their
-    classes change, each to a subclass of torch's class. Parameters, buffers, hooks, tied modules, `state_dict` keys,
-    device, dtype and training flags do not change, and the training loop needs no change. In evaluation mode and under
-    no_grad nothing is compressed. A second call first undoes the earlier one, so only the new settings hold.
+    Layers of torch.nn and transformers save quantized inputs. Activations save codes of a few bits per element, from
+    which the backward pass gets an approximate derivative. Dropout and pooling save packed masks and positions, which
+    is exact. The same holds for functions that the model's forward calls, such as F.gelu. Modules stay the same
+    objects. Only their classes change, each to a subclass of torch's class. Parameters, buffers, hooks, tied modules,
+    `state_dict` keys, device, dtype and training flags do not change, and the training loop needs no change. In
+    evaluation mode and under no_grad nothing is compressed. A second call first undoes the earlier one, so only the new
+    settings hold.
 
     Args:
         model: the model, which changes in place.
         bits: says who chooses the bits per element of quantized inputs: FixedBits, SampleBits, AdaptiveBits, Budget,
-            ErrorBound, PreActivationBits, a Level of ActNN, or a BitConfig of your own. A whole number from 1 to 8 stands
-            for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
-        layers: settings of layers that differ from the usual ones: LayerSettings, or a mapping of its fields except `bits`.
-        include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path, module)
-            -> bool. The path "" is the model itself. A pattern that matches a module also matches the modules inside it.
-            For a module with several paths any of them counts.
+            ErrorBound, PreActivationBits, a Level of ActNN, or a BitConfig of your own. A whole number from 1 to 8
+            stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
+        layers: settings of layers that differ from the usual ones: LayerSettings, or a mapping of its fields except
+            `bits`.
+        include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path,
+            module) -> bool. The path "" is the model itself. A pattern that matches a module also matches the modules
+            inside it. A module with several paths is converted if any of them matches.
         exclude: the modules to leave as they are, in the same form. A module that `include` and `exclude` both match is
-            left.
-        overrides: {glob pattern: settings of the modules that match}. Settings are LayerSettings, a mapping of its fields,
-            a number of bits for everything, or None to leave the modules as they are. If several patterns match a module,
-            the last one holds.
+            not converted.
+        overrides: {glob pattern: settings of the modules that match}. Settings are LayerSettings, a mapping of its
+            fields, a number of bits for everything, or None to leave the modules as they are. If several patterns match
+            a module, the last one holds.
         offload: HostOffload() moves saved tensors from a GPU to the host's memory until the backward pass needs them.
-        sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares the
-            bytes that the exact model and the compressed one save for this batch. Budget needs it.
+        sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares
+            the bytes that the exact model and the compressed model save for this batch. Budget needs a sample.
         verbose: whether to print the report.
 
     Returns:
-        The controller: the report, the bits that were chosen, the policy's state, measurements.
+        The controller: an object with the report, the chosen bits, the state for a checkpoint, and methods that
+        measure.
 
     Raises:
         InputError: a setting cannot be used, the model is not a module, a pattern matches no module, or a budget is too
@@ -115,7 +118,7 @@ def compress_(
 def _without_level(
     config: BitConfig, offload: HostOffload | None
 ) -> tuple[BitConfig | None, HostOffload | None]:
-    """Return the configuration and the offload that a level stands for; others as they are."""
+    """Return the configuration and the offload for which a `Level` stands; return other arguments unchanged."""
     if offload is not None and not isinstance(offload, HostOffload):
         raise InputError(f"offload: expected fewbit.HostOffload, got {offload!r}")
     if not isinstance(config, Level):
@@ -135,7 +138,7 @@ def _settings(given: BitConfig, config: BitConfig, layers) -> ResolvedSettings:
 
 
 def _check(config: BitConfig, model, sample) -> None:
-    """Raise InputError if the configuration needs something that is not there."""
+    """Raise InputError if the configuration needs a package, a model in training mode or a sample that is missing."""
     if isinstance(config, ErrorBound):
         check_codec(config.codec)
     if isinstance(config, Budget):
@@ -148,14 +151,16 @@ def _check(config: BitConfig, model, sample) -> None:
 
 
 def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str, int]]:
-    """Convert the model. Return the conversion and the bytes by op that the exact model saves for the sample."""
+    """Convert the model, and measure before what the exact model saves for the sample.
+
+    Returns:
+        The conversion, and {name of an operation: bytes that the exact model saves}, which is empty without a sample.
+    """
     before = {}
     if sample is None:
         return convert(model, settings, selection), before
     check_model(model)
-    saved_for(
-        model, sample
-    )  # a sample that the model cannot take is found while nothing is changed
+    saved_for(model, sample)  # raises for a bad sample before the model changes
 
     def measure():
         before.update(bytes_by_op(saved_for(model, sample)))
@@ -164,7 +169,7 @@ def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str
 
 
 def _offloaded(context: ForwardContext, offload: HostOffload | None) -> AllocatorReport | None:
-    """Add the offload to the model's forwards. Return what came of the allocator's settings, if they were to change."""
+    """Make forward passes offload saved tensors. Return the allocator's report; None if its settings stay."""
     if offload is None:
         return None
     context.contexts += (Offload(),)
@@ -189,7 +194,7 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
 
 
 def _report(report: Report, notes, model, settings, sample, before) -> Report:
-    """Return the report with everything that is known after the conversion."""
+    """Add to the report what is known after the conversion: notes, bits of functions, saved bytes, shared tensors."""
     changes, saved = {"notes": notes}, None
     if settings.functional:
         changes["functions"] = settings.bits, settings.bits_of_attention, settings.activation_bits

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """The object that stands for one compressed model. The training loop does not need it.
+    """The object that `compress_` returns for a compressed model. The training loop does not need it.
 
     Args:
         model: the compressed model. The controller does not keep it alive.
@@ -57,13 +57,13 @@ class Controller:
 
     @property
     def allocation(self) -> Allocation:
-        """With AdaptiveBits and Budget, a table of the bits of each saved tensor as they were chosen last; otherwise empty."""
+        """The table of the last chosen bits of each saved tensor; empty unless AdaptiveBits or Budget is used."""
         empty = f"{self.config!r} reports no bits by layer: fewbit.AdaptiveBits does"
         return self._tables.get("allocation", Allocation(empty=empty))
 
     @property
     def bounds(self) -> Bounds:
-        """With ErrorBound, a table of the errors that are allowed, from the latest measurement; otherwise empty."""
+        """The table of the errors that the latest measurement allows; empty unless ErrorBound is used."""
         return self._tables.get("bounds", Bounds(empty="bounds are found with fewbit.ErrorBound"))
 
     @property
@@ -80,20 +80,22 @@ class Controller:
     ) -> GradientRatio:
         """Compare the gradients of the model, as it is compressed now, with exact gradients.
 
-        The model and torch's random state do not change. For each batch the measurement runs draws + 1 forward and backward
-        passes. It takes the memory of two more models, of three gradients and of the tensors that an exact model saves. If
-        the ratio is above the limit of the model's ErrorBound by more than chance, a BoundWarning is given.
+        The model and torch's random state do not change. For each batch the measurement runs draws + 1 forward and
+        backward passes. It takes the memory of two more models, of three gradients and of the tensors that an exact
+        model saves. If the ratio is above the limit of the model's ErrorBound by more than chance, a BoundWarning is
+        given.
 
         Args:
-            batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
-                several batches.
+            batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable,
+                is several batches.
             loss: called as ``loss(model, batch)`` with a copy of the model; returns a scalar tensor.
             draws: the number of passes over each batch with independent rounding, at least 2.
             seed: the seed of dropout.
 
         Returns:
-            For gradients g^ of the compressed model and exact gradients g: the ratio E|g^|^2 / E|g|^2 over all parameters,
-            and the relative error E|g^ - g|^2 / |g|^2, which shows a bias too.
+            The ratio E|g^|^2 / E|g|^2 and the relative error E|g^ - g|^2 / |g|^2 over all parameters, for gradients g^
+            of the compressed model and exact gradients g. E is the mean over the draws. Unlike the ratio,
+            the relative error grows with every bias of g^.
 
         Raises:
             InputError: the model or the batch cannot be measured.
@@ -107,13 +109,13 @@ class Controller:
 
     @property
     def offload(self) -> Offload | None:
-        """With HostOffload, the bytes that were moved to the host and back; otherwise None."""
+        """The counts of the bytes that were moved to the host and back; None unless HostOffload is used."""
         return next(
             (context for context in self.context.contexts if isinstance(context, Offload)), None
         )
 
     def peak_memory(self, device=None) -> PeakMemory:
-        """Return the peaks of a GPU's memory, allocated and reserved (`PeakMemory`). Raise InputError if there is no GPU."""
+        """Return the peaks of a GPU's allocated and reserved memory. Raise InputError if there is no GPU."""
         return peak_memory(device)
 
     def state_dict(self) -> dict:
@@ -127,14 +129,15 @@ class Controller:
         return {} if self._policy is None else self._policy.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a state. The whole state is checked before the controller changes.
+        """Continue from a saved state. The whole state is checked before the controller changes.
 
         Args:
             state: the result of `state_dict` of a controller for the same model and configuration.
 
         Raises:
-            InputError: the state is from another controller; or the model no longer exists, was restored or was compressed
-                again. The message names the entry, the expected value and the value found.
+            InputError: the state is from another model or configuration. The message names the entry, the expected
+                value and the value found. Or this controller's model no longer exists, was restored or was compressed
+                again.
         """
         if self._ended:
             raise InputError(
@@ -151,7 +154,7 @@ class Controller:
 
     @property
     def _ended(self) -> str:
-        """The reason why the model is not this controller's any more, or ""."""
+        """The reason why the controller no longer belongs to a compressed model; "" if it still does."""
         if self.model is None:
             return "of a model that is gone"
         if self._was_attached and not _is_attached(self.context, self.model):
@@ -159,18 +162,18 @@ class Controller:
         return ""
 
     def number_samples(self, numbers) -> None:
-        """Give numbers to the samples of the next forward pass, so that the policy recognizes samples that it has seen before.
+        """Give numbers to the samples of the next forward pass, so the policy recognizes samples from earlier passes.
 
-        Samples with larger gradients in earlier passes then get more bits. The call is optional, and holds for one forward
-        pass. Each sample number takes 4 to 8 bytes of memory for each tensor that layers save.
+        Samples with larger gradients in earlier passes then get more bits. The call is optional, and holds for one
+        forward pass. Each sample number takes 4 to 8 bytes of memory for each tensor that layers save.
 
         Args:
-            numbers: (N,) int64 on the CPU, where N is dimension 0 of the model's input. A sample must always have the same
-                number.
+            numbers: (N,) int64 on the CPU, where N is dimension 0 of the model's input. A sample must always have the
+                same number.
 
         Raises:
-            InputError: the numbers are not such integers, or bits are not chosen by sample, as with FixedBits and
-                ErrorBound.
+            InputError: the numbers do not have this shape and dtype, or bits are not chosen by sample, as with
+                FixedBits and ErrorBound.
         """
         if self._policy is None:
             raise InputError(
@@ -192,5 +195,5 @@ class Controller:
 
 
 def _is_attached(context: ForwardContext, model: nn.Module) -> bool:
-    """Return whether the model's forward passes run within that context."""
+    """Return whether the model's forward passes run within `context`."""
     return any(other is context for other in contexts_of(model))

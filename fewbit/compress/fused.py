@@ -1,4 +1,8 @@
-"""The rows of a report of PreActivationBits: norms in fixed point, and layers that restore their inputs from them."""
+"""The part of the report that only PreActivationBits has: which layers use a tensor that a norm saved.
+
+With PreActivationBits a norm saves its normalized input in fixed point, and layers after the norm can restore their
+inputs from this tensor.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ def note(model: nn.Module) -> str:
 
 
 def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[ConvertedModule, ...]:
-    """Return the rows of the report, with `shared` true for layers whose saved tensors are all those of a norm before them.
+    """Return the rows of the report, with `shared` set to True for layers that save nothing except a norm's tensor.
 
     Args:
         model: the converted model.
         rows: a row for each converted module.
-        saved: the tensors that a forward of the converted model in training saved. Only a forward shows which layers use a
-            norm's tensor, so without `saved` the layers that may do so get `shared=None`.
+        saved: the tensors that a forward pass of the converted model saved in training; None if there was no forward
+            pass. Then `shared` is None for layers that may use a norm's tensor.
     """
     norms = _norms(model)
     entries = {}

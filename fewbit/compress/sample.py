@@ -1,6 +1,6 @@
 """Forward passes with the example batch that `compress_` gets as `sample`.
 
-They show how many bytes the model saves, and with how many bits it fits a budget.
+These passes show how many bytes a model saves, and how many bits per element fit a budget.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fewbit.runtime.saved.context import measuring
 
 
 def check_sample(sample) -> None:
-    """Raise InputError if the sample is none of tensor, tuple, mapping and None."""
+    """Raise InputError if the sample is not a tensor, a tuple, a mapping or None."""
     if sample is not None and not isinstance(sample, tuple | Mapping | torch.Tensor):
         raise InputError(
             "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
@@ -29,8 +29,8 @@ def check_sample(sample) -> None:
 
 
 def saved_for(model: nn.Module, sample) -> SavedBytes:
-    """Return the bytes that a forward of the sample saves, as `fewbit.saved_bytes` counts them."""
-    # The meter would count the whole tensor of which the sample is a part.
+    """Return the bytes that a forward pass of the sample saves, as `fewbit.saved_bytes` counts them."""
+    # If the sample is a slice of a larger tensor, `saved_bytes` would count the whole larger tensor.
     sample = tree_map(alone, sample)
     inputs = (sample,) if isinstance(sample, torch.Tensor) else sample
     named = inputs if isinstance(inputs, Mapping) else {}
@@ -39,7 +39,7 @@ def saved_for(model: nn.Module, sample) -> SavedBytes:
 
 
 def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
-    """Return {name of an autograd node: bytes that it saves for its backward}."""
+    """Return {name of an autograd node: bytes that nodes of this name save}, without parameters and buffers."""
     sums = {}
     for entry in saved.kept:
         name = entry.node or "unknown"
@@ -48,7 +48,7 @@ def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
 
 
 def average_within(model: nn.Module, sample, budget: int) -> tuple[float, dict]:
-    """Return the average number of bits with which the model fits a budget, and the sizes of the tensors that have these bits.
+    """Return the average bits with which a model fits a budget, and the sizes of the tensors that have these bits.
 
     Args:
         model: a converted model with a policy whose bits may change.

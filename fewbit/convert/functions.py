@@ -1,6 +1,7 @@
-"""The function mode of a converted model: while the model trains, it replaces torch functions by fewbit's.
+"""The function mode of a converted model, which replaces torch's functions by fewbit's while the model trains.
 
-`FunctionMode.TABLE` lists the functions that are replaced, such as F.gelu; docs/decisions/0009 says why they are a table.
+The mode is a `TorchFunctionMode`. `FunctionMode.TABLE` lists the functions that it replaces, such as F.gelu;
+docs/decisions/0009 says why such a table is needed.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ _EXACT = (
 
 
 def _torch_dropout(input, p, train):
-    """Compute torch.dropout, whose last argument has another name than torch.nn.functional's."""
+    """Compute torch.dropout, whose last argument is `train`; that of torch.nn.functional.dropout is `training`."""
     return F.dropout(input, p, train)
 
 
 def _torch_softmax(input, dim, dtype=None, **kwargs):
-    """Compute torch.softmax, whose third argument is another one than torch.nn.functional's."""
+    """Compute torch.softmax, whose third argument is `dtype`; that of torch.nn.functional.softmax is `_stacklevel`."""
     return F.softmax(input, dim, dtype=dtype, **kwargs)
 
 
 def _torch_log_softmax(input, dim, dtype=None, **kwargs):
-    """Compute torch.log_softmax, whose third argument is another one than torch.nn.functional's."""
+    """Compute torch.log_softmax, whose third argument is `dtype`; torch.nn.functional has `_stacklevel` there."""
     return F.log_softmax(input, dim, dtype=dtype, **kwargs)
 
 
-# Slots and seeds have the functions' names.
+# Saved tensors and their seeds are named after the function that saves them.
 _torch_softmax.__name__, _torch_log_softmax.__name__ = "softmax", "log_softmax"
 
 _OTHER_NAMES = {
@@ -65,11 +66,14 @@ _OTHER_NAMES = {
     "mul": (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__),
 }  # fmt: skip
 _ATTENTION = (F.scaled_dot_product_attention, F.matmul, F.softmax, _torch_softmax)
-"""Functions of which attention consists; they have the bits of q, k and v."""
+"""The functions that compute attention. The tensors that they save get the bits of q, k and v."""
 
 
 def _table() -> dict:
-    """Return {torch's function: (fewbit's, its family)}; families: "activation", "one bit", "quantized" and "exact"."""
+    """Return {torch's function: (fewbit's function, its family)}.
+
+    The families are "activation", "one bit", "quantized" and "exact".
+    """
     families = {"activation": ACTIVATIONS, "quantized": QUANTIZED, "exact": _EXACT.split()}
     table = {
         torch.dropout: (_torch_dropout, "exact"),
@@ -92,7 +96,7 @@ _EXPOSING = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 }
-"""Attributes and methods that give access to a tensor's memory without changing its version on a write."""
+"""Attributes and methods through which a tensor's memory can be written without a change of the tensor's version."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class FunctionQuantizers:
         quantizer: quantizes what functions save, except for functions of attention.
         activation_bits: bits of the code that an activation saves for each element.
         attention_quantizer: quantizes what functions of attention save.
-        own: {name of a call, as `name_of_call` makes it: the quantizer of the function}, for the calls so far.
+        own: {name of a call, as `name_of_call` makes it: the quantizer of the function}. Entries are added by calls.
     """
 
     quantizer: Quantizer
@@ -112,7 +116,7 @@ class FunctionQuantizers:
     own: dict[str, Quantizer] = field(default_factory=dict, compare=False)
 
     def call(self, ours, family, function, args, kwargs):
-        """Call fewbit's function `ours` with these settings, or torch's `function` if `ours` cannot take the arguments."""
+        """Call fewbit's `ours` with these settings, or torch's `function` if `ours` does not support the arguments."""
         if family == "exact":
             return ours(*args, **kwargs)
         if family == "quantized":
@@ -132,11 +136,11 @@ class FunctionQuantizers:
         try:
             with named:
                 return ours(*args, **kwargs, **bits)
-        except FunctionError:  # of parameters that torch alone accepts
+        except FunctionError:  # torch accepts these parameters and fewbit does not
             return function(*args, **kwargs)
 
     def _quantizer_of(self, ours) -> Quantizer:
-        """Return the quantizer of all calls of a function by the module that runs."""
+        """Return the quantizer of the function `ours` in the running module. All calls of `ours` there share it."""
         quantizer = self.attention_quantizer if ours in _ATTENTION else self.quantizer
         if quantizer.context is None:
             return quantizer
@@ -183,13 +187,16 @@ class FunctionMode(TorchFunctionMode):
         return (own or self.settings).call(ours, family, function, args, kwargs)
 
     def _expose(self, args) -> None:
-        """Let no layer share the copy of a tensor whose memory may be written to unnoticed."""
+        """Stop layers from sharing a quantized copy of the tensor args[0], whose memory may now change unnoticed."""
         context = self.settings.quantizer.context
         if context is not None and args and isinstance(args[0], torch.Tensor):
             context.cache.stop_sharing(args[0])
 
     def depth_outside(self) -> int:
-        """Return how often this mode is on torch's stack outside of a forward pass: 0. More were left behind by a pass."""
+        """Return 0, the number of times that this mode is on torch's stack outside a forward pass.
+
+        If the mode is on the stack more often, a forward pass was interrupted before it could remove the mode.
+        """
         return 0
 
     def depth(self) -> int:
@@ -214,7 +221,7 @@ leave_to_interpreter(FunctionMode.__torch_function__.__code__)
 
 
 def _are_results(args, kwargs) -> bool:
-    """Return whether a product has two factors that layers computed. Only then does torch save both."""
+    """Return whether both factors of a product are computed tensors that need a gradient, and so can be quantized."""
     return len(args) == 2 and not kwargs and all(map(_is_result, args))
 
 

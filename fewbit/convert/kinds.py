@@ -20,8 +20,9 @@ from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.module_calls import class_of
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
-"""The families of kinds. Activations save few-bit codes. Convolutions and other layers save quantized inputs; they are two
-families because level L1 converts convolutions alone. Layers of the last family save less than torch and stay exact."""
+"""The families of kinds. Activations save codes of a few bits. Convolutions and other layers save quantized inputs.
+They are two families because level L1 converts only convolutions. The family EXACT saves less than torch, without
+error."""
 
 OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 
@@ -51,7 +52,7 @@ def is_activation(cls: type) -> bool:
 
 
 def _family_of(cls: type[nn.Module]) -> str:
-    """Return the family of a class of fewbit's."""
+    """Return the family of one of fewbit's classes."""
     if is_activation(cls):
         return ACTIVATION
     if not issubclass(cls, Quantized):
@@ -64,12 +65,12 @@ TORCH = {
     for name in few.__all__
     if issubclass(getattr(few, name), getattr(nn, name, ()))
 }
-"""{class of torch.nn: the class of the same name in `fewbit.nn`, which is a subclass}.
+"""{class of torch.nn: its kind}. The kind has the class of the same name in `fewbit.nn`, which is a subclass.
 
-A module's class is looked up exactly, because a subclass may compute something else."""
+A user's subclass of a class of torch.nn has no kind, because the subclass may compute something else."""
 ACTIVATIONS = {cls: kind for cls, kind in TORCH.items() if kind.family == ACTIVATION}
 _GELU_TANH = Kind(few.GELU, attributes={"approximate": "tanh"})
-# By class name in transformers.activations, so that transformers need not be installed.
+# The keys are names of classes in transformers.activations, so that transformers need not be installed.
 TRANSFORMERS_ACTIVATIONS = {
     "GELUActivation": Kind(few.GELU, attributes={"approximate": "none"}),
     "NewGELUActivation": _GELU_TANH,
@@ -85,7 +86,7 @@ TRANSFORMERS_ACTIVATIONS = {
     "SqrtSoftplusActivation": Kind(few.SqrtSoftplus),
 }
 FUNCTION_OWNERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Classes whose attribute FUNCTION_ATTRIBUTE may be a plain function of FUNCTIONS."""
+"""Classes whose attribute `activation` may be a plain function, one of FUNCTIONS."""
 FUNCTION_ATTRIBUTE = "activation"
 FUNCTIONS = {F.relu: nn.ReLU, torch.relu: nn.ReLU, F.gelu: nn.GELU}
 
@@ -109,7 +110,7 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return the kind to which the module is converted, considering its class and its settings; None if there is none."""
+    """Return the kind to which a module is converted, by the module's class and settings; None if there is none."""
     cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
@@ -122,7 +123,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _misfit_of(module: nn.Module) -> str | None:
-    """Return why no table covers the settings of an activation; None if one does, or if the class has no settings."""
+    """Return why an activation's settings, such as `alpha`, have no table; None if they have one or need none."""
     cls = class_of(module)
     # In training the slopes of RReLU are random and need no table.
     if cls not in ACTIVATIONS or cls is nn.RReLU:
@@ -137,7 +138,7 @@ def _misfit_of(module: nn.Module) -> str | None:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Return why a module for which `kind_of` returns None is not converted; None if a user expects no reason."""
+    """Return why a module without a kind is not converted; None if there is no need to report a reason."""
     cls = class_of(module)
     if cls in LEFT_ALONE:
         return LEFT_ALONE[cls]
@@ -156,7 +157,7 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def replaced(module: nn.Module) -> str | None:
-    """Describe the monkey patch of the module's forward or of a function that it calls; None if there is none."""
+    """Describe the monkey patch of a module's forward, or of a function that the forward calls; None if none."""
     cls = class_of(module)
     for name, value in vars(module).items():
         if callable(value) and callable(getattr(cls, name, None)):
@@ -189,7 +190,7 @@ def _is_torchs(name: str) -> bool:
 
 
 def _is_of(code, module) -> bool:
-    """Return whether the code was defined in the Python module's file; True if the module has no file."""
+    """Return whether a code object comes from the file of a Python module; True if the module has no file."""
     file = getattr(module, "__file__", None)
     return file is None or code.co_filename == file
 

@@ -19,14 +19,15 @@ class ModelFacts:
     """The names of a model's layers, and which of their bits a policy chooses.
 
     Attributes:
-        names: the names of all layers, called functions and attention that may save quantized tensors.
+        names: all names under which quantized tensors may be saved: of layers, of functions that modules call, and of
+            attention.
         channels: {name: number of channels}, for layers whose input has channels in dimension 1.
         chosen_activations: the names of few-bit activations whose bits the policy chooses.
         given_activations: {name: bits}, for few-bit activations whose bits the policy does not choose.
-        average: the average of bits per element with which the policy starts.
-        budget: the bytes from which `average` was computed; None if there is no budget.
-        elements: {(name, number of the layer's input): number of elements}, for the saved tensors among which the budget is
-            divided; None if there is no budget.
+        average: the average bits per element with which the policy starts.
+        budget: the budget in bytes from which `average` was computed; None if there is no budget.
+        elements: {(name, number of the layer's input): number of elements}, for the saved tensors among which the
+            budget is divided; None if there is no budget.
     """
 
     names: tuple[str, ...]
@@ -45,7 +46,15 @@ def facts_of(
     budget: int | None = None,
     elements: Mapping[tuple[str, int], int] | None = None,
 ) -> ModelFacts:
-    """Return the facts about a converted model. The last three arguments are stored as attributes of `ModelFacts`."""
+    """Return the facts about a converted model.
+
+    Args:
+        model: the converted model.
+        selected: the modules of the model and their settings.
+        average: the average bits per element with which the policy starts.
+        budget: the budget in bytes, or None.
+        elements: the sizes of the tensors among which the budget is divided, as in `ModelFacts`, or None.
+    """
     chosen, given = _activations(selected)
     return ModelFacts(_names(model), _channels(model), chosen, given, average, budget, elements)
 
@@ -70,14 +79,14 @@ def _channels(model: nn.Module) -> dict[str, int]:
 
 
 def _activations(selected: list[Selected]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return `chosen_activations` and `given_activations`, of modules and of functions that modules call."""
+    """Return `chosen_activations` and `given_activations` of `ModelFacts`, for modules and functions that they call."""
     chosen, given = [], {}
     for path, module, attribute, settings in selected:
         if settings is None:
             continue
         bits, held = {}, module if attribute is None else getattr(module, attribute)
         if kinds.is_activation(type(held)):
-            if is_converted(held):  # otherwise the user made it, with bits of its own
+            if is_converted(held):  # otherwise the user made the activation and gave its bits
                 bits = {path: held.bits}
         elif attribute is None and settings.functional and may_call(module):
             bits = {

@@ -1,4 +1,4 @@
-"""The report of a conversion: which modules were replaced and which were not."""
+"""The report of a conversion: which modules were converted and which were not."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from fewbit.sizes import counted
 
 
 class ConvertedModule(NamedTuple):
-    """A module that was replaced.
+    """A module that was converted.
 
     Attributes:
         path: The dotted path, "" for the model itself.
         before: The name of the class before the conversion.
         after: The name of the class after the conversion.
-        bits: The bits per element of the quantized input or of the codes; an average if samples may have different bits.
-            None if the module's gradients stay exact.
-        shared: Whether the module saves nothing of its own, because it uses the tensor that a norm has saved in fixed point.
-            None if the module follows such a norm and no forward pass has run that shows whether the module uses
-            the norm's tensor.
+        bits: The bits per element of the quantized input or of the codes; an average if samples may have different
+            bits. None if the module's gradients stay exact.
+        shared: Whether the module saves nothing of its own, because it uses the tensor that a norm has saved in fixed
+            point. None if the module may use such a tensor, but no forward pass has shown whether it does.
     """
 
     path: str
@@ -36,14 +35,20 @@ class ConvertedModule(NamedTuple):
 
     @property
     def saves(self) -> str:
-        """The saved bits per element, as text."""
+        """The text that says how many bits per element the module saves."""
         if self.shared:
             return "the norm's"
         return _bits(self.bits) + (" or the norm's" if self.shared is None else "")
 
 
 class SkippedModule(NamedTuple):
-    """A module that was left as it is, and the reason."""
+    """A module that was left as it is, and the reason.
+
+    Attributes:
+        path: The dotted path, "" for the model itself.
+        kind: The name of the module's class, or of a function that the module has or calls.
+        reason: The reason, a text for the report.
+    """
 
     path: str
     kind: str
@@ -52,15 +57,15 @@ class SkippedModule(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Report(Result):
-    """The modules that a conversion has replaced, and those that it left as they are.
+    """The modules that a conversion has changed, and those that the conversion left as they are.
 
     Attributes:
-        converted: The modules that were replaced.
-        left_alone: The modules that were not replaced, each with the reason.
+        converted: The modules that were converted.
+        left_alone: The modules that were not converted, each with the reason.
         saved: Two dicts, before and after the conversion: {name of an operation: the bytes that the operation saves for
             the backward pass}. None if `compress_` got no `sample`.
-        functions: Three numbers of bits per element, with which functions that a forward calls save their inputs, q, k and
-            v of attention, and the codes of activations. None if functions are not compressed.
+        functions: Three numbers of bits per element, for functions that a forward pass calls: the bits of quantized
+            inputs, of q, k and v of attention, and of activations' codes. None if functions are not compressed.
         is_training: Whether the model was in training mode when `saved` was measured.
         notes: Lines about the model as a whole.
     """
@@ -73,7 +78,7 @@ class Report(Result):
     notes: tuple[str, ...] = ()
 
     def records(self) -> list[dict]:
-        """Return a dict for each module that was replaced."""
+        """Return a dict for each module that was converted."""
         return [row._asdict() for row in self.converted]
 
     def view(self) -> View:
@@ -135,13 +140,20 @@ class Report(Result):
 
 
 def _is(row: ConvertedModule) -> str:
-    """Return the new class, shortly if it has the old one's name."""
+    """Return the name of the new class; "fewbit's" if the old class has the same name."""
     old = row.before
     return "fewbit's" if row.after in (f"fewbit.{old}", f"fewbit.nn.{old}") else row.after
 
 
 def _grouped(rows: Iterable[tuple[str, tuple]]) -> dict[tuple, int]:
-    """Return {(path, *cells): the number of modules}; in the path of several alike modules numbers are *."""
+    """Count rows that have the same cells and whose paths differ only in numbers, such as layers.0.fc and layers.1.fc.
+
+    Args:
+        rows: pairs (path of a module, cells of its row in a table).
+
+    Returns:
+        {(path, *cells): number of modules}. If the number is above 1, the path has * in place of numbers.
+    """
     rows = list(rows)
     counts = Counter((_pattern(path), *cells) for path, cells in rows)
     result = {}

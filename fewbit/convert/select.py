@@ -16,7 +16,7 @@ from fewbit.errors import InputError
 from fewbit.runtime.interop.module_calls import class_of
 
 Filter = str | Iterable[str] | Callable[[str, nn.Module], bool]
-"""Globs over dotted module paths, or a function (path, module) -> bool."""
+"""One or several glob patterns of dotted module paths, or a function (path, module) -> bool."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Selected(NamedTuple):
     """One module, or one activation function that a module has as an attribute, and its settings.
 
     Attributes:
-        path: the dotted path, "" for the model itself. Of a module with several paths it is the first.
+        path: the dotted path, "" for the model itself. If the module has several paths, the first one.
         module: the module, or the module that has the function as an attribute.
         attribute: the name of the attribute that is the function; None for a module.
-        settings: the settings; None if the module or function must not be converted.
+        settings: the settings with which the module or function is converted; None if it must not be converted.
     """
 
     path: str
@@ -65,7 +65,7 @@ class Selected(NamedTuple):
 
 
 def settings_by_module(selected: Iterable[Selected]) -> dict[int, ResolvedSettings | None]:
-    """Return {id(module): settings}."""
+    """Return {id(module): settings of the module, or None if the module must not be converted}."""
     return {id(one.module): one.settings for one in selected if one.attribute is None}
 
 
@@ -76,7 +76,7 @@ class _Place(NamedTuple):
 
 
 def _found(model: nn.Module) -> list[_Place]:
-    """Return a place for every module, and one for every activation that is held as a function."""
+    """Return a `_Place` for every module, and for every activation function that a module has as an attribute."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         found.setdefault((id(module), None), _Place([], module, None)).paths.append(path)
@@ -115,7 +115,7 @@ def _is_within(path: str, glob: str) -> bool:
 
 
 def _overridden(found, settings, overrides) -> Iterator[ResolvedSettings | None]:
-    """Return the settings of each place; None if an override leaves it as it is."""
+    """Return the settings of each entry of `found`; None if an override says that the entry must not be converted."""
     if not isinstance(overrides, Mapping):
         raise InputError(f"overrides: expected a mapping of globs to settings, got {overrides!r}")
     result = [settings] * len(found)

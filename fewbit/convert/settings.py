@@ -20,8 +20,8 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.context import ForwardContext
 
 ATTENTION_BITS = 4
-"""The fewest usual bits of q, k and v: their gradient goes through the exponential of their products, and with 2 bits is
-mostly noise (docs/decisions/0008)."""
+"""The smallest usual number of bits of q, k and v. Their gradients depend on an exponential of products of q and k, and
+are mostly noise with 2 bits (docs/decisions/0008)."""
 FAMILIES = (kinds.ACTIVATION, kinds.CONVOLUTION, kinds.LAYER, kinds.EXACT)
 
 
@@ -32,10 +32,11 @@ class ResolvedSettings:
     Attributes:
         bits: the bits per element of quantized inputs; an average if `has_policy`.
         activation_bits: the bits of the code that a few-bit activation saves for each element.
-        attention_bits: the bits per element of q, k and v. None stands for `bits`, or for ATTENTION_BITS if that is more and
-            `adapts` is False.
-        group_size, min_dtype, copies, functional: see `fewbit.config.LayerSettings`.
-        fuses_norms, has_policy: see `fewbit.config.BitConfig`. A policy chooses bits while the model trains.
+        attention_bits: the bits per element of q, k and v, the queries, keys and values of attention. None stands for
+            `bits` if `adapts` is True, else for the larger of `bits` and ATTENTION_BITS.
+        group_size, min_dtype, copies, functional: settings with the meaning that `fewbit.config.LayerSettings` gives.
+        fuses_norms: whether norms save their input in fixed point, from which layers after the norm restore theirs.
+        has_policy: whether there is a policy, an object that chooses bits while the model trains.
         adapts: whether a policy chooses the bits of the module's inputs.
         chooses_activation_bits: whether a policy chooses `activation_bits`.
         families: the families of modules that are converted (`fewbit/convert/kinds.py`).
@@ -62,21 +63,21 @@ class ResolvedSettings:
         return self.bits if self.adapts else max(self.bits, ATTENTION_BITS)
 
     def changed(self, change: LayerSettings) -> ResolvedSettings:
-        """Return the settings of a module that an override changes.
+        """Return these settings with the values that `change` gives for some modules or for the whole model.
 
         Raises:
-            InputError: the change has a number of bits that is not whole although there is no policy, or `copies=2` although
-                norms save their input in fixed point.
+            InputError: the change has a number of bits that is not whole although there is no policy, or `copies=2`
+                although norms save their input in fixed point.
         """
         given = {field.name: getattr(change, field.name) for field in fields(change)}
         given = {name: value for name, value in given.items() if value is not None}
-        # No policy changes bits that were given.
+        # A policy does not change bits that the user gives.
         adapts = self.adapts and "bits" not in given
         chooses = self.chooses_activation_bits and "activation_bits" not in given
         return replace(self, **given, adapts=adapts, chooses_activation_bits=chooses).checked()
 
     def checked(self) -> ResolvedSettings:
-        """Return the settings. Raise InputError if the values exclude one another."""
+        """Return the settings. Raise InputError if a value is invalid or contradicts another value."""
         check = check_average if self.has_policy else check_bits
         check(self.bits)
         if self.attention_bits is not None:
@@ -106,7 +107,7 @@ class ResolvedSettings:
 
     def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:
         return Quantizer(
-            # Compiled code, in which samples cannot share bits, uses the whole number below the average.
+            # Compiled code cannot give samples different bits, so it uses the average, rounded down.
             bits=math.floor(bits),
             group_size=self.group_size,
             min_dtype=self.min_dtype,
@@ -119,14 +120,15 @@ class ResolvedSettings:
 
 
 def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:
-    """Return the settings of the modules of a model that no override changes.
+    """Return the settings of all modules that no override changes.
 
     Args:
         config: the configuration, which says who chooses bits.
         layers: the settings that differ from the defaults.
 
     Raises:
-        InputError: `layers` is neither a LayerSettings nor a mapping of its fields, has `bits`, or contradicts `config`.
+        InputError: `layers` is neither a LayerSettings nor a mapping of its fields, has `bits`, or contradicts
+            `config`.
     """
     usual = ResolvedSettings(
         bits=config.initial_bits,

@@ -38,7 +38,7 @@ _FUNCTIONS = "_fewbit_functions"
 
 @dataclass
 class Original:
-    """The class and the attributes that a module had before its conversion. Copies and pickles of the module include it.
+    """The class and attributes that a module had before its conversion. The module stores this object as an attribute.
 
     Attributes:
         cls: the class before the conversion.
@@ -68,7 +68,7 @@ class Conversion(NamedTuple):
 
     Attributes:
         report: the modules that were converted, and those that were not.
-        context: the object that all layers of the model have in common.
+        context: the object through which the model's layers share state in a forward pass.
         selected: the modules of the model and their settings, selected before their classes changed.
     """
 
@@ -85,14 +85,14 @@ def convert(
 ) -> Conversion:
     """Convert the modules of a model, and the functions that these modules call, with given settings.
 
-    An earlier conversion is undone first, so that only the new settings hold. But if `settings.families` has only
-    activations, nothing is undone, and other modules stay as they are.
+    An earlier conversion is undone first, so that only the new settings hold. There is one exception: if
+    `settings.families` contains only activations, nothing is undone, and all other modules stay as they are.
 
     Args:
         model: the model, which changes in place.
         settings: the settings of modules that no override changes.
-        selection: the modules that are converted; all of them by default.
-        before: is called after the checks and the undoing, before anything is converted.
+        selection: the modules to convert; by default all.
+        before: a function that is called when the model is checked and restored, before modules are converted.
 
     Raises:
         InputError: the model is not a module, or the selection is invalid.
@@ -149,7 +149,7 @@ def restore_(model: nn.Module) -> None:
         _remove_hooks(module)
         original = vars(module).pop(_ORIGINAL, None)
         if original is None and isinstance(module, Quantized):
-            quantizer = module.quantizer  # the module was made as fewbit's own
+            quantizer = module.quantizer  # the user made the module from fewbit's class
             if quantizer.context is not None and not quantizer.context.is_private:
                 quantizer.context = None
         if original is not None:
@@ -179,7 +179,7 @@ def name_of_attention(path: str) -> str:
 
 
 def may_call(module: nn.Module) -> bool:
-    """Return whether the module's forward may call modules, or functions that are not torch's or fewbit's."""
+    """Return whether a forward may call modules or any functions: False for childless modules of torch and fewbit."""
     if next(module.children(), None) is not None:
         return True
     return not (kinds.is_fewbit(module) or type(module).__module__.startswith("torch.nn."))
@@ -191,12 +191,12 @@ def may_call(module: nn.Module) -> bool:
 def _convert(
     selected: Selected, context: ForwardContext, whole: bool
 ) -> ConvertedModule | SkippedModule | None:
-    """Convert a module and return a row of the report; None if there is nothing to report of the module.
+    """Convert a module and return a row of the report; None if there is nothing to report about the module.
 
     Args:
         selected: the module and its settings.
-        context: that of the model.
-        whole: whether modules that are no activations are converted too.
+        context: the model's context, through which its layers share state.
+        whole: whether to convert all modules, not only activations.
     """
     path, module, attribute, settings = selected
     if attribute is None and kinds.is_fewbit(module):
@@ -218,7 +218,7 @@ def _convert(
         return SkippedModule(path, name, reason)
     if attribute is not None:
         vars(module).setdefault(_FUNCTIONS, {})[attribute] = getattr(module, attribute)
-        # A function attribute is no submodule: it has to go before a module of its name can come.
+        # The submodule takes the place and the name of the plain attribute.
         delattr(module, attribute)
         setattr(module, attribute, held.train(module.training))
         name = f"{name} (function)"
@@ -228,7 +228,7 @@ def _convert(
 
 
 def _change_class(module: nn.Module, kind) -> None:
-    """Give a module the class of its kind, and note what it was."""
+    """Give a module the class of its kind, and store the old class and attributes in the module."""
     names = (*kind.attributes, *_configured_attributes(kind.becomes))
     replaced = {name: vars(module)[name] for name in names if name in vars(module)}
     vars(module)[_ORIGINAL] = Original(type(module), kind.becomes, replaced, names)
@@ -239,7 +239,10 @@ def _change_class(module: nn.Module, kind) -> None:
 def _convert_again(
     selected: Selected, context: ForwardContext, whole: bool
 ) -> ConvertedModule | SkippedModule | None:
-    """Treat a module of fewbit's: one that the user made, or an activation that was converted earlier."""
+    """Apply settings to a module that has a class of fewbit already, and return a row of the report.
+
+    Either the user made the module, or an earlier call converted the module and this call converts only activations.
+    """
     path, module, _, settings = selected
     if isinstance(module, Quantized):
         if not whole:
@@ -257,14 +260,14 @@ def _convert_again(
 
 
 def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the attributes of a class of fewbit's that `_configure` sets."""
+    """Return the names of the attributes that `_configure` sets in modules of fewbit's class `cls`."""
     if issubclass(cls, Quantized):
         return "quantizer", "copies", "attention_quantizer"
     return ("bits", "table") if kinds.is_activation(cls) else ()
 
 
 def _configure(path, module, settings, context) -> float | None:
-    """Set the attributes of a module of fewbit's. Return its bits; None if the module saves no codes."""
+    """Set the quantizer or the bits of a module of fewbit. Return the bits per element; None if it stays exact."""
     if isinstance(module, Quantized):
         module.quantizer = settings.make_quantizer(context, path)
         if hasattr(type(module), "copies"):
@@ -299,7 +302,7 @@ def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.M
 def _convert_attention(
     model: nn.Module, selected: Iterable[Selected], context: ForwardContext
 ) -> list[ConvertedModule | SkippedModule]:
-    """Convert the attention of transformers' models, which no module of its own computes."""
+    """Convert attention in models of transformers, which a function of transformers computes, and not a module."""
     own = settings_by_module(selected)
 
     def quantizer(path, module):
@@ -321,7 +324,7 @@ def _convert_attention(
 def _attach(
     model, settings: ResolvedSettings, selected: list[Selected], context: ForwardContext
 ) -> None:
-    """Make the model's forwards run within the context."""
+    """Make the model's forward passes run within the context, which replaces functions and knows the running module."""
     own = [one.settings for one in selected if one.settings is not None]
     if settings.functional or any(module_settings.functional for module_settings in own):
         context.contexts = (FunctionMode(settings.make_function_quantizers(context)),)
@@ -340,7 +343,10 @@ def _attach(
 
 
 def _switch_functions(model, settings, selected: list[Selected], context: ForwardContext) -> None:
-    """Leave functions exact that excluded modules call, and give those that other modules call the modules' own settings."""
+    """Add hooks to modules whose settings differ from the model's, for the functions that these modules call.
+
+    Functions that an excluded module calls stay exact. Functions that another such module calls get its settings.
+    """
     own = settings_by_module(selected)
     if all(module_settings is settings for module_settings in own.values()):
         return

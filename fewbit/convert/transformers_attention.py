@@ -1,7 +1,7 @@
 """Attention in models of transformers, through transformers' interface for implementations of attention.
 
-`install` registers an implementation "fewbit" and makes a model use it; `remove` undoes that. This file imports transformers
-only if the process has imported it already.
+`install` registers an implementation "fewbit" and makes a model use it; `remove` undoes that. This file imports
+transformers only if the process has imported it already.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OTHERS_DECIDE = re.compile(
 
 @dataclass
 class _Attached:
-    """The attribute of an attention module that is converted. A process that unpickles it registers NAME."""
+    """The attribute that `install` gives to attention modules. A process that unpickles it registers "fewbit" too."""
 
     quantizer: Quantizer
 
@@ -45,17 +45,17 @@ def install(
 ) -> tuple[list[str], dict[str, str]]:
     """Make the models of transformers inside `model` save q, k and v of their attention quantized.
 
-    If the attention implementation in a model's `config` is "sdpa", it becomes "fewbit", which computes the same result with
-    the same masks. Several models may have the same `config` object; for those that were not converted, "fewbit" runs
-    "sdpa". A second call replaces the quantizers.
+    If the attention implementation in a model's `config` is "sdpa", it becomes "fewbit", which computes the same result
+    with the same masks. Several models may have the same `config` object; for those that were not converted, "fewbit"
+    runs "sdpa". A second call replaces the quantizers.
 
     Args:
         model: the model, which changes in place.
-        quantizer: one quantizer for all modules, or a function (path, module) that returns a module's quantizer, or None if
-            the module must not change.
+        quantizer: one quantizer for all modules, or a function (path, module) that returns a module's quantizer, or
+            None if the module must not change.
 
     Returns:
-        The paths of attention modules that use the implementation, and {path: reason} of the models that do not.
+        The paths of the attention modules that use "fewbit", and {path: reason} of the models that cannot use it.
     """
     reached, left = [], {}
     configs = {}
@@ -85,7 +85,7 @@ def install(
 
 
 def remove(model: nn.Module) -> None:
-    """Undo `install`."""
+    """Undo `install`: give the model its attention implementation back."""
     for module in model.modules():
         vars(module).pop(_ATTACHED, None)
     for _, inner in _models(model):
@@ -152,7 +152,10 @@ def _register() -> None:
 
 
 def _enables_gqa(theirs, *arguments) -> bool:
-    """Return whether transformers leaves repeating heads to torch. Not every version of transformers asks."""
+    """Return whether torch repeats the heads of key and value, and not transformers.
+
+    Versions of transformers that have no function for this question repeat the heads themselves.
+    """
     try:
         return theirs.use_gqa_in_sdpa(*arguments)
     except (AttributeError, TypeError):
@@ -171,7 +174,7 @@ def _attention_forward(
     position_bias: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Compute what transformers' sdpa_attention_forward computes. Key and value are saved before their heads are repeated."""
+    """Compute transformers' sdpa_attention_forward. Key and value are saved before their heads are repeated."""
     from transformers.integrations import sdpa_attention as theirs
 
     attached = getattr(module, _ATTACHED, None)

@@ -1,4 +1,7 @@
-"""Gated units, act(gate) * up, in models of transformers."""
+"""Gated units in models of transformers.
+
+A gated unit computes act(gate) * up: act is an activation, and gate and up are results of linear layers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ class Unit(NamedTuple):
     Attributes:
         act: the name of the attribute that is the activation.
         source: the source of the forward, by which the class is recognized.
-        forward: forward(module, x, product) returns the unit's result; product(gate, up) must return act(gate) * up.
+        forward: called as forward(module, x, product), returns the unit's result. The argument `product` is a function:
+            product(gate, up) returns act(gate) * up.
     """
 
     act: str
@@ -32,9 +36,10 @@ class Unit(NamedTuple):
 
 
 class GatedUnit(Quantized):
-    """A mixin that saves gate and up as `fewbit.functional.swiglu` does. The unit's linear layers save their own inputs.
+    """A mixin for gated units that saves gate and up quantized, as `fewbit.functional.swiglu` does.
 
-    With an activation other than SiLU, GELU and ReLU it computes what the original does.
+    If the activation is not SiLU, GELU or ReLU, the original forward runs. The unit's linear layers are converted
+    separately.
     """
 
     unit: Unit
@@ -60,7 +65,12 @@ _NAMES = {
 
 
 def _activation(act) -> tuple[str | None, Callable | None]:
-    """Return the activation's name for `gated`, or None, and the function that computes it if it is not torch's own."""
+    """Return the arguments `activation` and `function` of `fewbit.functional.products.gated` for an activation module.
+
+    Returns:
+        The name of the activation, or None if `gated` does not support the activation. The callable that computes the
+        activation, or None if that is torch's own function.
+    """
     if isinstance(act, nn.Module) and _has_hooks(act):
         return None, None
     if isinstance(act, nn.SiLU):
@@ -78,7 +88,7 @@ def _activation(act) -> tuple[str | None, Callable | None]:
 
 
 def _has_hooks(module) -> bool:
-    """Return whether the module has hooks other than the meter's."""
+    """Return whether the module has hooks other than those of `fewbit.saved_bytes`, which only watch."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return not all(getattr(hook, "only_watches", False) for hook in hooks)
 

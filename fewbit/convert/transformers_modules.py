@@ -1,11 +1,13 @@
 """Adapted classes: subclasses of transformers' module classes that save quantized tensors.
 
-In transformers every model defines its own classes for the same few computations. `becomes` recognizes such a class by the
-source of its forward, in which only the names of variables may differ. A class that a later version of transformers changes
-is therefore left alone. transformers is not imported unless the process has imported it already.
+In transformers every model defines its own classes for the same few computations. `becomes` recognizes such a class by
+the source of its forward, in which only the names of variables may differ. If a later version of transformers changes a
+class, the class is not recognized and stays as it is. transformers is not imported unless the process has imported it
+already.
 
-An adapted class is a subclass of the module's class, made on first use, that a conversion assigns to `module.__class__`. The
-module then needs an attribute `quantizer`. In evaluation mode it computes what the original class computes.
+An adapted class is a subclass of the module's class, made on first use, that a conversion assigns to
+`module.__class__`. The module then needs an attribute `quantizer`. In evaluation mode the module computes what the
+original class computes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def becomes(module: nn.Module) -> type[nn.Module] | None:
 
 
 def misfit_of(module: nn.Module) -> str | None:
-    """Return why a module cannot be converted although its class is recognized; else None."""
+    """Return why a module of a recognized class cannot be converted; None if it can. None also for other classes."""
     adapter = _adapter(class_of(module))
     if adapter is None or not issubclass(adapter, RMSNorm):
         return None
@@ -53,7 +55,10 @@ def is_adapted(cls: type) -> bool:
 
 
 class _Adapted:
-    """A mixin of the classes that `adapted` makes, which pickle as the module's own class."""
+    """A mixin of the classes that `adapted` makes.
+
+    A pickle of a module contains the original class, because pickle cannot import a class that was made at run time.
+    """
 
     original: type[nn.Module]
 
@@ -76,7 +81,7 @@ def _blank(cls: type[nn.Module]) -> nn.Module:
 
 @cache
 def _adapter(cls: type[nn.Module]) -> type[Quantized] | None:
-    """Return the mixin with the forward of an adapted class; None if the class is not recognized."""
+    """Return the mixin that has the new forward for a class of transformers; None if the class is not recognized."""
     if cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D":
         return Conv1D
     if not cls.__module__.startswith("transformers.models."):

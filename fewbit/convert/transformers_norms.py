@@ -22,12 +22,12 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 
 
 class Form(NamedTuple):
-    """One way in which transformers writes the forward of the norm.
+    """One way in which transformers writes the forward of a root-mean-square norm.
 
     Attributes:
         source: the source of the forward, by which the class is recognized.
-        forward: forward(x, scale, eps) returns the result and the reciprocal root mean square; scale is the weight plus
-            `offset`.
+        forward: called as forward(x, scale, eps), returns the norm's result and the reciprocal root mean square of each
+            row. scale is the weight plus `offset`.
         eps: the name of the module's attribute that is the constant below the root.
         weight: the name of the module's attribute that is the weight; None if the norm has no weight.
         offset: the number that is added to the weight, in float32.
@@ -50,10 +50,13 @@ class Form(NamedTuple):
 
 
 class RMSNorm(Quantized):
-    """A mixin that saves the normalized x quantized, and 4 bytes for each row if x needs a gradient.
+    """A mixin for root-mean-square norms that saves the normalized x quantized.
 
-    The mean of the weight's gradient over the random rounding is exact. The mean of x's gradient is exact if `copies`, the
-    number of saved copies, is 2; `fewbit/functional/layer_norm.py` says how far it is off if `copies` is 1.
+    If x needs a gradient, the reciprocal root mean square of each row is also saved, in 4 bytes.
+
+    The mean of the weight's gradient over the random rounding is exact. The mean of x's gradient is exact if `copies`,
+    the number of saved copies, is 2. `fewbit/functional/layer_norm.py` gives the difference from the exact gradient if
+    `copies` is 1.
     """
 
     form: Form
@@ -98,12 +101,12 @@ class _RMSNorm(Function):
 
 
 def scale_of(weight, offset):
-    """Return the factor by which the normalized x is multiplied; None if there is no weight."""
+    """Return weight + offset, the factor by which the normalized x is multiplied; None if there is no weight."""
     return weight if weight is None or not offset else offset + weight.float()
 
 
 def _normalized(x, eps):
-    """Return x over its root mean square, and the reciprocal of that, in float32."""
+    """Return x divided by its root mean square, and the reciprocal of the root mean square, both in float32."""
     x = x.to(torch.float32)
     rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return x * rstd, rstd

@@ -10,9 +10,9 @@ from torch import nn
 
 
 def source_of(cls: type[nn.Module]) -> str | None:
-    """Return the source of a class's `forward`, after that of its method `_norm` if there is one, in the form of `canonical`.
+    """Return the source of a class's `forward` in the form that `canonical` returns.
 
-    Returns None if Python cannot find the source.
+    If the class has a method `_norm`, the source of `_norm` comes first. Returns None if Python cannot find the source.
     """
     try:
         methods = [cls.forward, *([cls._norm] if hasattr(cls, "_norm") else [])]

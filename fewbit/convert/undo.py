@@ -21,7 +21,7 @@ _TABLES = (
 
 
 class _Before:
-    """A snapshot of everything that conversions change in a model: classes, attributes, hooks, attention implementations."""
+    """A snapshot of all that a conversion changes in a model: classes, attributes, hooks, attention implementations."""
 
     def __init__(self, model):
         self._modules, self._configs = [], []
@@ -58,4 +58,4 @@ class _Before:
 
 
 whole_or_not_at_all = undone_if_it_raises(lambda model=None, *_, **__: _Before(model))
-"""Decorator of a function that changes a model, its first argument: if the function raises, the model is rolled back."""
+"""A decorator for a function that changes a model, its first argument. The model is rolled back if the call raises."""

@@ -1,9 +1,11 @@
-"""Make a certificate for an approximate f' hold for the exact f'.
+"""Widen an error and a lower bound, computed for an approximation g of f', so that they hold for f' itself.
 
-Let g be within delta of f' on the domain and W the weight's mass. For every step function q the norms of f' - q and g -
-q differ by at most delta sqrt(W), so error and lower bound, both computed for g, hold for f' after their square roots
-are moved by that much. The same holds for objective "unbiased", in which f' enters only through the distance between f'
-and the piecewise linear function that replaces f'. Largest deviations (minimax) move by delta.
+Let |f' - g| be at most delta on the domain, and W the integral of the weight w. The error of a step function q is the
+square of the norm of f' - q, that is, the integral of (f' - q)**2 w. For every q the norms of f' - q and g - q differ
+by at most delta sqrt(W). So the error and the lower bound hold for f' after the square root of the error is raised by
+delta sqrt(W), and the square root of the bound is lowered by as much. The same holds for objective "unbiased", in which
+f' has an effect only through the distance between f' and the piecewise linear function that replaces f'. For objective
+"minimax", both numbers are moved by delta.
 """
 
 from __future__ import annotations

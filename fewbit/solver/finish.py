@@ -42,13 +42,20 @@ def contiguous_start(relaxed, landscape, pinned):
 def with_outer_pieces(levels, steps, request, landscape, f):
     """Add pieces beyond the ends of the domain, and drop unused levels.
 
-    With tails "pinned", for which q has the limits of f' outside the domain, these pieces are needed. Inputs may also
-    be equal to an end of the domain, as outputs of ReLU are equal to 0. If this end is a kink at which f' has another
-    value than inside, a piece with this value is added, provided that a level has the value or that one more level is
-    allowed.
+    Pieces are added for two reasons. With tails "pinned", q has the limits of f' outside the domain. And inputs may be
+    equal to an end of the domain, as many outputs of ReLU are equal to 0. If this end is a kink, at which f' has
+    another value than inside the domain, a piece with this value is added. This requires that a level has the value, or
+    that one more level is allowed.
+
+    Args:
+        levels: float64 (K,).
+        steps: The pieces inside the domain.
+        request: The number of levels, the form, and the pinned slopes or None.
+        landscape: f' and the weight.
+        f: The function.
 
     Returns:
-        The levels and the pieces.
+        The new levels and the new `Steps`.
     """
     breaks, codes = steps.breaks, steps.codes
     if request.slopes is not None and request.form == "levels":
@@ -70,7 +77,7 @@ def with_outer_pieces(levels, steps, request, landscape, f):
 
 
 def _with_end(levels, steps, request, end, last, f):
-    """Add a piece outside the domain at its `end`, whose level is torch's derivative at `end`, if such a level is possible."""
+    """Add a piece outside the domain at its `end`, whose level is torch's derivative there, if possible."""
     value = float(f.derivative(np.array([end]))[0])
     outer = levels[steps.codes[-1 if last else 0]]
     if value == outer:
@@ -106,7 +113,7 @@ def closed_sides(f, steps, levels):
 
 
 def closed_sides_of_knots(f, stand_in):
-    """Return the side of every knot, as in `Knots.closed`. A jump gets the value that is nearer to torch's derivative."""
+    """Return the side of every knot, as in `Knots.closed`. A jump has the value nearer to torch's derivative."""
     points, values = stand_in.points, stand_in.values
     closed = ["right"] * len(points)
     for i in np.flatnonzero(points[1:] == points[:-1]):

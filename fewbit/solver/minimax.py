@@ -1,11 +1,11 @@
-"""The smallest possible maximum of |f' - q|, found as the solution of a covering problem by bisection to the last bit.
+"""Find the step function q with the smallest maximum of |f' - q|, by solving covering problems.
 
-A step function q has K levels. In form "levels", in which several pieces of the domain may have the same level, a
+The step function q has K levels. In form "levels", in which several pieces of the domain may have the same level, a
 radius r is sufficient if K intervals of length 2r cover the values of f'. In form "intervals", in which every piece has
 its own level, r is sufficient if the domain can be cut into K pieces on which f' varies by at most 2r. Greedy covering
 from one end needs the fewest intervals, so it decides exactly whether a radius is sufficient. The optimum is the
-smallest sufficient radius, and the lower bound is the largest radius that was found to be insufficient. f' is monotone
-in a cell, so only the values at its ends matter.
+smallest sufficient radius, found by bisection to the last bit. The lower bound is the largest radius that was found to
+be insufficient. In each cell of the domain f' is monotone, so only the values at the ends of the cell matter.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _cover_path(path, radius, slopes, count):
 
 
 def _end_cut(path, cell, value):
-    """Return the cut at the point of a cell at which f' has the value; (cell + 1, None) if this is the end of the cell."""
+    """Return the cut where f' has the value in a cell, as (cell, value), or (cell + 1, None) at the end of the cell."""
     return (cell + 1, None) if value == path[cell, 1] else (cell, value)
 
 
@@ -231,7 +231,7 @@ def _cover_free(path, radius, most, offset):
 
 
 def _cut_point(landscape, cells, cell, value):
-    """Return the x of a cut (cell, value). If cells without mass were left out at the cut, x is the middle of their gap."""
+    """Return the x of a cut (cell, value). In a gap, where cells without mass were left out, x is the gap's middle."""
     if value is not None:
         return crossing_points(landscape, cells, np.array([cell]), np.array([value]))[0]
     if cell == 0:

@@ -1,7 +1,8 @@
 """Refine the levels of the dynamic program to a stationary point of the continuous problem.
 
-The levels y are the values of a step function q. If its pieces are optimal for these levels, the error L(y), the
-integral of (f' - q)^2 w (Few-bit Backward, eq. 4), has the gradient
+The levels y are the values of a step function q, and the pieces are the intervals on which q has one value. The error
+L(y) is the integral of (f' - q)^2 w (Few-bit Backward, eq. 4). If the pieces are optimal for the levels, the error has
+the gradient
 
     dL/dy_k = 2 (y_k M_k - S_k),
 
@@ -63,10 +64,10 @@ class NearestPieces:
 
 
 class ContiguousPieces:
-    """The pieces of a table of form "intervals", of which each has its own level.
+    """The pieces of a table of form "intervals", in which every piece has its own level.
 
-    Every break moves, in the direction of a smaller error, to a point at which f' is the mean of the levels on both
-    sides.
+    Every break moves in the direction in which the error falls, to a point at which f' is the mean of the levels on the
+    two sides.
     """
 
     def __init__(self, landscape, cells):

@@ -1,7 +1,8 @@
-"""The discrete problem, which gives a lower bound on the continuous problem and the first levels of the refinement.
+"""Solve the discrete problem, which gives a lower bound on the error, and the levels with which the refinement starts.
 
-The continuous problem asks for the step function with the least error for f'. The discrete problem replaces f' on each
-cell of the domain by one or two values with a mass, called atoms.
+The continuous problem asks for the step function, with K levels y, that has the least error for f'. The discrete
+problem replaces f' on each cell of the domain by one or two values with a mass, called atoms. The mass of a cell is the
+integral of the weight w.
 
 Objective "mse" minimizes the squared error. Let a cell have mass W, mean m, spread S (the integral of (f' - m)**2 w)
 and values of f' in [a, b]. Move its mass to two atoms, at a and b, with the same mean; their spread is W (m - a)(b - m)
@@ -9,29 +10,33 @@ and values of f' in [a, b]. Move its mass to two atoms, at a and b, with the sam
 
     min_k (v - y_k)**2 = v**2 - h(v),   h(v) = max_k (2 v y_k - y_k**2), convex.
 
-On [a, b], h is below its chord, and the mean of the chord over the cell is the mean of h over the two atoms, so
+On [a, b], h is below the chord of h from a to b, and the mean of the chord over the cell is the mean of h over the two
+atoms, so
 
     integral over the cell of min_k (f' - y_k)**2 w  >=  sum over its atoms of min_k (atom - y_k)**2
                                                           - (W (m - a)(b - m) - S).
 
-Summed over all cells: the least error of the atoms, less their total excess spread, is a lower bound on the least error
-of the continuous problem. This holds for form "levels", any number K of levels, and levels pinned to given values.
+The last term is the excess spread of the cell. Summed over all cells, this says: the least error of the atoms, minus
+the total excess spread, is a lower bound on the least error of the continuous problem. This holds for form "levels",
+for any number K of levels, and also if some levels are pinned to given values.
 
-For form "intervals" the two atoms of a cell are in the order in which f' passes a and b, since f' is monotone in a
-cell. Let breaks be inside a cell. If a break goes from level y to z against the direction of f', the error as a
-function of the break is concave, so moving the break to one end of its range inside the cell does not raise the error.
-The remaining levels change in the direction of f', and the best assignment of the two atoms is one that contiguous
-segments of atoms can have. The same bound follows. Neighboring atoms of equal value are merged, which changes neither
-side. Both bounds differ from the optimum by O(n**-2).
+In form "intervals" every piece has its own level. The two atoms of a cell are in the order in which f' passes a and b,
+since f' is monotone in a cell. Suppose that a break inside a cell goes from level y to level z against the direction of
+f'. Then the error as a function of the break is concave, so moving the break to one end of its range in the cell does
+not raise the error. At the breaks that remain inside a cell, levels change in the direction of f', and the best
+assignment of levels to the two atoms is one that contiguous segments of atoms can have. The same bound follows.
+Neighboring atoms of equal value are merged, which changes no error. With n cells, the bounds of both forms differ from
+the optimum by O(n**-2).
 
-With objective "unbiased" a level is drawn at random such that its mean is the value v. For levels y the expected
-squared error at v, (v - y_k)(y_{k+1} - v), is H(v) - v**2, with H the piecewise linear interpolant of v**2 at the
-levels, which is convex. By Jensen's inequality the mean of H over a cell is at least H(m): the optimum with the mass of
-every cell at its mean, less the total spread of the cells, is a lower bound. The optimal levels of a discrete problem
-can be chosen among its values, since the error is linear in a level between values, so the discrete search is exact.
+With objective "unbiased" one of the levels next to a value v is drawn at random, such that the expected value is v. The
+expected squared error at v is (v - y_k)(y_{k+1} - v) = H(v) - v**2. H is the piecewise linear interpolant of v**2 at
+the levels, which is convex. By Jensen's inequality the mean of H over a cell is at least H(m). So the optimum for one
+atom per cell, at the mean m, minus the total spread of the cells, is a lower bound. The optimal levels of a discrete
+problem can be chosen among its values, since the error is linear in a level between values, so the discrete search is
+exact.
 
-The cells rest on one assumption: f' is monotone between neighboring nodes. The extrema of f' are located first and
-become nodes, and [a, b] includes the values at the quadrature points inside a cell.
+The proofs assume that f' is monotone in each cell, that is, between neighboring nodes. The extrema of f' are located
+first and become nodes, and [a, b] includes the values at the quadrature points inside a cell.
 """
 
 from __future__ import annotations
@@ -50,10 +55,10 @@ class Relaxed:
     """The optimum of the discrete problem.
 
     Attributes:
-        levels: (K,), ascending for form "levels", in the order of the pieces for "intervals".
+        levels: float64 (K,), ascending for form "levels", in the order of the pieces for "intervals".
         fixed: bool (K,), the levels that are pinned.
         lower_bound: A lower bound on the continuous optimum, not negative.
-        breaks: (K-1,), the points between the pieces for form "intervals", else None.
+        breaks: float64 (K-1,), the points between the pieces for form "intervals", else None.
     """
 
     levels: np.ndarray
@@ -64,13 +69,13 @@ class Relaxed:
 
 @dataclass(frozen=True)
 class Atoms:
-    """Point masses that replace cells.
+    """Point masses (atoms) that replace cells.
 
     Attributes:
-        x: The place of every atom, (n,), ascending.
-        value: The value of f' at every atom.
-        mass: The mass of every atom.
-        excess: The total spread of the atoms less that of the cells.
+        x: float64 (n,), ascending, the place of every atom.
+        value: float64 (n,), the value of f' at every atom.
+        mass: float64 (n,), the mass of every atom.
+        excess: The total spread of the atoms minus that of the cells.
     """
 
     x: np.ndarray
@@ -80,11 +85,12 @@ class Atoms:
 
 
 def two_point_atoms(cells):
-    """Replace every cell by two atoms, with the smallest and the largest value of f', in the order in which f' passes them.
+    """Replace every cell by two atoms, one with the smallest and one with the largest value of f' in the cell.
+
+    The two atoms are in the order in which f' passes their values. Neighboring atoms of equal value are merged.
 
     Returns:
-        The `Atoms`, in which neighbors of equal value are merged, and for every atom the largest x of those merged into
-        it.
+        The `Atoms`, and float64 (n,): for every atom, the largest x of the atoms from which it was merged.
     """
     low, high = cells.lowest, cells.highest
     width = high - low
@@ -117,7 +123,8 @@ def relax_levels(cells, count, pinned, effort, most=None):
         count: The number of levels.
         pinned: Distinct values that must be among the levels.
         effort: The threads and the progress function.
-        most: The number of atoms to which larger numbers are first reduced, by merging atoms with neighboring values.
+        most: The largest number of atoms, or None for no limit. If there are more, atoms of similar value are merged
+            first.
 
     Returns:
         A `Relaxed`.
@@ -139,10 +146,18 @@ def relax_levels(cells, count, pinned, effort, most=None):
 
 
 def _fewer_atoms(value, mass, most):
-    """Reduce atoms (ascending values) to about `most`. Return their values and masses, and the growth of the spread.
+    """Reduce the number of atoms to about `most`.
 
-    The mass between two kept atoms is moved to these two so that the mean stays the same. This repeats the
-    step from a cell to its atoms, with a discrete distribution of values, which the proof allows.
+    The mass between two kept atoms is moved to these two such that the mean stays the same. The lower bound remains
+    valid, since its proof also allows a cell in which f' has a discrete distribution of values.
+
+    Args:
+        value: float64 (n,), ascending.
+        mass: float64 (n,).
+        most: The number of atoms to keep.
+
+    Returns:
+        The values and the masses of the kept atoms, and the increase of the total spread.
     """
     kept = np.unique(np.linspace(0, len(value) - 1, most).astype(np.int64))
     starts = kept[:-1]
@@ -164,7 +179,22 @@ def _fewer_atoms(value, mass, most):
 
 
 def _relax_pinned_levels(value, mass, excess, count, pinned, effort):
-    """Solve the zones between pinned levels separately, for every number of free levels, and share the levels out."""
+    """Find the best levels if some are pinned.
+
+    The pinned levels divide the values into zones. The problem of each zone is solved for every number of levels that
+    are not pinned. Then these levels are divided among the zones such that the total cost is smallest.
+
+    Args:
+        value: float64 (n,), the values of the atoms, ascending.
+        mass: float64 (n,), the masses of the atoms.
+        excess: The excess spread of the atoms.
+        count: The number of levels, including pinned ones.
+        pinned: The pinned levels, ascending.
+        effort: The threads and the progress function.
+
+    Returns:
+        A `Relaxed`.
+    """
     edges = [-np.inf, *pinned, np.inf]
     free = count - len(pinned)
     zones, best, choice = [], np.zeros(1), []
@@ -215,7 +245,7 @@ def relax_intervals(cells, count, slopes, effort):
         breaks, middle = zone.partition(count - 2)
         levels = np.concatenate([[slopes[0]], middle, [slopes[1]]])
         fixed = np.isin(np.arange(count), [0, count - 1])
-    # Interior breaks are between two atoms, breaks of empty pieces at an end of the domain.
+    # A break lies between two atoms, or at an end of the domain if the pieces beyond it are empty.
     after = np.clip(breaks, 1, len(atoms.x) - 1) if len(atoms.x) > 1 else np.zeros(len(breaks), int)
     x = 0.5 * (leaving[after - 1] + atoms.x[after]) if len(atoms.x) > 1 else atoms.x[after]
     x = np.where(breaks == 0, cells.left[0], np.where(breaks == len(atoms.x), cells.right[-1], x))
@@ -223,7 +253,7 @@ def relax_intervals(cells, count, slopes, effort):
 
 
 def relax_unbiased(cells, count, fixed, effort):
-    """Find the best levels for random draws with the right mean. The mass of every cell is moved to its mean.
+    """Find the best levels for objective "unbiased". Every cell is replaced by one atom, at the cell's mean.
 
     Args:
         cells: The cells of the piecewise linear function that replaces f'.
@@ -253,7 +283,9 @@ def relax_unbiased(cells, count, fixed, effort):
 
 
 class Zone:
-    """Contiguous segments of items. The first and the last may have a given level; the others are called free.
+    """The search for contiguous segments of items, of which the first and the last one may have given levels.
+
+    The other segments are called free.
 
     Args:
         items: The `Items`.
@@ -267,7 +299,8 @@ class Zone:
         self.items, self.first, self.last = items, first, last
         self.effort, self.monge = effort, monge
         n = len(items)
-        # The costs of the items before every position at the first level, and from every position on at the last level.
+        # until[i]: the cost if the items before position i have the first level. after[i]: the cost if the items from
+        # position i on have the last level.
         self.until = None if first is None else np.append(0.0, np.cumsum(self._given(first)))
         self.after = (
             None if last is None else np.append(np.cumsum(self._given(last)[::-1])[::-1], 0.0)
@@ -287,7 +320,7 @@ class Zone:
         return values + self.after[positions]
 
     def costs(self, most):
-        """Return the smallest costs with 0 to `most` free segments between the first and the last one."""
+        """Return the smallest cost for every number of free segments from 0 to `most`, float64 (most + 1,)."""
         nodes = np.arange(len(self.items) + 1)
         while len(self.layers) <= most:
             self.search.step(nodes)

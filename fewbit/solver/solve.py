@@ -1,4 +1,4 @@
-"""The function `solve`: from a function and a request to a certified table.
+"""The function `solve`, which makes a table for a function f, with a proven lower bound on the error of any such table.
 
 Each stage has its own module: the weight (`weight`), the cells of the domain (`cells`), the discrete problem that
 bounds the continuous one, with its exact optimum (`relaxation`, which uses `partition`, `dynamic_program` and
@@ -77,24 +77,29 @@ def solve(
             the activation itself, not its derivative.
         bits: 1 to 8; the table has at most 2**bits levels.
         form: "levels" (pieces may share a level) or "intervals" (as in the paper: every piece has its own level).
-        weight: The density of the error, see `fewbit.solver.weight.make_weight`.
-        domain: The interval (a, b); by default that of the weight, or else that of the function.
-        objective: "mse", "unbiased" or "minimax".
+        weight: The density by which squared errors count: "uniform", "normal", "normal:MEAN,STD", samples or a
+            callable. `fewbit.solver.weight.make_weight` lists all possibilities.
+        domain: The interval (a, b) on which errors are measured; by default that of the weight, or else of the
+            function.
+        objective: What is minimized: "mse" (the squared error), "minimax" (the largest error), or "unbiased" (the
+            squared error of random draws between two levels, whose mean is f').
         tails: "free", or "pinned" to give the outermost pieces the limits of f' at infinity.
         levels: The number of levels, 2 to 256, instead of `bits`.
-        grid: The number of cells of the discrete problem. More cells narrow the certified gap.
-        refine: Whether to refine the levels of the discrete problem.
+        grid: The number of cells into which the domain is cut to get the first levels and the lower bound. More cells
+            narrow the gap between error and lower bound.
+        refine: Whether to improve the first levels until the error is stationary.
         parameters: Parameters of a named function.
-        derivative: The derivative of a callable. It is compared with f to 1e-7 of max |f'|, and then treated as exact:
-            `error` and `lower_bound` are certified for the given derivative.
+        derivative: The derivative f' of a callable f. fewbit compares it with f, to 1e-7 of max |f'|, and then treats
+            it as exact: `error` and `lower_bound` hold for the given derivative.
         kinks: The points at which the derivative of a callable is not smooth.
         threads: The largest number of threads; by default the processors of this process.
-        progress: Called as `progress(stage, done, total)` while the discrete problem is solved.
+        progress: A function that is called as `progress(stage, done, total)` while the first levels are computed.
 
     Returns:
-        A `fewbit.Table`. Its `error` and `lower_bound` hold for the continuous problem. Its `solver` has version, grid,
-        seconds and status: "exact" (error 0), "stationary" (the gradient is below 1e-10), "optimal" (minimax, to the
-        last bit), "unrefined" or "stalled" (no further step lowered the error).
+        A `fewbit.Table`. Its `error` and `lower_bound` hold on the whole domain, not only at points of a grid. Its
+        `solver` is a dict with version, grid, seconds and status: "exact" (error 0), "stationary" (the gradient is
+        below 1e-10), "optimal" (minimax, to the last bit), "unrefined" or "stalled" (no further step lowered the
+        error).
 
     Raises:
         FunctionError: The function cannot be used.
@@ -194,7 +199,7 @@ def _warn_of_gap(table):
 
 
 def _certified(outcome, f, objective):
-    """Return the error and the lower bound, which hold for the exact f'."""
+    """Return an error and a lower bound that hold for the exact f', even if `f.derivative` is an approximation."""
     error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
     if outcome.lower_bound > error * (1 + 1e-9) + 1e-28:
         raise SolveError(
@@ -331,7 +336,7 @@ _METHODS = {"mse": _solve_mse, "minimax": _solve_minimax, "unbiased": _solve_unb
 
 
 def _both_cells(landscape, grid):
-    """Return the cells of the discrete problem, and cells that are fine enough for integrals."""
+    """Return the cells of the discrete problem, about `grid`, and cells that are fine enough for integrals."""
     if grid >= _FINE:
         fine = landscape.cells(grid)
         return fine, fine
@@ -373,10 +378,17 @@ def _pinned_slopes(f, tails, count, form):
 
 
 def _grid(grid, count, form, objective, landscape):
-    """Return the number of cells of the grid, and the largest number of atoms, or None.
+    """Return the number of cells, and the largest number of atoms (see `relax_levels`) or None.
 
-    In form levels all monotone pieces of f' share the levels, and every piece needs its own cells. In form intervals no
-    piece shares a level, and so many cells would be too slow if f' has many pieces.
+    An f' with many monotone pieces needs more cells, if the form is "levels": all of these pieces use the same levels,
+    and each is cut into cells. In form "intervals" the search is slower, so the number of cells does not rise.
+
+    Args:
+        grid: The requested number of cells, or None.
+        count: The number of levels.
+        form: "levels" or "intervals".
+        objective: "mse", "unbiased" or "minimax".
+        landscape: f', with its kinks and extrema.
     """
     if grid is not None:
         if not (is_integer(grid) and 16 <= grid <= _MOST_CELLS):

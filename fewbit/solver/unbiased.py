@@ -1,11 +1,11 @@
-"""Objective "unbiased": the stand-in, a piecewise linear function that replaces f', and the levels of least variance.
+"""Make the stand-in, a piecewise linear function that replaces f', and find the levels for objective "unbiased".
 
-With the stand-in v, an element x gets one of the two levels next to v(x) at run time. The level is drawn at random such
-that its mean is v(x). The expected squared error is
+Let v be the stand-in and y_k the levels. At run time, an element x gets one of the two levels next to v(x). The level
+is drawn at random such that its mean is v(x). With the weight w, the expected squared error E is
 
     integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1},
 
-of which only the first term depends on the levels. For interior levels the gradient is
+Only the first of the two terms depends on the levels. For levels other than the first and the last, the gradient is
 
     dE/dy_k = integral over (y_{k-1}, y_k) of (v - y_{k-1}) w - integral over (y_k, y_{k+1}) of (y_{k+1} - v) w.
 
@@ -55,7 +55,7 @@ class StandIn:
 
 
 def with_tails(stand_in, slopes):
-    """Return the stand-in with jumps to the limits of f' at the ends of the domain."""
+    """Return the stand-in with jumps, at the ends of the domain, to the limits of f' at both infinities (`slopes`)."""
     points, values = list(stand_in.points), list(stand_in.values)
     if values[0] != slopes[0]:
         points.insert(0, points[0])
@@ -67,7 +67,10 @@ def with_tails(stand_in, slopes):
 
 
 def build_stand_in(landscape, count):
-    """Make the stand-in: join f' at ends, kinks and extrema by lines, and halve these until the error is small.
+    """Make the stand-in, a piecewise linear function that is close to f'.
+
+    Lines join the values of f' at the ends of the domain, at kinks and at extrema. A line is replaced by two lines,
+    which meet at f' in its middle, until the error is small.
 
     Args:
         landscape: f' and the weight.
@@ -120,7 +123,15 @@ def build_stand_in(landscape, count):
 
 
 def _bend(value, line):
-    """Return how much the error of a smooth f' can rise between probes: its largest second difference."""
+    """Return how much larger |f' - line| can be between the sampled points: the largest second difference of f' - line.
+
+    Args:
+        value: (n, m), f' at m points of each of n lines.
+        line: (n, m), the lines at these points.
+
+    Returns:
+        (n,).
+    """
     error = np.concatenate(
         [np.zeros((len(value), 1)), value - line, np.zeros((len(value), 1))], axis=1
     )
@@ -128,7 +139,7 @@ def _bend(value, line):
 
 
 def refine_unbiased(landscape, cells, levels, fixed, most_steps=100):
-    """Improve interior levels by Newton's method. The error never rises.
+    """Improve levels by Newton's method, except for pinned ones. The error never rises.
 
     If a level equals f' on a whole piece, the gradient jumps from negative to positive at this level. Such a level is
     optimal and stays.
@@ -141,7 +152,7 @@ def refine_unbiased(landscape, cells, levels, fixed, most_steps=100):
         most_steps: The largest number of steps.
 
     Returns:
-        The levels, and the residual: the largest |dE/dy_k|, less the change that one rounding of a level causes.
+        The levels, and the residual: the largest |dE/dy_k|, minus the part that rounding a level can cause.
     """
     state = _evaluate(landscape, cells, levels)
     mass = cells.mass.sum()
@@ -218,12 +229,15 @@ def _evaluate(landscape, cells, levels):
 
 
 def _held(cells, levels, gradient):
-    """Return which interior levels equal f' on a piece and are optimal there: the gradient changes its sign at the level."""
+    """Return a bool mask (K,) of the levels that equal f' on a whole interval and are optimal there.
+
+    At such a level the gradient jumps from negative to positive. The first and the last level are never included.
+    """
     flat = cells.lowest == cells.highest
     held = np.zeros(len(levels), dtype=bool)
     for k in range(1, len(levels) - 1):
         atom = cells.mass[flat & (cells.lowest == levels[k])].sum()
-        # The gradient counts this piece with the values above the level.
+        # The gradient includes the mass of these intervals as if f' were above the level.
         held[k] = atom > 0 and gradient[k] <= 0 <= gradient[k] + atom * (
             levels[k + 1] - levels[k - 1]
         )

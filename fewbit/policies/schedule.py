@@ -76,7 +76,7 @@ class Schedule(Record):
         return Schedule(step, is_due, {**self.turns, path: turn})
 
     def is_turn_of(self, path: str) -> bool:
-        """Return whether a measurement is due, and the module at `path` has waited for one longer than others in use."""
+        """Return whether a measurement is due, and no module in use has waited longer than the one at `path`."""
         own = self.turns[path].measured
         return self.is_due and all(
             turn.measured >= own

@@ -1,10 +1,10 @@
 """The fewest bits with which the rounding error of a saved tensor stays within a bound.
 
-Stochastic rounding in steps of s adds a variance of at most s^2 / 4 to an element. Let sample n be rounded to b_n bits, and
-let squares_n be the sum of length * range^2 over the sample's groups. Then the mean squared error of the tensor's elements
-is at most
+The elements of a sample are quantized in groups, each with its own range. Stochastic rounding in steps of s adds a
+variance of at most s^2 / 4 to an element. Let sample n be rounded to b_n bits, and let squares_n be the sum of (number
+of elements) * range^2 over the sample's groups. Then the mean squared error of the tensor's elements is at most
 
-    sum_n squares_n / 4 / (2^b_n - 1)^2 / elements
+    sum_n squares_n / 4 / (2^b_n - 1)^2 / (number of elements of the tensor)
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.runtime.probes.variance_probe import SPREAD
 
 NOISE = [0.25 / (2.0**bits - 1) ** 2 for bits in range(MIN_BITS, MAX_BITS + 1)]
-"""Largest squared error per square, for each number of bits from MIN_BITS to MAX_BITS."""
+"""The largest squared error divided by squares_n, for each number of bits from MIN_BITS to MAX_BITS."""
 TOLERANCE = 1e-9
-"""Relative error of sums in float64 that is accepted."""
+"""The relative excess over a limit that is ignored, because float64 sums have rounding errors."""
 
 
 def least_average(squares, samples: int, elements: int, limit: float) -> float | None:
     """Return the lowest average number of bits with which the mean squared error is at most `limit`.
 
     Args:
-        squares: the numbers squares_n, in rising order. If there are more than SPREAD samples, they are divided into SPREAD
-            parts of nearly equal size, and each part has the mean of its samples. If `samples` is 0, the first number is
-            that of the whole tensor.
+        squares: the numbers squares_n, in rising order. If there are more than SPREAD samples, the samples are divided
+            into SPREAD parts of nearly equal size, and `squares` contains the mean of each part. If `samples` is 0, the
+            first number is that of the whole tensor.
         samples: the number of samples, among which the bits are divided. If it is 0, the tensor has one whole number of
             bits.
         elements: the number of elements of the tensor.
@@ -44,7 +44,7 @@ def least_average(squares, samples: int, elements: int, limit: float) -> float |
         for part, size in enumerate(parts)
         for before, after in pairwise(NOISE)
     ]
-    # The steps of one part are in this order too, because each bit gains less than the one before.
+    # Each further bit of a part gains less than the bit before, so sorting keeps the steps of a part in order.
     steps.sort(reverse=True)
     for gain, _, size in steps:
         if error <= allowed * (1 + TOLERANCE):

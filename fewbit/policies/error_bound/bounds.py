@@ -16,31 +16,32 @@ from fewbit.runtime.codecs.payload import EXACT
 from fewbit.sizes import counted
 
 WORST = "worst case"
-"""The kind of an activation's bound."""
+"""The kind of bound that activations have: it limits the largest error, not the mean."""
 
 
 class Bounded(NamedTuple):
-    """One row: a tensor that a layer saves of one of its inputs, or the codes that an activation saves.
+    """One row of the table: a saved input of a layer, or the codes that an activation saves.
 
-    In the notation of this table, g is an exact gradient and g^ the gradient with the errors of saved tensors.
+    In the notation of this table, g is an exact gradient, g^ the gradient with the errors of saved tensors, and E the
+    mean over random rounding.
 
     Attributes:
         name: The layer's path; for a function that a module calls, the module's path and the function's name.
         input: The number of the layer's input; None for activations.
-        demand: The gradient that allows the smallest error of the tensor.
-        kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/error_bound.md), or "worst
-            case" for activations.
-        dx: The root mean square error that the saved tensor may have; for an activation the largest error of f'.
-        kept: "bits", "exact", or the name of the codec that saved the tensor. The codecs "jpeg" and "quant+zvc" leave some
-            tensors to the codec "quant".
-        bits: Bits per element on average; None if the tensor is saved exactly. For a codec, all bytes of its latest tensor
-            in this process are counted; None before the first one.
-        elements: The number of elements in one forward, of all processes; None for activations.
+        demand: The name of the gradient whose bound allows the smallest error of the tensor.
+        kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/error_bound.md), or
+            "worst case" for activations.
+        dx: The root mean square error that the saved tensor may have; for an activation, the largest error of the table that replaces the derivative f'.
+        kept: "bits", "exact", or the name of the codec that saved the tensor. The codecs "jpeg" and "quant+zvc" leave
+            some tensors to the codec "quant".
+        bits: Bits per element on average; None if the tensor is saved exactly. With a codec, all bytes that the tensor
+            took in the latest step of this process are counted; None before the first step.
+        elements: The number of elements that all processes together save in one forward pass; None for activations.
         is_fixed: Whether the user gave the bits.
-        is_met: False if the error is larger than allowed, because the user gave too few bits, or because an activation's
-            table with the most bits is not enough.
-        ratio: E|g^|^2 / E|g|^2 as measured by the monitor (`monitor.py`), the largest of the layer's gradients; None before
-            the first such measurement.
+        is_met: False if the error is larger than allowed, because the user gave too few bits, or because an
+            activation's table with the most bits is not enough.
+        ratio: The largest E|g^|^2 / E|g|^2 of the gradients that depend on the tensor, as measured by the monitor
+            (`monitor.py`); None before the first such measurement.
     """
 
     name: str
@@ -57,15 +58,18 @@ class Bounded(NamedTuple):
 
 
 class Bounds(Rows):
-    """The rows of a table of bounds, in the order of the forward, activations last. Two tables with equal contents are equal.
+    """The rows of a table of bounds, in the order of the forward pass, with activations last.
+
+    Two tables with equal contents are equal. g is an exact gradient, g^ the gradient with errors, and E the mean over
+    random rounding.
 
     Args:
         rows: The rows.
         e2: The e2 of `ErrorBound`; None with another configuration.
         ratio: E|g^|^2 / E|g|^2 over all layers as measured by the monitor; None before the first measurement.
         empty: The line that is shown if there are no rows.
-        unobserved: {path of a layer: the reason why the policy cannot measure what the layer saves}. These layers have 8
-            bits.
+        unobserved: {path of a layer: the reason why the policy cannot measure what the layer saves}. These layers have
+            8 bits.
         ended: The reason why the model is not trained any more, or "".
     """
 
@@ -197,7 +201,7 @@ def rows_of(policy) -> Iterator[Bounded]:
             is_met=not slot.is_fixed or has_enough_bits(slot, choice, policy.bound),
             ratio=slot.ratio,
         )
-    # Activations were measured in the backward pass, which goes the other way.
+    # The backward pass measures activations in reverse order.
     for name, activation in reversed(policy.knowledge.activations.items()):
         bits = policy.given.get(name, policy.activations.get(name))
         if bits is None:

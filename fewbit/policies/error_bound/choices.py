@@ -1,7 +1,8 @@
-"""The choice of bits, codecs and tables from the knowledge of the error-bound policy.
+"""The choice of bits, codecs and tables from what the error-bound policy has learned.
 
-A slot is a tensor that a layer saves in every forward pass. dx*^2 is the largest mean squared error of the slot's elements
-with which the error of each gradient stays within its bound.
+A slot is a tensor that a layer saves in every forward pass. dx*^2 is the largest mean squared error of the slot's
+elements with which the error of each gradient stays within its bound. A codec saves a tensor so that its mean squared
+error stays within dx*^2. The table of a few-bit activation replaces the activation's derivative.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class BitChoice(NamedTuple):
 
     Args:
         average: bits per element; None if a codec saves the slot, or if the slot is saved exactly.
-        dx2: the mean squared error of the elements that the bound allows.
+        dx2: the largest mean squared error of the slot's elements that the bound allows (dx*^2).
         constraint: the gradient constraint from which `dx2` follows, or None if no gradient depends on the slot.
     """
 
@@ -70,8 +71,8 @@ def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int
 def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
     """Return the choice for one saved tensor of a layer (a slot).
 
-    A slot that no gradient depends on gets the fewest bits. If not all gradients were measured, the slot keeps the most
-    bits.
+    A slot that no gradient depends on gets the fewest bits. If some gradients that depend on the slot were not
+    measured, the slot keeps MAX_BITS bits.
 
     Args:
         slot: the knowledge of the slot.
@@ -89,7 +90,7 @@ def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
 
 
 def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, stats: PayloadStats):
-    """Return the codec of a saved tensor (slot) whose `BitChoice` has no bits.
+    """Return the codec for a saved tensor (slot) for which `choose_bits` has chosen no number of bits.
 
     Args:
         slot: the knowledge of the slot.
@@ -106,7 +107,7 @@ def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, sta
 
 
 def has_enough_bits(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound) -> bool:
-    """Return whether the bits that the user gave for a saved tensor keep to the bound. True if not known."""
+    """Return whether the bits that the user gave for a saved tensor meet the bound. True without measurements."""
     if not slot.is_known or choice.constraint is None:
         return True
     least = slot.least_average(choice.dx2, bound.window) if choice.dx2 > 0 else None

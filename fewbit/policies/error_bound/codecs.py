@@ -1,4 +1,4 @@
-"""Codecs that save single tensors for the error-bound policy, in place of the group quantizer."""
+"""The codecs with which the error-bound policy saves some tensors, in place of the group quantizer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from fewbit.runtime.codecs.payload import exact
 
 
 class ExactCodec:
-    """A codec that saves the tensor unchanged, as torch's own layer would. A part of a larger storage is copied."""
+    """A codec that saves the tensor unchanged, as torch's own layer would.
+
+    A tensor that is part of a larger storage is copied, so that the rest of the storage can be freed.
+    """
 
     def quantize(self, x, seed):
-        """Return the tensor's exact values in the form of a codec's result. `seed` is not used."""
+        """Return the exact values of tensor x in the form of a codec's result. `seed` is not used."""
         return exact(x)
 
 
 @dataclass
 class PayloadStats:
-    """The latest saved tensor of one layer input: bits per element, and the codec's name. Both are None before the first."""
+    """The size of the latest tensor that a codec has saved for one input of a layer.
+
+    Attributes:
+        bits: bits per element, or None before the first tensor.
+        codec: the name of the codec that saved the tensor, or None before the first tensor.
+    """
 
     bits: float | None = None
     codec: str | None = None
@@ -31,7 +39,8 @@ class BoundedCodec:
     Args:
         name: the name of a codec in `fewbit.runtime.codecs`, which does the work.
         bound: the largest mean squared error that is allowed.
-        channels: the largest mean squared error of each channel, for tensors with as many channels; or None.
+        channels: the largest mean squared error of each channel (dimension 1), which replaces `bound` for tensors with
+            that many channels; or None.
         stats: the object into which the size of each saved tensor is written.
     """
 
@@ -41,11 +50,11 @@ class BoundedCodec:
     stats: PayloadStats = field(default_factory=PayloadStats, compare=False, repr=False)
 
     def quantize(self, x, seed):
-        """Return the compressed tensor, and write its size into `stats`."""
+        """Return the compressed form of tensor x, and write its size into `stats`. `seed` determines the rounding."""
         bound = self.bound
         if self.channels is not None and x.dim() > 1 and x.shape[1] == len(self.channels):
             bound = self.channels
-        # The cosine transform needs images.
+        # The cosine transform needs images, (N, C, H, W).
         fits = self.name != "jpeg" or x.dim() == 4
         payload = codec(self.name if fits else DEFAULT).compress(x, bound, seed)
         if x.numel():

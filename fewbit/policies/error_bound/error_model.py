@@ -1,13 +1,14 @@
-"""The error model of each kind of layer: the error D of the layer's gradients as a function of the error of its saved tensor.
+"""The error model of each kind of layer: the error D of its gradients as a function of the error of its saved tensor.
 
 D is the squared error of a gradient, and dx^2 is the mean squared error of the elements of the saved tensor. `of_layer`
-runs in a layer's backward pass, where gradients and the restored tensor are available. It computes a few small numbers on
-the device. When they have reached the host, `Part.finish` computes D from them by the formulas in expectation
-(docs/theory/ac_gc.md). For gated units, products, softmax and attention there is no formula, or only one that asks for too
-many bits. `of_layer` then returns None, and the probe measures the effect of noise instead.
+runs in a layer's backward pass, where gradients and the dequantized tensor are available, and computes a few small
+numbers on the device. When they have reached the host, `Part.finish` computes D from them by the formulas in
+expectation (docs/theory/ac_gc.md). For gated units, products, softmax and attention there is no formula, or only one
+that asks for too many bits. `of_layer` then returns None, and the probe measures the effect of noise instead.
 
-Some formulas have one dx^2 for all elements, but samples have different bits and so different errors. Row n, an entry of
-dimension 0, is therefore weighted by its present mean squared error dx_n^2:
+Some formulas have one dx^2 for all elements, but samples have different bits and so different errors. Let g_n be the
+gradient of row n (entry n of dimension 0) of the layer's result, and dx_n^2 the present mean squared error of row n of
+the saved tensor. The formulas then use weights dx_n^2 / dx^2:
 
     sum of |g_n|^2 dx_n^2  =  dx^2 sum of |g_n|^2 (dx_n^2 / dx^2)
 """
@@ -40,8 +41,8 @@ class Cost(NamedTuple):
     Args:
         first: the coefficient of dx.
         second: the coefficient of dx^2.
-        channels: numbers in proportion to the parts of first^2 that come from each channel (dimension 1); None if all are
-            equal, or if there are no channels.
+        channels: numbers in proportion to the parts of first^2 that come from each channel (dimension 1); None if all
+            are equal, or if there are no channels.
     """
 
     first: float
@@ -53,12 +54,12 @@ class Part(NamedTuple):
     """The error model of one gradient of a layer: its squared error as a function of the saved tensor's error.
 
     Args:
-        place: the gradient's position among the inputs of the layer's autograd Function.
+        place: the position of the gradient's tensor among the inputs of the layer's autograd Function.
         numbers: 1-D float64 tensors, to be copied to the host.
-        finish: returns the `Cost`. Its arguments are the values of `numbers`, as lists, and the present mean squared error
-            of the saved tensor.
-        repeats: the number of times that a parameter was repeated to form the layer's input, as in instance norms. The
-            parameter's gradient is the sum of that many consecutive parts.
+        finish: a function that returns the `Cost`, given the values of `numbers` as lists and the present mean squared
+            error of the saved tensor.
+        repeats: the number of times that a parameter was repeated to form the Function's input, as in instance norms.
+            The parameter's gradient is the sum of that many consecutive parts of the input's gradient.
     """
 
     place: int
@@ -67,7 +68,7 @@ class Part(NamedTuple):
     repeats: int = 1
 
     def of(self, results) -> Tensor:
-        """Return this gradient from the list of all gradients that the layer's backward has returned."""
+        """Return the gradient that this part describes, given all gradients that the layer's backward returned."""
         found = results[self.place]
         return found if self.repeats == 1 else found.view(self.repeats, -1).sum(0)
 
@@ -78,9 +79,9 @@ def of_layer(context, grads, results, errors: Tensor) -> list[Part] | None:
     Args:
         context: the autograd context of the layer's Function, which has saved one quantized tensor.
         grads: the gradients of the layer's results.
-        results: the gradients that the layer's backward returned.
-        errors: (rows,) squared errors of the restored tensor, summed over each row, that is each entry of its dimension 0
-            in storage.
+        results: the gradients that the layer's backward returned for its inputs.
+        errors: (rows,) the sum of squared errors in each row (entry of dimension 0, in storage order) of the
+            dequantized tensor.
     """
     formula = _FORMULAS.get(context._forward_cls)
     if formula is None or grads[0] is None:
@@ -146,7 +147,11 @@ def _convolution_cost(layer, entries, _):
 
 
 def _scales2(spec, copy) -> tuple[Tensor, ...]:
-    """Return the factors by which a norm multiplies the squared error of its saved tensor: (channels,), or (1,)."""
+    """Return the squared weights of the norm whose saved tensor the layer uses; () if there is no such norm.
+
+    The layer computes its input from the saved tensor by multiplication with the norm's weights, so errors are
+    multiplied too. The result contains one tensor: (channels,), or (1,) with the mean of the squared weights.
+    """
     weight = copy[-2] if isinstance(spec, AffineResultSpec) else None
     if weight is None:
         return ()
@@ -161,8 +166,9 @@ def _mean(scales2) -> float:
 def _prelu(context, grad, results, errors):
     """Return the error model of PReLU.
 
-    The weight's gradient is the sum of g min(x, 0), which is linear. Elements of 0 have no errors, because they are at an
-    end of the range. So D = n / (number of negative elements) * |g at negative elements|^2 dx^2.
+    The weight's gradient is the sum of g min(x, 0), which is linear in the saved min(x, 0). Saved elements of 0 have no
+    errors, because 0 is the largest value and so an end of the range. Only the negative elements have errors, so D =
+    (number of elements) / (number of negative elements) * |g at negative elements|^2 dx^2.
     """
     if context.needs_input_grad[0]:
         _, sign, *_ = context.saved_tensors
@@ -189,7 +195,7 @@ def _transformers_rms_norm(context, grad, results, errors):
 
 
 def _of_rows(context, grad, errors, copy, rstd, weight, dims, place):
-    """Return the error model of a norm over the last `dims` dimensions. place: the weight's position among the inputs."""
+    """Return the error models of a norm over the last `dims` dimensions, whose weight is input number `place`."""
     parts = [Part(place, (_by_rows(grad, errors),), _weight_cost)]
     if context.needs_input_grad[0]:
         x = context.spec.dequantize(copy[: context.spec.count])
@@ -212,9 +218,7 @@ def _group_norm(context, grad, results, errors):
 def _batch_norm(context, grad, results, errors):
     rstd, weight, _, *copy = context.saved_tensors
     dims = [dim for dim in range(grad.dim()) if dim != 1]
-    is_whole = (
-        context.view == context.spec.size
-    )  # not an instance norm, whose channels are those of samples
+    is_whole = context.view == context.spec.size  # False for an instance norm
     samples = context.spec.size[0]
     of_rows = _squares(grad, dims[1:]) if grad.dim() > 2 else grad.double().square()
     weighted = (of_rows.reshape(samples, -1) * _row_weights(errors, samples)).sum(0)
@@ -240,13 +244,13 @@ def _weight_cost(entries, _):
 
 
 def _of_input(x, g, rstd, dims, has_channels=False):
-    """Return the error model of a norm's input gradient.
+    """Return the error model of a norm's input gradient. A set is the elements that share a mean and a deviation s.
 
     Args:
-        x: the restored x~.
-        g: the gradient times the weight.
+        x: the dequantized normalized input x~.
+        g: the gradient of the norm's result times the weight, in the shape of x.
         rstd: 1 / s of each set.
-        dims: the dimensions of a set.
+        dims: the dimensions of x over which a set extends.
         has_channels: whether the sets are channels.
     """
     rstd = rstd.to(x.dtype)
@@ -256,7 +260,14 @@ def _of_input(x, g, rstd, dims, has_channels=False):
 
 
 def _of_sums(scaled2, alignment2, size, has_channels):
-    """Return the error model of a norm's input gradient from the sums in sets of `size` elements."""
+    """Return the error model of a norm's input gradient from sums over sets of elements that share a deviation s.
+
+    Args:
+        scaled2: |g|^2 / s^2 of each set, where g is the gradient of the norm's result times the weight.
+        alignment2: (x~ . g)^2 / s^2 of each set, where x~ is the dequantized normalized input.
+        size: the number of elements of a set.
+        has_channels: whether the sets are channels.
+    """
     numbers = scaled2.flatten(), alignment2.flatten()
     if not has_channels:
         numbers = tuple(sums.sum()[None] for sums in numbers)
@@ -265,7 +276,7 @@ def _of_sums(scaled2, alignment2, size, has_channels):
 
 def _input_cost(size, entries, error2):
     scaled2, restored = entries
-    # The alignment of the restored x~ contains the alignment of its errors.
+    # The errors of the dequantized x~ contribute to its alignment with g, and this contribution is subtracted.
     aligned2 = [max(a - error2 * h, 0.0) for a, h in zip(restored, scaled2, strict=True)]
     first, second = norm_input_coefficients(size, sum(scaled2), sum(aligned2), True)
     if len(scaled2) == 1:
@@ -290,9 +301,9 @@ def _of_channels(vector, grad):
 
 
 def _by_rows(grad, errors, groups: int = 1) -> Tensor:
-    """Return |g|^2 of each group of channels, (groups,), with rows weighted by their errors."""
+    """Return |g|^2 of each group of channels, (groups,) float64, with rows weighted in proportion to their errors."""
     rows = len(grad) if grad.dim() > 1 else 1
-    if groups == 1 and grad.dim() > 1:  # a gradient may be channels last, or expanded
+    if groups == 1 and grad.dim() > 1:  # no reshape: a gradient may be channels last, or expanded
         squares = _squares(grad, tuple(range(1, grad.dim())))
     else:
         squares = _squares(grad.reshape(rows, groups, -1), 2)
@@ -300,7 +311,7 @@ def _by_rows(grad, errors, groups: int = 1) -> Tensor:
 
 
 def _row_weights(errors, rows: int) -> Tensor:
-    """Return the weights of rows, (rows, 1) float64, of mean 1; (1, 1) if the errors are not those of rows."""
+    """Return float64 weights in proportion to `errors`, (rows, 1), with mean 1; (1, 1) if the lengths differ."""
     if len(errors) != rows:
         return torch.ones_like(errors[:1, None], dtype=torch.float64)
     mean = errors.mean()
@@ -308,7 +319,7 @@ def _row_weights(errors, rows: int) -> Tensor:
 
 
 def _squares(x, dims) -> Tensor:
-    """Return the sum of squares over dimensions, which stay with size 1; float64."""
+    """Return the float64 sum of squares over the dimensions `dims`, which keep size 1."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype).double().square()
 

@@ -2,9 +2,9 @@
 
 A slot is a tensor that a layer saves in every forward pass. A constraint D <= e2 V^2 bounds the squared error D of one
 gradient, where V^2 is the gradient's squared norm. D depends on dx^2, the mean squared error of the slot's elements.
-Squared norms are divided by the sum of all V^2 of their measurement, so a scale factor of the loss changes nothing here. g
-is an exact gradient, and g^ is the gradient with errors. The monitor (`monitor.py`) measures both for a few slots at a
-time.
+Squared norms are divided by the sum of all V^2 of their measurement, so a scale factor of the loss changes nothing
+here. Let g be an exact gradient, and g^ the same gradient with errors. The monitor (`monitor.py`) measures |g|^2 and
+|g^|^2 for a few slots at a time.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from fewbit.schema.shapes import (
 )
 
 HISTORY = 10
-"""Number of measurements that count (AC-GC, section 4: the mean or the maximum of the last ten)."""
+"""The number of latest measurements that count (AC-GC, section 4: the mean or the maximum of the last ten)."""
 LEAST_SEEN = 3
-"""Number of times that the monitor has to see a slot to know how far its gradients' norms spread."""
+"""The least number of measurements by the monitor from which a standard error is estimated."""
 
 
 class Row(NamedTuple):
@@ -86,7 +86,8 @@ class ConstraintEstimate(Record):
         label: the name of the gradient, as in `GradientConstraint`.
         kind: whether the gradient's error follows from a formula or was measured, as in `GradientConstraint`.
         rows: the constraint in each measurement, the latest last.
-        pairs: the gradient's squared norms with errors and without, from the measurements of the monitor (`monitor.py`).
+        pairs: the gradient's squared norms with errors and without, from the measurements of the monitor
+            (`monitor.py`).
         missed: the number of measurements of the saved tensor since the last one with this constraint.
     """
 
@@ -102,7 +103,7 @@ class ConstraintEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def dx2(self, e2: float, window: str) -> float:
-        """Return the mean squared error of the saved tensor with which the gradient has the largest error that is allowed.
+        """Return the largest mean squared error of the saved tensor that this constraint allows.
 
         Args:
             e2: the squared gradient error that is allowed, divided by the gradient's squared norm V^2.
@@ -128,10 +129,11 @@ class TensorEstimate(Record):
     The fields up to `dtype_bytes` are those of the latest `TensorNorms`.
 
     Args:
-        spreads: for each measurement, one number for each part of the samples (`parts_of`): the mean of range^2 over the
-            elements of the part.
-        weights: the channels' weights, averaged over measurements; None if all channels count alike.
-        weighed: the number of measurements that count in `weights`, at most HISTORY.
+        spreads: for each measurement, one number for each part of the samples (`parts_of`): the mean of range^2 over
+            the elements of the part.
+        weights: the weights by which bits are divided among channels, averaged over measurements; None if all channels
+            have the same weight.
+        weighed: the number of measurements in the average `weights`, at most HISTORY.
         constraints: the constraints of the gradients that depend on the slot, by label.
         missed: the number of measurements since the slot was last measured.
     """
@@ -175,12 +177,20 @@ class TensorEstimate(Record):
         return replace(self, constraints=constraints)
 
     def deciding(self, e2: float, window: str) -> tuple[float, ConstraintEstimate | None]:
-        """Return the smallest mean squared error that a constraint allows, and the constraint; (infinity, None) without any."""
+        """Return (allowed mean squared error, constraint) of the strictest constraint; (infinity, None) without any."""
         found = [(made.dx2(e2, window), made) for made in self.constraints.values()]
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
     def least_average(self, dx2: float, window: str) -> float | None:
-        """Return the lowest average bits with a mean squared error of at most `dx2`; None if 8 bits are not enough."""
+        """Return the lowest average bits per element with which the mean squared error is at most `dx2`.
+
+        Args:
+            dx2: the largest mean squared error that is allowed.
+            window: "mean" or "max": whether the mean or the largest of the ranges in the last measurements counts.
+
+        Returns:
+            The average, or None if 8 bits are not enough.
+        """
         parts = parts_of(self.samples)
         alike = [spread for spread in self.spreads if len(spread) == parts]
         combined = max if window == "max" else mean
@@ -188,7 +198,7 @@ class TensorEstimate(Record):
         return least_average(squares, self.samples, self.samples or 1, dx2)
 
     def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
-        """Return two sums of squared norms with errors and without: over parameters' gradients, and over all gradients.
+        """Return the sum of the `Pair`s of parameters' gradients, and the sum of the `Pair`s of all gradients.
 
         Args:
             is_exact: whether the tensor is saved exactly. Then both norms of each gradient are those without errors.
@@ -206,8 +216,9 @@ class TensorEstimate(Record):
     def excess(self, limit: float, of_parameters: bool, is_exact: bool) -> tuple[float, float]:
         """Return the mean of |g^|^2 - limit |g|^2, and the square of the standard error of this mean.
 
-        g^ is the gradient with errors, g the exact one. The mean is over the measurements of the monitor (`monitor.py`). If
-        there are fewer than LEAST_SEEN of them, the standard error is taken to be as large as the mean.
+        g^ is the gradient with errors, g the exact one. The mean is over the measurements of the monitor
+        (`monitor.py`). If there are fewer than LEAST_SEEN of them, the standard error is taken to be as large as the
+        mean.
 
         Args:
             limit: the largest |g^|^2 / |g|^2 that is allowed.
@@ -239,7 +250,7 @@ class TensorEstimate(Record):
 
 @dataclass(frozen=True)
 class ActivationEstimate(Record):
-    """All that is known of one few-bit activation: its function, and squared norms of gradients in the last measurements."""
+    """All that is known of one few-bit activation: its function, and squared norms from the last measurements."""
 
     name: str = entry(text)
     function: str = entry(function_name)
@@ -254,12 +265,14 @@ class ActivationEstimate(Record):
         check_parameters(self.function, self.parameters, f"{where}.parameters")
 
     def allowed(self, e2: float, window: str) -> float:
-        """Return the largest error of the activation's table of f' (not squared) that the bound on its gradient allows.
+        """Return the largest error of the activation's table that the bound on the input's gradient allows.
+
+        The table replaces the activation's derivative f', and its error is the largest absolute difference.
 
         Args:
             e2: the squared gradient error that is allowed, divided by the gradient's squared norm.
-            window: "mean" takes the means of the squared norms over the measurements. "max" takes the smallest error that
-                any of the measurements allows.
+            window: "mean" takes the means of the squared norms over the measurements. "max" takes the smallest error
+                that any of the measurements allows.
         """
         if window == "max":
             return min(allowed_error(row.grad2, e2, row.v2) for row in self.rows)
@@ -274,7 +287,7 @@ class BoundKnowledge(Record):
     Args:
         slots: the estimates of saved tensors (slots), by (layer, number of the input).
         activations: the estimates of activations, by name.
-        next: the position, among the slots, of the slot with which the monitor continues.
+        next: the position, in the order of `slots`, of the slot with which the monitor's next measurement begins.
         has_warned: whether the user was warned that gradients exceed the bound.
     """
 
@@ -291,7 +304,7 @@ class BoundKnowledge(Record):
 
 
 def is_of_parameter(label: str) -> bool:
-    """Return whether a label, such as "weight" or "input", is that of a parameter's gradient."""
+    """Return whether a gradient's label, such as "weight" or "input", stands for a gradient of a parameter."""
     return label.rpartition(" ")[2] == "weight"
 
 

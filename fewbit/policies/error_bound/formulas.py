@@ -1,15 +1,15 @@
-"""The error bounds of AC-GC that the error-bound policy evaluates. docs/theory/ac_gc.md derives them, section by section.
+"""The error bounds of AC-GC that the error-bound policy evaluates. docs/theory/ac_gc.md derives them.
 
-AC-GC allows a squared gradient error of at most e2 V2, where V2 is the squared norm of the exact gradient. D is an upper
-bound of the squared gradient error for given errors of a saved tensor. These errors are given as squares, dx2:
+AC-GC allows a squared gradient error of at most e2 V2, where V2 is the squared norm of the exact gradient. D is an
+upper bound of the squared gradient error for given errors of a saved tensor. These errors are given as squares, dx2:
 
-- worst case (expectation=False): the squared gradient error is at most D if the squared error of each element is at most
-  dx2. For linear layers, convolutions and norms it is enough if the mean of the squared errors is at most dx2.
+- worst case (expectation=False): the squared gradient error is at most D if the squared error of each element is at
+  most dx2. For linear layers, convolutions and norms it is enough if the mean of the squared errors is at most dx2.
 - in expectation (expectation=True): the mean of the squared gradient error is at most D if the elements' errors are
   independent, with mean 0 and variances of at most dx2. If a function needs a further condition, its docstring says so.
 
-Rounding to b bits in a range r has steps of r / (2^b - 1). With stochastic rounding, variances are at most step^2 / 4 and
-errors at most one step. With rounding to nearest, errors are at most step / 2, and their mean is not 0.
+Rounding to b bits in a range r has steps of r / (2^b - 1). With stochastic rounding, variances are at most step^2 / 4
+and errors at most one step. With rounding to nearest, errors are at most step / 2, and their mean is not 0.
 
 Values are floats, or float64 tensors with one value for each channel. A function returns the kind of value that it was
 given.
@@ -26,7 +26,10 @@ from torch import Tensor
 from fewbit.errors import InputError
 
 KURTOSIS = 4.0 / 3.0
-"""E dx^4 <= KURTOSIS dx2^2 for stochastic rounding with dx2 = step^2 / 4 (docs/theory/ac_gc.md, section 1)."""
+"""The factor in E dx^4 <= KURTOSIS * dx2^2, for the error dx of stochastic rounding and dx2 = step^2 / 4.
+
+docs/theory/ac_gc.md derives the inequality in section 1.
+"""
 
 
 # -- linear layers and convolutions: sections 3 to 5 ---------------------------------------------------------
@@ -35,8 +38,8 @@ KURTOSIS = 4.0 / 3.0
 #
 #     D = weight of an element  *  sum over channels of |g of the channel's group|^2 dx2
 #
-# Dilation d matters if it shares a factor with the stride T. A filter of R taps then reads fewer input positions, and each
-# of them up to ceil(R gcd(d, T) / T) times, not ceil(R / T).
+# Dilation d matters if it shares a factor with the stride T. A filter of R taps then reads fewer input positions, and
+# each of them up to ceil(R gcd(d, T) / T) times, not ceil(R / T).
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class Convolution:
         dilation: the dilation in each spatial dimension.
         groups: the number of groups of channels.
         transposed: whether the convolution is transposed.
-        steps: the number of positions of the filter in each spatial dimension: the size of the output, or of the input if
-            the convolution is transposed. None if not known; bounds for small inputs are then larger than necessary.
+        steps: the number of positions of the filter in each spatial dimension: the size of the output, or of the input
+            if the convolution is transposed. None if not known; bounds for small inputs are then larger than necessary.
 
     Raises:
         InputError: sizes are below 1 or contradict each other.
@@ -90,7 +93,11 @@ class Convolution:
         return math.prod(most_reads(*sizes) for sizes in dimensions)
 
     def weight(self, expectation: bool) -> int:
-        """Return w in the bound of `convolution_d`: the sum over channels of w |g|^2 dx2."""
+        """Return the factor w in the bound of `convolution_d`, which is w times the sum over channels of |g|^2 dx2.
+
+        Args:
+            expectation: whether the bound holds in expectation; otherwise it holds in the worst case.
+        """
         if not expectation:
             return self.reads * self.elements
         return self.reads if self.transposed else math.prod(self.filter)
@@ -121,11 +128,11 @@ def most_reads(taps: int, stride: int, dilation: int = 1, steps: int | None = No
 def convolution_d(dx2, layer: Convolution, grad2, expectation: bool = False) -> float:
     """Return a bound of the squared error of a convolution's weight gradient (docs/theory/ac_gc.md, sections 4 and 5).
 
-    In the worst case dx2 need only bound the mean squared error of each channel, or, if dx2 and grad2 are floats, of each
-    group of channels.
+    For the worst case it is enough if dx2 bounds the mean squared error of each channel. If dx2 and grad2 are floats,
+    it is enough if dx2 bounds that of each group of channels.
 
     Args:
-        dx2: the squared errors of the input's elements: a float, or (channels,).
+        dx2: the largest squared error of the input's elements: a float, or (channels,).
         layer: the convolution.
         grad2: |g|^2, where g is the gradient of the output: a float, or (groups,).
         expectation: whether the bound holds in expectation; otherwise it holds in the worst case.
@@ -152,29 +159,30 @@ def check_groups(grad2: Tensor, layer: Convolution) -> None:
 
 # -- batch, layer, group and RMS norms: section 6 -------------------------------------------------------------
 #
-# A norm saves its normalized input x~ with errors (docs/decisions/0007). It works on sets of M elements that share a mean
-# and a deviation s: a batch norm's channels, a layer or RMS norm's rows, a group norm's groups of a sample. With the
-# gradient g of the output and g' = g times the weight,
+# A norm saves its normalized input x~ with errors (docs/decisions/0007). It works on sets of M elements that share a
+# mean and a deviation s: a batch norm's channels, a layer or RMS norm's rows, a group norm's groups of a sample. With
+# the gradient g of the output and g' = g times the weight,
 #
 #     grad weight = sum g x~        grad x = (g' - mean(g') - x~ mean(x~ g')) / s
 #
-# The input's gradient is quadratic in x~, and its error goes on to all layers below. It depends on two sums over the sets:
-# scaled2 is the sum of |g'|^2 / s^2, and alignment2 the sum of (x~ . g')^2 / s^2, which is between 0 and M scaled2. In a
-# batch norm x~ . g' is the weight times its gradient.
+# The input's gradient is quadratic in x~, and its error reaches all layers below. The error depends on two sums over
+# the sets: scaled2 is the sum of |g'|^2 / s^2, and alignment2 is the sum of (x~ . g')^2 / s^2, which is between 0 and
+# M scaled2. In a batch norm x~ . g' is the weight times the weight's gradient.
 
 
 def norm_input_coefficients(size: int, scaled2, alignment2=None, expectation: bool = False):
     """Return (first, second) of (first dx + second dx2)^2, a bound of the squared error of a norm's input gradient.
 
-    dx2 = dx^2 is the mean squared error of the norm's saved tensor (docs/theory/ac_gc.md, section 6). A set is the elements
-    that share a mean and a deviation s: a channel of a batch norm, a row of a layer norm, and so on. g' is the gradient of
-    the output times the weight, and x~ is the normalized input, which the norm saves.
+    dx2 = dx^2 is the mean squared error of the norm's saved tensor (docs/theory/ac_gc.md, section 6). A set is the
+    elements that share a mean and a deviation s: a channel of a batch norm, a row of a layer norm, and so on. g' is the
+    gradient of the output times the weight, and x~ is the normalized input, which the norm saves.
 
     Args:
         size: the number of elements of a set.
-        scaled2: the sum of |g'|^2 / s^2 over the sets: a float, or one sum for each channel. The results have the same
+        scaled2: the sum of |g'|^2 / s^2 over the sets: a float, or one sum for each channel. Both results have the same
             shape.
-        alignment2: the sum of (x~ . g')^2 / s^2 over the sets; None: its largest possible value.
+        alignment2: the sum of (x~ . g')^2 / s^2 over the sets, with inner products x~ . g'; None: the largest possible
+            sum.
         expectation: whether the bound holds in expectation; otherwise it holds in the worst case.
     """
     whole("size", size)
@@ -208,7 +216,7 @@ def tolerance(e2: float, v2: float) -> float:
 
 
 def square(name: str, value: float) -> float:
-    """Return the argument as a float. Raise InputError if it is negative. `name` is the argument's name in the message."""
+    """Return the value as a float. Raise InputError if it is negative. The message contains `name`."""
     value = float(value)
     if not value >= 0:
         raise InputError(f"expected {name} of 0 or more, got {value}")
@@ -216,7 +224,7 @@ def square(name: str, value: float) -> float:
 
 
 def squares(name: str, value) -> float | Tensor:
-    """Return a number as a float, or a vector as float64. Raise InputError for negative entries and other shapes."""
+    """Return a number as a float, or a vector as float64. Raise InputError for other or negative values."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return square(name, value)
     value = value.detach().double()
@@ -226,14 +234,17 @@ def squares(name: str, value) -> float | Tensor:
 
 
 def whole(name: str, value: int, least: int = 1) -> int:
-    """Return the argument unchanged. Raise InputError if it is not an integer, or if it is below `least`."""
+    """Return the value unchanged. Raise InputError, with `name`, unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"expected an integer of {least} or more for {name}, got {value!r}")
     return value
 
 
 def quotient(allowed: float, cost) -> float | Tensor:
-    """Return allowed / cost. A cost of 0 gives infinity, because errors then do not matter. An infinite cost gives 0."""
+    """Return allowed / cost.
+
+    A cost of 0 gives infinity, because errors then do not matter. An infinite cost gives 0.
+    """
     if isinstance(cost, Tensor):
         infinite = torch.full_like(cost, math.inf)
         return torch.where(cost > 0, allowed / cost, infinite).masked_fill(cost == math.inf, 0.0)

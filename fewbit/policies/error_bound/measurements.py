@@ -1,8 +1,9 @@
-"""The measurements of an `ErrorBoundProbe`, and the functions that make its result of them once they are on the host.
+"""The measurements of an `ErrorBoundProbe`, and the functions that compute the probe's result from them on the host.
 
-The probe measures tensors that layers save, and the gradients that layers compute from these tensors. A slot is one saved
-tensor of a layer; if the layer is called several times, each call saves a tensor of the slot. Each measured number is in a
-small tensor on the device. `host` below maps the `id` of such a tensor to a list of its values, after the copy to the host.
+The probe measures tensors that layers save, and the gradients that layers compute from these tensors. A slot is one
+saved tensor of a layer; if the layer is called several times, each call saves a tensor of the slot. Each measured
+number is in a small tensor on the device. `host` below maps the `id` of such a tensor to a list of its values, after
+the copy to the host.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class MeasuredTensor:
         has_samples: whether the tensor's bits are divided among its samples (slices of dimension 0).
         errors: (rows,) the sum of squared rounding errors in each entry of dimension 0.
         error: 0-D, the root of the sum of all squared errors.
-        squares: 0-D, the sum of n * range^2 over the groups of the quantizer, where n is the number of elements of a group.
-            The rounding errors for any number of bits follow from this sum.
+        squares: 0-D, the sum of n * range^2 over the groups of the quantizer, where n is the number of elements of a
+            group. The rounding errors for any number of bits follow from this sum.
         deviation: 0-D, the standard deviation of the noise with which the effect of errors is measured.
     """
 
@@ -51,8 +52,7 @@ class MeasuredGradient:
         kind: "in expectation" if `part` is a formula, "measured" if it was measured.
         tensor: the saved tensor from which the gradient is computed.
         size: 0-D, the Euclidean norm of the gradient.
-        exact: 0-D, the Euclidean norm of the gradient that exact values give; None if this measurement does not compute
-            that gradient.
+        exact: 0-D, the Euclidean norm of the same gradient computed from exact values; None if it was not computed.
     """
 
     part: Part
@@ -69,8 +69,9 @@ class Share(NamedTuple):
     Args:
         found: the gradient.
         cost: the squared error of the gradient as a function of the slot's error.
-        v2: the squared norm of the gradient without errors.
-        slots: the number of slots on which the gradient depends. Each of them gets an equal share of the allowed error.
+        v2: the squared norm of the gradient, minus the expected part that comes from errors.
+        slots: the number of slots on which the gradient depends. The allowed error is divided equally among these
+            slots.
     """
 
     found: MeasuredGradient
@@ -96,7 +97,7 @@ def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, lis
 
 
 def _shares(host, gradients: list[MeasuredGradient]) -> list[Share]:
-    """Return the gradients of one call whose error is not 0."""
+    """Return a `Share` for each gradient of one call, without gradients that the errors do not change."""
     by_place = {}
     for gradient in gradients:
         error2 = host_square(host, gradient.tensor.error) / gradient.tensor.elements
@@ -135,16 +136,17 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
 def constraints_of(
     host, shares: list[Share], tried: float
 ) -> list[tuple[GradientConstraint, list[float] | None]]:
-    """Return the constraints on the error of one slot, each with numbers in proportion to the effects of its channels.
+    """Return the constraints on the error of one slot, each as a pair with the effects of the slot's channels.
 
-    Gradients with the same name (`label`) and the same source of their error model (`kind`) set one constraint together,
-    because they are those of several calls of a layer. In place of the numbers there is None if the slot has no channels.
+    The effects are numbers in proportion to the parts of the gradient's squared error that come from each channel; None
+    if the slot has no channels. Gradients with the same `label` and the same `kind` come from several calls of one
+    layer, and set one constraint together.
 
     Args:
         host: {id of a tensor of measured numbers: their values}.
         shares: one for each gradient that depends on the slot.
-        tried: the variance of the noise with which errors were measured, averaged over all elements of the slot. The slot's
-            tensors are assumed to have errors in the same proportions as this noise.
+        tried: the variance of the noise with which errors were measured, averaged over all elements of the slot. The
+            slot's tensors are assumed to have errors in the same proportions as this noise.
     """
     by_label = {}
     for share in shares:
@@ -174,8 +176,8 @@ def _sum_of_channels(costs: list[list[float]]) -> list[float] | None:
 def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) -> tuple | None:
     """Return the weights of a slot's channels, with mean 1. Channels whose errors have more effect have larger weights.
 
-    The effect of a channel on a gradient is the part of first^2 / V^2 (`GradientConstraint`) that comes from the channel.
-    If several gradients depend on the slot, the largest effect counts.
+    The effect of a channel on a gradient is the part of first^2 / V^2 (`GradientConstraint`) that comes from the
+    channel. If several gradients depend on the slot, the largest effect counts.
 
     Args:
         costs: constraints with numbers for the channels, as `constraints_of` returns them.
@@ -202,6 +204,6 @@ def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) 
 
 
 def host_square(host, number) -> float:
-    """Return the square of the measured number that the 0-D tensor `number` contained before it was copied to the host."""
+    """Return the square of a measured number: the value of the 0-D tensor `number`, read from `host`."""
     (value,) = host[id(number)]
     return value * value

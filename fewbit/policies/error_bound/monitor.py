@@ -1,7 +1,7 @@
 """The monitor of the error-bound policy: it compares gradients with exact ones, and warns if they exceed the bound.
 
-For this the probe keeps the exact values of some saved tensors, and computes the gradients from these values too. The exact
-values take memory, so each measurement includes a few tensors (slots) only, in turn.
+For this the probe keeps the exact values of some saved tensors, and computes the gradients from these values too. The
+exact values take memory, so each measurement includes a few tensors (slots) only, in turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fewbit.errors import BoundWarning
 from fewbit.policies.error_bound.estimates import Pair, TensorEstimate, ratio_of, sum_of
 
 MOST_NAMED = 3
-"""Largest number of layers that a warning names."""
+"""The largest number of layers that a warning names."""
 
 Slots = Mapping[tuple[str, int], TensorEstimate]
 
@@ -22,7 +22,7 @@ Slots = Mapping[tuple[str, int], TensorEstimate]
 def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]:
     """Return the saved tensors (slots) that the next measurement compares with exact values.
 
-    Together their exact values take no more memory than those of the largest slot.
+    The exact values of these slots together take no more memory than those of the largest slot.
 
     Args:
         slots: the knowledge of all slots.
@@ -49,15 +49,15 @@ def next_start(
 ) -> int:
     """Return the position of the saved tensor (slot) with which the monitor's next measurement begins.
 
-    If the forward pass did not reach a slot, for example because the slot belongs to another module of the model, the next
-    measurement begins with this slot.
+    If the forward pass did not reach a slot, for example because the slot belongs to another module of the model, the
+    next measurement begins with this slot.
 
     Args:
-        turn: the slots that the measurement was to include.
-        start: the position before the measurement.
-        before: the knowledge before the measurement.
-        now: the knowledge after the measurement, without slots that were forgotten.
-        seen: the slots that were measured.
+        turn: the slots that the latest measurement was to compare, from `turn_of`.
+        start: the position with which the latest measurement began.
+        before: the knowledge of all slots before the latest measurement.
+        now: the knowledge after this measurement, without slots that were forgotten.
+        seen: the slots that the latest measurement has measured.
     """
     if not turn:
         return start
@@ -70,8 +70,8 @@ def next_start(
 def total_ratio(slots: Slots, exact: Container) -> float | None:
     """Return E|g^|^2 / E|g|^2 over all saved tensors (slots); None before the first measurement.
 
-    g^ are the gradients as computed, g those from exact values. If gradients of parameters were measured, only they count.
-    Gradients from slots that are saved exactly count as exact.
+    g^ are the gradients as computed, and g the gradients from exact values. If gradients of parameters were measured,
+    only these gradients count. Slots that are saved exactly contribute as if g^ = g.
 
     Args:
         slots: the knowledge of all slots.
@@ -82,9 +82,14 @@ def total_ratio(slots: Slots, exact: Container) -> float | None:
 
 
 def is_exceeded(slots: Slots, exact: Container, limit: float) -> bool:
-    """Return whether `total_ratio`, a ratio of squared gradient norms, is above the limit by more than three standard errors.
+    """Return whether `total_ratio` is above the limit by more than three standard errors.
 
-    Rounding is random, so the ratio of a single measurement may be above the limit by chance.
+    Rounding is random, so the ratio may be above the limit by chance.
+
+    Args:
+        slots: the knowledge of all slots.
+        exact: the slots that are saved exactly.
+        limit: the largest ratio that the bound allows.
     """
     of_parameters = _totals(slots, exact)[0].exact2 > 0
     means, squares = zip(
@@ -110,7 +115,7 @@ def warn(slots: Slots, ratio: float, limit: float) -> None:
 
 
 def _totals(slots: Slots, exact: Container) -> tuple[Pair, Pair]:
-    """Return the sums of all slots' pairs: of parameters' gradients, and of all gradients."""
+    """Return the sums of squared norms over all slots: of parameters' gradients, and of all gradients."""
     pairs = [slot.pairs(name in exact) for name, slot in slots.items()]
     return sum_of([of_parameters for of_parameters, _ in pairs]), sum_of(
         [all_ for _, all_ in pairs]

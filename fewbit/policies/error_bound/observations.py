@@ -1,9 +1,10 @@
 """The result of a probe of the error-bound policy, in one process or merged over several.
 
-A slot is a tensor that a layer saves in every forward pass. The result has the errors of each slot, and a constraint D <=
-e2 V^2 for each gradient that depends on the slot. V^2 is the squared norm of the gradient, and D is its squared error as a
-function of the slot's error. Processes that train together round independently, so squared errors add up. Constraints are
-merged with the root of the sum of squared coefficients, which gives an upper bound of the sum of all D (Minkowski).
+A slot is a tensor that a layer saves in every forward pass. The result has the errors of each slot, and a constraint D
+<= e2 V^2 for each gradient that depends on the slot. V^2 is the squared norm of the gradient, and D is its squared
+error as a function of the slot's error. Processes that train together round independently, so squared errors add up.
+Constraints are merged with the root of the sum of squared coefficients, which gives an upper bound of the sum of all D
+(Minkowski).
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ from fewbit.schema.shapes import (
 EXPECTED, MEASURED = "in expectation", "measured"
 """Kinds of constraints: D follows from a formula, or was measured with noise."""
 MOST_BITS = 64
-"""Largest number of bits of an element, including elements that are saved exactly."""
+"""The largest number of bits of an element, including elements that are saved exactly."""
 MOST_PARAMETER = 1e6
-"""Largest absolute value of a parameter of an activation function."""
+"""The largest absolute value of a parameter of an activation function."""
 
 
 def merged_kind(kinds: list[str]) -> str:
-    """Return the kind of a constraint that was merged from several: MEASURED, found by measurement, if any of them was."""
+    """Return the kind of a constraint that is merged from constraints of these kinds: MEASURED if any is."""
     return MEASURED if MEASURED in kinds else EXPECTED
 
 
@@ -60,13 +61,13 @@ class GradientConstraint(Record):
     """A constraint D <= e2 V^2 that one gradient, with squared error D, sets to the error of one saved tensor (slot).
 
     Args:
-        label: the name of the gradient: "weight", "input", "query" ... If the gradient is that of another layer than the
-            one that saved the slot, the other layer's name comes first ("block.q_proj: weight").
+        label: the name of the gradient: "weight", "input", "query" ... If the gradient is that of another layer than
+            the one that saved the slot, the other layer's name comes first ("block.q_proj: weight").
         kind: EXPECTED if D follows from a formula, MEASURED if D was measured.
         v2: V^2, the squared norm of the gradient without errors, summed over the calls of the layer.
         first: the coefficient in D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the slot's
-            elements. If a gradient depends on several slots, its error is divided equally among them: D is multiplied by
-            their number.
+            elements. If a gradient depends on several slots, its error is divided equally among them: D is multiplied
+            by their number.
         second: the other coefficient of D.
     """
 
@@ -78,7 +79,10 @@ class GradientConstraint(Record):
 
 
 class MonitoredNorms(NamedTuple):
-    """The squared norms of one gradient, as computed and from exact values, for the same gradient of the layer's result."""
+    """The squared norms of one gradient: `hat2` as computed, and `exact2` as computed from exact values.
+
+    The two computations start from the same gradient of the layer's result.
+    """
 
     label: str
     hat2: float
@@ -86,12 +90,12 @@ class MonitoredNorms(NamedTuple):
 
 
 def merge_constraints(values: list[Iterable[GradientConstraint]]) -> tuple:
-    """Return the constraints of all processes on one tensor's error. Constraints with the same label become one."""
+    """Merge the constraints of all processes on the error of one tensor. Constraints with the same label become one."""
     return tuple(merge_by_key([by_label(constraints) for constraints in values]).values())
 
 
 def merge_monitored(values: list[Iterable[MonitoredNorms]]) -> tuple:
-    """Return the squared norms of all processes. Norms with the same label are summed."""
+    """Merge the squared norms of all processes. Norms with the same label are summed."""
     sums = [sums_by_label(norms).values() for norms in values]
     return tuple(sums_by_label(norms for process in sums for norms in process).values())
 
@@ -103,19 +107,19 @@ class TensorNorms(Record):
     Args:
         name: the layer's name.
         input: the number of the layer's input.
-        average: the bits per element that the slot had.
+        average: the bits per element with which the slot was saved.
         is_fixed: whether the user gave these bits.
         elements: the number of elements of all tensors of the slot.
         samples: the number of samples among which the bits are divided; 0 if all samples have the same bits.
-        squares: SPREAD numbers in rising order, by which bits are divided among samples. A sample's number is the sum over
-            its groups of length * range^2. If there are more than SPREAD samples, they are divided into SPREAD parts of
-            nearly equal size, and each part has the mean of its samples. If there are fewer, zeros follow. If `samples` is
-            0, the first number is that of the whole tensor.
-        error2: the mean squared error that the elements had.
+        squares: SPREAD numbers in rising order, by which bits are divided among samples. A sample's number is the sum
+            over its groups of length * range^2. If there are more than SPREAD samples, the samples are divided into
+            SPREAD parts of nearly equal size, and each number is the mean of a part. If there are fewer samples, zeros
+            follow. If `samples` is 0, the first number is that of the whole tensor.
+        error2: the mean squared error of the elements.
         dtype_bytes: the bytes of an element if it is saved exactly.
         constraints: the constraints of the gradients that depend on the slot; none if no gradient was computed.
-        channel_weights: 1 / dx*^2 of each channel (dimension 1), scaled to mean 1, where dx*^2 is the mean squared error
-            that the constraints allow. None if there are no channels, or if all channels have the same weight.
+        channel_weights: 1 / dx*^2 of each channel (dimension 1), scaled to mean 1, where dx*^2 is the mean squared
+            error that the constraints allow. None if there are no channels, or if all channels have the same weight.
         is_known: whether all gradients that depend on the slot were measured.
         monitored: the squared norms of gradients that were also computed from exact values.
     """
@@ -153,7 +157,7 @@ def parts_of(samples: int) -> int:
 
 
 def function_name(value, where: str) -> str:
-    """Return `value` if it names a function in `fewbit.functions`. Else raise an InputError that begins with `where`."""
+    """Return `value` if it names a function in `fewbit.functions`. Else raise InputError, with `where`."""
     name = text(value, where)
     if name not in functions.names():
         raise wrong(where, "the name of a function that fewbit has", value)
@@ -197,12 +201,12 @@ class ActivationNorms(Record):
 
 
 def slot_of(made) -> tuple[str, int]:
-    """Return which saved tensor (slot) a record is about: the layer's name, and the number of the layer's input."""
+    """Return the name of the saved tensor (slot) that a record describes: (layer, number of the layer's input)."""
     return made.name, made.input
 
 
 def name_of(made) -> str:
-    """Return the name in a record."""
+    """Return the name of the activation that a record describes."""
     return made.name
 
 
@@ -222,7 +226,7 @@ class ProbeResult(Record):
 
 
 def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientConstraint]:
-    """Return the constraints by label. From constraints with the same label one is made that satisfies all of them."""
+    """Return the constraints by label. Constraints with the same label become one, which implies all of them."""
     found: dict[str, list[GradientConstraint]] = {}
     for constraint in constraints:
         found.setdefault(constraint.label, []).append(constraint)
@@ -239,7 +243,7 @@ def sums_by_label(monitored: Iterable[MonitoredNorms]) -> dict[str, MonitoredNor
 
 
 def strictest(constraints: list[GradientConstraint]) -> GradientConstraint:
-    """Return one constraint that allows no larger error than any of the given ones, which have the same label."""
+    """Return one constraint that allows no larger error than any of these with the same label."""
     if len(constraints) == 1:
         return constraints[0]
     kind = merged_kind([constraint.kind for constraint in constraints])

@@ -1,9 +1,9 @@
-"""The policy of `ErrorBound`: the fewest bits with which the error of each gradient stays within a bound (AC-GC).
+"""The policy of `ErrorBound`: the fewest bits with which the error of each gradient stays within a bound.
 
 A slot is a tensor that a layer saves in every forward pass, and dx^2 is the mean squared error of its elements. In some
-steps an `ErrorBoundProbe` measures, for every gradient that depends on a slot, the squared norm V^2 and the squared error D
-as a function of dx. The equation D = e2 V^2 gives dx*, the error that this gradient allows. The smallest dx* of all
-gradients determines the slot's bits until the next measurement (docs/error_bound.md).
+steps an `ErrorBoundProbe` measures, for every gradient that depends on a slot, the squared norm V^2 and the squared
+error D as a function of dx. As in the paper AC-GC, the equation D = e2 V^2 gives dx*, the error that this gradient
+allows. The smallest dx* of all gradients determines the slot's bits until the next measurement (docs/error_bound.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ErrorBoundPolicy(ProbingPolicy):
     """A policy that gives each saved tensor and each activation as few bits as a bound on gradient errors allows.
 
     Args:
-        bound: the configuration, with the bound.
+        bound: the configuration, which contains the bound e2.
         names: the names of all layers and functions that may save quantized tensors, the same in every process.
         channels: {layer: number of channels} of layers whose input has channels.
         activations: the names of few-bit activations whose bits the policy chooses.
@@ -67,20 +67,20 @@ class ErrorBoundPolicy(ProbingPolicy):
         self._bounded_activations = frozenset(activations) | self.given.keys()
         self._codecs: dict = {}
         self._channel_weights: dict[str, ChannelWeights] = {}
-        self._stats: dict[tuple[str, int], PayloadStats] = {}  # of payloads in this process
+        self._stats: dict[tuple[str, int], PayloadStats] = {}  # of this process
 
     @property
     def limit(self) -> float:
-        """1 + e2: the largest E|g^|^2 / E|g|^2 that the bound allows, for gradients g^ with errors and exact gradients g."""
+        """1 + e2: the largest allowed E|g^|^2 / E|g|^2, for gradients g^ with errors and exact gradients g."""
         return 1.0 + self.bound.e2
 
     @property
     def ratio(self) -> float | None:
-        """E|g^|^2 / E|g|^2 over all layers, as measured by the monitor (`monitor.py`); None before the first measurement."""
+        """E|g^|^2 / E|g|^2 over all layers, as measured by `monitor.py`; None before the first measurement."""
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"bounds": table of the errors that are allowed, "allocation": empty table that refers to the other}."""
+        """Return {"bounds": table of the allowed errors, "allocation": empty table that refers to "bounds"}."""
         empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
         unobserved = self.unobserved_layers(model)
         return {
@@ -97,7 +97,7 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- In a forward pass -----------------------------------------------------------------------------------
 
     def new_probe(self) -> ErrorBoundProbe:
-        """Return the object that measures a forward pass, with exact gradients for the tensors of `monitored`."""
+        """Return a probe, which measures a forward pass and exact gradients for the tensors of `monitored`."""
         return ErrorBoundProbe(self.step, frozenset(self.monitored()))
 
     def apply_to(self, assignment: BitAssignment) -> None:
@@ -105,7 +105,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         assignment.averages, assignment.codecs = self.averages, self._codecs
         assignment.activations = self.activations
         assignment.channels, assignment.channel_weights = self._channels, self._channel_weights
-        # Groups run across shorter samples, and so do their errors.
+        # Shorter samples share groups, so the range of one sample changes the errors of others.
         assignment.least_features = LEAST_FEATURES
         assignment.rounds_up = True
 
@@ -128,7 +128,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return ProbeResult.merged([result or ProbeResult() for result in results])
 
     def learn(self, result: ProbeResult | None) -> BoundKnowledge:
-        """Return all that is known after one more measurement."""
+        """Return the knowledge after one more measurement, or `self.knowledge` itself if the result is of no use."""
         known, result = self.knowledge, result or ProbeResult()
         total = math.fsum(
             constraint.v2 for slot in result.slots.values() for constraint in slot.constraints
@@ -153,7 +153,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return BoundKnowledge(slots, activations, following, known.has_warned)
 
     def adopt(self, knowledge: BoundKnowledge) -> None:
-        """Set `self.knowledge`, and choose bits, codecs and tables by it."""
+        """Set `self.knowledge`, and choose bits, codecs and tables from this knowledge."""
         choices = choose(knowledge, self.bound, self.given)
         self.knowledge = knowledge
         self.choices, self.activations = choices.slots, choices.activations
@@ -194,7 +194,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return {"policy": POLICY, **{name: getattr(self.bound, name) for name in _SETTINGS}}
 
     def setting_shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the entries that `settings` returns. A shape checks one entry (`fewbit.schema.shapes`)."""
+        """Return {name: function that checks the entry in a state} for each entry of `settings`."""
         return {
             "policy": choice(POLICY),
             "e2": real(),
@@ -211,8 +211,8 @@ class ErrorBoundPolicy(ProbingPolicy):
     def fit(self, knowledge: BoundKnowledge, settings: Mapping) -> BoundKnowledge:
         """Return the part of the knowledge in a controller's state that is of use to this policy.
 
-        Activations whose bits this policy does not bound are left out. If the state has other settings, so are the
-        measurements of the monitor, because they are for other bits.
+        Activations whose bits this policy neither chooses nor checks are left out. If the state has other settings, the
+        measurements of the monitor are left out too, because they were made with other bits.
         """
         self._check_slots(knowledge)
         taken = {
@@ -223,10 +223,9 @@ class ErrorBoundPolicy(ProbingPolicy):
         knowledge = replace(knowledge, activations=taken)
         try:
             choose(knowledge, self.bound, self.given)
-        except FewbitError as error:  # there is no table for the function with these parameters
+        except FewbitError as error:  # no table for the function with these parameters
             raise InputError(f"activations: {error}") from None
         if any(settings[key] != value for key, value in self.settings().items()):
-            # The monitor's results are from other bits.
             slots = {name: slot.unmonitored() for name, slot in knowledge.slots.items()}
             knowledge = replace(knowledge, slots=slots, has_warned=False)
         return knowledge

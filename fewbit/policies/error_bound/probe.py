@@ -1,18 +1,20 @@
-"""The probe of the error-bound policy: it measures in one backward pass what AC-GC's bounds need.
+"""The probe of the error-bound policy: it measures what AC-GC's bounds need, in one backward pass.
 
-Rounding a saved tensor adds D to the squared error of a gradient that a layer computes from the tensor. The bound allows D
-<= e2 V^2, where V^2 is the squared norm of the exact gradient (docs/theory/ac_gc.md). For the gradients of each layer the
-probe finds V^2 and D:
+Rounding a saved tensor adds D to the squared error of a gradient that a layer computes from the tensor. The bound
+allows D <= e2 V^2, where V^2 is the squared norm of the exact gradient (docs/theory/ac_gc.md). For the gradients of
+each layer the probe finds V^2 and D:
 
-- For most layers D follows from the formulas of `error_model.py`, with norms of tensors that the backward pass has anyway.
-- For other layers D is measured. Their backward runs again with noise in one of the tensors that it restores. The noise has
-  the variance of the tensor's present errors, or of rounding to 8 bits if that is more.
+- For most layers D follows from the formulas of `error_model.py`, with norms of tensors that the backward pass has
+  anyway.
+- For other layers D is measured. Their backward runs again with noise in one of the tensors that it restores. The noise
+  has the variance of the tensor's present errors, or of rounding to 8 bits if that is more.
 
-Gradients in this backward pass have errors. Their squared norm therefore contains, on average, the D of the present errors.
-The probe subtracts this D to find V^2.
+Gradients in this backward pass have errors. Their squared norm therefore contains, on average, the D of the present
+errors. The probe subtracts this D to find V^2.
 
-For a few tensors the probe also keeps the exact values, and runs the backward of their layers again with these. The two
-results have the same gradient of the layer's result, so |g^|^2 / |g|^2 of the layer's own gradients is exact.
+For a few tensors the probe also keeps the exact values, and runs the backward of their layers again with exact values.
+Let g be the gradient from this run, and g^ the gradient with errors. Both runs start from the same gradient of the
+layer's output, so the ratio |g^|^2 / |g|^2 contains no errors of other layers.
 """
 
 from __future__ import annotations
@@ -50,13 +52,15 @@ from fewbit.runtime.quantizers.spec import QuantizationRecord
 from fewbit.runtime.saved.assignment import TensorSlot
 
 _LEAST_ERROR = 1.0 / (6.0 * (2.0**MAX_BITS - 1) ** 2)
-"""The sum of squared errors of rounding to 8 bits, divided by the sum of length times range squared. Noise that is tried
-has at least this size."""
+"""The expected sum of squared errors of rounding to 8 bits, as a fraction of the sum of (group's elements) * range^2.
+
+The noise with which the probe measures D is at least as large as these errors.
+"""
 
 
 @dataclass(eq=False)
 class _Rounding:
-    """The object that the graph, and nothing else, holds for a saved tensor.
+    """The object that the autograd graph holds for a saved tensor. Nothing else keeps it alive.
 
     Args:
         tensor: the measurements of the tensor.
@@ -82,19 +86,19 @@ class ErrorBoundProbe(VarianceProbe):
         super().__init__(seed)
         self.monitored = monitored
         self._tensors: list[MeasuredTensor] = []
-        self._exact = weakref.WeakSet()  # the graph's objects with exact values
-        self._bytes: dict[tuple[str, int], int] = {}  # of an element, by slot
-        self._found: dict[int, list[MeasuredGradient]] = {}  # by node
+        self._exact = weakref.WeakSet()  # _Rounding objects with exact values
+        self._bytes: dict[tuple[str, int], int] = {}  # of one element, by slot
+        self._found: dict[int, list[MeasuredGradient]] = {}  # by number of a layer's node
         self._calls: dict[int, tuple] = {}  # activations, by node: name, function, parameters
         self._passes: dict[int, tuple] = {}  # norms of their gradients: of the input, of the result
 
     # -- In the forward pass ---------------------------------------------------------------------------------
 
     def record_rounding(self, slot: TensorSlot, record: QuantizationRecord) -> _Rounding | None:
-        """Measure the rounding errors of a saved tensor. Return the object that the autograd graph holds for the tensor.
+        """Measure the rounding errors of a saved tensor. Return the object that the autograd graph holds for it.
 
         Args:
-            slot: the tensor's name and bits.
+            slot: the tensor's slot, with the name and the bits.
             record: the tensor and its quantized copy.
         """
         if not self._is_open:
@@ -133,8 +137,13 @@ class ErrorBoundProbe(VarianceProbe):
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
         """Measure the gradients of one layer in its backward pass.
 
-        The arguments are those of `fewbit.runtime.saved.assignment.Probe.probe`: the layer's node, its backward function,
-        and the gradients.
+        Args:
+            number: the number of the layer's node of the autograd graph.
+            backward: the layer's backward function.
+            context: the context of the layer's autograd Function.
+            grads: the gradients of the layer's results.
+            results: the gradients that `backward` returned for the layer's inputs.
+            slots: the slots whose tensors `backward` dequantized.
         """
         self._begins()
         results = _as_tuple(results)
@@ -162,7 +171,7 @@ class ErrorBoundProbe(VarianceProbe):
         self._found[number] = found
 
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int) -> torch.Tensor:
-        """Return float32 noise in the shape of `rows`, with the standard deviation that was chosen for the saved tensor."""
+        """Return float32 noise in the shape of `rows`, with the `deviation` of the tensor that `slot` has saved."""
         deviation = slot.rounding.tensor.deviation
         return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * deviation)
 
@@ -189,7 +198,7 @@ class ErrorBoundProbe(VarianceProbe):
             yield from sizes
 
     def _summed_up(self, host) -> ProbeResult | None:
-        # Measurements of a backward pass in another thread may have come after the probe was sent.
+        # A backward pass in another thread may have measured more after the copy to the host had begun.
         if self.is_void or any(id(number) not in host for number in self._measured()):
             return None
         if not all(math.isfinite(number) for numbers in host.values() for number in numbers):
@@ -248,7 +257,7 @@ class ErrorBoundProbe(VarianceProbe):
 
 
 class _WithExactValues(Restoring):
-    """The block in which monitored tensors are restored without errors."""
+    """A block in which monitored tensors are dequantized to their exact values."""
 
     def is_target(self, slot) -> bool:
         return slot.rounding is not None and slot.rounding.exact is not None
@@ -261,12 +270,12 @@ def _gradient(slot: TensorSlot, part: Part, labels, kind, results, exact) -> Mea
     """Return the measurements of one gradient of a layer.
 
     Args:
-        slot: the slot that the gradient depends on.
-        part: its error.
+        slot: the slot on whose error the gradient depends.
+        part: the error model of the gradient.
         labels: the names of the layer's inputs.
-        kind: EXPECTED or MEASURED.
-        results: the layer's gradients.
-        exact: those from exact values, or None.
+        kind: EXPECTED if `part` is a formula, MEASURED if it was measured.
+        results: the gradients of all inputs of the layer.
+        exact: the same gradients computed from exact values, or None.
     """
     label = labels[part.place]
     if slot.user is not None:
@@ -280,7 +289,13 @@ def _gradient(slot: TensorSlot, part: Part, labels, kind, results, exact) -> Mea
 
 
 def _measured(results, noisy, tensor: MeasuredTensor) -> list[Part]:
-    """Return the change of each gradient by noise in the tensor. A gradient that does not change has a cost of 0."""
+    """Return the error model of each gradient of a layer, from the gradient's change by noise in a saved tensor.
+
+    Args:
+        results: the gradients of the layer's inputs.
+        noisy: the same gradients, computed with noise in the saved tensor.
+        tensor: the measurements of the saved tensor, with the standard deviation of the noise.
+    """
     parts = []
     for place, (clean, other) in enumerate(zip(results, noisy, strict=True)):
         if clean is not None and other is not None:

@@ -1,8 +1,9 @@
-"""The bits that an activation's table needs so that its largest error is within a bound (docs/theory/ac_gc.md, section 8).
+"""The bits that an activation's table needs so that the table's largest error is within a bound.
 
-The gradient of an activation's input is f'(x) g, where g is the gradient of its result. A table approximates f' by a step
-function q with few values, and the saved codes say which value each element has. The error of q is the same in every step
-and does not average out, so only a worst-case bound holds.
+Section 8 of docs/theory/ac_gc.md derives the bound. The gradient of an activation's input x is f'(x) g, where g is the
+gradient of the activation's result and f' is its derivative. A table approximates f' by a step
+function q with few values, and the saved codes say which value each element has. The error of q is the same in every
+step and does not average out, so only a worst-case bound holds.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def table_error(function: str, parameters: tuple[float, ...], bits: int) -> floa
 def is_known(function: str, parameters: tuple[float, ...]) -> bool:
     """Return whether there is a default table for the function with these parameters."""
     try:
-        # With few bits, because a function with two slopes needs no more, and larger tables take long to solve.
+        # With the fewest bits, because larger tables take long to solve, and a function with two slopes needs no more.
         table_error(function, parameters, MIN_BITS)
     except FewbitError:
         return False
@@ -84,7 +85,7 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
         table: the table of q. If the table is unbiased, q(x) is the worse of the two levels between which it draws at
             random.
         low: the lower end of the interval, which may lie outside the table's domain.
-        high: the upper end, which may lie outside as well.
+        high: the upper end of the interval, which may lie outside too.
 
     Raises:
         InputError: the interval is empty or infinite.
@@ -110,7 +111,7 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
 
 
 def _worst_distance(table: Table, x, slopes) -> np.ndarray:
-    """Return |q - f'|, (k, n), for points x, (n,), and values of f' in `slopes`, (k, n)."""
+    """Return |q(x) - slopes|, (k, n), for points x, (n,), and values of f', (k, n), in `slopes`."""
     levels = table.levels.astype(np.float32).astype(np.float64)
     codes = table.code(x)
     distance = np.abs(slopes - levels[codes])

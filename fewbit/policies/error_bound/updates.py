@@ -33,7 +33,7 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
 
     Args:
         before: the knowledge so far, or None.
-        now: the measurement of the slot.
+        now: the new measurement of the slot.
         total: the sum of V^2, the squared norms of exact gradients, over all gradients of the measurement.
     """
     scale = (now.samples or 1) / now.elements if now.elements else 0.0
@@ -42,7 +42,7 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
     if before is not None:
         weights, weighed, spreads = before.weights, before.weighed, before.spreads
     if weighed == 1:
-        spreads = ()  # measured while all channels counted alike
+        spreads = ()  # bits were not divided by channel weights then
     if now.channel_weights is not None:
         if weights is None or len(weights) != len(now.channel_weights):
             weights, weighed = (0.0,) * len(now.channel_weights), 0
@@ -65,12 +65,12 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
 
 
 def updated(before: Mapping, now: Mapping, update: Callable) -> dict:
-    """Return estimates by name, updated with one measurement. Estimates that were not measured for long are dropped.
+    """Return estimates by name, updated with one measurement. Estimates not updated for long are dropped.
 
     Args:
-        before: the estimates so far. Each counts the measurements since it was last updated.
+        before: the estimates so far, with the number of measurements since their last update (`missed`).
         now: the measured values, by the same names.
-        update: a function that returns the new estimate, given the old one (or None) and the measured value.
+        update: a function that returns the new estimate, given the old estimate (or None) and the measured value.
     """
     found = {}
     for name in {**before, **now}:
@@ -99,7 +99,7 @@ def updated_activation(
     Args:
         before: the knowledge so far, or None.
         now: the measurement of the activation.
-        total: the sum of V^2 over all gradients of the measurement, as for `updated_slot`.
+        total: the sum of V^2, the squared norms of exact gradients, over all gradients of the measurement.
     """
     row = ActivationRow(capped(now.v2 / total), capped(now.grad2 / total))
     rows = _latest(() if before is None else before.rows, row)
@@ -120,5 +120,5 @@ def _updated_constraint(
 
 
 def _latest(rows: tuple, row) -> tuple:
-    """Return the last HISTORY rows with one more."""
+    """Return `rows` and `row`, without the oldest entries if there are more than HISTORY."""
     return (*rows, row)[-HISTORY:]

@@ -152,7 +152,7 @@ class Landscape:
         return np.union1d(forced, wanted[gap > 1e-12 * (1 + np.abs(wanted))])
 
     def integrate(self, left, right):
-        """Return the cells with the given ends, float64 (n,). No kink, extremum or jump of w may be inside a cell."""
+        """Return the cells with the given ends, float64 (n,). Kinks, extrema of f' and jumps of w must be ends."""
         half = 0.5 * (right - left)
         x = 0.5 * (left + right)[:, None] + half[:, None] * _GAUSS[0]
         weight = self.density(x) * (half[:, None] * _GAUSS[1])

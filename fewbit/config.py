@@ -524,7 +524,8 @@ class LayerSettings(_Config):
         activation_bits: the bits of few-bit activations, 1 to 8 (usually 3). Activations whose derivative has only two
             values have 1 bit, which is exact.
         attention_bits: the bits of the queries, keys and values of attention, usually those of quantized inputs, but at
-            least 4 (docs/decisions/0008). AdaptiveBits, Budget and ErrorBound choose these bits as for other tensors.
+            least 4 (docs/decisions/0008). AdaptiveBits, Budget and ErrorBound choose these bits like those of other
+            tensors.
         group_size: the number of consecutive elements that are quantized with one minimum and one range, a multiple of
             32 (usually 256). These elements are called a group.
         min_dtype: the dtype in which groups save their minimums: "auto", "bfloat16" or "float32" (docs/quantizer.md).

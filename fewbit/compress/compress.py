@@ -66,7 +66,7 @@ def compress_(
         bits: says who chooses the bits per element of quantized inputs: FixedBits, SampleBits, AdaptiveBits, Budget,
             ErrorBound, PreActivationBits, a Level of ActNN, or a BitConfig of your own. A whole number from 1 to 8
             stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
-        layers: settings of layers that differ from the usual ones: LayerSettings, or a mapping of its fields except
+        layers: settings of layers in place of the default settings: LayerSettings, or a mapping of its fields except
             `bits`.
         include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path,
             module) -> bool. The path "" is the model itself. A pattern that matches a module also matches the modules

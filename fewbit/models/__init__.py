@@ -1,4 +1,4 @@
-"""Standard architectures for measurements. Image models have the parameters and `state_dict` keys of torchvision's models.
+"""Standard architectures for measurements. Models for images have the parameter names and shapes of torchvision's.
 
 Torch is imported only when a model is built. This folder may import the files in the root of the package.
 """
@@ -19,8 +19,8 @@ class Family(NamedTuple):
     Attributes:
         name: the family's name, as in the help of `fewbit memory`.
         module: the module of this folder that builds the models.
-        builder: the class or function in that module. It is called with a model's name and, to replace the activation, a
-            callable that returns a module.
+        builder: the class or function in that module that makes a model. Its arguments are a model's name and, to
+            replace the activation, a callable that returns a module.
         models: the names of the models.
         is_text: whether the input is tokens; otherwise it is images.
         has_relu: whether the activation is ReLU. The paper Few-bit Backward replaces ReLU by GELU.
@@ -103,7 +103,7 @@ def _plain(name):
 
 
 def check_size(name: str, size: int) -> int:
-    """Return the size of a model's input. Raise FewbitError if the model does not accept it.
+    """Return the size of a model's input. Raise FewbitError if the model does not accept the size.
 
     Args:
         name: The name of a model.
@@ -128,7 +128,7 @@ def check_size(name: str, size: int) -> int:
 def build(name: str, activation: str | Callable | None = None):
     """Build a torch module with random weights, in training mode. Example: `build("resnet18", "gelu")`.
 
-    The module takes images (batch, 3, height, width), or token numbers (batch, length) int64.
+    The module takes images, (batch, 3, height, width), or token numbers, (batch, length) int64.
 
     Args:
         name: The name of a model.

@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from fewbit.models.activations import relu
 
-# Growth rate, channels after the stem, and dense layers of the blocks.
+# Growth rate, channels after the first convolution, and number of dense layers of each block.
 LAYERS = {
     "densenet121": (32, 64, (6, 12, 24, 16)),
     "densenet161": (48, 96, (6, 12, 36, 24)),
     "densenet169": (32, 64, (6, 12, 32, 32)),
     "densenet201": (32, 64, (6, 12, 48, 32)),
 }
-_BOTTLENECK = 4  # width of a dense layer's first convolution, in growth rates
+_BOTTLENECK = 4  # output channels of a dense layer's first convolution, divided by the growth rate
 
 
 class DenseLayer(nn.Module):
-    """A 1x1 and a 3x3 convolution, each after batch norm and activation. The input is all features of the block so far."""
+    """A 1x1 and a 3x3 convolution, each after batch norm and activation. The input is the block's earlier features."""
 
     def __init__(self, inputs: int, growth: int, activation: Callable):
         super().__init__()

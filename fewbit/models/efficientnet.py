@@ -16,7 +16,7 @@ SCALES = {
     "efficientnet_b3": (1.2, 1.4, 0.3),
     "efficientnet_b7": (2.0, 3.1, 0.5),
 }
-# Expansion, kernel, stride, input channels, output channels and layers of the stages of B0.
+# For each stage of B0: expansion factor, kernel size, stride, input channels, output channels, number of blocks.
 _STAGES = (
     (1, 3, 1, 32, 16, 1),
     (6, 3, 2, 16, 24, 2),
@@ -26,7 +26,7 @@ _STAGES = (
     (6, 5, 2, 112, 192, 4),
     (6, 3, 1, 192, 320, 1),
 )
-_SURVIVAL = 0.2  # probability of stochastic depth in the last block; it grows linearly from 0
+_SURVIVAL = 0.2  # training drops block i of n, i from 0, with probability 0.2 i / n
 
 
 def _channels(number: float) -> int:
@@ -44,7 +44,7 @@ def _unit(inputs, outputs, kernel, stride=1, groups=1, activation=None, eps=1e-5
 
 
 class SqueezeExcitation(nn.Module):
-    """A module that multiplies each channel by a factor, a sigmoid of a small network of all channels' means."""
+    """A module that multiplies each channel by a factor that a small network computes from all channels' means."""
 
     def __init__(self, channels: int, squeezed: int, activation: Callable):
         super().__init__()
@@ -61,14 +61,14 @@ class SqueezeExcitation(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """A module that sets the residual branch of a whole sample to zero with probability p, in training mode only."""
+    """A module that sets each sample of its input to zero with probability p, in training mode only."""
 
     def __init__(self, p: float):
         super().__init__()
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape as x, (batch, channels, height, width)."""
+        """Return x, (batch, channels, height, width), with some samples set to 0 and the others divided by 1 - p."""
         if not self.training or self.p == 0:
             return x
         keep = torch.empty((len(x), 1, 1, 1), dtype=x.dtype, device=x.device)

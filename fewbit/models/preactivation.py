@@ -1,8 +1,8 @@
 """Pre-activation residual networks for 32 by 32 images (He et al., 2016b). Their shortcuts have no parameters.
 
-The paper BLPA measures these networks in its section 4. A network has three stages of (depth - 2) / 9 bottleneck units. A
-unit has three blocks norm-ReLU-convolution, with filters of 1x1, 3x3 and 1x1. The outputs of units have 64, 128 and 256
-channels. The depths 164, 254, 488 and 1001 are 9 n + 2 for n = 18, 28, 54 and 111.
+The paper BLPA measures these networks in its section 4. A network has three stages of (depth - 2) / 9 bottleneck units.
+A unit has three blocks norm-ReLU-convolution, with filters of 1x1, 3x3 and 1x1. The outputs of units have 64, 128 and
+256 channels. The depths 164, 254, 488 and 1001 are 9 n + 2 for n = 18, 28, 54 and 111.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEM, WIDTHS, EXPANSION = 16, (16, 32, 64), 4
 
 
 class Block(nn.Module):
-    """linear(activation(norm(x))) with torch's modules. The children are named as in `fewbit.nn.PreActivation`."""
+    """A block that computes linear(activation(norm(x))). The children have the names of `fewbit.nn.PreActivation`'s."""
 
     def __init__(self, norm: nn.Module, linear: nn.Module, activation: nn.Module | None = None):
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """The sum of x and the result of three blocks. If shapes differ, x is subsampled and padded with channels of zeros."""
+    """The sum of x and the result of three blocks. If shapes differ, x is subsampled and gets channels of zeros."""
 
     def __init__(self, inputs: int, width: int, stride: int, block: Callable):
         super().__init__()
@@ -65,10 +65,11 @@ class PreActivationResNet(nn.Module):
     Args:
         depth: The depth, 9 n + 2 for a whole n.
         classes: The number of classes.
-        width: The factor by which the number of channels in every layer is multiplied; 4 for the paper's ResNet-1001-4x.
+        width: The factor by which the number of channels in every layer is multiplied; 4 for the paper's
+            ResNet-1001-4x.
         channels: The number of channels of the images.
-        block: Called with a norm and a convolution, returns a block, as `fewbit.nn.PreActivation` does. The keys of the
-            `state_dict` are the same for all blocks.
+        block: The class of the blocks, or a function that makes one. Called with a norm and a convolution. `Block` and
+            `fewbit.nn.PreActivation` give the same `state_dict` keys.
 
     Raises:
         InputError: The depth is not 9 n + 2.

@@ -1,6 +1,7 @@
 """ResNet-18 to ResNet-152 for images (He et al., 2016), with the `state_dict` keys of torchvision's models.
 
-The 3x3 convolution of a bottleneck has the stride, as in torchvision ("ResNet v1.5").
+In a bottleneck the 3x3 convolution has the stride, not the first 1x1 convolution. So it is in torchvision
+("ResNet v1.5").
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RoBERTa and GPT-2, built from configurations of the package transformers with random weights. Nothing is downloaded."""
+"""RoBERTa and GPT-2 with random weights, built from configurations of transformers. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def build(name: str, activation: Callable | None = None, attention: str = "eager
 
     Args:
         name: A key of `SIZES`.
-        activation: Called without arguments; returns the activation module of a feed-forward layer. By default the model's
-            own activations stay.
+        activation: Called without arguments; returns the activation module of a feed-forward layer. By default the
+            model's own activations stay.
         attention: The argument `attn_implementation` of transformers.
 
     Raises:
@@ -51,7 +51,7 @@ def build(name: str, activation: Callable | None = None, attention: str = "eager
     if name.startswith("roberta"):
         model = transformers.RobertaModel(transformers.RobertaConfig(**options))
     else:
-        # The cache of keys and values is for generation, training does not use it.
+        # Only generation uses the cache of keys and values.
         model = transformers.GPT2Model(transformers.GPT2Config(**options, use_cache=False))
     if activation is not None:
         _replace_activations(model, activation)

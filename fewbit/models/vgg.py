@@ -1,4 +1,4 @@
-"""VGG-11 to VGG-19 without batch norm (Simonyan and Zisserman, 2015), with the `state_dict` keys of torchvision's models."""
+"""VGG-11 to VGG-19 without batch norm (Simonyan and Zisserman, 2015), with torchvision's `state_dict` keys."""
 
 from __future__ import annotations
 

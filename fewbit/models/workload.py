@@ -15,7 +15,7 @@ from fewbit.errors import InputError
 IMAGES, IMAGE_SIZE, CLASSES = 16, 64, 1000
 SEQUENCES, TOKENS = 4, 64
 MASKED = 0.15
-"""Share of RoBERTa's tokens that are masked, as in its training; the same in every sequence, so that all batches have the same size."""
+"""The share of tokens that RoBERTa's training masks. It is the same in every sequence, so all batches have one size."""
 
 
 class Workload(NamedTuple):
@@ -23,7 +23,7 @@ class Workload(NamedTuple):
 
     Attributes:
         model: The model, in training mode.
-        batches: The batches, tuples of tensors.
+        batches: The batches. Each is a tuple of tensors, as the loss expects it.
         loss: Called as `loss(model, batch)`; returns the mean loss over the samples.
     """
 
@@ -40,7 +40,7 @@ def workload(
     batches: int = 4,
     seed: int = 0,
 ) -> Workload:
-    """Make the workload of a model. The workload depends on the seed alone. torch's random state is restored.
+    """Make the workload of a model. Equal arguments give equal workloads. torch's random state does not change.
 
     Image models get images of normal noise and random classes. Text models get random tokens: RoBERTa predicts masked
     tokens, and GPT-2 predicts the next tokens.
@@ -91,12 +91,12 @@ def classification_loss(model, batch) -> torch.Tensor:
 
 
 def masked_loss(model, batch) -> torch.Tensor:
-    """Return the mean cross entropy of masked tokens. The weight of the embedding serves as the last layer.
+    """Return the mean cross entropy of predicted masked tokens. The embedding's weight serves as the last layer.
 
     Args:
         model: A model of transformers.
-        batch: int64 tensors: the tokens (N, T), the positions of the masked ones (N, M), and the original tokens there (N,
-            M).
+        batch: Three int64 tensors: the tokens (N, T), the positions of the masked tokens (N, M), and the original
+            tokens at these positions (N, M).
     """
     tokens, places, masked = batch
     states = model(tokens).last_hidden_state
@@ -106,7 +106,7 @@ def masked_loss(model, batch) -> torch.Tensor:
 
 
 def next_token_loss(model, batch) -> torch.Tensor:
-    """Return the mean cross entropy of the next tokens. The weight of the embedding serves as the last layer.
+    """Return the mean cross entropy of predicted next tokens. The embedding's weight serves as the last layer.
 
     Args:
         model: A model of transformers.
@@ -125,7 +125,7 @@ def _images(batch, size):
 def _masked(batch, size, words):
     tokens = torch.randint(words - 1, (batch, size))
     count = max(1, round(MASKED * size))
-    # The copy releases the memory of the rest.
+    # Without the copy, `places` would keep the memory of all positions alive.
     places = torch.rand(batch, size).argsort(1)[:, :count].clone()
     masked = tokens.gather(1, places)
     return tokens.scatter(1, places, words - 1), places, masked

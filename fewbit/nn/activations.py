@@ -1,8 +1,8 @@
 """Activation modules with torch.nn's signatures plus `bits` and `table`.
 
-A module that torch.nn has too is a subclass of torch's class. No module here has parameters, buffers or `state_dict` keys.
-In training mode a module calls the function of `fewbit.functional` that its docstring names, in evaluation mode torch's own
-function.
+A module that torch.nn has too is a subclass of torch's class. No module here has parameters, buffers or `state_dict`
+keys. In training mode a module calls the function of `fewbit.functional` that the module's docstring names, in
+evaluation mode torch's own function.
 
 Args of all modules:
     bits: bits of the code that is saved for each element, 1 to 8.
@@ -29,7 +29,7 @@ __all__ = sorted([*functions.modules(), "Pointwise"])
 
 
 class _FewBit(Guarded):
-    """The base of all modules here: `bits` and `table`, and both in the repr."""
+    """The base class of all modules in this file, with the arguments `bits` and `table`."""
 
     bits: int
     table: Table | None
@@ -41,7 +41,10 @@ class _FewBit(Guarded):
         self.table = table
 
     def _run(self, function, input, *arguments):
-        """Return function(input, *arguments) with the module's settings, under its path if the model is converted."""
+        """Return function(input, *arguments) with the module's bits and table.
+
+        If the module is in a model whose policy chooses bits of activations, the policy gives the bits.
+        """
         # Gradients in evaluation mode are exact: None stands for torch's own function.
         settings = {"bits": self.bits if self.training else None, "table": self.table}
         guard = None if torch.compiler.is_compiling() else vars(self).get(GUARD)
@@ -59,7 +62,7 @@ class _FewBit(Guarded):
 
 
 class TwoValued(_FewBit):
-    """The base class of activations whose derivative has two values, which codes of 1 bit represent exactly."""
+    """The base class of activations whose derivative has only two values, which codes of 1 bit represent exactly."""
 
     def __init__(self, *args, bits: int = 1, table: Table | None = None, **kwargs):
         super().__init__(*args, bits=bits, table=table, **kwargs)
@@ -122,7 +125,7 @@ class Softshrink(TwoValued, nn.Softshrink):
 
 
 class RReLU(TwoValued, nn.RReLU):
-    """A torch.nn.RReLU that computes `fewbit.functional.rrelu`, which is exact in training too."""
+    """A torch.nn.RReLU that computes `fewbit.functional.rrelu`, also exact for the random slopes in training."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.rrelu, input, self.lower, self.upper, self.training, self.inplace)
@@ -269,8 +272,8 @@ class Laplace(_FewBit, nn.Module):
 class Pointwise(_FewBit, nn.Module):
     """A module that applies a user's pointwise callable, computed by `fewbit.functional.pointwise`.
 
-    The callable must have no parameters that need a gradient. Compiled code uses the table with which it was compiled, even
-    if the callable changes later.
+    The callable must have no parameters that need a gradient. Compiled code uses the table with which it was compiled,
+    even if the callable changes later.
 
     Args:
         function: the callable, which takes a tensor and returns a tensor.

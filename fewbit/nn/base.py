@@ -14,10 +14,11 @@ from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantizer
 
 
 class Guarded:
-    """A mixin that wraps the forward of its subclasses for two cases.
+    """A mixin that wraps the forward of its subclasses for two purposes.
 
-    torch.fx.symbolic_trace records a call of the layer as one node, as it does for torch's layers. A wrapper may have stored
-    the bound forward of a converted module; after the model is restored, the stored method runs torch's forward.
+    First, torch.fx.symbolic_trace records a call of the layer as one node, as it does for torch's layers. Second, other
+    code may have stored `module.forward` of a converted module. When the model is restored, the stored method runs
+    torch's forward.
     """
 
     def __init_subclass__(cls, **kwargs):
@@ -30,7 +31,7 @@ class Guarded:
 
 
 class Quantized(Guarded):
-    """A mixin that adds the arguments `bits` and `group_size`, and the attribute `quantizer`, which is made of them.
+    """A mixin that adds the arguments `bits` and `group_size`, and an attribute `quantizer` made from these arguments.
 
     The quantizer quantizes the tensors that the forward saves. In evaluation mode nothing is quantized.
     """
@@ -43,7 +44,7 @@ class Quantized(Guarded):
         self.quantizer = quantizer
 
     def _exact(self, *args, **kwargs):
-        """Run the forward of torch's class."""
+        """Run the forward of torch's class. Functions that it calls are not compressed either."""
         with bypass():
             return super().forward(*args, **kwargs)
 
@@ -63,7 +64,7 @@ def _guarded(forward, name):
         return forward(self, *args, **kwargs)
 
     guarded.is_guarded = True
-    # A name of its own makes a code object for each layer: Dynamo compiles only a few versions of each code object.
+    # The name gives each layer a code object of its own, because Dynamo compiles each code object only a few times.
     guarded.__code__ = guarded.__code__.replace(co_qualname=name)
     return guarded
 
@@ -71,8 +72,9 @@ def _guarded(forward, name):
 def _signature_of(cls) -> inspect.Signature:
     """Return the signature of torch's class plus the options of fewbit's mixins.
 
-    `torch.nn.utils.skip_init` looks for `device` in the signature, which `*args, **kwargs` would hide. A subclass with an
-    `__init__` of its own keeps that signature, unless it is one of fewbit's and takes `**kwargs`.
+    `torch.nn.utils.skip_init` looks for `device` in the signature, which `*args, **kwargs` would hide. If a subclass
+    defines `__init__`, the signature is that of `__init__`, unless the subclass is fewbit's and its `__init__` takes
+    `**kwargs`.
     """
     inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     parameters = {}

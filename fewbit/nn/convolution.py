@@ -20,7 +20,7 @@ __all__ = [
 
 
 class _Conv(Quantized):
-    """The forward of Conv1d to Conv3d. _function: fewbit's convolution."""
+    """A mixin with the forward of Conv1d to Conv3d. The attribute `_function` is fewbit's convolution."""
 
     _function: Callable
 
@@ -29,7 +29,7 @@ class _Conv(Quantized):
             return self._exact(input)
         padding = self.padding
         if self.padding_mode != "zeros":
-            # The padded input is quantized.
+            # The convolution below then saves the padded input.
             amounts = self._reversed_padding_repeated_twice
             input = F.pad(input, amounts, self.padding_mode)
             padding = 0
@@ -56,7 +56,7 @@ class Conv3d(_Conv, nn.Conv3d):
 
 
 class _ConvTranspose(Quantized):
-    """The forward of ConvTranspose1d to ConvTranspose3d. _function: fewbit's convolution."""
+    """A mixin with the forward of ConvTranspose1d to ConvTranspose3d. `_function` is fewbit's convolution."""
 
     _function: Callable
 

@@ -1,4 +1,4 @@
-"""Embedding, whose indices are saved in the narrowest integer dtype."""
+"""Embedding, which saves its indices in the smallest integer dtype that can hold them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated units without parameters, whose factors are saved quantized."""
+"""Gated units: modules without parameters that compute act(gate) * up and save quantized factors."""
 
 from __future__ import annotations
 

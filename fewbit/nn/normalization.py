@@ -26,7 +26,11 @@ __all__ = [
 
 
 class _Norm(Quantized):
-    """A mixin: `copies`, which is 2 for an input gradient that is exact in expectation (see `fewbit/functional/layer_norm.py`)."""
+    """A mixin that adds the argument `copies`, the number of quantized copies of the normalized input that are saved.
+
+    With 2 independently rounded copies, the mean of the input's gradient over the rounding is exact. With 1 copy it is
+    not (`fewbit/functional/layer_norm.py`).
+    """
 
     copies = 1
 
@@ -73,7 +77,7 @@ class GroupNorm(_Norm, nn.GroupNorm):
 
 
 class _BatchNorm(_Norm):
-    """The forward of BatchNorm1d to BatchNorm3d and SyncBatchNorm."""
+    """A mixin with the forward of BatchNorm1d to BatchNorm3d and SyncBatchNorm."""
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
@@ -82,7 +86,7 @@ class _BatchNorm(_Norm):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:  # the average over all batches
                 momentum = 1.0 / float(self.num_batches_tracked)
-        # Without running statistics, the batch's are used in eval mode too.
+        # Without running statistics, the statistics of the batch are used in evaluation mode too.
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         tracked = not self.training or self.track_running_stats
         vectors = (
@@ -113,9 +117,11 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 
 
 class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
-    """A torch.nn.SyncBatchNorm that saves one quantized copy of its normalized input, whatever `copies` is.
+    """A torch.nn.SyncBatchNorm that saves its normalized input quantized.
 
-    `convert_sync_batchnorm` creates layers of torch's class. Call it before the model is converted.
+    In a group of several processes one copy is saved, whatever `copies` is.
+
+    The method `convert_sync_batchnorm` creates layers of torch's class, so call this method before `compress_`.
     """
 
     def _normalize(self, input, vectors, by_batch, momentum) -> Tensor:
@@ -127,7 +133,7 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
         return sync_batch_norm(input, weight, bias, *statistics, quantizer=self.quantizer)
 
     def _group(self):
-        """Return the processes to synchronize with, or None."""
+        """Return the process group with which to synchronize; None if there is no other process."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return None
         group = self.process_group or torch.distributed.group.WORLD
@@ -135,7 +141,7 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
 
 
 class _InstanceNorm(_Norm):
-    """The method that the forward of torch's instance norms calls."""
+    """A mixin that replaces `_apply_instance_norm`, which the forward of torch's instance norms calls."""
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
         if not self.training:

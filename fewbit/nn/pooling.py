@@ -1,4 +1,4 @@
-"""Pooling and upsampling, which save nothing, or the position of each maximum in its window."""
+"""Pooling and upsampling. Max pooling saves the position of each maximum in its window, the others save nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ __all__ = [
 
 
 class _Resizing(Guarded):
-    """The forward of pooling and upsampling. _function: fewbit's. _names: of the attributes that are its arguments."""
+    """A mixin with the forward of pooling and upsampling.
+
+    Attributes:
+        _function: the function of `fewbit.functional` that the forward calls.
+        _names: the names of the module's attributes that are the function's arguments.
+    """
 
     _function: Callable
     _names: tuple[str, ...]
@@ -138,8 +143,8 @@ class Upsample(_Resizing, nn.Upsample):
 
 
 class UpsamplingNearest2d(Upsample, nn.UpsamplingNearest2d):
-    """A torch.nn.UpsamplingNearest2d, which saves nothing in torch either."""
+    """A torch.nn.UpsamplingNearest2d that computes `fewbit.functional.interpolate`."""
 
 
 class UpsamplingBilinear2d(Upsample, nn.UpsamplingBilinear2d):
-    """A torch.nn.UpsamplingBilinear2d, which saves nothing in torch either."""
+    """A torch.nn.UpsamplingBilinear2d that computes `fewbit.functional.interpolate`."""

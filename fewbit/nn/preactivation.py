@@ -25,24 +25,26 @@ LINEAR = {
     **_pairs(convolution, "Conv1d", "Conv2d", "Conv3d"),
     **_pairs(convolution, "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"),
 }
-"""{torch's class: fewbit's}. Classes are compared exactly, because a subclass may compute something else."""
+"""{torch's class: fewbit's class}, like NORMS and ACTIVATIONS. Other subclasses of torch's classes are not
+accepted, because they may compute something else."""
 
 
 class PreActivation(nn.Module):
     """A block that computes linear(activation(norm(x))) and saves the normalized x once, in fixed point.
 
-    The method is that of BLPA, section 3.2 (docs/preactivation.md). The forward pass computes what torch's modules compute.
-    In training the block saves `4 * bits * ceil(n / 32)` bytes for n elements of the norm's input, and a reciprocal standard
-    deviation for each channel (batch norm) or row (layer norm). The gradients of both biases are exact, and so is the
-    gradient that passes through the linear layer and the activation. The gradient of the input is exact except for the term
-    that comes from the norm's variance. The gradients of both weights are computed from the dequantized tensor. In
-    evaluation mode nothing is quantized. The block works alone and inside a converted model; a conversion does not change
-    it.
+    norm, activation and linear become children of the block with these names, so keys of the `state_dict` are
+    norm.weight, linear.weight and so on. The class of each child is replaced by fewbit's subclass.
+
+    The method is that of BLPA, section 3.2 (docs/preactivation.md). The forward pass computes what torch's modules
+    compute. In training the block saves `4 * bits * ceil(n / 32)` bytes for n elements of the norm's input, and a
+    reciprocal standard deviation for each channel (batch norm) or row (layer norm). The gradients of both biases are
+    exact, and so is the gradient that passes through the linear layer and the activation. The gradient of the input is
+    exact except for the term that comes from the norm's variance. The gradients of both weights are computed from the
+    dequantized tensor. In evaluation mode nothing is quantized. The block works alone and inside a converted model; a
+    conversion does not change it.
 
     Args:
-        norm: a torch.nn.BatchNorm1d to BatchNorm3d or a LayerNorm. Each of the three modules becomes the child with the
-            argument's name, so keys of the `state_dict` are norm.weight, linear.weight and so on. Its class is replaced by
-            fewbit's subclass.
+        norm: a torch.nn.BatchNorm1d to BatchNorm3d or a LayerNorm.
         linear: a torch.nn.Linear, or a plain or transposed convolution.
         activation: a torch.nn.ReLU, LeakyReLU or Identity; None for a ReLU.
         bits: bits per saved element, 1 to 8.
@@ -88,7 +90,7 @@ class PreActivation(nn.Module):
 
     @property
     def bits(self) -> int:
-        """The saved bits for each element of the norm's input."""
+        """The number of bits that are saved for each element of the norm's input."""
         return self.norm.quantizer.bits
 
     def extra_repr(self) -> str:

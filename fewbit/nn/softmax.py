@@ -1,4 +1,4 @@
-"""Softmax and its logarithm, whose probabilities are saved quantized."""
+"""Softmax and its logarithm, which save the probabilities quantized."""
 
 from __future__ import annotations
 

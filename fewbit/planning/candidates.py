@@ -38,10 +38,11 @@ class Candidate:
 
     Attributes:
         policy: the name of the curve to which the point belongs.
-        bits: the argument `bits` of `fewbit.compress_`: a configuration, a number or None. It is stored as a configuration.
+        bits: the argument `bits` of `fewbit.compress_`: a configuration, a number or None. It is stored as a
+            configuration.
         options: other keyword arguments of `fewbit.compress_`.
-        activations_only: whether to call `replace_activations_` instead of `compress_`, so that only activations save fewer
-            bytes; `bits` is then a whole number.
+        activations_only: whether to call `replace_activations_` instead of `compress_`, so that only activations save
+            fewer bytes; `bits` is then a whole number.
     """
 
     policy: str
@@ -54,7 +55,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """A text that distinguishes the candidate from others with the same `policy`: `2 bits`, `e2=0.01`."""
+        """A text that distinguishes the candidate from others with the same `policy`, such as `2 bits` or `e2=0.01`."""
         first, *others = fields(self.bits)
         value = getattr(self.bits, first.name)
         if first.name in ("bits", "average"):
@@ -74,16 +75,17 @@ class Candidate:
 
     @property
     def call(self) -> str:
-        """The Python expression that converts a model named `model` as this candidate says."""
+        """The Python expression that converts a model named `model` with the settings of this candidate."""
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         if self.activations_only:
             return f"fewbit.replace_activations_(model, {self.bits.initial_bits}{options})"
         return f"fewbit.compress_(model, {self.bits!r}{options})"
 
     def apply(self, model: nn.Module) -> Controller | None:
-        """Convert the model in place, and return the controller. With `activations_only` there is none, and None is returned.
+        """Convert the model in place, after an earlier conversion of the model is undone.
 
-        An earlier conversion of the model is undone first.
+        Returns:
+            The controller; None with `activations_only`, because `replace_activations_` makes no controller.
         """
         if not self.activations_only:
             return compress_(model, self.bits, **{**self.options, "verbose": False})
@@ -118,14 +120,14 @@ class Candidate:
 
 
 class Curve(NamedTuple):
-    """The default candidates of `fewbit.plan` with one name, which are one curve in its picture.
+    """The default candidates of `fewbit.plan` that form one curve in the picture of the plan.
 
     Attributes:
-        policy: the name.
-        config: a function that makes the configuration of a candidate from one of the values.
+        policy: the name of the curve.
+        config: a function that makes the configuration of a candidate from one of `values`.
         values: the values, one for each candidate: numbers of bits, or bounds e2.
         needs: classes of modules. The candidates are only for models that have a module of one of these classes.
-        needed: the description of these classes in words.
+        needed: the words for these classes in error messages.
     """
 
     policy: str
@@ -156,8 +158,8 @@ def default_candidates(
     - "shared": bits are divided among layers and samples (`AdaptiveBits`).
     - "error-bound": bits follow from a bound on the gradient's error (`ErrorBound`).
     - "pre-activation": norms and the layers after them save one tensor together (`PreActivationBits`).
-    - "activations": only activation modules are compressed (`replace_activations_`). If all their derivatives have two
-      values, as that of ReLU, there is one candidate with 1 bit, which is exact.
+    - "activations": only activation modules are compressed (`replace_activations_`). If the derivative of each of these
+      activations has only two values, as for ReLU, there is one candidate with 1 bit, which is exact.
 
     Args:
         model: the model for which the candidates are.
@@ -200,7 +202,11 @@ def default_candidates(
 
 
 def check_candidates(candidates) -> tuple[Candidate, ...]:
-    """Return one candidate, or an iterable of them, as a tuple. Raise InputError for anything else, and if there are none."""
+    """Return a tuple of candidates from one candidate or an iterable of candidates.
+
+    Raises:
+        InputError: there are no candidates, or one of them is not valid.
+    """
     if not isinstance(candidates, Iterable):
         candidates = (candidates,)
     found = tuple(candidates)
@@ -224,7 +230,7 @@ def _short(value) -> str:
 
 
 def _plain(value):
-    """Return a value that JSON has: the fields of a configuration, the value itself, or its text."""
+    """Return a value in a form that JSON can represent: a configuration as its fields, and unknown objects as text."""
     if isinstance(value, LayerSettings | HostOffload):
         return value.to_dict()
     try:

@@ -21,9 +21,9 @@ DECADES = 8
 TICKS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(i / 10 for i in range(10, 100)))
 LEAST_TICKS = 4
 MARGIN = 1.05
-"""The least factor between the points and the edge."""
+"""The least ratio of the ends of the horizontal axis to the nearest points."""
 DARKER = 0.7
-"""The factor from a curve's color to that of its labels."""
+"""The factor by which labels are darker than their curve."""
 # Safe for color-blind readers.
 COLORS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee")
 MARKERS = "osD^vP"
@@ -32,9 +32,9 @@ MARKERS = "osD^vP"
 def draw_plan(figure, plan: TrainingPlan) -> None:
     """Draw a curve for each policy into an empty figure: gradient error over saved bytes, both axes logarithmic.
 
-    A horizontal line marks the variance between minibatches, and another one the largest error of a recommended candidate.
-    A ring marks the candidate that is recommended. Errors that are 0 or too small for the picture are drawn at its lower
-    edge.
+    A horizontal line marks the variance between minibatches, and another one the largest error of a recommended
+    candidate. A ring marks the candidate that is recommended. Errors that are 0 or too small for the picture are drawn
+    at the lower edge.
     """
     from matplotlib.colors import to_rgb
 
@@ -42,7 +42,7 @@ def draw_plan(figure, plan: TrainingPlan) -> None:
     axes, (unit, scale) = figure.subplots(), plan.unit
 
     def place_of(size: int) -> float:
-        return max(size, 1) / scale  # nothing at all has no place on a logarithmic axis
+        return max(size, 1) / scale  # a logarithmic axis has no place for 0
 
     limits = {
         "variance between minibatches": (plan.sampling, "-"),
@@ -60,7 +60,7 @@ def draw_plan(figure, plan: TrainingPlan) -> None:
         y = [max(row.error, floor) for row in rows]
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         style = {"color": color, "linewidth": 1.4, "marker": marker, "markersize": 5}
-        # The layout takes a line without points for one at the corner of the figure, unless it is clipped.
+        # An empty line is clipped, because the layout would otherwise make room for it at the corner of the figure.
         axes.plot(x, y, label=figures.literal(policy), clip_on=not rows, zorder=3, **style)
         dark = tuple(DARKER * part for part in to_rgb(color))
         for row, *place in zip(rows, x, y, strict=True):
@@ -89,12 +89,12 @@ def draw_plan(figure, plan: TrainingPlan) -> None:
     axes.set_ylabel("squared error of the gradient")
     figures.title(axes, f"{plan.model}, {counted(plan.batches, 'batch')} of {plan.batch_size}")
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, handlelength=1.8)
-    labels.sort(key=lambda label: label[-1] is not chosen)  # that one first
+    labels.sort(key=lambda label: label[-1] is not chosen)  # recommended one first
     add_labels(axes, [label[:-1] for label in labels])
 
 
 def _mark(axis, low: float, high: float) -> None:
-    """Set ticks at plain numbers, as few in a decade as give enough ticks."""
+    """Set ticks at round numbers between `low` and `high`, with as few ticks per power of ten as make LEAST_TICKS."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in TICKS:
         ticks = [factor * 10.0**decade for decade in decades for factor in factors]

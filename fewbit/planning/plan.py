@@ -1,14 +1,14 @@
 """`fewbit.plan`: the saved bytes and gradient errors of several settings of `compress_`, measured before a long run.
 
-Let g be the exact gradient of a batch, and g^ the gradient of the same batch with a setting. g^ differs from pass to pass,
-because rounding is random. The error of the setting is
+Let g be the exact gradient of a batch, and g^ the gradient of the same batch with a setting. g^ differs from pass to
+pass, because rounding is random. The error of the setting is
 
     error = E|g^ - g|^2 = variance + |bias|^2,
 
-in units of the gradient squared. It is compared with the variance of g between minibatches. If the error is small relative
-to that variance, the setting hardly changes the information in a step of stochastic gradient descent (ActNN, section 3.2).
-The error is not divided by |g|^2 of its batch. Once a model is trained, |g|^2 differs much more from batch to batch than
-the error does, and hardly correlates with it.
+in units of the gradient squared. The plan compares the error with the variance of g between minibatches. If the error
+is small relative to that variance, the setting hardly changes the information in a step of stochastic gradient descent
+(ActNN, section 3.2). The error is not divided by |g|^2 of its batch. Once a model is trained, |g|^2 differs much more
+from batch to batch than the error does, and hardly correlates with it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import counted
 
 ADAPTING_STEPS = 3
-"""Steps at the given weights before bits that adapt are measured: two observations, and one with the bits that follow."""
+"""The number of steps, without an update of the weights, before a candidate with a policy is measured.
+
+The policy measures the first two steps, and in the third it chooses bits from both measurements.
+"""
 
 
 @leaves_nothing
@@ -65,27 +68,27 @@ def plan(
     seed: int = 0,
     progress: bool = True,
 ) -> TrainingPlan:
-    """Measure the saved bytes and the gradient errors of settings of `compress_` before a long run, and recommend a setting.
+    """Measure saved bytes and gradient errors for settings of `compress_` before a long run, and recommend a setting.
 
-    The model and torch's random state do not change. With bits that adapt during training (`AdaptiveBits`, `ErrorBound`),
-    three steps without an update of the weights come first, so that bits are chosen. For each candidate the measurement
-    runs about draws * batches forward and backward passes. It takes the memory of a copy of the model and of three
-    gradients.
+    The model and torch's random state do not change. With bits that adapt during training (`AdaptiveBits`,
+    `ErrorBound`), three steps without an update of the weights come first, in which the bits are chosen. For each
+    candidate the measurement runs about draws * batches forward and backward passes. The measurement takes the memory
+    of a copy of the model and of three gradients.
 
     Args:
         model: A model in training mode, compressed already or not.
         batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
-            several batches. Give 4 batches or more, so that standard errors show how errors differ between batches. If the
-            model has batch norm, give several batches in any case: parts of a single batch have batch statistics of their
-            own, so the variance between minibatches comes out too large.
+            several batches. Give 4 batches or more, so that standard errors show how errors differ between batches. If
+            the model has batch norm, give several batches in any case: parts of a single batch have batch statistics of
+            their own, so the variance between minibatches comes out too large.
         loss: Called as ``loss(model, batch)`` with the copy. It returns a scalar tensor, a mean over the samples, as
             ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         candidates: The settings to measure; by default `default_candidates(model)`.
         share: The largest error of a recommended candidate, divided by the variance between minibatches.
         draws: The number of passes with independent rounding for each candidate and batch, at least 2.
         chunks: The number of equal parts of a single batch from which the variance between minibatches is estimated, an
-            even number of at least 4. If there are several batches, the variance between these is measured, and `chunks`
-            has no effect.
+            even number of at least 4. If there are several batches, the variance between these is measured, and
+            `chunks` has no effect.
         seed: The seed of the rounding, and of dropout, which is the same in all passes over a batch.
         progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
 
@@ -93,8 +96,8 @@ def plan(
         The plan: the measured candidates, and which of them is recommended.
 
     Raises:
-        InputError: A setting is not valid, the model is in evaluation mode or cannot be copied, or the batch or the loss
-            cannot be used.
+        InputError: A setting is not valid, the model is in evaluation mode or cannot be copied, or the batch or the
+            loss cannot be used.
     """
     is_number = isinstance(share, int | float) and not isinstance(share, bool)
     if not is_number or not 0 < share < math.inf:
@@ -106,7 +109,7 @@ def plan(
     check_loss(loss)
     if candidates is not None:
         candidates = check_candidates(candidates)
-    # The meter counts all of a tensor that batches are parts of.
+    # If batches are parts of a larger tensor, the meter would count the larger tensor.
     batches = [tree_map(alone, one) for one in batches_of(batch)]
     with unchanged(dict(model.named_modules()), tensors_of(batches)):
         steps = _Steps(copied(model), loss, seed)
@@ -146,7 +149,7 @@ class _Steps(Measured):
     """A copy of the model whose passes are timed.
 
     Attributes:
-        seconds: The time of the latest forward and backward pass.
+        seconds: The duration of the latest forward and backward pass, in seconds.
     """
 
     seconds = math.nan
@@ -169,19 +172,19 @@ class _Steps(Measured):
 
 
 class _Found:
-    """The measurements of one candidate, batch by batch. A policy adapts its bits when this object is made.
+    """The measurements of one candidate, batch by batch. The constructor lets the candidate's policy choose bits.
 
     Args:
         candidate: The candidate.
         steps: The copy of the model.
         batches: All batches.
-        done: Called after the adaptation, and after each draw.
+        done: A function that is called when bits are chosen, and after each draw, to show the progress.
     """
 
     def __init__(self, candidate: Candidate, steps: _Steps, batches: list, done):
         self.candidate = candidate
         self.errors = []  # (draws,) for each batch: |g^ - g|^2
-        self.sums = []  # for each batch: |sum over draws of g^ - g|^2
+        self.sums = []  # for each batch: |sum over draws of (g^ - g)|^2
         self.seconds = []
         controller = self._apply(steps.model)
         self._state = {} if controller is None else controller.state_dict()
@@ -203,7 +206,15 @@ class _Found:
             raise InputError(f"candidates: {name}: {error}") from error
 
     def measure(self, steps: _Steps, batch, number: int, exact, draws: int) -> None:
-        """Measure a batch, whose exact gradient is given."""
+        """Measure the candidate's errors and durations on a batch.
+
+        Args:
+            steps: The copy of the model.
+            batch: The batch.
+            number: The number of the batch, from which its dropout follows.
+            exact: The exact gradient of the batch, a list of tensors.
+            draws: The number of passes with independent rounding.
+        """
         controller, total, errors = self._apply(steps.model), None, []
         if self._state:
             controller.load_state_dict(self._state)
@@ -212,7 +223,7 @@ class _Found:
                 controller.context.salt = draw.to_bytes(8)
             with measuring():
                 error = difference(steps.gradient(batch, number), exact)
-            # From the second forward on layers make some copies in one pass with activations.
+            # The first pass is not timed. From the second on, layers make some copies in the same pass as activations.
             if draw:
                 self.seconds.append(steps.seconds)
             errors.append(_squared(error))
@@ -229,7 +240,7 @@ class _Found:
         # Half the mean squared difference of two draws, over all pairs.
         variances = (errors.sum(1) - sums / draws) / (draws - 1)
         biases = (sums - errors.sum(1)) / (draws * (draws - 1))
-        # The standard error for a single batch comes from its draws; that of its variance is unknown.
+        # With a single batch the standard error of `error` comes from the draws, and that of `variance` is unknown.
         alike = errors.mean(1) if batches > 1 else errors[0]
         return Planned(
             self.candidate,
@@ -248,8 +259,8 @@ class _Found:
 def _passes(steps: _Steps, batches, found: list[_Found], draws: int) -> tuple[list, list]:
     """Measure all candidates on all batches. Return |g|^2 of each batch, and the seconds of exact passes.
 
-    Batches are the outer loop, so that the passes of all candidates are spread over the whole time. Exact passes run before
-    and after them.
+    Batches are the outer loop, so that the passes of all candidates are spread over the whole time. For each batch,
+    exact passes run before and after those of the candidates.
     """
     squares, seconds = [], []
     for number, batch in enumerate(batches):

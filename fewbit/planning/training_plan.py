@@ -18,15 +18,15 @@ from fewbit.sizes import counted
 ERRORS = ("error", "error_error", "variance", "variance_error", "bias")
 """The fields of `Planned` that are errors, in the order of records."""
 UNSURE = 0.2
-"""The standard error, as a share of an error, above which the notes ask for more batches."""
+"""The notes ask for more batches if the standard error of an error is above this fraction of the error."""
 
 
 @dataclass(frozen=True)
 class Planned:
     """One candidate with its measurements.
 
-    g is the exact gradient of a batch, and g^ the gradient with the candidate. Errors are summed over all parameters and
-    averaged over batches and draws of the rounding, in units of the gradient squared.
+    g is the exact gradient of a batch, and g^ the gradient with the candidate. Errors are summed over all parameters
+    and averaged over batches and draws of the rounding, in units of the gradient squared.
 
     Attributes:
         candidate: The setting that was measured.
@@ -35,10 +35,10 @@ class Planned:
         error_error: The standard error of `error`, NaN if not known.
         variance: The part of `error` that differs from draw to draw.
         variance_error: The standard error of `variance`, NaN if not known.
-        bias: The rest of `error`: the squared bias. The estimate is exact in expectation, and may therefore be below 0.
-        seconds: The median time of a forward and backward pass. Passes of the candidates are measured in turn.
-        seconds_least: The shortest time of a pass.
-        seconds_most: The longest time of a pass.
+        bias: The rest of `error`: the squared bias. The estimate has no bias itself, and may therefore be below 0.
+        seconds: The median time of a forward and backward pass, in seconds. The candidates take turns, batch by batch.
+        seconds_least: The shortest time of a pass, in seconds.
+        seconds_most: The longest time of a pass, in seconds.
     """
 
     candidate: Candidate
@@ -77,7 +77,7 @@ class TrainingPlan(Document):
         draws: The number of passes with independent rounding for each candidate and batch.
         share: The largest error of a recommended candidate, divided by `sampling`.
         exact_bytes: The bytes that the model saves without compression.
-        exact_seconds: The median time of its forward and backward passes.
+        exact_seconds: The median time of a forward and backward pass without compression, in seconds.
         exact_seconds_least: The shortest of these times.
         exact_seconds_most: The longest of these times.
         gradient: The mean of |g|^2 over the batches.
@@ -112,7 +112,7 @@ class TrainingPlan(Document):
 
     @property
     def recommended(self) -> Planned | None:
-        """The candidate that saves the fewest bytes, of those whose error is within `limit`; None if there is none.
+        """The candidate that saves the fewest bytes, of those with an error of at most `limit`; None if there is none.
 
         Candidates that save as many bytes as the exact model, or more, are not considered.
         """
@@ -134,7 +134,7 @@ class TrainingPlan(Document):
         return min(saving, key=lambda row: (row.error, row.saved_bytes))
 
     def to_dict(self) -> dict:
-        """Return everything as plain values. Numbers that are not known become None; options that JSON lacks become text."""
+        """Return everything as plain JSON values. Unknown numbers become None; options that are not JSON become text."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         rows = [_row(row) for row in self.rows]
         return finite({"schema": PLAN} | values | {"rows": rows})
@@ -148,7 +148,7 @@ class TrainingPlan(Document):
         return cls(**{**_values(cls, document), "rows": tuple(Planned(**row) for row in rows)})
 
     def records(self) -> list[dict]:
-        """Return a dict for each candidate, in the order in which they were given."""
+        """Return a dict for each candidate, in the order of `rows`."""
         return [
             {
                 "policy": row.policy,
@@ -203,7 +203,10 @@ class TrainingPlan(Document):
         return f"{least / self.exact_seconds:.3g} to {most / self.exact_seconds:.3g}"
 
     def view(self) -> View:
-        """Return a table of the exact model, whose row is None, and the candidates. `*` marks the recommended candidate."""
+        """Return a table of the exact model and the candidates. `*` marks the recommended candidate.
+
+        In the rows of the table, None stands for the exact model.
+        """
         chosen, unit = self.recommended, self.unit
 
         def setting(row: Planned) -> str:
@@ -304,7 +307,10 @@ def _row(planned: Planned) -> dict:
 
 
 def _values(cls, document: dict) -> dict:
-    """Return {name: value} of the fields of a dataclass; None is NaN, and a schema's integer may be written as 2.0."""
+    """Return {name: value} for the fields of a dataclass, from a JSON document.
+
+    A document writes NaN as null, and may write an integer as 2.0.
+    """
     values = {field.name: document[field.name] for field in fields(cls)}
     for field in fields(cls):
         if field.type == "int":

@@ -31,7 +31,8 @@ class Bounded(NamedTuple):
         demand: The name of the gradient whose bound allows the smallest error of the tensor.
         kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/error_bound.md), or
             "worst case" for activations.
-        dx: The root mean square error that the saved tensor may have; for an activation, the largest error of the table that replaces the derivative f'.
+        dx: The root mean square error that the saved tensor may have; for an activation, the largest error of the table
+            that replaces the derivative f'.
         kept: "bits", "exact", or the name of the codec that saved the tensor. The codecs "jpeg" and "quant+zvc" leave
             some tensors to the codec "quant".
         bits: Bits per element on average; None if the tensor is saved exactly. With a codec, all bytes that the tensor

@@ -1,9 +1,9 @@
-"""Quantizers that round in the backward pass, so that one forward serves several backward passes with independent rounding.
+"""Quantizers that round in the backward pass, so that several backward passes can round the tensors of one forward.
 
-Rounding changes the tensors that the backward pass restores, and nothing that the forward computes. A deferred quantizer
-therefore saves the tensor unchanged. Each backward pass over the same graph then rounds the tensor anew, with the same
-random numbers as another pass, or not at all. `Noise` decides which. One set of random numbers for rounding is called a
-draw.
+Rounding affects the tensors that the backward pass dequantizes, but nothing that the forward computes. A *deferred*
+quantizer therefore saves a tensor unchanged and rounds it when the backward pass asks for it. Each backward pass over
+the same graph may round the tensor with new random numbers, round it with the random numbers of an earlier pass, or
+leave it exact. `Noise` decides this. One set of random numbers for rounding is called a *draw*.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
 
 
 class Noise:
-    """The choice which tensors a backward pass rounds, and with which random numbers.
+    """Decides which tensors a backward pass rounds, and with which random numbers.
 
-    The choice is made for contexts. A context is all tensors that one module saves of its inputs. Its name is the module's
-    path.
+    All tensors that one module saves of its inputs are called a context. They are rounded together or not at all. The
+    name of a context is the module's path.
 
     Args:
         seed: the seed of all random numbers.
         path: a function that returns the path of the module that runs now.
 
     Attributes:
-        contexts: {context: number of tensors that it has saved}, in the order in which contexts first saved a tensor.
+        contexts: {name of a context: number of tensors that have been saved in it}, in the order of the first tensors.
     """
 
     def __init__(self, seed: int, path: Callable[[], str]):
@@ -41,27 +41,28 @@ class Noise:
         self._draws, self._again = None, {}
 
     def defer(self, quantizer: Quantizer) -> Quantizer:
-        """Make a quantizer a deferred one, in place, and return the quantizer."""
+        """Turn a quantizer into a deferred quantizer in place, and return it."""
         quantizer.__class__ = DeferredQuantizer
         quantizer.noise = self
         return quantizer
 
     @contextmanager
     def drawn(self, draws: Mapping[str, object]):
-        """Return a context manager for a backward pass.
+        """Return a context manager within which a backward pass rounds the given contexts.
 
         Args:
-            draws: {context: name of the draw with which it is rounded}. Contexts that are not named stay exact. A name can
-                be any object. Names with the same repr give the same random numbers.
+            draws: {name of a context: name of a draw}. Other contexts stay exact. The name of a draw can be any object.
+                Names with the same repr give the same random numbers.
         """
         with undo_after(lambda: setattr(self, "_draws", None)):
             self._draws, self._again = draws, {}
             yield
 
     def number_saved(self) -> tuple[str, int]:
-        """Count a tensor that is saved now. Return its context, the path of the running module, and its number in the context.
+        """Count a tensor that is saved now. Return (name of its context, its number in the context).
 
-        Tensors that a checkpoint recomputes in a backward pass have negative numbers, which begin anew in every pass.
+        Numbers count 1, 2, 3 ... in the forward. If a checkpoint recomputes tensors in a backward pass, they get the
+        numbers -1, -2, -3 ... in every backward pass.
         """
         path, sign = self.path(), 1 if self._draws is None else -1
         numbers = self.contexts if self._draws is None else self._again
@@ -72,7 +73,7 @@ class Noise:
         """Return the int64 seed for rounding a tensor in the present backward pass, or None if the tensor stays exact.
 
         Args:
-            context: the path of the module that saved the tensor.
+            context: the name of the tensor's context.
             number: the tensor's number, as `number_saved` returned it.
         """
         draws = (self._draws or {}).get(context)
@@ -83,7 +84,7 @@ class Noise:
 
 
 class DeferredQuantizer(Quantizer):
-    """A quantizer that saves tensors unchanged and rounds them in the backward pass. Every layer saves its own tensors."""
+    """A quantizer that saves tensors unchanged and rounds them in the backward pass. Layers share no saved tensors."""
 
     noise: Noise
 
@@ -105,9 +106,17 @@ class DeferredQuantizer(Quantizer):
 
 
 class _Deferred(NamedTuple):
-    """The spec of an exact tensor that becomes a quantized copy in the backward pass, like a `QuantizedTensorSpec`.
+    """The spec of a tensor that is saved unchanged and rounded in the backward pass.
 
-    The tensor's number is saved beside the tensor, because one spec may dequantize several tensors.
+    It has the interface of `QuantizedTensorSpec`. The tensor's number in its context (`Noise.number_saved`) is saved
+    beside the tensor and not in the spec, because one spec may dequantize several tensors.
+
+    Args:
+        quantizer: the quantizer that saved the tensor.
+        context: the name of the tensor's context.
+        is_normalized: whether the tensor is the normalized input of a norm layer.
+        size: the size of the tensor.
+        dtype: the dtype of the tensor.
     """
 
     quantizer: DeferredQuantizer
@@ -121,12 +130,12 @@ class _Deferred(NamedTuple):
         return 2
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return the values.
+        """Return the values of the tensor, rounded if the present backward pass rounds the tensor's context.
 
         Args:
-            tensors: the exact tensor and its number.
-            dtype: the dtype of the result; by default that of the layer's tensor.
-            affine: as for `QuantizedTensorSpec.dequantize`.
+            tensors: the exact tensor, and its number in its context as a 0-D tensor.
+            dtype: the dtype of the result; the tensor's dtype unless given.
+            affine: None, or (scale, shift, inner) to return values * scale + shift, as in `QuantizedTensorSpec`.
         """
         x, number = tensors
         seed = self.quantizer.noise.seed_of(self.context, number.item())
@@ -143,7 +152,12 @@ class _Deferred(NamedTuple):
 
 
 class _Seeded(Quantizer):
-    """A quantizer that rounds as a deferred one does, with a given seed. It has the deferred one's settings and selector."""
+    """A quantizer that rounds at once, with a given seed and with the settings of a deferred quantizer.
+
+    Args:
+        like: the deferred quantizer.
+        seed: the int64 seed.
+    """
 
     def __init__(self, like: Quantizer, seed: int):
         vars(self).update(vars(like), context=None, _given=seed)

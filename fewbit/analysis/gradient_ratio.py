@@ -1,7 +1,8 @@
 """The ratio E|g^|^2 / E|g|^2 of a compressed model's gradients g^ and exact gradients g, measured on given batches.
 
-The means of |g^|^2 are over several passes with independent rounding (draws). The exact gradient g is that of a copy of the
-model that is not compressed. So the ratio contains the errors of all layers, and their effect on the layers below.
+g^ is random, because rounding is. E|g^|^2 is a mean over several passes with independent rounding, which are called
+draws. g is the gradient of a copy of the model that is not compressed. So the ratio shows the errors of all layers
+together, including their effect on the gradients of earlier layers.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import ForwardContext, contexts_of, measuring
 
 MOST_NAMED = 3
-"""Largest number of layers that a warning names."""
+"""The largest number of modules that a warning names."""
 
 
 @dataclass(frozen=True, repr=False)
 class GradientRatio(Result):
-    """The ratio of a compressed model's squared gradient g^ to the exact one g, in all and by module.
+    """The squared norm of a compressed model's gradient g^ relative to that of the exact gradient g.
 
     Attributes:
-        ratio: E|g^|^2 / E|g|^2, both summed over batches and all parameters. `float(...)` of the result returns the ratio
-            too.
-        error: The standard error of the ratio, computed from the differences between draws of the rounding.
+        ratio: E|g^|^2 / E|g|^2 of all parameters, each summed over batches. `float(...)` of the result returns the
+            ratio too.
+        error: The standard error of the ratio, computed from the differences between draws.
         limit: 1 + e2 of the model's `ErrorBound`; None if the model has no such bound.
-        by_module: {module's path: ratio of the module's own parameters}. NaN if the exact gradient is 0.
-        draws: The number of draws of the rounding for each batch.
-        relative_error: E|g^ - g|^2 / |g|^2. Unlike the ratio, it grows with every bias, also with one that makes gradients
-            smaller.
-        relative_by_module: {module's path: relative error of the module's own parameters}.
+        by_module: {module's path: ratio of the module's own parameters}; NaN if their exact gradient is 0.
+        draws: The number of draws, that is, of passes over each batch with independent rounding.
+        relative_error: E|g^ - g|^2 / |g|^2 of all parameters. Every bias of g^ increases the relative error. The ratio,
+            in contrast, decreases if a bias makes gradients smaller.
+        relative_by_module: {module's path: relative error of the module's own parameters}; NaN as in `by_module`.
     """
 
     ratio: float
@@ -71,7 +72,7 @@ class GradientRatio(Result):
 
     @property
     def chance(self) -> float:
-        """The excess over the limit that may be due to chance: three standard errors for many draws, more for few."""
+        """The excess over the limit that may be due to chance: three standard errors, or more if draws are few."""
         from scipy import stats
 
         return float(stats.t.isf(stats.norm.sf(3), self.draws - 1)) * self.error
@@ -95,7 +96,7 @@ class GradientRatio(Result):
 
     @property
     def _is_smaller(self) -> bool:
-        """Return whether the relative error is above e2, beyond chance, though the ratio is not above the limit."""
+        """Return whether the relative error is above e2, beyond chance, while the ratio is within the limit 1 + e2."""
         unbiased = 1 + self.relative_error
         return self.ratio <= self.limit < unbiased and self.ratio + self.chance < unbiased
 
@@ -149,15 +150,15 @@ def gradient_ratio(
     seed: int,
     limit: float | None,
 ) -> GradientRatio:
-    """Measure the ratio of a compressed model's squared gradient to the exact one on given batches.
+    """Measure the squared norm of a compressed model's gradient relative to that of the exact gradient.
 
     Args:
         model: the compressed model.
-        batch: one batch, or an iterable of several, as for `fewbit.compress.controller.Controller.gradient_ratio`.
+        batch: one batch, that is, a tensor, or a tuple or mapping of tensors; or any other iterable of several batches.
         loss: called as ``loss(model, batch)``; returns a scalar tensor.
-        draws: the number of passes over each batch with independent rounding.
+        draws: the number of passes over each batch with independent rounding, at least 2.
         seed: the seed of dropout.
-        limit: 1 + e2 of the model's bound; None if the model has no bound.
+        limit: 1 + e2 of the model's `ErrorBound`; None if the model has no such bound.
 
     Raises:
         InputError: an argument cannot be used, or the gradient is 0 or not finite.
@@ -175,7 +176,7 @@ def gradient_ratio(
         with measuring(), explained(batch):
             for number, part in enumerate(batches):
                 found.append(_of_batch(measured, exact, context, part, number, draws))
-    # (P,), (draws, P), (draws, P): draws of different batches are independent
+    # Shapes (P,), (draws, P) and (draws, P) for P modules. Sums over batches, whose draws are independent.
     squares, of_draws, errors = (np.sum(parts, axis=0) for parts in zip(*found, strict=True))
     total = squares.sum()
     if not 0 < total < math.inf:
@@ -209,7 +210,16 @@ def gradient_ratio(
 def _of_batch(
     measured: Measured, exact: Measured, context: ForwardContext, batch, number, draws
 ) -> tuple:
-    """Return (P,) |g|^2, (draws, P) |g^|^2 and (draws, P) |g^ - g|^2, of the parameters of each of P modules."""
+    """Measure one batch. Return |g|^2, (P,), |g^|^2, (draws, P), and |g^ - g|^2, (draws, P), for each of P modules.
+
+    Args:
+        measured: the compressed model.
+        exact: the model without compression.
+        context: the context of the compressed model, whose salt is changed to get independent rounding.
+        batch: the batch.
+        number: the number of the batch.
+        draws: the number of passes of the compressed model.
+    """
     true = exact.gradient(batch, number)
     squares, errors = [], []
     for draw in range(draws):

@@ -1,7 +1,7 @@
-"""Gradients of a copy of a model on given batches: checks of the arguments, passes, and squared norms.
+"""Gradients of a copy of a model on given batches: checks of the user's arguments, passes, and squared norms.
 
-The parameters are divided into P groups, one for each module that owns parameters. The user's model and torch's random
-state do not change.
+The parameters are divided into P groups, one for each module that owns parameters. A gradient is a list with a tensor
+for each parameter. The user's model and torch's random state do not change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fewbit.schema import shorten
 Loss = Callable[[nn.Module, object], torch.Tensor]
 
 CHUNKS = 8
-"""The default number of parts of a single batch, from which the variance between minibatches is estimated."""
+"""The default number of chunks into which a single batch is cut to estimate the variance between minibatches."""
 
 EXPECTED_LOSS = "expected a function (model, batch) -> scalar tensor, as lambda model, batch: criterion(model(batch[0]), batch[1])"
 
@@ -69,7 +69,7 @@ class Measured:
             yield value
 
     def value(self, batch) -> torch.Tensor:
-        """Return the loss of a batch. Raise InputError if the loss function takes the model or the batch for a tensor."""
+        """Return the loss of a batch. Raise InputError if the loss function uses the model or the batch as a tensor."""
         try:
             return self.loss(self.model, batch)
         except (TypeError, AttributeError) as error:
@@ -80,12 +80,12 @@ class Measured:
             ) from error
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
-        """Return the gradients of `parameters`, with zeros for a parameter that has no gradient.
+        """Return the gradients of `parameters` as a list, with zeros for a parameter that has no gradient.
 
         The gradient of a complex parameter is viewed as real numbers, so that squared norms can be summed as usual.
 
         Args:
-            value: the loss.
+            value: the loss, a scalar tensor.
             again: whether to retain the graph for another backward pass.
 
         Raises:
@@ -118,14 +118,14 @@ class Measured:
             return self.backward(value)
 
     def inner(self, a, b) -> np.ndarray:
-        """Return the inner product of two gradients for the parameters of each of P modules, (P,) float64."""
+        """Return the inner product of two gradients, lists of tensors, for each of P modules: (P,) float64."""
         products = [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
         device = products[0].device  # a single transfer, also for a model on several devices
         products = iter(torch.stack([product.to(device) for product in products]).tolist())
         return np.array([sum(next(products) for _ in group) for group in self.groups.values()])
 
     def halved(self, a, b) -> np.ndarray:
-        """Return half the squared norm of the difference of two gradients for each of P modules, (P,) float64."""
+        """Return half the squared norm of the difference of two gradients for each of P modules: (P,) float64."""
         between = difference(a, b)
         return self.inner(between, between) / 2
 
@@ -140,13 +140,16 @@ def difference(a, b) -> list[torch.Tensor]:
 
 
 def sampling(exact: Measured, parts) -> np.ndarray:
-    """Return half the squared difference of the exact gradients of each two consecutive minibatches, (pairs, P).
+    """Return half the squared norm of the difference between the gradients of two minibatches, for each pair.
 
-    The mean over pairs estimates the variance between minibatches, for the parameters of each of P modules.
+    The mean over pairs estimates the variance of the gradient between minibatches.
 
     Args:
-        exact: the exact model.
-        parts: the minibatches.
+        exact: the model without compression.
+        parts: the minibatches. The first and the second are a pair, the third and the fourth, and so on.
+
+    Returns:
+        (pairs, P) float64, for each of P modules.
     """
     pairs = []
     for first in range(0, len(parts) - 1, 2):
@@ -156,17 +159,20 @@ def sampling(exact: Measured, parts) -> np.ndarray:
 
 
 def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.ndarray, str]:
-    """Return estimates of the variance between minibatches, (pairs, P) for P modules, and a text that says how they were made.
+    """Estimate the variance of the gradient between minibatches.
 
-    If there are several batches, the estimates compare these batches (`sampling`). A single batch is divided into chunks.
-    The estimates then compare the chunks, and are divided by the number of chunks, because gradients of smaller batches
-    vary more.
+    Several batches are compared with each other (`sampling`). A single batch is cut into chunks, which are compared
+    with each other. These estimates are divided by the number of chunks, because gradients of smaller batches vary
+    more.
 
     Args:
-        exact: the exact model.
+        exact: the model without compression.
         batch: the argument `batch` of the user.
         batches: the list that `batches_of` returned for this argument.
         chunks: the number of chunks of a single batch.
+
+    Returns:
+        The estimates, (pairs, P) for P modules, and a text that says from what they were measured.
     """
     if len(batches) > 1:
         with explained(batch):
@@ -183,7 +189,7 @@ def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.
 
 
 def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return {path of a module: its own parameters that require grad}. A shared parameter appears once."""
+    """Return {path of a module: the module's own parameters that require grad}. A shared parameter appears once."""
     groups, seen = {}, set()
     for path, module in model.named_modules():
         if type(module) is kinds._PART_OF_ATTENTION:
@@ -211,7 +217,7 @@ def check_model(model) -> None:
 
 
 def has_batch_norm(model) -> bool:
-    """Return whether the model has batch norms in training mode. With batch norm, samples change each other's gradients."""
+    """Return whether the model has batch norms in training mode, which make gradients depend on the other samples."""
     norms = nn.modules.batchnorm._BatchNorm
     return any(isinstance(module, norms) and module.training for module in model.modules())
 
@@ -273,8 +279,8 @@ def batches_of(batch) -> list:
     """Return the list of batches that the user's argument stands for.
 
     Args:
-        batch: one batch: a tensor, or a tuple or mapping of tensors. Or several batches of the same size: any other
-            iterable.
+        batch: a tensor, or a tuple or mapping of tensors, is one batch. Any other iterable contains several batches,
+            which must have the same size.
 
     Raises:
         InputError: `batch` is anything else, or has no samples.
@@ -301,13 +307,13 @@ def batches_of(batch) -> list:
 
 @contextmanager
 def explained(batch):
-    """Return a context manager that explains errors of the loss if the user gave a list [inputs, targets].
+    """Return a context manager that explains errors of the loss if the user gave a list [inputs, targets] as `batch`.
 
-    Data loaders return a batch as such a list. Here a list stands for several batches.
+    Data loaders return one batch as such a list, but a list given to fewbit stands for several batches.
     """
     try:
         yield
-    except InputError:  # the loss could be called, and returned something else than a loss
+    except InputError:  # the loss function has run, but did not return a loss
         raise
     except Exception as error:
         if isinstance(batch, list) and all(isinstance(one, torch.Tensor) for one in batch):
@@ -332,7 +338,11 @@ def size_of(batch) -> int:
 
 
 def parts_of(batch, chunks: int) -> list:
-    """Cut a batch into equal parts. A tensor whose dimension 0 is not the number of samples goes whole into every part."""
+    """Cut a batch into `chunks` equal parts along dimension 0.
+
+    A tensor whose dimension 0 is not the number of samples is contained in every part as a whole. Raise InputError if
+    the number of samples is not divisible by `chunks`.
+    """
     size = size_of(batch)
     if size % chunks:
         raise InputError(
@@ -348,7 +358,7 @@ def parts_of(batch, chunks: int) -> list:
 
 
 def _seed_generators(devices, seed: int) -> None:
-    """Seed the generators of the CPU and the devices. torch.manual_seed would seed those of all devices."""
+    """Seed the generators of the CPU and of these devices only. torch.manual_seed would seed all devices."""
     seed %= 2**63  # torch accepts no larger seed
     torch.default_generator.manual_seed(seed)
     for device in devices:

@@ -1,7 +1,7 @@
 """The memory that training a model takes: the model, the bytes saved for backward, the largest batch (docs/memory.md).
 
-The formulas are those of appendix B of the paper Few-bit Backward (Novikov et al., ICML 2023). The saved bytes are counted
-in a forward on fake tensors, which have shapes and no memory.
+The formulas are those of appendix B of the paper Few-bit Backward (Novikov et al., ICML 2023), here called the paper.
+The saved bytes are counted in a forward on fake tensors, which have shapes but no memory.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ class Measurement:
         model: The name of the model.
         size: The side of the images in pixels, or the number of tokens.
         batch: The number of samples in the forward.
-        activation: The name of the activation with which the model was built; None for the architecture's own.
+        activation: The name of the activation with which the model was built; None for the architecture's own
+            activation.
         dropout: Whether dropout was on.
         parameters: The number of parameters.
         model_bytes: The bytes of parameters and buffers.
         activation_bytes: All bytes that are saved for backward.
-        nonlinear_bytes: The part of `activation_bytes` that only activation modules save.
-        activation_inputs: The number of input elements of each activation.
+        nonlinear_bytes: The part of `activation_bytes` that is saved by activation modules and by no other module.
+        activation_inputs: The number of input elements in each call of an activation.
     """
 
     model: str
@@ -75,7 +76,7 @@ class Measurement:
 
     @property
     def share(self) -> float:
-        """The part of the saved bytes that only activation modules save, 0 to 1."""
+        """The fraction of the saved bytes that is saved by activation modules and by no other module, 0 to 1."""
         return self.nonlinear_bytes / self.activation_bytes
 
     @property
@@ -86,27 +87,30 @@ class Measurement:
         return self.model in PAPER and own and self.size == size and not self.dropout
 
     def saved(self, bits: int | None) -> float:
-        """Return the saved bytes by the paper's formula: activations save `bits` bits per element in place of 32."""
+        """Return the saved bytes by the paper's formula: activations save `bits` bits per element instead of 32.
+
+        None stands for 32 bits.
+        """
         fraction = 1 if bits is None else bits / 32
         return self.activation_bytes - self.nonlinear_bytes * (1 - fraction)
 
     def saved_packed(self, bits: int) -> int:
-        """Return the saved bytes with fewbit: for each activation the codes of its input, packed in 32-bit words."""
+        """Return the bytes that fewbit saves, if each activation saves codes of `bits` bits, packed in 32-bit words."""
         packed = sum(4 * bits * -(-elements // 32) for elements in self.activation_inputs)
         return self.activation_bytes - self.nonlinear_bytes + packed
 
     def max_batch(self, saved: float, device_bytes: int) -> int:
-        """Return the largest batch that fits a device beside COPIES times the bytes of the model.
+        """Return the largest batch whose saved bytes fit on a device together with COPIES times the bytes of the model.
 
         Args:
             saved: The bytes that a forward with `batch` samples saves.
-            device_bytes: The memory of the device.
+            device_bytes: The memory of the device in bytes.
         """
         return max(0, int((device_bytes - COPIES * self.model_bytes) * self.batch // saved))
 
 
 def paper_activation(name):
-    """Return the activation that the paper's figures imply: "gelu" in place of ReLU, None if the architecture has no ReLU."""
+    """Return the activation of the model that the paper measured: "gelu" in place of ReLU; None for the model's own."""
     return "gelu" if models.family(name).has_relu else None
 
 
@@ -182,7 +186,7 @@ def _check_size(name, size):
 
 
 def freeze_dropout(model):
-    """Set all modules to evaluation mode except batch norm, which continues to use the statistics of the batch."""
+    """Set all modules to evaluation mode except batch norms, which continue to use the statistics of the batch."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     for module in model.modules():
@@ -190,7 +194,7 @@ def freeze_dropout(model):
 
 
 def _watch_activations(model):
-    """Return a list that gets the number of input elements of each call of an activation, and the hooks that fill it."""
+    """Return a list, and hooks that append to it the number of input elements of each call of an activation."""
     from fewbit.models.activations import is_activation
 
     elements = []
@@ -215,7 +219,13 @@ def _nonlinear(model, saved):
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport(Result):
-    """Measurements of models, and the largest batches on a device. For a single model, one line for each number of bits."""
+    """Measurements of models, and the largest batches on a device. A single model has one row for each of `bits`.
+
+    Attributes:
+        measurements: A `Measurement` for each model.
+        device_bytes: The memory of the device in bytes.
+        bits: The bits per element of few-bit activations for which the largest batches are computed.
+    """
 
     measurements: tuple[Measurement, ...]
     device_bytes: int = DEVICE_BYTES
@@ -238,11 +248,11 @@ class MemoryReport(Result):
         return record
 
     def _batch(self, measured: Measurement, bits: int | None) -> int:
-        """Return the largest batch by the paper's arithmetic."""
+        """Return the largest batch by the paper's formula, with `bits` bits per element, or 32 if `bits` is None."""
         return measured.max_batch(measured.saved(bits), self.device_bytes)
 
     def _packed_batch(self, measured: Measurement, bits: int | None) -> int:
-        """Return the largest batch with the bytes that fewbit saves."""
+        """Return the largest batch with the bytes that fewbit saves at `bits` bits, or torch if `bits` is None."""
         saved = measured.saved(None) if bits is None else measured.saved_packed(bits)
         return measured.max_batch(saved, self.device_bytes)
 
@@ -259,7 +269,7 @@ class MemoryReport(Result):
             Column("share", lambda row: f"{100 * row.share:.0f} %", drop=1),
             Column("batch", lambda row: str(self._batch(row, None))),
         ]
-        for place, bits in enumerate(self.bits):  # the most bits go first
+        for place, bits in enumerate(self.bits):  # a narrow table drops most bits first
             cell = partial(self._batch, bits=bits)
             drop = 3 + len(self.bits) - place
             columns.append(Column(f"{bits} b", lambda row, cell=cell: str(cell(row)), drop=drop))
@@ -272,7 +282,7 @@ class MemoryReport(Result):
         return View(title, columns, self.measurements, notes)
 
     def _one(self, measured: Measurement) -> View:
-        """Describe one model: a row for 32 bits, and one for each size of code."""
+        """Return the table of one model: a row for 32 bits, and a row for each number of bits in `bits`."""
         standard, first = measured.saved(None), self._batch(measured, None)
         printed = measured.like_paper and self.device_bytes == DEVICE_BYTES
 
@@ -317,7 +327,7 @@ def _notes(measured: Measurement) -> Iterator[str]:
 
 
 def _facts(measured: Measurement) -> View:
-    """Describe the bytes of one model, beside those that the paper prints."""
+    """Return a table of the bytes of one model, beside those that the paper prints."""
     printed = PAPER[measured.model][:3] if measured.like_paper else ("-",) * 3
     share = f"{100 * measured.share:.1f} % of it, by nonlinearities alone"
     total = COPIES * measured.model_bytes + measured.activation_bytes
@@ -368,14 +378,16 @@ def memory(
 
     Args:
         names: Names of models; None: every model.
-        bits: Numbers of bits of the codes, each from 1 to 8.
-        device_bytes: The memory of the device.
+        bits: Numbers of bits per element that few-bit activations save, each from 1 to 8.
+        device_bytes: The memory of the device in bytes.
         image_size: The side of the images in pixels.
         sequence_length: The number of tokens, for models of text.
         batch: The number of samples in the measured forward.
-        activation: A name, None or ``"paper"``, as for :func:`measure`.
+        activation: A key of ``fewbit.models.activations.FACTORIES``; None for the architecture's own activation. With
+            ``"paper"``, GELU replaces ReLU.
         dropout: Whether dropout is on. In the paper it is off.
-        progress: Called as ``progress(what, done, total)``.
+        progress: None, or a function that is called as ``progress(what, done, total)`` before each measurement: with a
+            text that names the model, the number of models that are done, and the number of all models.
     """
     names = [models.resolve(name) for name in names or models.names()]
     names = list(dict.fromkeys(names))

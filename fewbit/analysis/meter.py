@@ -1,6 +1,8 @@
-"""The meter: it counts the bytes that one forward saves for backward, by module and kind, each storage once.
+"""The meter, which counts the bytes that one forward saves for backward.
 
-Nothing is estimated: while the forward runs, a `Recorder` notes exactly the tensors that the backward pass would find.
+The bytes are counted by module and by kind, such as "activation" or "mask". A storage that several tensors use is
+counted once. Nothing is estimated: while the forward runs, a `Recorder` notes exactly the tensors that the backward
+pass would find.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ SPARSE_PARTS = {
 def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
     """Run ``model(*inputs, **kwargs)`` once, with gradients, and count the bytes that the forward saves for backward.
 
-    The model does not change: training flags and gradients are not touched, buffers and torch's random state are restored,
-    and hooks are removed. Tensors may be real, meta or fake ones. A compiled model is counted as one module. docs/meter.md
-    says what is counted.
+    The model does not change: training flags and gradients stay the same, buffers and torch's random state are
+    restored, and hooks are removed. Parameters and inputs may be real, meta or fake tensors. A compiled model is
+    counted as one module. docs/meter.md says what is counted.
 
     Args:
-        model: A torch.nn.Module, or any callable. The modules to which a callable refers (by its closure, globals or
-            attributes) are found and named.
+        model: A torch.nn.Module, or any callable. The modules to which a callable refers by its closure, globals or
+            attributes are counted by name.
         *inputs: The arguments of the model.
         **kwargs: The keyword arguments of the model.
 
@@ -87,7 +89,7 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
 
 
 def _roots(model) -> tuple[dict[str, nn.Module], bool]:
-    """Return {path: module} of the model or the modules that a callable refers to, and whether the callable is compiled."""
+    """Return {path: module} of the outermost modules of a model or callable, and whether the callable is compiled."""
     found, compiled = {}, False
     while not isinstance(model, nn.Module):
         if hasattr(model, "_torchdynamo_orig_callable"):
@@ -122,7 +124,7 @@ def _only_modules(names) -> dict[str, nn.Module]:
 
 
 def _named_modules(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return {path: module} of all modules inside; a module with several paths has the first."""
+    """Return {path: module} of these modules and all modules in them. A module with several paths has the first one."""
     memo: set[nn.Module] = set()
     found = {}
     for prefix, root in roots.items():
@@ -135,12 +137,20 @@ def _named_modules(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 @dataclass
 class _Storage:
-    """One storage and the modules that saved it, in the order of saving."""
+    """One storage and the modules that saved it.
+
+    Attributes:
+        kind: the kind of the storage, as in `Entry`.
+        bytes: the size of the storage.
+        views: {identity of a view: bytes of the view} of the tensors in the storage, see `_view`.
+        savers: {module that saved tensors in the storage: pairs (token, plain tensor) of these tensors}, in the order
+            of saving.
+    """
 
     kind: str
     bytes: int
     views: dict = field(default_factory=dict)
-    savers: dict[Place, list] = field(default_factory=dict)  # (token, part) of every tensor
+    savers: dict[Place, list] = field(default_factory=dict)
 
 
 def _entries(tokens: list[Token], known: dict) -> tuple[Entry, ...]:
@@ -182,7 +192,7 @@ def _entries_of(storage: _Storage) -> Iterator[Entry]:
 
 
 def _parts(tensor) -> list[torch.Tensor]:
-    """Return the plain strided tensors that a tensor consists of."""
+    """Return the plain tensors that a tensor subclass or a sparse tensor consists of, or the tensor itself."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _parts(getattr(tensor, name))]
@@ -192,7 +202,7 @@ def _parts(tensor) -> list[torch.Tensor]:
 
 
 def _identity(tensor) -> tuple[object, int]:
-    """Return an identity of the storage of a living tensor, different from that of every other, and its bytes."""
+    """Return an object that identifies the storage of an existing tensor, and the bytes of the storage."""
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError:  # an opaque layout (mkldnn)
@@ -203,14 +213,17 @@ def _identity(tensor) -> tuple[object, int]:
     return (
         storage._cdata,
         storage.nbytes(),
-    )  # meta and fake tensors have no memory, but an object of their own
+    )  # meta and fake tensors have no memory, but a storage object
 
 
 def _view(tensor) -> tuple[object, int]:
-    """Return an identity of the elements that a tensor reaches in its storage, and their bytes; expanded ones count once."""
+    """Return an object that identifies the elements of a tensor in its storage, and the bytes of these elements.
+
+    Elements that an expanded tensor repeats count once.
+    """
     if tensor.layout != torch.strided or tensor.is_nested:
         return id(tensor), tensor.numel() * tensor.element_size()
-    # The order of dimensions makes no difference, nor do dimensions that repeat elements or have one.
+    # The order of dimensions makes no difference. Dimensions of size 1 and expanded dimensions add no elements.
     strides = sorted(
         (stride, size)
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -222,7 +235,7 @@ def _view(tensor) -> tuple[object, int]:
 
 
 def _known(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
-    """Return {identity of a storage: kind} of the storages that existed before the forward."""
+    """Return {identity of a storage: kind} of the parameters, buffers and inputs, which existed before the forward."""
     modules = roots.values()
     existing = {
         "input": inputs,
@@ -251,7 +264,7 @@ def _kind(tensor, token: Token) -> str:
     """Return the kind of a storage that did not exist before the forward."""
     if token.origin:
         return {"leaf": "parameter", "cast": "cast"}[token.origin]
-    # The packed format is 1-D int32. A compiled node does not tell which layers' tensors it holds.
+    # Packed codes are 1-D int32. A compiled autograd node may hold fewbit's tensors without showing it.
     if token.place.is_fewbit or token.has_fewbit_node or "CompiledFunction" in token.node:
         if tensor.dtype == torch.int32 and tensor.ndim == 1:
             return "packed"

@@ -1,7 +1,8 @@
-"""The result of `fewbit.variance_profile`, with its table, its heat map and its document.
+"""The result of `fewbit.variance_profile`, which can be shown as a table, drawn as a heat map and saved as JSON.
 
-A context is all tensors that one module saves of its inputs. A term is the variance that rounding one context adds to the
-gradient of one module's parameters, as in Theorem 3 of ActNN (docs/variance_profile.md).
+All tensors that one module saves of its inputs are called the module's *context*. A *term* is the variance that
+rounding one context adds to the gradient of one module's parameters, as in Theorem 3 of ActNN
+(docs/variance_profile.md). A *draw* is one set of random numbers for the rounding.
 """
 
 from __future__ import annotations
@@ -24,33 +25,35 @@ from fewbit.sizes import counted
 MOST_LABEL = 34
 """The largest number of characters of a path in the picture."""
 MOST_FAR = 3
-"""The largest number of contexts that are named because they add most to other modules' gradients."""
+"""The largest number of pairs (context, other module) that a note names, those with the largest variance."""
 DECADES = 8
 """The largest number of powers of ten that the colors of the picture span."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class VarianceProfile(Document):
-    """The variance that rounding each of C contexts adds to the gradients of each of P modules, as float64 NumPy arrays.
+    """The variance that rounding each of C contexts adds to the gradients of each of P modules.
 
-    A context is all tensors that one module saves of its inputs. The P modules are those that own parameters. A variance is
-    summed over all elements of a module's parameters, in units of the gradient squared. Each array has an array of standard
-    errors, with the same shape and a name that ends in `_error`; NaN if there was only one measurement. `sampling_error`
-    shows how batches differ. All other standard errors show how draws of the rounding differ on the given batches.
+    All tensors that one module saves of its inputs are called the module's context. The P modules are those that own
+    parameters. A variance of a module is summed over all elements of the module's parameters, in units of the gradient
+    squared. Arrays are float64 NumPy arrays. Each array has an array of standard errors, with the same shape and a name
+    that ends in `_error`. A standard error is NaN if there was only one measurement. `sampling_error` shows how
+    minibatches differ. All other standard errors show how draws of the rounding differ on the given batches.
 
     Attributes:
         model: The class name of the model.
-        contexts: The paths of the modules whose saved tensors are rounded, in the order of the forward ("" is the model).
-        parameters: The paths of the modules that own parameters which require grad, in the same order.
+        contexts: The paths of the C modules whose saved tensors are rounded, in the order of the forward. The path ""
+            stands for the model itself.
+        parameters: The paths of the P modules that own parameters which require grad, in the order of the forward.
         terms: (C, P), the variance that rounding a context adds to a module's gradient.
         sampling: (P,), the variance of the exact gradient between minibatches.
-        direct: (P,), the variance measured with all contexts rounded at once, to compare with `quantization`.
-        bias: (P,), the squared norm of the difference between the mean compressed gradient and the exact gradient. The bias
-            of few-bit activations is included. The estimate is exact in expectation, and may therefore be below 0.
-        bits: The bits of quantized tensors.
+        direct: (P,), the variance that rounding all contexts at once adds, to compare with `quantization`.
+        bias: (P,), the squared norm of the difference between the mean compressed gradient and the exact gradient. The
+            bias of few-bit activations is included. The estimate may be below 0, because only its expectation is exact.
+        bits: The bits per element of quantized tensors.
         draws: The number of pairs of draws for each context and batch.
         batches: The number of batches.
-        sampled: A text that says from what `sampling` was measured.
+        sampled: A text that says from which minibatches `sampling` was measured.
     """
 
     _schema = VARIANCE_PROFILE
@@ -78,7 +81,7 @@ class VarianceProfile(Document):
 
     @property
     def quantization_error(self) -> np.ndarray:
-        """The standard error of `quantization`, (P,). The rounding of different modules is independent."""
+        """The standard error of `quantization`, (P,), from terms with independent errors."""
         return np.sqrt(np.square(self.terms_error).sum(0))
 
     def total(self) -> np.ndarray:
@@ -87,7 +90,7 @@ class VarianceProfile(Document):
 
     @property
     def agreement(self) -> np.ndarray:
-        """`quantization` - `direct`, divided by the standard error of this difference, (P,); 0 if nothing is rounded."""
+        """`quantization` - `direct`, (P,), in units of the standard error of this difference; 0 if the error is 0."""
         error = np.hypot(self.quantization_error, self.direct_error)
         difference = self.quantization - self.direct
         return np.divide(difference, error, out=np.zeros_like(error), where=error > 0)
@@ -99,7 +102,7 @@ class VarianceProfile(Document):
 
     @property
     def own(self) -> np.ndarray:
-        """The variance that rounding a module's own saved tensors adds to the module's gradient, (P,); 0 if it saves none."""
+        """The variance that rounding a module's context adds to the module's own gradient, (P,); 0 without context."""
         rows = {context: row for row, context in enumerate(self.contexts)}
         return np.array(
             [
@@ -110,11 +113,11 @@ class VarianceProfile(Document):
 
     @property
     def own_share(self) -> float:
-        """The fraction of `quantization`, summed over modules, that comes from the modules' own saved tensors, 0 to 1."""
+        """The fraction of `quantization`, summed over modules, that comes from modules' own contexts, 0 to 1."""
         return _ratio(self.own.sum(), self.quantization.sum())
 
     def to_dict(self) -> dict:
-        """Return everything as plain values. Standard errors that are not known become None."""
+        """Return the document as a dict of plain values. Standard errors that are not known become None."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         return {"schema": VARIANCE_PROFILE} | values
 
@@ -131,7 +134,7 @@ class VarianceProfile(Document):
         return cls(**values)
 
     def records(self) -> list[dict]:
-        """Return a dict for each module that owns parameters, in the order of the forward."""
+        """Return a dict of variances and standard errors for each module that owns parameters, in forward order."""
         columns = {name: getattr(self, name) for name in RECORDED}
         return [
             {"parameters": name} | {key: float(values[i]) for key, values in columns.items()}
@@ -140,7 +143,7 @@ class VarianceProfile(Document):
 
     @property
     def title(self) -> str:
-        """One line with `sampling_ratio`, the ratio of variance between minibatches to that of rounding, and `own_share`."""
+        """One line with the name of the model, the bits, `sampling_ratio` and `own_share`."""
         return (
             f"{self._name_and_bits}: sampling variance is {self.sampling_ratio:.3g} times quantization "
             f"variance, {100 * self.own_share:.0f}% of which comes from modules' own contexts"
@@ -151,7 +154,7 @@ class VarianceProfile(Document):
         return f"{self.model}, {counted(self.bits, 'bit')}"
 
     def view(self) -> View:
-        """Return a table of the modules, those first whose gradient rounding changes most, and a row with their sum."""
+        """Return a table with a row for each module, largest `quantization` first, and a row with the sums."""
         columns = (
             Column("module", lambda row: module_name(row["parameters"]), "name", least=24),
             _variances("sampling"),
@@ -185,7 +188,7 @@ class VarianceProfile(Document):
         ]
 
     def _far(self) -> str:
-        """Name the contexts that add most to other modules' gradients."""
+        """Return a text that names the contexts which add most variance to other modules' gradients."""
         far = self.terms.copy()
         for row, context in enumerate(self.contexts):
             far[row, [name == context for name in self.parameters]] = 0.0
@@ -215,7 +218,7 @@ def _rest(rows: Sequence[dict]) -> dict:
 
 
 def _sum(name: str, rows: Sequence[dict]) -> dict:
-    """Make a row of several modules, without standard errors."""
+    """Return a row with the sums of several modules' rows, without standard errors."""
     unknown = {key: math.nan for key in rows[0]}
     names = "sampling", "quantization", "direct", "own"
     return unknown | {key: sum(row[key] for row in rows) for key in names} | {"parameters": name}
@@ -226,7 +229,7 @@ def _variances(name: str, title: str = "", drop: int = 0) -> Column:
 
 
 def _errors(name: str, drop: int) -> Column:
-    """Make the column of standard errors, as shares of the values."""
+    """Return the column that shows standard errors in percent of the values."""
 
     def cell(row: dict) -> str:
         value, error = row[name], row[f"{name}_error"]
@@ -239,7 +242,7 @@ def _errors(name: str, drop: int) -> Column:
 
 
 def _variance(value: float) -> str:
-    """Format in one form for all values, as those of a model differ by many powers of ten: 1.2e-4."""
+    """Format a variance like 1.2e-4, because the variances of one model differ by many powers of ten."""
     return exponential(value) if value and math.isfinite(value) else f"{value:.3g}"
 
 
@@ -248,9 +251,10 @@ def _share(part: float, whole: float) -> str:
 
 
 def _draw_heat_map(figure, profile: VarianceProfile) -> None:
-    """Draw ActNN's figure 8: a row for each source of noise, a column for each module's gradient, in order of the forward.
+    """Draw a heat map like figure 8 of ActNN: a row for each context, and a column for each module's gradient.
 
-    The last row is the sampling variance; colors are logarithmic, white is none.
+    Rows and columns are in the order of the forward. The last row shows the variance between minibatches. Colors are
+    logarithmic, and white means no variance.
     """
     from matplotlib.colors import LogNorm
 
@@ -292,7 +296,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _array(name: str, value: list, shape: tuple[int, ...]) -> np.ndarray:
-    """Make a float64 array, None as NaN. Raise InputError for another shape."""
+    """Return a float64 array of these values, with NaN for None. Raise InputError if the shape differs."""
     try:
         array = np.array(value, dtype=np.float64)
     except ValueError:

@@ -11,11 +11,11 @@ PATIENCE = 2.0  # seconds before progress is shown
 
 
 class Progress:
-    """A bar on standard error, shown after PATIENCE seconds if standard error is a terminal or the program runs in a notebook.
+    """A progress bar on standard error, which appears after PATIENCE seconds in a terminal or a notebook.
 
     Args:
         name: The text beside the bar.
-        is_asked: False if there must not be a bar at all.
+        is_asked: Whether the user wants a bar. If not, none is shown.
     """
 
     def __init__(self, name: str, is_asked: bool):
@@ -32,7 +32,7 @@ class Progress:
         """Count one more step.
 
         Args:
-            of: The number of all steps.
+            of: The number of steps in the whole measurement.
         """
         self._done += 1
         if not self._is_asked or time.monotonic() - self._started < PATIENCE:

@@ -1,9 +1,9 @@
-"""The recorder of saved tensors: it records which tensors autograd saves in a forward, and which module runs at that time.
+"""The recorder, which lists the tensors that autograd saves in a forward, and the modules that were running.
 
-Every tensor that autograd saves passes through a saved-tensor hook, which gives autograd another object in its place, a
-token. Autograd frees the token when it would free the tensor. So the tokens that exist after the forward stand for exactly
-the tensors that the backward pass would find. A tensor that was saved and freed again, as in a branch whose result is not
-used, is not counted.
+Every tensor that autograd saves passes through a saved-tensor hook. The hook gives autograd a *token* to hold in place
+of the tensor. Autograd frees the token when it would free the tensor. So the tokens that exist after the forward stand
+for exactly the tensors that the backward pass would find. A tensor that was saved and freed again, as in a branch whose
+result is not used, is not counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COPIES = {
     "ViewBackward0",
     "PermuteBackward0",
 }
-"""Nodes between a parameter and its copy in another dtype (autocast), and views of either."""
+"""Names of the autograd nodes between a parameter and a copy or view of it: autocast copies it in another dtype."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Token:
         place: the module that was running when the tensor was saved.
         origin: "leaf" if the tensor is a leaf that requires grad, or a view of one; "cast" if it is a copy of a leaf in
             another dtype; else "".
-        node: the name of an autograd node that holds the token, "" if not known.
-        has_fewbit_node: whether a node that holds the token is one of fewbit's.
+        node: the name of an autograd node that holds the token, "" if no such node is known.
+        has_fewbit_node: whether an autograd Function of fewbit, or one of its ops, has a node that holds the token.
     """
 
     def __init__(self, tensor, place: Place):
@@ -72,10 +72,13 @@ class Token:
 
 
 class Recorder:
-    """A list of the running modules, the innermost last, and of a `Token` for each saved tensor, in the order of saving.
+    """Lists the running modules, and the `Token`s of saved tensors in the order of saving.
 
     Args:
-        outside: the place that is noted for tensors that are saved while no watched module runs.
+        outside: the place of tensors that are saved while no watched module runs.
+
+    Attributes:
+        running: the places of the modules that are running, the innermost last; the first entry is `outside`.
     """
 
     def __init__(self, outside: Place):
@@ -87,7 +90,7 @@ class Recorder:
         self.running.append(place)
 
     def alive(self) -> list[Token]:
-        """Return the `Token`s of those saved tensors that autograd still holds."""
+        """Return the `Token`s that autograd still holds, in the order of saving."""
         return [token for token in (ref() for ref in self._tokens) if token is not None]
 
     def hooks(self) -> tuple:
@@ -101,7 +104,7 @@ class Recorder:
         def unpack(token):
             return token.tensor
 
-        # Otherwise nothing is compiled, and importing torch._dynamo takes seconds.
+        # If torch._dynamo is not imported, nothing is compiled. To import it here would take seconds.
         if "torch._dynamo" in sys.modules:
             return torch.compiler.disable(pack), torch.compiler.disable(unpack)
         return pack, unpack
@@ -134,7 +137,7 @@ class Recorder:
     def _watch(self, module, path) -> None:
         place = Place(path, type_name(module), is_fewbit(module))
         if module._compiled_call_impl is not None:
-            # After module.compile() hooks would be compiled in, so the compiled call itself is wrapped.
+            # After module.compile(), hooks would become part of the compiled code, so the compiled call is wrapped.
             compiled = module._compiled_call_impl
 
             def call(*args, **kwargs):
@@ -153,12 +156,13 @@ class Recorder:
                 self.enter(place)
 
         def leave(*_):
-            # A child that raised an exception, which was caught, may not have left.
+            # A submodule may still be in the list if it raised an exception that the module caught.
             if not torch.compiler.is_compiling() and place in self.running[1:]:
                 while self.running.pop() is not place:
                     pass
 
-        # The mark is for layers that call a submodule's function themselves unless a hook listens to the submodule.
+        # Some layers bypass a submodule's call if the submodule has no hooks. The mark says that these hooks do not
+        # count.
         enter.only_watches = leave.only_watches = self
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, with_kwargs=True, always_call=True)
@@ -174,7 +178,10 @@ class Recorder:
 
 
 def _outside_compiled(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that can have hooks: a hook inside a compiled or scripted module would cause a recompilation."""
+    """Yield (path, module) of the modules that are not inside a compiled or scripted module.
+
+    A hook inside a compiled module would cause a recompilation.
+    """
     inside: set[int] = set()
     for path, module in modules.items():
         if id(module) in inside:
@@ -188,7 +195,7 @@ def _outside_compiled(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.M
 
 
 def _origin(tensor) -> str:
-    """Return the origin of a token, which `Token` describes."""
+    """Return the origin of a saved tensor: "leaf", "cast" or "", as `Token` describes."""
     base = tensor if tensor._base is None else tensor._base
     if base.requires_grad and base.is_leaf:
         return "leaf"
@@ -224,7 +231,7 @@ def _tokens_of(node) -> Iterator[Token]:
             except RuntimeError:  # freed by a backward inside the forward
                 continue
             for item in saved if isinstance(saved, tuple | list) else (saved,):
-                # The results of other hooks are not unpacked, as that may recompute a forward.
+                # What other hooks have packed is not unpacked, because unpacking may recompute a forward.
                 token = getattr(item, "data", None)
                 if isinstance(token, Token):
                     yield token
@@ -237,7 +244,7 @@ def _is_fewbit_node(node) -> bool:
 
 
 def is_fewbit(model) -> bool:
-    """Return whether the class of a model is one of fewbit's. The model may be a compiled one."""
+    """Return whether fewbit defines the class of a model. The model may be compiled."""
     return _is_fewbit_class(type(getattr(model, "_orig_mod", model)))
 
 

@@ -1,4 +1,4 @@
-"""The result of `fewbit.saved_bytes`: the bytes that one forward saves for backward, as sums, table and picture."""
+"""The result of `fewbit.saved_bytes`: the bytes that one forward saves for backward, as sums, a table and a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_BARS = 14
 MOST_LABEL = 36
 """The largest number of characters of a bar's name."""
 STATE = ("parameter", "buffer")
-"""Kinds that exist whether or not they are saved, and are not in the total."""
+"""The kinds of storages that exist even if they are not saved. They are not counted in the total."""
 NOTHING = (
     "Nothing is saved for backward: no output depends on anything that requires grad, "
     "or the forward switches gradients off (torch.no_grad)."
@@ -43,20 +43,20 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One storage (the memory that a tensor and its views have in common), as one module saved it.
+    """One storage, as one module saved it. A storage is the memory that a tensor and its views have in common.
 
     Attributes:
-        module: The dotted path of the innermost module that was running, "" for the model itself and for code outside of
-            modules.
+        module: The dotted path of the innermost module that was running, "" for the model itself and for code outside
+            of modules.
         module_type: The name of the module's class.
         kind: activation, input, integer, mask, packed, range, statistic, cast, parameter or buffer (docs/meter.md).
         shape: The shape of the first saved tensor in this storage.
-        dtype: The dtype of that tensor.
-        device: The device of that tensor.
-        bytes: The size of the whole storage; 0 if an earlier module saved it, so that it is counted once.
-        viewed_bytes: An upper bound of the part of the storage that saved tensors reach, those of all modules together.
+        dtype: The dtype of the first saved tensor.
+        device: The device of the first saved tensor.
+        bytes: The size of the whole storage. If an earlier module saved the storage, it is counted there, and 0 here.
+        viewed_bytes: An upper bound of the bytes in the storage that belong to saved tensors of any module.
         saves: The number of tensors in this storage that this module saved.
-        node: The name of an autograd node that holds the storage, "" if not known.
+        node: The name of an autograd node that holds the storage, "" if no such node is known.
         first_saver: The earlier module that saved the storage, or None.
         shared_with: The modules that saved the storage later.
     """
@@ -116,8 +116,8 @@ class SavedBytes(Result):
         """Return {path of a module: bytes}, largest first. The sum is `total`.
 
         Args:
-            depth: Cut paths to this number of parts, so that a module includes the modules below it. None: each module
-                counts alone, without its children.
+            depth: Cut paths to this number of parts, so that a module includes the modules inside it. If None, each
+                module counts alone, without its submodules.
 
         Raises:
             FewbitError: `depth` is neither None nor an integer of at least 0.
@@ -142,7 +142,7 @@ class SavedBytes(Result):
         ]
 
     def to_dict(self) -> dict:
-        """Return all sums and entries as plain values."""
+        """Return all sums and entries as a dict of plain values."""
         return {
             "model": self.model,
             "total": self.total,
@@ -247,7 +247,7 @@ class SavedBytes(Result):
         return figures.draw(lambda figure: _draw_bars(figure, bars, self), path, force)
 
     def _bars(self, by: str, depth: int | None) -> dict[str, dict[str, int]]:
-        """Return {bar: {kind: bytes}}, largest first, the smallest ones together in the last."""
+        """Return {name of a bar: {kind: bytes}}, largest first. The last of many bars is the sum of the rest."""
         groups = defaultdict(lambda: defaultdict(int))
         sizes = self.by_module(depth) if by == "module" else self.by_module_type()
         names = [name for name, size in sizes.items() if size]
@@ -273,7 +273,17 @@ def _cut(path: str, depth: int | None) -> str:
 
 
 class Row(NamedTuple):
-    """One row of the table: equal storages of modules that differ only in a number in their paths; or the sum of rows."""
+    """One row of the table: equal storages of modules whose paths differ only in numbers, or the sum of other rows.
+
+    Attributes:
+        module: The paths of the modules in one text, with * for numbers that differ.
+        module_type: The name of the modules' class.
+        count: The number of storages.
+        kind: The kind of the storages.
+        shape: The shape of the first saved tensor in a storage, as text.
+        dtype: The dtype of this tensor.
+        bytes: The bytes of all storages of the row.
+    """
 
     module: str
     module_type: str
@@ -320,7 +330,7 @@ def _sum(name: str, rows: Sequence[Row]) -> Row:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """Return the paths' common form, with * for the parts in which they differ."""
+    """Return one path for several paths of the same length, with * for the parts in which they differ."""
     parts = zip(*(path.split(".") for path in paths), strict=True)
     return ".".join(same[0] if len(set(same)) == 1 else "*" for same in parts)
 

@@ -17,9 +17,9 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 def alone(value):
-    """Return a copy of a tensor that is part of a larger storage, and other values unchanged.
+    """Return a copy of the value if it is a tensor in a larger storage, else the value itself.
 
-    The meter counts whole storages, so it would count too much for a part.
+    The copy has a storage of its own. The meter counts whole storages, so it would count too much for the larger one.
     """
     if not is_plain(value) or not layout.is_part(value):
         return value
@@ -28,7 +28,7 @@ def alone(value):
 
 @contextmanager
 def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
-    """Return a context manager that restores buffers and torch's random state when the block ends, also by an exception.
+    """Return a context manager that restores buffers and torch's random state when the block ends or raises.
 
     Args:
         modules: {path: module} of the modules whose buffers may change.
@@ -49,7 +49,8 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
                 set_state(state)
             for module, name, buffer, copy in buffers:
                 module._buffers[name] = buffer
-                # Through .data, and only if it changed, because a graph that was built earlier may have saved it.
+                # An earlier graph may have saved the buffer, so write to .data, which keeps the version, and only if
+                # needed.
                 if copy is not None and not torch.equal(buffer, copy):
                     buffer.data.copy_(copy)
 
@@ -58,7 +59,10 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
 
 
 def _copy(buffer):
-    """Return a copy of a buffer, or None for a buffer that has no memory or cannot be compared, as no layer writes to one."""
+    """Return a copy of a buffer, or None if it need not be restored.
+
+    Meta and fake buffers have no memory. No layer writes to buffers that are not strided.
+    """
     if buffer is None or buffer.is_meta or isinstance(buffer, FakeTensor):
         return None
     return buffer.detach().clone() if buffer.layout == torch.strided else None

@@ -1,22 +1,23 @@
-"""The variance profile: which saved tensors add how much variance to the gradients of a compressed model.
+"""The variance profile, which shows how much variance each saved tensor adds to the gradients of a compressed model.
 
 Theorem 3 of ActNN (long version) splits the variance of the gradient of a parameter theta:
 
     Var[grad^ theta] = Var[grad theta] + sum over m of E[ Var[ G^(theta ~ m)(grad^ H(m), C^(m)) | grad^ H(m) ] ]
 
-C(m) is the context of module m: all tensors that m saves of its inputs. H(m) is the output of m. The hat marks values with
-rounding errors, and G^(theta ~ m) is the backward computation from m down to theta. The term of m is the variance that
-rounding the context of m alone adds, if the gradient that arrives at m has the errors of later contexts, and earlier
-contexts are exact.
+C(m) is the context of module m: all tensors that m saves of its inputs. H(m) is the output of m. The hat marks values
+with rounding errors, and G^(theta ~ m) is the backward computation from m down to theta. The term of m is the variance
+that rounding the context of m adds, while the gradient that arrives at m has the rounding errors of the modules that
+run after m in the forward, and the contexts of the modules before m are exact.
 
-Every term is measured. Half the squared difference of two gradients that differ only in the rounding of m has the term as
-its mean. If all contexts are rounded anew, half the squared difference has a mean that must agree with the sum of the
-terms. The first term, Var[grad theta], is measured likewise, from two minibatches in place of two draws of the rounding.
-Appendix C.2 and figure 8 of the paper show the profile of a ResNet-50.
+Every term is measured. A *draw* is one set of random numbers for the rounding. Two draws of the context of m, with all
+else equal, give two gradients. Half the squared norm of their difference has the term of m as its mean. Two draws of
+all contexts at once give the "direct" variance, which must agree with the sum of the terms. Var[grad theta], called the
+sampling variance, is measured in the same way, with two minibatches in place of two draws. Appendix C.2 and figure 8 of
+the paper show the profile of a ResNet-50.
 
-One forward serves all passes over a batch (`deferred.py`). The theorem needs unbiased rounding of the backward pass, which
-holds for layers whose backward is linear in the tensors that they save. For other layers (docs/layers.md) the sum agrees
-only up to terms of the order of the bias.
+One forward serves all passes over a batch (`deferred.py`). The theorem assumes that the rounded backward pass is
+unbiased. This holds for layers whose backward is linear in the tensors that they save. For other layers
+(docs/layers.md), the direct variance and the sum differ by an amount of the order of the bias.
 """
 
 from __future__ import annotations
@@ -71,31 +72,31 @@ def variance_profile(
     seed: int = 0,
     progress: bool = True,
 ) -> VarianceProfile:
-    """Measure how much variance the rounding of each module's saved tensors adds to the gradients of each module's parameters.
+    """Measure how much variance rounding each module's saved tensors adds to the gradients of each module.
 
-    These variances are the terms of ActNN's Theorem 3 (long version, section 3.4; docs/variance_profile.md). All tensors
-    that one module saves of its inputs are called its context. The model and torch's random state do not change. The
-    measurement takes the memory of two copies of the model. For each batch it runs about 2 * draws * (C + 1) backward
-    passes, where C is the number of contexts. Few-bit activations do not round at random, so they add no variance, but they
-    are compressed in these passes.
+    These variances are the terms of ActNN's Theorem 3 (long version, section 3.4; docs/variance_profile.md). All
+    tensors that one module saves of its inputs are called the module's context. The model and torch's random state do
+    not change. The measurement takes the memory of two copies of the model. For each batch it runs about 2 * draws * (C
+    + 1) backward passes, where C is the number of contexts. Few-bit activations are compressed in these passes too.
+    They add no variance, because they do not round at random.
 
     Args:
-        model: A model in training mode, compressed already or not.
-        batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
-            several batches. If the model has batch norm, give several batches: parts of a single batch have batch
-            statistics of their own, so their gradients differ too much, and `sampling` comes out too large, often by much.
-        loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, a mean over the
-            samples, as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
-        bits: Bits per element of quantized tensors, a whole number from 1 to 8. Layers that `compress_` has converted get
-            these bits too. Modules that you created from fewbit's own classes keep their bits.
+        model: A model in training mode. It may already be compressed.
+        batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or any other iterable,
+            contains several batches. If the model has batch norm, give several batches. Otherwise `sampling` is too
+            large, often by much, because the parts into which a single batch is cut have batch statistics of their own.
+        loss: A function that is called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor,
+            a mean over the samples, for example ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
+        bits: Bits per element of quantized tensors, a whole number from 1 to 8. Layers that `compress_` has converted
+            get these bits too. Modules that you created from fewbit's own classes keep their bits.
         layers: Further settings of layers, as for `fewbit.compress_`.
         include: The modules that are converted, as for `fewbit.compress_`.
         exclude: The modules that are not converted, as for `fewbit.compress_`.
         overrides: Settings of single modules, as for `fewbit.compress_`.
         draws: The number of pairs of backward passes with independent rounding, for each context and batch; at least 2.
-        chunks: The number of equal parts of a single batch, an even number of at least 4. The variance of their gradients,
-            divided by `chunks`, gives the result's `sampling`. If there are several batches, `sampling` is the variance
-            between these, and `chunks` has no effect.
+        chunks: The number of equal parts of a single batch, an even number of at least 4. The variance of their
+            gradients, divided by `chunks`, gives the result's `sampling`. If there are several batches, `sampling` is
+            the variance between the batches, and `chunks` has no effect.
         seed: The seed of the rounding, and of dropout, which is the same in all passes over a batch.
         progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
 
@@ -152,7 +153,11 @@ def variance_profile(
 
 @dataclass(frozen=True)
 class _Deferring(ResolvedSettings):
-    """Settings whose quantizers round in the backward pass."""
+    """Settings of `compress_` that make deferred quantizers, which round in the backward pass.
+
+    Args:
+        noise: the `Noise` that decides what these quantizers round.
+    """
 
     noise: Noise | None = None
 
@@ -181,7 +186,7 @@ class _Recorder(Recorder):
 
 
 class _Measured(Measured):
-    """A copy of the model whose gradients are measured with chosen noise."""
+    """A copy of the model whose gradients are measured with rounding that the caller chooses (`Noise`)."""
 
     def __init__(self, model: nn.Module, loss, seed: int):
         super().__init__(model, loss, seed)
@@ -189,10 +194,10 @@ class _Measured(Measured):
         self._recorder = _Recorder(self.noise)
 
     def order(self) -> list[int]:
-        """Return the indices of the modules that own parameters, in the order in which the forward runs the modules.
+        """Return the indices of the modules in `groups`, in the order in which the forward runs the modules.
 
-        The place of a module with a context is that of the context. The place of any other module is that of its first
-        call. Modules that are never called come last.
+        A module with a context has the place of its context in the order of contexts. Any other module has the place of
+        its first call. Modules that are never called come last.
         """
         contexts = {path: place for place, path in enumerate(self.noise.contexts)}
         called = {path: place for place, path in enumerate(self._recorder.called)}
@@ -207,7 +212,7 @@ class _Measured(Measured):
         return sorted(range(len(paths)), key=lambda i: place(paths[i]))
 
     def defer(self) -> None:
-        """Defer the rounding of tensors (`deferred.py`) also for quantizers that modules have had since they were created."""
+        """Make the quantizers that modules have already deferred ones (`deferred.py`)."""
         for module in self.model.modules():
             for value in vars(module).values():
                 if type(value) is Quantizer:
@@ -215,10 +220,13 @@ class _Measured(Measured):
 
     @contextmanager
     def drawing(self, batch, number: int):
-        """Return a context manager that runs the forward of a batch and yields a function, which runs backward passes.
+        """Return a context manager that runs the forward of a batch and yields a function that runs backward passes.
 
-        The function rounds the contexts that its argument names (`Noise.drawn`) and returns the gradients of one backward
-        pass. The arguments are those of `forward`.
+        The function takes the argument `draws` of `Noise.drawn`, runs one backward pass and returns the gradients.
+
+        Args:
+            batch: the batch.
+            number: the number of the batch. Dropout is the same in all passes with the same number.
         """
         modules = dict(self.model.named_modules())
         with self._recorder.watching(modules), self.forward(batch, number) as value:
@@ -229,13 +237,26 @@ class _Measured(Measured):
             return self.backward(value, again=True)
 
     def gradient(self, batch, number: int):
-        """Return the gradients of one forward and backward pass without noise."""
+        """Return the gradients of one forward and backward pass in which nothing is rounded."""
         with self.drawing(batch, number) as gradient:
             return gradient({})
 
 
 def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, batches, bar):
-    """Measure a batch. Return terms (draws, C, P), direct (draws, P) and bias (draws, P)."""
+    """Measure one batch for C contexts and P modules, with `draws` pairs of draws.
+
+    Args:
+        compressed: the compressed model.
+        exact: the model without compression.
+        batch: the batch.
+        number: the number of the batch.
+        draws: the number of pairs of draws for each context.
+        batches: the number of batches, for the progress bar.
+        bar: the `Progress`.
+
+    Returns:
+        The arrays `terms` (draws, C, P), `direct` (draws, P) and `bias` (draws, P) of `VarianceProfile`, for each pair.
+    """
     true = exact.gradient(batch, number)
     terms, direct, bias = [], [], []
     with compressed.drawing(batch, number) as gradient:
@@ -263,7 +284,11 @@ def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, bat
 
 
 def _summed_up(batches) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean over batches, (draws, ...) arrays, and its standard error, NaN for one draw."""
+    """Return the mean of measurements over draws and batches, and its standard error, NaN if there is one draw.
+
+    Args:
+        batches: for each batch an array (draws, ...).
+    """
     draws = [np.asarray(batch) for batch in batches]
     mean = np.mean([batch.mean(0) for batch in draws], axis=0)
     if min(map(len, draws)) < 2:

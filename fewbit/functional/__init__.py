@@ -1,10 +1,11 @@
 """Functions with torch.nn.functional's signatures that save fewer bytes for the backward pass.
 
-Activations save codes of a few bits. Most other functions save quantized tensors, called copies. They round at random, and a
-gradient is called exact in expectation if its mean over the rounding is the exact gradient.
+Activations save a code of a few bits for each element of the input. Most other functions save quantized tensors, which
+are called copies. Tensors are quantized with random rounding. A gradient is called exact in expectation if its mean
+over the rounding is the gradient that torch computes.
 
-Each file has the functions of one kind of layer and their autograd Functions. This folder may import `fewbit.runtime`. It
-defines no modules; `fewbit.nn` does.
+Each file contains the functions for one kind of layer and their autograd Functions. This folder may import
+`fewbit.runtime`. It defines no modules; those are in `fewbit.nn`.
 """
 
 from types import FunctionType

@@ -1,22 +1,24 @@
 """Activations with torch.nn.functional's signatures plus `bits` and `table`.
 
-Every function computes f(input) with torch's function, in the input's shape, dtype and memory format. In the backward pass a
-step function q replaces the derivative of f: the gradient is `q(input) * grad` (Few-bit Backward, Novikov et al., ICML
-2023). A table (docs/solver.md) lists the few values of q. For each element only a code is saved, the number of q(input) in
-the table. The codes of n elements take `4 * b * ceil(n / 32)` bytes, with b = `bits`, or less if the table has fewer values.
-If no gradient is needed, torch's own function runs.
+Every function computes its activation f(input) with torch's function, in the input's shape, dtype and memory format. In
+the backward pass a step function q replaces the derivative of f: the gradient is `q(input) * grad` (Few-bit Backward,
+Novikov et al., ICML 2023). A table (docs/solver.md) lists the few values of q. For each element only a code is saved,
+the index of q(input) in the table. The codes of n elements take `4 * b * ceil(n / 32)` bytes. Here b is `bits`, or the
+smallest number of bits with which all values of the table have a code. If no gradient is needed, torch's own function
+runs and nothing is saved.
 
 Args of all functions:
     input: float32, float64, float16 or bfloat16, of any shape and strides.
     inplace: as in torch. The input is overwritten after its codes are computed.
-    bits: bits per code, 1 to 8, or None for torch's own function and derivative.
+    bits: bits per code, 1 to 8, or None to run torch's own function, with its own derivative.
     table: a `fewbit.Table` of the same function and parameters, in place of the default table.
 
 Raises of all functions:
     FunctionError: the function is not defined for these parameters.
     SolveError: the solver cannot make a table for these parameters.
     TableError: the table is for another function or other parameters.
-    InputError: `bits` or the dtype of `input` is none of these, or the input cannot be overwritten.
+    InputError: `bits` or the dtype of `input` is not listed above, or `inplace` is set and the input cannot be
+        overwritten.
     GradientError: in the backward pass, if a second derivative is requested.
 """
 
@@ -76,8 +78,9 @@ __all__ = [
 ]
 
 
-# torch compares with these functions' parameters in float32 (float64 for float64 inputs) and saturates there. The two
-# shrinks compare in the input's own dtype; that differs at one value of a 16-bit dtype that cannot represent lambd.
+# torch rounds the parameters of these functions to float32 (unless the input is float64) and compares elements with the
+# rounded numbers, so the table is made for the rounded numbers. The two shrinks round lambd to the input's own dtype.
+# If a 16-bit dtype cannot represent lambd, this makes a difference for one value of |x|.
 _COMPARED = {"threshold", "hardtanh", "hardshrink", "softshrink"}
 
 
@@ -85,7 +88,7 @@ def _apply(input, function, parameters, bits, table, inplace=False):
     if bits is None:
         return torchs_own(input, function, tuple(parameters), inplace)
     if torch.compiler.is_compiling():
-        # The table depends on these numbers, so symbolic ones become constants.
+        # The table depends on the parameters and bits, so symbolic numbers become constants.
         parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
         bits = next((number for number in range(1, 9) if number == bits), bits)
     designed_for = parameters = tuple(map(float, parameters)) if parameters else ()
@@ -95,20 +98,20 @@ def _apply(input, function, parameters, bits, table, inplace=False):
     return apply(input, function, parameters, encoding, inplace)
 
 
-# -- derivatives with two values: 1 bit is exact, and more is never saved ------------------------------------
+# -- derivatives with two values: 1 bit represents them exactly, so no more is saved --------------------------
 
 
 def relu(
     input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.relu."""
+    """Compute torch.nn.functional.relu and save 1 bit per element."""
     return _apply(input, "relu", (), bits, table, inplace)
 
 
 def relu6(
     input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.relu6."""
+    """Compute torch.nn.functional.relu6 and save 1 bit per element."""
     return _apply(input, "relu6", (), bits, table, inplace)
 
 
@@ -120,7 +123,7 @@ def leaky_relu(
     bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.leaky_relu."""
+    """Compute torch.nn.functional.leaky_relu and save 1 bit per element."""
     return _apply(input, "leaky_relu", (negative_slope,), bits, table, inplace)
 
 
@@ -133,7 +136,7 @@ def threshold(
     bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.threshold."""
+    """Compute torch.nn.functional.threshold and save 1 bit per element."""
     return _apply(input, "threshold", (threshold, value), bits, table, inplace)
 
 
@@ -146,28 +149,28 @@ def hardtanh(
     bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.hardtanh."""
+    """Compute torch.nn.functional.hardtanh and save 1 bit per element."""
     return _apply(input, "hardtanh", (min_val, max_val), bits, table, inplace)
 
 
 def hardsigmoid(
     input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.hardsigmoid."""
+    """Compute torch.nn.functional.hardsigmoid and save 1 bit per element."""
     return _apply(input, "hardsigmoid", (), bits, table, inplace)
 
 
 def hardshrink(
     input: Tensor, lambd: float = 0.5, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.hardshrink."""
+    """Compute torch.nn.functional.hardshrink and save 1 bit per element."""
     return _apply(input, "hardshrink", (lambd,), bits, table)
 
 
 def softshrink(
     input: Tensor, lambd: float = 0.5, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.softshrink."""
+    """Compute torch.nn.functional.softshrink and save 1 bit per element."""
     return _apply(input, "softshrink", (lambd,), bits, table)
 
 
@@ -181,11 +184,12 @@ def rrelu(
     bits: int | None = 1,
     table: Table | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.rrelu, also in training, in which its slopes are random.
+    """Compute torch.nn.functional.rrelu and save 1 bit per element.
 
-    In training each element's sign is saved in 1 bit, together with the state of torch's random generator (5056 bytes on the
-    CPU, 16 on CUDA). The backward pass draws the same slopes from this state, so the gradient equals torch's, whatever
-    `bits` and `table` are. If the state cannot be read (torch.compile, CUDA graphs), torch's own function runs.
+    If `training` is set, the slopes of negative elements are random. The sign of each element is then saved in 1 bit,
+    together with the state of torch's random generator (5056 bytes on the CPU, 16 on CUDA). The backward pass draws the
+    same slopes from this state, so the gradient equals torch's, and `table` is not used. If the state cannot be read
+    (torch.compile, CUDA graphs), torch's own function runs.
     """
     if training:
         if bits is None or not needs_grad(input) or not can_replay(input):
@@ -202,7 +206,7 @@ def rrelu(
 def gelu(
     input: Tensor, approximate: str = "none", *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.gelu; approximate: "none" or "tanh"."""
+    """Compute torch.nn.functional.gelu, with `approximate` "none" or "tanh", and save `bits` bits per element."""
     if approximate not in ("none", "tanh"):
         raise FunctionError(f"gelu: expected 'none' or 'tanh' for approximate, got {approximate!r}")
     function = "gelu" if approximate == "none" else "gelu_tanh"
@@ -217,7 +221,7 @@ def elu(
     bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.elu."""
+    """Compute torch.nn.functional.elu and save `bits` bits per element."""
     return _apply(input, "elu", (alpha,), bits, table, inplace)
 
 
@@ -229,60 +233,60 @@ def celu(
     bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.celu."""
+    """Compute torch.nn.functional.celu and save `bits` bits per element."""
     return _apply(input, "celu", (alpha,), bits, table, inplace)
 
 
 def selu(
     input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.selu."""
+    """Compute torch.nn.functional.selu and save `bits` bits per element."""
     return _apply(input, "selu", (), bits, table, inplace)
 
 
 def silu(
     input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.silu."""
+    """Compute torch.nn.functional.silu and save `bits` bits per element."""
     return _apply(input, "silu", (), bits, table, inplace)
 
 
 def mish(
     input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.mish."""
+    """Compute torch.nn.functional.mish and save `bits` bits per element."""
     return _apply(input, "mish", (), bits, table, inplace)
 
 
 def hardswish(
     input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.hardswish."""
+    """Compute torch.nn.functional.hardswish and save `bits` bits per element."""
     return _apply(input, "hardswish", (), bits, table, inplace)
 
 
 def sigmoid(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """Compute torch.sigmoid."""
+    """Compute torch.sigmoid and save `bits` bits per element."""
     return _apply(input, "sigmoid", (), bits, table)
 
 
 def logsigmoid(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """Compute torch.nn.functional.logsigmoid."""
+    """Compute torch.nn.functional.logsigmoid and save `bits` bits per element."""
     return _apply(input, "logsigmoid", (), bits, table)
 
 
 def tanh(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """Compute torch.tanh."""
+    """Compute torch.tanh and save `bits` bits per element."""
     return _apply(input, "tanh", (), bits, table)
 
 
 def tanhshrink(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """Compute torch.nn.functional.tanhshrink."""
+    """Compute torch.nn.functional.tanhshrink and save `bits` bits per element."""
     return _apply(input, "tanhshrink", (), bits, table)
 
 
 def softsign(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """Compute torch.nn.functional.softsign."""
+    """Compute torch.nn.functional.softsign and save `bits` bits per element."""
     return _apply(input, "softsign", (), bits, table)
 
 
@@ -294,7 +298,7 @@ def softplus(
     bits: int | None = 3,
     table: Table | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.softplus."""
+    """Compute torch.nn.functional.softplus and save `bits` bits per element."""
     return _apply(input, "softplus", (beta, threshold), bits, table)
 
 
@@ -304,12 +308,16 @@ def quick_gelu(input: Tensor, *, bits: int | None = 3, table: Table | None = Non
 
 
 def relu_squared(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """Compute transformers' relu2, relu(x)**2. The derivative is unbounded; q is constant beyond the table's domain."""
+    """Compute transformers' relu2, relu(x)**2, and save `bits` bits per element.
+
+    The derivative is unbounded for large x. The backward pass uses one constant value for all x beyond the table's
+    domain.
+    """
     return _apply(input, "relu_squared", (), bits, table)
 
 
 def gelu_fast(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """Compute transformers' gelu_fast."""
+    """Compute transformers' gelu_fast, an approximation of gelu by tanh."""
     return _apply(input, "gelu_fast", (), bits, table)
 
 
@@ -319,7 +327,7 @@ def gelu_10(input: Tensor, *, bits: int | None = 3, table: Table | None = None) 
 
 
 def sqrtsoftplus(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
-    """Compute transformers' sqrtsoftplus."""
+    """Compute transformers' sqrtsoftplus, sqrt(softplus(x))."""
     return _apply(input, "sqrtsoftplus", (), bits, table)
 
 
@@ -350,22 +358,23 @@ def pointwise(
 
     Only the input gets a gradient. If the input needs none, the callable simply runs.
 
-    In eager mode the parameters, buffers and numbers that the callable uses may change between calls; docs/runtime.md says
-    which changes are noticed. Compiled code uses the table with which it was compiled, whatever changes later.
+    In eager mode the parameters, buffers and numbers that the callable uses may change between calls; docs/runtime.md
+    says which changes are noticed. Compiled code uses the table with which it was compiled, whatever changes later.
 
     Args:
         input: A floating tensor of any shape and strides.
         function: A callable, or module, that takes a tensor and returns a tensor.
-        bits: Bits per code, 1 to 8, or None to run the callable itself.
-        table: The table to use. By default the solver makes one, once per process, and again if the callable's values have
-            changed; `fewbit.solve` says which callables it accepts. Pass a table to use the same one in all processes.
+        bits: Bits per code, 1 to 8, or None to run the callable with torch's own derivative.
+        table: The table to use. By default the solver makes one, once per process, and again if the callable's values
+            have changed. The docstring of `fewbit.solve` describes the callables that the solver accepts. Pass a table
+            to use the same one in all processes.
 
     Returns:
         function(input).
 
     Raises:
-        FunctionError: The input needs a gradient, but the callable uses parameters that need one, returns different values
-            in every call, or is one for which the solver cannot make a table.
+        FunctionError: The input needs a gradient, but the callable uses parameters that need one, returns different
+            values in every call, or is one for which the solver cannot make a table.
     """
     if bits is None:
         return function(input)
@@ -373,8 +382,8 @@ def pointwise(
     if not needs_grad(input):
         return function(input)
     if torch.compiler.is_compiling():
-        # The compiler takes functions with the same code for one function, even if they enclose different values. Asking
-        # for the identity makes it compile each function on its own, with the table that was solved for it.
+        # torch.compile would use one compiled graph for all functions with the same code, even if they enclose
+        # different values. The call of id() makes it compile each function on its own, with this function's table.
         id(function)
     encoding = callable_encoding_text(
         function, bits, table, input.device, input.dtype, is_plain(input)

@@ -1,30 +1,35 @@
-"""Scaled dot-product attention, which saves query, key and value quantized, and neither the output nor probabilities.
+"""Scaled dot-product attention, which saves only query, key and value, quantized.
 
-torch saves query, key, value, the output and the log-sum-exp of each row. If torch has no fused kernel (dropout on the CPU,
-a mask that needs a gradient), it saves matrices of L x S elements. Here the backward pass runs torch's own attention again
-on the dequantized q^, k^ and v^, and differentiates that run.
+torch saves query, key, value, the output and the log-sum-exp of each row. If torch has no fused kernel (dropout on the
+CPU, a mask that needs a gradient), it also saves matrices of L x S elements, for L queries and S keys. Here the
+backward pass dequantizes q^, k^ and v^ from the saved copies of query q, key k and value v. It runs torch's own
+attention again on q^, k^ and v^, and differentiates that run.
 
-The gradients are not linear in q^, k^ and v^, so their means over the random rounding differ from the exact gradients. This
-difference is called the bias. q^, k^ and v^ are rounded independently, and the mean of each is exact. Every gradient G is a
-function of the elements x of q, k and v, and its bias is
+The gradients are not linear in q^, k^ and v^, so their means over the random rounding differ from the exact gradients.
+This difference is called the bias. q^, k^ and v^ are rounded independently, and the mean of each is exact. Let G be one
+of the exact gradients, as a function of the elements x of q, k and v, and G^ the gradient that the backward pass
+computes. The bias of G^ is, up to terms of higher order (ActNN, long version, appendix B.2, derives the same for
+norms),
 
     E[G^] - G = 1/2 sum_x Var[x^] d2G / dx2
 
-up to terms of higher order (ActNN, long version, appendix B.2, has the same for norms). Var[x^] is the variance that
-rounding adds: f (1 - f) step^2, with the distance step between neighboring levels and the distance f step between x and the
-level below. The gradient of the value is P^T g, with the probabilities P and the gradient g of the output. Its bias is
-(E[P^] - P)^T g. With the scores S = scale q k^T and rows i,
+Var[x^] = f (1 - f) step^2 is the variance that rounding adds to x. Here step is the distance between the two
+neighboring levels to which x can be rounded, and f is the distance from x to the lower one, divided by step.
 
+With the probabilities P and the gradient g of the output, the gradient of v is transpose(P) g. Its bias is
+transpose(E[P^] - P) g, in which P^ are the probabilities computed from q^ and k^. Let i number the queries, j and m the
+keys, and d the features. With the scores S and the mean key a_i of query i,
+
+    S_ij = scale sum_d q_id k_jd     a_id = sum_m P_im k_md
     E[P^_ij] - P_ij = P_ij / 2 (w_ij - sum_m P_im w_im)     w_ij = Var[S^_ij - sum_m P_im S^_im]
     w_ij = scale^2 sum_d (Var[q^_id] (k_jd - a_id)^2 + q_id^2 Var[k^_jd - a^_id])
 
-with a_i = sum_m P_im k_m. On average, rounding therefore raises the probabilities of the scores to which it adds the most
-variance.
+On average, rounding therefore raises the probabilities of the keys to whose scores it adds the most variance.
 
-For normal q, k and v (one head, 16 queries and keys of 16 features, median of 96 draws of all three), the bias at 2, 3 and 4
-bits is 25, 5 and 1.1 % of the gradients of query and key, and 15, 3.0 and 0.6 % of the gradient of value. The error of a
-single backward pass is much larger, but averages out: for query and key it is 160, 62 and 28 % at 2, 3 and 4 bits, and 1.7 %
-at 8 bits. All these numbers grow with the size of the scores.
+For normally distributed q, k and v (one head, 16 queries and keys of 16 features, median of 96 random examples), the
+bias at 2, 3 and 4 bits is 25, 5 and 1.1 % of the gradients of query and key, and 15, 3.0 and 0.6 % of the gradient of
+value. A single backward pass has a much larger error, whose mean over many passes is the bias: for query and key it is
+160, 62 and 28 % at 2, 3 and 4 bits, and 1.7 % at 8 bits. All these numbers grow with the size of the scores.
 """
 
 from __future__ import annotations
@@ -73,13 +78,15 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Compute torch.nn.functional.scaled_dot_product_attention and save query, key and value quantized.
 
-    The docstring of this file has the bias of the gradients. If only `value` needs a gradient, `value` is not saved, because
-    that gradient does not depend on its values. With dropout, the state of torch's random generator is saved too (5056 bytes
-    on the CPU, 16 on CUDA). The backward pass draws the same dropout mask from this state, and leaves torch's generator as
-    it is.
+    The mean of a gradient over the random rounding differs from the exact gradient; the docstring of
+    `fewbit/functional/attention.py` says by how much. If only `value` needs a gradient, `value` is not saved, because
+    its gradient does not depend on `value`. With dropout, the state of torch's random generator is saved too (5056
+    bytes on the CPU, 16 on CUDA). The backward pass draws the same dropout mask from this state, without changing
+    torch's generator.
 
-    torch's own function runs for nested tensors. With dropout it also runs under torch.compile, during the capture of a CUDA
-    graph, and on devices other than CPU and CUDA, because the state of a generator cannot be read there.
+    For nested tensors torch's own function runs. With dropout, torch's own function also runs under torch.compile,
+    during the capture of a CUDA graph, and on devices other than CPU and CUDA, because the state of the generator
+    cannot be read.
 
     Args:
         query: (N, ..., Hq, L, E), floating.
@@ -92,7 +99,7 @@ def scaled_dot_product_attention(
         enable_gqa: as in torch.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
+        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
 
     Returns:
         (N, ..., Hq, L, Ev).
@@ -113,9 +120,11 @@ class How(NamedTuple):
         is_causal: as in torch.
         scale: as in torch.
         enable_gqa: as in torch.
-        repeats: the number of times that each head of key and value is repeated, as transformers does before the call.
-        weighed: whether the probabilities are returned too, computed as in torch.nn.functional.multi_head_attention_forward.
-            Set neither scale, is_causal, enable_gqa nor repeats then.
+        repeats: how often each head of key and value is repeated before attention. transformers does this if several
+            heads of the query use the same key and value.
+        weighed: whether to return the probabilities too, computed as in
+            torch.nn.functional.multi_head_attention_forward. If so, scale, is_causal, enable_gqa and repeats must have
+            their default values.
     """
 
     dropout_p: float = 0.0
@@ -134,9 +143,10 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         key: as in `scaled_dot_product_attention`.
         value: as in `scaled_dot_product_attention`.
         attn_mask: as in `scaled_dot_product_attention`.
-        position_bias: None, or a floating tensor that is added to the scores. Mask and position bias are saved as two
-            tensors, not as their sum, because other layers usually save the same two.
-        how: the settings.
+        position_bias: None, or a floating tensor that is added to the scores, of a shape that broadcasts to
+            (N, ..., Hq, L, S). Mask and position bias are saved as two tensors, not as their sum, because other layers
+            usually save the same two tensors.
+        how: the settings of the call.
         quantizer: quantizes the saved tensors.
 
     Returns:
@@ -154,7 +164,7 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
 
 
 def _attend(query, key, value, mask, bias, how: How):
-    """Compute attention as torch and transformers do."""
+    """Run torch's own attention, after repeating heads and adding the position bias as transformers does."""
     with bypass():
         if how.repeats > 1:
             key, value = _repeated(key, how.repeats), _repeated(value, how.repeats)
@@ -192,7 +202,10 @@ def _repeated(x, times: int):
 
 
 def _biased(query, key, mask, bias, is_causal: bool):
-    """Return the mask plus bias. Masked scores get the smallest finite number, not -inf, as in transformers."""
+    """Return the sum of mask and position bias, which is the lowest finite number, not -inf, for masked scores.
+
+    transformers computes the sum in the same way.
+    """
     floor = torch.finfo(key.dtype).min
     if mask is None and is_causal:
         rows, columns = (torch.arange(x.shape[-2], device=key.device) for x in (query, key))
@@ -209,7 +222,7 @@ def _biased(query, key, mask, bias, is_causal: bool):
 class _Attention(Function):
     @staticmethod
     def forward(ctx, query, key, value, mask, bias, how, quantizer):
-        # Without a gradient of the probabilities, the backward pass does not differentiate them.
+        # If the probabilities get no gradient, the backward pass need not differentiate them.
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:5]
         state = state_of(query) if how.dropout_p > 0 else None
@@ -221,7 +234,7 @@ class _Attention(Function):
         factors = [
             quantizer.quantize(query),
             quantizer.quantize_independent(key, query),
-            # The value's own gradient does not depend on the value.
+            # The gradient of the value does not depend on the value itself.
             quantizer.quantize_independent(value, key, query)
             if any((*needs[:2], *needs[3:]))
             else None,
@@ -233,7 +246,8 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        # torch draws no random numbers inside vmap, and torch.func.vmap differentiates nothing by autograd.
+        # With dropout all batches of gradients are refused, because torch draws no random numbers inside vmap. Without
+        # dropout only those of torch.func.vmap are, because autograd differentiates nothing inside it.
         refuse_batches("attention", grads, transforms_only=ctx.how.dropout_p == 0)
         (query, key, value), (mask, bias, state) = copies.load(ctx)
         if value is None:
@@ -251,12 +265,12 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
     """Return the gradients of those inputs that need one, by differentiating torch's own attention.
 
     Args:
-        inputs: query, key, value, mask and bias.
-        grads: the gradients of the results, each None if it has none.
-        needs: whether each input needs a gradient.
-        autocast: the dtype to which autocast cast in the forward pass, or None.
-        how: the settings.
-        state: the state of torch's generator before the forward pass, or None.
+        inputs: query, key, value, mask and position bias.
+        grads: the gradients of the results; None for a result without a gradient.
+        needs: five booleans, whether each input needs a gradient.
+        autocast: autocast's dtype in the forward pass, or None if autocast was off.
+        how: the settings of the call.
+        state: the state of torch's generator before the forward pass, or None without dropout.
     """
     query = inputs[0]
     inputs = [
@@ -286,14 +300,16 @@ def _autocast(x) -> torch.dtype | None:
 
 @contextmanager
 def _choosing(x, needs):
-    """Let torch choose the kernel that it chooses for inputs that need a gradient.
+    """Make torch choose the same kernel as outside of an autograd Function, in which gradients are disabled.
 
-    On CUDA the choice depends on that, and on any device if the mask needs a gradient. The graph is never differentiated.
+    torch's choice depends on whether the inputs need a gradient: on CUDA always, on other devices if the mask needs
+    one. Within the block gradients are enabled. The graph that torch then builds is never differentiated.
     """
     if torch.compiler.is_compiling() or not (x.is_cuda or any(needs[3:])):
         yield
         return
-    # A hook that returned the tensor itself would make a node hold its own result, a cycle that nothing ever frees.
+    # If the hook returned the tensor itself, a node of the graph would hold its own result. Such a cycle is never
+    # freed.
     drop = lambda tensor: None  # noqa: E731
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop):
         yield
@@ -308,7 +324,7 @@ def _attention_backward(query, key, value, mask, bias, grads, needs, autocast, *
     for gradient in _gradients(inputs, grads, needs, autocast, How(*how)):
         stride = layout.contiguous_stride(gradient.shape)
         result = layout.bring_to(gradient, stride).as_strided(gradient.shape, stride)
-        # The results of an op must share no memory with each other or with its inputs.
+        # The results of an op must share no memory with each other or with the op's inputs.
         if _address(result) in memory or result.storage_offset():
             result = result.clone()
         memory.add(_address(result))
@@ -320,7 +336,7 @@ def _address(x) -> int:
     return x.untyped_storage().data_ptr()
 
 
-# One op, because a compiler traces no call of autograd inside a backward pass.
+# This is one op, because a compiler cannot trace a call of torch.autograd.grad inside a backward pass.
 _gradients_op = define(
     "attention_backward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, "
     "Tensor?[] grads, bool[] needs, ScalarType? autocast, float dropout_p, bool is_causal, "

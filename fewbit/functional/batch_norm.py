@@ -1,6 +1,6 @@
 """Batch, instance and synchronized batch norm, whose normalized input is saved quantized.
 
-`fewbit/functional/layer_norm.py` explains what is saved, and how exact the gradients are.
+The docstring of `fewbit/functional/layer_norm.py` explains what is saved, and how exact the gradients are.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ def batch_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.batch_norm and save the normalized input quantized.
 
-    The gradient of `bias` is exact, and that of `weight` is exact in expectation. The gradient of `input` is exact in
-    expectation only with `copies=2`. If `training` is False, nothing is quantized, and the input is saved only if the weight
-    needs a gradient.
+    The gradient of `bias` is exact. The gradient of `weight` is exact in expectation: its mean over the random rounding
+    is exact. The gradient of `input` is exact in expectation only with `copies=2`. If `training` is False, nothing is
+    quantized, and the input is saved only if the weight needs a gradient.
 
     Args:
-        input: (N, C, *), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes for each group (6
-            if its minimum is float32). A reciprocal standard deviation for each channel is saved too.
+        input: (N, C, *), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes for every
+            `group_size` elements (6 if their minimum is float32). A reciprocal standard deviation for each channel is
+            saved too.
         running_mean: (C,), or None.
         running_var: (C,), or None.
         weight: (C,), or None.
@@ -69,8 +70,9 @@ def batch_norm(
         eps: as in torch.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        copies: the number of saved copies, 1, or 2 for an input gradient that is exact in expectation.
-        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
+        copies: how many quantized copies of the normalized input are saved: 1, or 2 for an input gradient that is exact
+            in expectation.
+        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
 
     Returns:
         A tensor of the input's shape.
@@ -81,7 +83,8 @@ def batch_norm(
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, *contiguous(weight, bias)
     served = is_served(input, weight, bias) and input.dim() >= 2
-    if not served or _are_differentiated(running_mean, running_var):  # torch raises for the last
+    # If the running statistics need a gradient, torch's own function raises an error.
+    if not served or _are_differentiated(running_mean, running_var):
         return torch_functional.batch_norm(input, *vectors, training, momentum, eps)
     if not training:
         if weight is not None and weight.requires_grad:
@@ -106,15 +109,17 @@ def instance_norm(
     copies: int = 1,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.instance_norm of (N, C, *); all else is as in `batch_norm`.
+    """Compute torch.nn.functional.instance_norm of an input (N, C, *) and save the normalized input quantized.
 
-    As in torch, this is the batch norm of one sample with N C channels. A reciprocal standard deviation is saved for each of
-    them.
+    As in torch, this is the batch norm of one sample with N * C channels, so N * C reciprocal standard deviations are
+    saved. `use_input_stats` is as in torch. The other arguments, and how exact the gradients are, are as in
+    `batch_norm`.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
     served = use_input_stats and is_served(input, weight, bias) and input.dim() > 2
-    if not served or _are_differentiated(running_mean, running_var):  # torch raises for the last
+    # If the running statistics need a gradient, torch's own function raises an error.
+    if not served or _are_differentiated(running_mean, running_var):
         return torch_functional.instance_norm(input, *vectors, use_input_stats, momentum, eps)
     torch_functional._verify_spatial_size(input.size())
     n, c = input.shape[:2]
@@ -135,13 +140,14 @@ def _are_differentiated(*vectors) -> bool:
 
 
 def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantizer):
-    """Compute the batch norm of x viewed in the shape `view`. x is quantized in its own shape."""
+    """Compute the batch norm of x viewed in the shape `view`, and quantize the normalized input in x's own shape."""
     if not torch.compiler.is_compiling():
         arguments = view, mean, var, weight, bias, momentum, eps, copies, quantizer
         return _BatchNorm.apply(x, *arguments)[0]
-    # Dynamo puts a symbolic eps into the graph that uses it first, and that must not be the graph of the Function.
+    # Dynamo puts a symbolic eps into the first graph that uses eps. That must not be the graph of the
+    # Function, so eps is used here.
     eps = eps + 0.0
-    # A compiler traces no in-place change inside a Function.
+    # A compiler cannot trace in-place changes inside a Function, so the running statistics are updated below.
     arguments = view, None, None, weight, bias, momentum, eps, copies, quantizer
     y, batch_mean, rstd = _BatchNorm.apply(x, *arguments)
     if mean is not None:
@@ -153,7 +159,7 @@ def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, q
 
 
 class _BatchNorm(Function):
-    """Batch norm, which returns (y, mean, reciprocal deviation)."""
+    """Batch norm in training, which returns (y, mean, reciprocal standard deviation)."""
 
     @staticmethod
     def forward(
@@ -222,25 +228,31 @@ class _BatchNorm(Function):
 
 
 def _as(x, view):
-    """Return x viewed in a shape; x itself if it has that shape, as a view may change strides of dimensions of size 1."""
+    """Return x viewed in the shape `view`.
+
+    If x has this shape, the result is x itself, because a view may change the strides of dimensions of size 1.
+    """
     return x if x.shape == view else x.view(view)
 
 
 def _of_channels(statistic, view, shape):
-    """Return a statistic for each channel of the shape `view`, in a shape that broadcasts to `shape`."""
+    """Reshape a statistic, which has one entry for each channel of `view`, so that it broadcasts to `shape`."""
     placed = (1, -1) if view == shape else shape[:2]
     return statistic.view(*placed, *[1] * (len(shape) - 2))
 
 
 def _channel_stride(x) -> int | None:
-    """Return how many consecutive elements, in storage order, have the same channel; None for other layouts."""
+    """Return how many consecutive elements, in storage order, have the same channel.
+
+    The result is None if x is neither contiguous nor channels-last.
+    """
     if x.is_contiguous():
         return math.prod(x.shape[2:])
     return 1 if x.is_contiguous(memory_format=suggest_memory_format(x)) else None
 
 
 class _FrozenBatchNorm(Function):
-    """Batch norm with running statistics and a frozen weight, whose gradients need nothing of the input."""
+    """Batch norm with running statistics and a weight that needs no gradient, which does not have to save the input."""
 
     @staticmethod
     def forward(ctx, x, running_mean, running_var, weight, bias, eps):
@@ -276,9 +288,9 @@ def sync_batch_norm(
 ) -> Tensor:
     """Compute torch.nn.SyncBatchNorm in training, in a group of two processes or more.
 
-    This saves the normalized input quantized, a reciprocal standard deviation for each channel, and the number of elements
-    of each process. Gradients are as exact as those of `batch_norm` with `copies=1`. The forward and the backward pass are
-    torch's own; the backward pass gets the dequantized input in place of the input.
+    The function saves the normalized input quantized, a reciprocal standard deviation for each channel, and the number
+    of elements of each process. Gradients are as exact as those of `batch_norm` with `copies=1`. The forward and the
+    backward pass are torch's own; the backward pass gets the dequantized input in place of the input.
 
     Args:
         input: (N, C, *), on a device for which torch implements SyncBatchNorm.
@@ -296,14 +308,14 @@ def sync_batch_norm(
     """
     vectors = weight, bias, running_mean, running_var
     if not is_differentiated(input, weight, bias):
-        # Processes synchronize their statistics all the same.
+        # Even without gradients the processes synchronize their statistics.
         size = process_group.size()
         return TorchSyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, size)
     return _SyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, quantizer)
 
 
 class _Context:
-    """The part of an autograd context that the forward of torch's Function uses."""
+    """A replacement for the autograd context `ctx`, with the one method that torch's SyncBatchNorm calls in forward."""
 
     def save_for_backward(self, *tensors):
         self.saved_tensors = tensors
@@ -337,7 +349,7 @@ class _SyncBatchNorm(Function):
     def backward(ctx, grad):
         weight, rstd, count, *tensors = ctx.saved_tensors
         context = _Context()
-        # For the bias alone only the input's shape matters.
+        # If only the bias needs a gradient, only the input's shape matters.
         x = grad.new_zeros(()).expand(ctx.size)
         if tensors:
             x = ctx.spec.dequantize(tensors).div_(per_channel(rstd, grad.dim()))
@@ -348,7 +360,7 @@ class _SyncBatchNorm(Function):
 
 
 def _in_torch_format(x):
-    """Return x in a memory format that torch's own layer preserves."""
+    """Return x itself if x is channels-last, else x in contiguous memory: torch's layer preserves these two formats."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if channels_last is not None and x.is_contiguous(memory_format=channels_last):
         return x

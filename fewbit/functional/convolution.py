@@ -1,6 +1,6 @@
 """Convolutions, plain and transposed, whose inputs are saved quantized for the weight's gradient.
 
-The rounding is random. A gradient is exact in expectation if its mean over the rounding is the exact gradient.
+The rounding is random. A gradient is called exact in expectation if its mean over the rounding is the exact gradient.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ def conv1d(
 ) -> Tensor:
     """Compute torch.nn.functional.conv1d and save the input quantized.
 
-    The gradients of input and bias are exact. The weight's gradient is exact in expectation (ActNN, long version,
-    appendix B.1). If the weight needs no gradient, nothing of the input is saved.
+    The gradients of input and bias are exact. The weight's gradient is exact in expectation: its mean over the random
+    rounding is exact (ActNN, long version, appendix B.1). If the weight needs no gradient, the input is not saved.
 
     Args:
-        input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)` bytes are
-            saved, and 4 bytes for each group (6 if its minimum is float32).
+        input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)`
+            bytes are saved, and 4 bytes for every `group_size` elements (6 if their minimum is float32).
         weight: (out, C / groups, kernel).
         bias: (out,), or None.
-        stride: as in torch, one number or a number for each dimension.
-        padding: as in torch, one number or a number for each dimension, "same" or "valid".
+        stride: as in torch: one number, or a number for each dimension.
+        padding: as in torch: one number, a number for each dimension, "same" or "valid".
         dilation: as in torch.
         groups: as in torch.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
+        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
 
     Returns:
         (N, out, L') or (out, L').
@@ -85,7 +85,10 @@ def conv2d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv2d of (N, C, H, W) or (C, H, W); all else is as in `conv1d`."""
+    """Compute torch.nn.functional.conv2d of an input (N, C, H, W) or (C, H, W) and save the input quantized.
+
+    The other arguments, and how exact the gradients are, are as in `conv1d`.
+    """
     settings = stride, padding, dilation, False, 0, groups
     return _convolve(2, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
@@ -103,7 +106,10 @@ def conv3d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv3d of (N, C, D, H, W) or (C, D, H, W); all else is as in `conv1d`."""
+    """Compute torch.nn.functional.conv3d of an input (N, C, D, H, W) or (C, D, H, W) and save the input quantized.
+
+    The other arguments, and how exact the gradients are, are as in `conv1d`.
+    """
     settings = stride, padding, dilation, False, 0, groups
     return _convolve(3, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
@@ -122,7 +128,11 @@ def conv_transpose1d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv_transpose1d; weight: (C, out / groups, kernel); all else is as in `conv1d`."""
+    """Compute torch.nn.functional.conv_transpose1d and save the input quantized.
+
+    The weight is (C, out / groups, kernel), and `output_padding` is as in torch. The other arguments, and how exact the
+    gradients are, are as in `conv1d`.
+    """
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(1, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
@@ -141,7 +151,11 @@ def conv_transpose2d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv_transpose2d; weight: (C, out / groups, kH, kW); all else is as in `conv2d`."""
+    """Compute torch.nn.functional.conv_transpose2d and save the input quantized.
+
+    The weight is (C, out / groups, kH, kW), and `output_padding` is as in torch. The other arguments, and how exact the
+    gradients are, are as in `conv2d`.
+    """
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(2, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
@@ -160,13 +174,20 @@ def conv_transpose3d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv_transpose3d; weight: (C, out / groups, kD, kH, kW); all else is as in `conv3d`."""
+    """Compute torch.nn.functional.conv_transpose3d and save the input quantized.
+
+    The weight is (C, out / groups, kD, kH, kW), and `output_padding` is as in torch. The other arguments, and how exact
+    the gradients are, are as in `conv3d`.
+    """
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(3, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
 
 
 def _convolve(dims, x, weight, bias, settings, quantizer):
-    """Compute a convolution over `dims` dimensions. settings: arguments of `torch.convolution`, not checked yet."""
+    """Compute a convolution over `dims` dimensions.
+
+    `settings` is (stride, padding, dilation, transposed, output_padding, groups), as the user gave them.
+    """
     stride, padding, dilation, transposed, output_padding, groups = settings
     served = is_differentiated(x, weight, bias) and x.dim() in (dims + 1, dims + 2)
     if isinstance(padding, str):
@@ -182,7 +203,7 @@ def _convolve(dims, x, weight, bias, settings, quantizer):
     settings = stride, _per_dim(padding, dims), dilation, transposed, output_padding, groups
     if x.dim() == weight.dim():
         return _Convolution.apply(x, weight, bias, settings, quantizer)
-    # An unbatched input is a batch of one in torch too.
+    # torch, too, treats an unbatched input as a batch of one sample.
     return _Convolution.apply(x.unsqueeze(0), weight, bias, settings, quantizer).squeeze(0)
 
 
@@ -192,7 +213,11 @@ def _per_dim(value, dims: int) -> tuple[int, ...]:
 
 
 def _padded(x, weight, padding: str, dilation):
-    """Return x and the padding left to do: as in torch, "same" may pad one element more at the end than in front."""
+    """Pad the ends of x if "same" pads more there than at the starts; return x and the padding that remains.
+
+    As in torch, "same" may pad one element more at the end of a dimension than at the start. The padding that remains
+    is one number for each dimension, for both ends.
+    """
     if padding == "valid":
         return x, (0,) * len(dilation)
     total = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
@@ -203,7 +228,7 @@ def _padded(x, weight, padding: str, dilation):
 
 
 def _by_torch(dims, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
-    """Compute the convolution by the functions that autocast knows; it does not know torch.convolution."""
+    """Compute a convolution with torch's function for `dims` dimensions, because autocast ignores torch.convolution."""
     if transposed:
         function = getattr(torch_functional, f"conv_transpose{dims}d")
         return function(x, weight, bias, stride, padding, output_padding, groups, dilation)

@@ -1,11 +1,12 @@
 """Dropout, whose mask is saved in 1 bit for each element.
 
-Every function has the signature of torch.nn.functional's function with its name. From the same state of torch's random
-generator, it computes the same result and leaves the generator in the same state. Gradients equal torch's to the bit. In
-compiled code the compiler decides how random numbers are drawn, as it does for torch's own functions.
+Every function has the signature of the function with the same name in torch.nn.functional. Started from the same state
+of torch's random generator, both functions compute the same result and leave the generator in the same state. Gradients
+equal torch's to the bit. In compiled code the compiler decides how random numbers are drawn, as it does for torch's own
+functions.
 
-The functions save `4 * ceil(n / 32)` bytes for a mask of n elements; torch saves 1 to 8 bytes for each element. The mask has
-an element for each element of the input, or for each channel of a sample (`dropout1d` to `dropout3d`,
+The functions save `4 * ceil(n / 32)` bytes for a mask of n elements; torch saves 1 to 8 bytes for each element. The
+mask has one element for each element of the input, or for each channel of a sample (`dropout1d` to `dropout3d`,
 `feature_alpha_dropout`). If p is 0 or 1, torch's own function runs, which saves no tensor of the input's size.
 
 Args of all functions:
@@ -48,18 +49,18 @@ __all__ = [
 _ALPHA = 1.7580993408473766
 """Minus the limit of selu at -inf, as in torch."""
 _FUSED = ("cuda", "xpu")
-"""Devices on which torch computes mask and product in one kernel. On others it draws the mask, then multiplies."""
+"""Types of devices on which torch draws and applies the mask in one kernel. On others it first draws the mask."""
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Compute torch.nn.functional.dropout of an input of any shape."""
+    """Compute torch.nn.functional.dropout of an input of any shape and save 1 bit per element."""
     return _dropout(torch_functional.dropout, input, p, training, inplace)
 
 
 def dropout1d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Compute torch.nn.functional.dropout1d of (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.dropout1d of an input (N, C, L) or (C, L) and save 1 bit per channel."""
     features = input.dim() - 1 if input.dim() in (2, 3) else 0
     return _dropout(torch_functional.dropout1d, input, p, training, inplace, features)
 
@@ -67,7 +68,10 @@ def dropout1d(
 def dropout2d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Compute torch.nn.functional.dropout2d of (N, C, H, W). For other inputs torch's own function runs and warns."""
+    """Compute torch.nn.functional.dropout2d of an input (N, C, H, W) and save 1 bit per channel.
+
+    For inputs of other shapes torch's own function runs, which warns.
+    """
     features = 2 if input.dim() == 4 else 0
     return _dropout(torch_functional.dropout2d, input, p, training, inplace, features)
 
@@ -75,7 +79,7 @@ def dropout2d(
 def dropout3d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Compute torch.nn.functional.dropout3d of (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.dropout3d of an input (N, C, D, H, W) or (C, D, H, W) and save 1 bit per channel."""
     features = input.dim() - 3 if input.dim() in (4, 5) else 0
     return _dropout(torch_functional.dropout3d, input, p, training, inplace, features)
 
@@ -83,21 +87,21 @@ def dropout3d(
 def alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Compute torch.nn.functional.alpha_dropout of an input of any shape."""
+    """Compute torch.nn.functional.alpha_dropout of an input of any shape and save 1 bit per element."""
     return _dropout(torch_functional.alpha_dropout, input, p, training, inplace, kind="alpha")
 
 
 def feature_alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Compute torch.nn.functional.feature_alpha_dropout of (N, C, ...)."""
+    """Compute torch.nn.functional.feature_alpha_dropout of an input (N, C, ...) and save 1 bit per channel."""
     features = 2 if input.dim() >= 2 else 0
     function = torch_functional.feature_alpha_dropout
     return _dropout(function, input, p, training, inplace, features, kind="alpha")
 
 
 def _dropout(torchs_own, x, p, training, inplace, features=None, kind="plain") -> Tensor:
-    """Apply dropout.
+    """Apply dropout and save the mask for the backward pass.
 
     Args:
         torchs_own: torch's function, which runs if there is no mask to save.
@@ -105,14 +109,15 @@ def _dropout(torchs_own, x, p, training, inplace, features=None, kind="plain") -
         p: as in torch.
         training: as in torch.
         inplace: as in torch.
-        features: the number of leading dimensions of the mask, which elements along the others share. None: all dimensions.
-            0: x has a number of dimensions that fewbit's function does not take.
-        kind: "plain" or "alpha".
+        features: the number of leading dimensions along which the mask varies. Along the other dimensions all elements
+            have the same mask. None: the mask varies along all dimensions. 0: torch's own function runs, because x has
+            an unexpected number of dimensions.
+        kind: "alpha" for alpha dropout, else "plain".
     """
     if features == 0 or not _needs_mask(x, p, training, inplace):
         return torchs_own(x, p, training, inplace)
     if torch.compiler.is_compiling():
-        # The levels depend on p, so a symbolic p becomes a constant.
+        # The saved encoding depends on p, so a symbolic p becomes a constant.
         p = torch.fx.experimental.symbolic_shapes.guard_scalar(p)
         y = _Dropout.apply(x, float(p), kind, features, False)
         return x.copy_(y) if inplace else y
@@ -174,7 +179,7 @@ class _Dropout(Function):
 
 
 def _drawn(x, p, kind, features, inplace, plain):
-    """Return (result, mask, packed mask), by the steps of torch's composite dropout."""
+    """Apply dropout by the same steps as torch if it has no fused kernel, and return (result, mask, packed mask)."""
     if features is None:
         noise = torch.empty_like(x)
     else:
@@ -205,13 +210,13 @@ def _decode_mul(grad, packed, ctx):
 
 
 def _slope(p: float) -> float:
-    """Return the factor by which alpha dropout preserves the variance."""
+    """Return the factor by which alpha dropout multiplies its result to preserve the variance."""
     return 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
 
 
 @constant
 def _factor(p: float, kind: str, dtype: torch.dtype) -> float:
-    """Return the factor of elements that are not dropped, rounded as torch rounds it."""
+    """Return the factor by which elements that are not dropped are multiplied, rounded as torch rounds it."""
     return _rounded_factor(p, kind, dtype)
 
 
@@ -223,6 +228,6 @@ def _rounded_factor(p, kind, dtype):
 
 @constant
 def _encoding(factor: float) -> str:
-    """Return the encoding of a mask of zeros and ones, with the factor for the ones."""
+    """Return the text of an encoding (see `Encoding.parse`) that packs a 0/1 mask and decodes it as 0 and `factor`."""
     document = {"bits": 1, "levels": [0.0, factor], "breaks": [0.5], "codes": [0, 1]}
     return json.dumps(document, separators=(",", ":"))

@@ -1,21 +1,24 @@
 """Layer, root-mean-square and group norm, whose normalized input is saved quantized.
 
-The normalized input x~ = (x - mean) / s is saved in place of the input x; s is the standard deviation. Different channels or
-rows of x~ have the same scale, so that elements of several of them can be quantized with one minimum and one range
-(docs/decisions/0007). Let g be the gradient of the result times the weight, and N the number of elements over which a mean
-is taken. Then (ActNN, long version, appendix B.2)
+The normalized input x~ = (x - mean) / s is saved in place of the input x; s is the standard deviation. All channels and
+rows of x~ have the same scale, so elements of several of them can be quantized with one minimum and one range
+(docs/decisions/0007). Let g be the gradient of the result, times the weight, and N the number of elements over which a
+mean is taken. The gradient of x is (ActNN, long version, appendix B.2)
 
     grad = (g - mean(g) - x~ mean(x~ g)) / s
 
-The backward pass uses the dequantized x~^, which was rounded at random. The bias's gradient is exact. The weight's is exact
-in expectation: its mean over the rounding is exact. The formula for the input's gradient multiplies two values that are
-computed from x~^. The mean of this gradient differs from the exact gradient by
+The backward pass computes it from x~^, which is dequantized from a copy of x~ that was rounded at random. The bias's
+gradient does not depend on x~ and is exact. The weight's gradient is exact in expectation: its mean over the rounding
+is exact. The gradient of x contains the product of x~^ and mean(x~^ g), whose rounding errors depend on each other. For
+each element, the mean of the computed gradient grad^ therefore differs from the exact gradient by
 
     E[grad^] - grad = -g Var[x~^] / (N s)
 
-for each element, which is called the gradient's bias. Var[x~^] is the variance that rounding adds: f (1 - f) step^2, with
-the distance step between neighboring levels and the distance f step between x~ and the level below. With `copies=2` two
-copies of x~ are saved that are rounded independently. The product is then exact in expectation, for twice the memory.
+This difference is called the gradient's bias. Var[x~^] = f (1 - f) step^2 is the variance that rounding adds to an
+element of x~. Here step is the distance between the two neighboring levels to which the element can be rounded, and f
+is the distance from the element to the lower one, divided by step. With `copies=2`, two copies of x~ are saved that are
+rounded independently, one for each factor of the product. The gradient of x is then exact in expectation, for twice the
+memory.
 """
 
 from __future__ import annotations
@@ -65,20 +68,23 @@ def layer_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.layer_norm and save the normalized input quantized.
 
-    The gradient of `bias` is exact, and that of `weight` is exact in expectation. The gradient of `input` is exact in
-    expectation only with `copies=2`; the docstring of this file has its error with `copies=1`.
+    The gradient of `bias` is exact. The gradient of `weight` is exact in expectation: its mean over the random rounding
+    is exact. The gradient of `input` is exact in expectation only with `copies=2`. The docstring of
+    `fewbit/functional/layer_norm.py` gives its error with `copies=1`.
 
     Args:
-        input: (*, *normalized_shape), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes for
-            each group (6 if its minimum is float32). A reciprocal standard deviation for each row is saved too.
+        input: (*, *normalized_shape), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes
+            for every `group_size` elements (6 if their minimum is float32). A reciprocal standard deviation for each
+            row is saved too.
         normalized_shape: as in torch.
-        weight: normalized_shape, or None.
-        bias: normalized_shape, or None.
+        weight: a tensor of the shape `normalized_shape`, or None.
+        bias: a tensor of the shape `normalized_shape`, or None.
         eps: as in torch.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        copies: the number of saved copies, 1, or 2 for an input gradient that is exact in expectation.
-        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
+        copies: how many quantized copies of the normalized input are saved: 1, or 2 for an input gradient that is exact
+            in expectation.
+        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
 
     Returns:
         A tensor of the input's shape.
@@ -105,10 +111,14 @@ def rms_norm(
     copies: int = 1,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.rms_norm, with tensors saved as in `layer_norm`; s is the root mean square."""
+    """Compute torch.nn.functional.rms_norm and save the normalized input quantized.
+
+    The normalized input is the input divided by its root mean square, whose reciprocal is saved for each row. The
+    arguments, and how exact the gradients are, are as in `layer_norm`.
+    """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     shape = _shape(normalized_shape)
-    # torch's kernel checks neither.
+    # torch's kernel does not check these shapes.
     fits = input.shape[-len(shape) :] == shape and (weight is None or weight.shape == shape)
     if not fits or not is_served(input, weight):
         return torch_functional.rms_norm(input, normalized_shape, weight, eps)
@@ -128,15 +138,17 @@ def group_norm(
     copies: int = 1,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.group_norm of (N, C, *), with weight and bias (C,); all else is as in `layer_norm`.
+    """Compute torch.nn.functional.group_norm of an input (N, C, *) and save the normalized input quantized.
 
-    A reciprocal standard deviation is saved for each sample and group of channels.
+    A reciprocal standard deviation is saved for each sample and group of channels. `weight` and `bias` are (C,) or
+    None. The other arguments, and how exact the gradients are, are as in `layer_norm`.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     served = is_served(input, weight, bias) and input.dim() >= 2
-    if not served or num_groups <= 0 or input.shape[1] % num_groups:  # the last two raise in torch
+    # If num_groups is not positive or does not divide C, torch's own function raises an error.
+    if not served or num_groups <= 0 or input.shape[1] % num_groups:
         if weight is None and bias is not None:
-            weight = torch.ones_like(bias)  # torch's backward needs a weight
+            weight = torch.ones_like(bias)  # torch's backward pass needs a weight
         return torch_functional.group_norm(input, num_groups, weight, bias, eps)
     n, c, *spatial = input.shape
     torch_functional._verify_batch_size([n * c // num_groups, num_groups, *spatial])
@@ -145,7 +157,11 @@ def group_norm(
 
 
 def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
-    """Return `quantizer`, or `Quantizer(bits, group_size)` if it is None. Raise InputError for an invalid value."""
+    """Return `quantizer`, or `Quantizer(bits, group_size)` if `quantizer` is None.
+
+    Raises:
+        InputError: `bits`, `group_size` or `copies` is invalid.
+    """
     check_copies(copies)
     return quantizer or quantizer_of(bits, group_size)
 
@@ -156,7 +172,10 @@ def is_served(input, *vectors) -> bool:
 
 
 def _has_elements(input) -> bool:
-    """Return whether the input has elements; True for sizes that a compiler does not know, which it cannot branch on."""
+    """Return whether the input has elements.
+
+    The answer is True for sizes that a compiler does not know, because the compiler cannot branch on such sizes.
+    """
     if not torch.compiler.is_compiling():
         return input.numel() > 0
     symbolic = torch.fx.experimental.symbolic_shapes
@@ -166,7 +185,7 @@ def _has_elements(input) -> bool:
 
 
 def contiguous(*vectors) -> tuple[Tensor | None, ...]:
-    """Return contiguous weights and biases, because torch's native kernels ignore their strides."""
+    """Return the vectors in contiguous memory, because torch's native kernels ignore strides; None remains None."""
     return tuple(None if vector is None else vector.contiguous() for vector in vectors)
 
 
@@ -181,24 +200,27 @@ def weighted(grad, weight):
 
 
 def per_channel(vector, dims: int):
-    """Reshape a vector with an entry for each channel so that it broadcasts to an input of `dims` dimensions."""
+    """Reshape a vector (C,) so that it broadcasts to an input (N, C, ...) of `dims` dimensions; None remains None."""
     return None if vector is None else vector.view(1, -1, *[1] * (dims - 2))
 
 
 def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, channels=None):
-    """Save the normalized input of a norm quantized, and let layers that save the norm's result y reuse this copy.
+    """Quantize the normalized input of a norm, and let later layers use this copy in place of the norm's result y.
 
     Args:
-        ctx: the context of the norm's autograd Function; gets the attributes `spec` and `inner`.
-        x: the input.
-        y: the result.
-        statistics: (mean, rstd, inner): mean and reciprocal standard deviation, and an index rule that
-            `fewbit.runtime.quantizers.quantizer.Quantizer.quantize_normalized` explains.
+        ctx: the context of the norm's autograd Function. Its attributes `spec` and `inner` are set for the backward
+            pass.
+        x: the norm's input.
+        y: the norm's result.
+        statistics: (mean, rstd, inner): mean, reciprocal standard deviation, and the number of consecutive elements
+            that have the same mean and rstd, or None. See
+            `fewbit.runtime.quantizers.quantizer.Quantizer.quantize_normalized`.
         weight: the norm's weight, or None.
         bias: the norm's bias, or None.
         copies: the number of copies to save, 1 or 2.
         quantizer: the norm's quantizer.
-        channels: the dimension of y that weight and bias extend along; None for the last dimensions.
+        channels: the dimension of y along which weight and bias extend; None if they have the shape of y's last
+            dimensions.
 
     Returns:
         (y, the tensors to save).
@@ -211,7 +233,7 @@ def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, chann
         ctx.spec = fixed.spec
         return y, fixed.tensors
     saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer)
-    # 16-bit statistics shift x~ by more than the rounding of y does.
+    # Statistics in 16 bits change x~ by more than the rounding of y does, so the copy cannot replace y.
     if statistics[1].dtype.itemsize > 2:
         shape = None if channels is None else (1, -1, *[1] * (x.dim() - 2))
         share_result(quantizer, y, saved, weight, bias, shape)
@@ -245,7 +267,7 @@ class _LayerNorm(Function):
             x = dequantize_scaled(ctx, tensors, rstd, grad.dtype)
             scale = weight
             if weight is not None and weight.dtype.itemsize < grad.dtype.itemsize:
-                scale = weight.to(grad.dtype)  # autocast passed it to the forward in that dtype
+                scale = weight.to(grad.dtype)  # as autocast did in the forward pass
             grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
                 grad, x, ctx.shape, torch.zeros_like(rstd), rstd, scale, None, mask
             )
@@ -293,7 +315,7 @@ class _GroupNorm(Function):
     def forward(ctx, x, num_groups, weight, bias, eps, copies, quantizer):
         n, c = x.shape[:2]
         ctx.sizes = n, c, x.numel() // (n * c), num_groups
-        # As torch's own function calls the op.
+        # torch's own function calls the op with the same memory formats.
         on_cpu = x.device.type == "cpu"
         format = suggest_memory_format(x) if on_cpu else torch.contiguous_format
         y, mean, rstd = torch.native_group_norm(
@@ -321,7 +343,7 @@ class _GroupNorm(Function):
             placed = _of_groups(rstd, ctx.sizes, grad.dim())
             x = dequantize_scaled(ctx, tensors, placed, grad.dtype)
             format = torch.contiguous_format if is_batched(grad) else ctx.format
-            # Without the input's gradient torch's channels-last kernel writes to address 0.
+            # If the input's gradient is not requested, torch's channels-last kernel writes to address 0.
             mask = True, needs_weight, False
             grad_x, grad_weight, _ = torch.ops.aten.native_group_norm_backward(
                 grad.contiguous(memory_format=format),
@@ -345,7 +367,10 @@ class _GroupNorm(Function):
 
 
 def _of_groups(statistic, sizes, dims):
-    """Return a statistic, (N, groups), for each channel, in a shape that broadcasts to an input of `dims` dimensions."""
+    """Repeat a statistic (N, groups) for every channel, so that it broadcasts to an input of `dims` dimensions.
+
+    `sizes` is (N, C, elements per channel, groups).
+    """
     n, c, _, num_groups = sizes
     statistic = statistic.view(n, num_groups, 1).expand(n, num_groups, c // num_groups)
     return statistic.reshape(n, c, *[1] * (dims - 2))

@@ -1,6 +1,6 @@
 """Linear and bilinear maps, whose inputs are saved quantized for the weight's gradient.
 
-The rounding is random. A gradient is exact in expectation if its mean over the rounding is the exact gradient.
+The rounding is random. A gradient is called exact in expectation if its mean over the rounding is the exact gradient.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def linear(
 ) -> Tensor:
     """Compute torch.nn.functional.linear and save the input quantized.
 
-    The gradients of input and bias are exact. The weight's gradient is exact in expectation (ActNN, section 3.3). If the
-    weight needs no gradient, nothing of the input is saved.
+    The gradients of input and bias are exact. The weight's gradient is exact in expectation: its mean over the random
+    rounding is exact (ActNN, section 3.3). If the weight needs no gradient, the input is not saved.
 
     Args:
-        input: (*, in_features), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)` bytes are
-            saved, and 4 bytes for each group (6 if its minimum is float32).
+        input: (*, in_features), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)` bytes
+            are saved, and 4 bytes for every `group_size` elements (6 if their minimum is float32).
         weight: (out_features, in_features).
         bias: (out_features,), or None.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
+        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
 
     Returns:
         (*, out_features).
@@ -73,9 +73,10 @@ def bilinear(
 ) -> Tensor:
     """Compute torch.nn.functional.bilinear and save both inputs quantized.
 
-    The bias's gradient is exact. The other gradients are exact in expectation, because each is linear in a dequantized
-    input, or in both. The two inputs are rounded independently even if they are the same tensor. input1 is saved if input2
-    or the weight needs a gradient, and input2 is saved if input1 or the weight needs one.
+    The bias's gradient is exact. The other gradients are exact in expectation: their means over the random rounding are
+    exact. The reason is that every gradient is linear in each dequantized input that it is computed from, and that the
+    two inputs are rounded independently, even if they are the same tensor. input1 is saved if input2 or the weight
+    needs a gradient, and input2 is saved if input1 or the weight needs a gradient.
 
     Args:
         input1: (*, I), floating.
@@ -84,7 +85,7 @@ def bilinear(
         bias: (K,), or None.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
+        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
 
     Returns:
         (*, K).
@@ -153,7 +154,8 @@ class _Bilinear(Function):
         grad1 = grad2 = grad_weight = grad_bias = None
         if weight is not None:
             weight = weight.to(grad.dtype)
-        # As in torch, the result is the sum over I and J of tensors (N, 1, I, 1), (1, K, I, J) and (N, 1, 1, J).
+        # As in torch, the result is the product of input1 as (N, 1, I, 1), the weight as (1, K, I, J) and input2 as
+        # (N, 1, 1, J), summed over I and J.
         if needs_1:
             grad1 = torch._trilinear(rows, weight, x2, (2, 3), (0,), (1, 2), (1, 3))
             grad1 = grad1.reshape(ctx.sizes[0]).to(dtype1)

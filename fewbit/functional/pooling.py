@@ -1,18 +1,19 @@
-"""Pooling, which saves nothing, or the position of each maximum in its window.
+"""Pooling, which saves only the position of each maximum in its window, or nothing.
 
-Every function has the signature and the results of torch.nn.functional's function with its name. Gradients equal torch's
-to the bit. torch saves the whole input, of which the backward pass needs only the size, and for max-pooling also an int64
-for each output.
+Every function has the signature and the results of the function with the same name in torch.nn.functional. Gradients
+equal torch's to the bit. torch saves the whole input, although the backward pass needs only its size. For max-pooling
+torch also saves an int64 for each output.
 
 For n outputs and windows of k elements, max-pooling, adaptive or not, saves the following, with b = ceil(log2 k):
 
-    0 bytes                     k = 1
-    4 * b * ceil(n / 32)        k <= 256
-    2 * n                       k <= 32768, else 4 * n
+    0 bytes                           k = 1
+    4 * b * ceil(n / 32) bytes        1 < k <= 256
+    2 * n bytes                       256 < k <= 32768
+    4 * n bytes                       larger k
 
-The windows of adaptive pooling differ in length; k is the product over the dimensions of the greatest length. Average
-pooling saves nothing. Inputs are floating, (N, C, ...) or (C, ...), channels-last or not. Calls that torch does not allow
-raise torch's errors.
+The windows of adaptive pooling differ in length. There k is the product of the greatest lengths in each dimension.
+Average pooling saves nothing. Inputs are floating, (N, C, ...) or (C, ...), channels-last or not. Calls that torch does
+not allow raise torch's errors.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def max_pool1d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ):
-    """Compute torch.nn.functional.max_pool1d of (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.max_pool1d of an input (N, C, L) or (C, L)."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(1, input, arguments, return_indices)
 
@@ -73,7 +74,7 @@ def max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ):
-    """Compute torch.nn.functional.max_pool2d of (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.max_pool2d of an input (N, C, H, W) or (C, H, W)."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(2, input, arguments, return_indices)
 
@@ -87,23 +88,23 @@ def max_pool3d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ):
-    """Compute torch.nn.functional.max_pool3d of (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.max_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(3, input, arguments, return_indices)
 
 
 def adaptive_max_pool1d(input: Tensor, output_size, return_indices: bool = False):
-    """Compute torch.nn.functional.adaptive_max_pool1d of (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.adaptive_max_pool1d of an input (N, C, L) or (C, L)."""
     return _max_pool(1, input, output_size, return_indices, adaptive=True)
 
 
 def adaptive_max_pool2d(input: Tensor, output_size, return_indices: bool = False):
-    """Compute torch.nn.functional.adaptive_max_pool2d of (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.adaptive_max_pool2d of an input (N, C, H, W) or (C, H, W)."""
     return _max_pool(2, input, output_size, return_indices, adaptive=True)
 
 
 def adaptive_max_pool3d(input: Tensor, output_size, return_indices: bool = False):
-    """Compute torch.nn.functional.adaptive_max_pool3d of (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.adaptive_max_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
     return _max_pool(3, input, output_size, return_indices, adaptive=True)
 
 
@@ -129,14 +130,14 @@ def _max_pool(dims, x, arguments, return_indices, adaptive=False):
 
 
 def _in_float32(x):
-    """Return x as the CPU's autocast passes it to max_pool3d if no indices are returned."""
+    """Return x in the dtype in which the CPU's autocast passes it to max_pool3d if no indices are returned."""
     if x.device.type == "cpu" and x.dtype.itemsize == 2 and torch.is_autocast_enabled("cpu"):
         return x.to(torch.float32)
     return x
 
 
 def _may_be_empty(dims, x, dilation) -> bool:
-    """Return whether a dilated window may step over the whole input, so that torch's index is no position in it."""
+    """Return whether a dilated window may contain no element of the input, so that torch's index is not valid."""
     if x.dim() not in (dims + 1, dims + 2):
         return True  # torch raises an error
     return any(n < step for n, step in zip(x.shape[-dims:], _per_dim(dilation, dims), strict=True))
@@ -198,7 +199,7 @@ def avg_pool1d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Tensor:
-    """Compute torch.nn.functional.avg_pool1d of (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.avg_pool1d of an input (N, C, L) or (C, L)."""
     arguments = kernel_size, stride, padding, ceil_mode, count_include_pad
     return _avg_pool(1, input, arguments)
 
@@ -212,7 +213,7 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.avg_pool2d of (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.avg_pool2d of an input (N, C, H, W) or (C, H, W)."""
     arguments = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     return _avg_pool(2, input, arguments)
 
@@ -226,7 +227,7 @@ def avg_pool3d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.avg_pool3d of (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.avg_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
     arguments = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     return _avg_pool(3, input, arguments)
 
@@ -263,22 +264,22 @@ class _AvgPool(Function):
 
 
 def adaptive_avg_pool1d(input: Tensor, output_size) -> Tensor:
-    """Compute torch.nn.functional.adaptive_avg_pool1d of (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.adaptive_avg_pool1d of an input (N, C, L) or (C, L)."""
     return _adaptive_avg_pool(1, input, output_size)
 
 
 def adaptive_avg_pool2d(input: Tensor, output_size) -> Tensor:
-    """Compute torch.nn.functional.adaptive_avg_pool2d of (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.adaptive_avg_pool2d of an input (N, C, H, W) or (C, H, W)."""
     return _adaptive_avg_pool(2, input, output_size)
 
 
 def adaptive_avg_pool3d(input: Tensor, output_size) -> Tensor:
-    """Compute torch.nn.functional.adaptive_avg_pool3d of (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.adaptive_avg_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
     return _adaptive_avg_pool(3, input, output_size)
 
 
 def _adaptive_avg_pool(dims, x, output_size):
-    # torch pools to one element by a mean, whose backward pass needs nothing saved.
+    # If the result has one element per channel, torch computes a mean, for which it saves nothing.
     if not is_differentiated(x) or _is_mean(dims, x, output_size):
         return _of_torch("adaptive_avg_pool", dims)(x, output_size)
     return _AdaptiveAvgPool.apply(x, dims, output_size)
@@ -303,17 +304,18 @@ class _AdaptiveAvgPool(Function):
         return ctx.source.gradient("_adaptive_avg_pool{}d_backward", grad), None, None
 
 
-# -- gradients by torch's own ----------------------------------------------------------------------
+# -- gradients by torch's own ops ------------------------------------------------------------------
 
 
 class _Source(NamedTuple):
-    """All that the gradient of an input depends on.
+    """The properties of an input that the input's gradient depends on.
 
     Attributes:
-        dims: the number of dimensions that are pooled. One dimension is pooled as the last of two, as torch does it.
-        size: of the input.
-        stride: of the input's memory format.
-        dtype: of the input.
+        dims: the number of dimensions that are pooled, 1 to 3. One dimension is pooled by the ops for two dimensions,
+            as the last of two, as in torch.
+        size: the input's size.
+        stride: the strides of a dense tensor with the input's size and memory format.
+        dtype: the input's dtype.
     """
 
     dims: int
@@ -328,7 +330,10 @@ class _Source(NamedTuple):
         return cls(dims, size, stride, x.dtype)
 
     def gradient(self, name: str, grad, *arguments):
-        """Return what torch's op `name` computes from (grad, input, *arguments), although the input was not saved."""
+        """Return what torch's op `name` computes from (grad, input, *arguments), although the input was not saved.
+
+        `name` contains {} in place of the number of dimensions.
+        """
         backward = getattr(torch.ops.aten, name.format(max(self.dims, 2)))
         if self.dims > 1:
             return self._call(backward, grad, arguments, self.size, self.stride).to(self.dtype)
@@ -343,8 +348,8 @@ class _Source(NamedTuple):
     def _call(self, backward, grad, arguments, size, stride):
         kind = {"dtype": grad.dtype, "device": grad.device}
         if is_plain(grad) and self.dims < 3 and hasattr(backward, "grad_input"):
-            # The result, which is not written to yet, stands in for the input: it has the same size and strides. In three
-            # dimensions torch assumes that a given result is contiguous.
+            # The op reads only the input's size and strides, so the result, which is not written to yet, is passed as
+            # the input. In three dimensions torch assumes that a result passed by the caller is contiguous.
             result = torch.empty_strided(size, stride, **kind)
             return backward.grad_input(grad, result, *arguments, grad_input=result)
         if is_plain(grad) and stride != layout.contiguous_stride(size):
@@ -360,14 +365,17 @@ def _is_channels_last(x) -> bool:
 
 
 def _per_dim(value, dims: int) -> tuple[int, ...]:
-    """Return one number for each dimension; like torch, accept one number for all."""
+    """Return `value` as one number for each dimension. As in torch, a single number applies to all dimensions."""
     if not isinstance(value, tuple | list):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)
 
 
 def _as_2d(dims: int, *windows):
-    """Return kernel, stride, padding and maybe dilation; those of one dimension as torch passes them in two."""
+    """Extend kernel, stride, padding and perhaps dilation from one dimension to two, as torch does.
+
+    For two and three dimensions they are returned unchanged.
+    """
     if dims > 1:
         return windows
     return tuple((other, *one) for other, one in zip((1, 1, 0, 1), windows, strict=False))

@@ -36,16 +36,16 @@ def prelu(
 ) -> Tensor:
     """Compute torch.nn.functional.prelu and save the input's signs and negative part.
 
-    If the input needs a gradient, the signs of n elements take `4 * ceil(n / 32)` bytes, and the gradient equals torch's to
-    the bit. If the slopes need a gradient, min(input, 0) is saved quantized. The slopes' gradient is linear in min(input,
-    0), and therefore exact in expectation: its mean over the random rounding is exact.
+    If the input needs a gradient, the signs of n elements take `4 * ceil(n / 32)` bytes, and the gradient equals
+    torch's to the bit. If the slopes need a gradient, min(input, 0) is saved quantized. The slopes' gradient is linear
+    in min(input, 0), and therefore exact in expectation: its mean over the random rounding is exact.
 
     Args:
         input: (N, C, ...), floating.
         weight: (1,) or (C,), the slopes.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
+        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
 
     Returns:
         A tensor of the size and dtype of torch's result.
@@ -87,7 +87,8 @@ class _PReLU(Function):
         if needs_x:
             sign, *tensors = tensors
             positive = ctx.sign.dequantize((sign,))
-            # Inductor makes C++ code of the view that does not compile; it fuses the comparison.
+            # For the view, Inductor makes C++ code that does not compile. The comparison costs little, because it is
+            # fused.
             is_traced = torch.compiler.is_compiling()
             positive = positive > 0 if is_traced else positive.view(torch.bool)
             slope = _broadcast(weight.to(grad.dtype), grad)
@@ -95,7 +96,8 @@ class _PReLU(Function):
         if needs_weight:
             product = ctx.spec.dequantize(tensors, grad.dtype) * grad
             if positive is not None:
-                # These elements are 0 in expectation. Setting them to 0 removes their noise.
+                # Products of positive inputs are 0 in the mean over the rounding. Setting them to 0 removes their
+                # noise.
                 product = product.masked_fill_(positive, 0)
             is_one = ctx.shape in ((), (1,))
             total = product.sum() if is_one else sums.over_channels(product)
@@ -104,18 +106,21 @@ class _PReLU(Function):
 
 
 def _broadcast(weight, x):
-    """Return the slopes, one for all elements or one for each channel (dimension 1), in a shape that broadcasts to x."""
+    """Return the slopes, one in all or one for each channel (dimension 1), in a shape that broadcasts to x."""
     if weight.numel() == 1:
         return weight.reshape(())
     return weight.reshape(-1, *[1] * (x.dim() - 2))
 
 
 class RandomSlopes(Function):
-    """torch's RReLU in training. It saves the signs of n elements in `4 * ceil(n / 32)` bytes, and the generator's state."""
+    """torch's RReLU in training, for which signs and the state of torch's random generator are saved.
+
+    The signs of n elements take `4 * ceil(n / 32)` bytes. The backward pass draws the slopes again from the state.
+    """
 
     @staticmethod
     def forward(ctx, x, lower, upper, inplace):
-        # torch's own comparison, which draws a slope for 0 and none for NaN.
+        # torch compares in the same way: it draws a slope for 0, but not for NaN.
         saved = integers.pack(~(x <= 0), 2)
         ctx.positive, ctx.bounds = saved.spec, (lower, upper)
         ctx.like = {"size": x.shape, "dtype": x.dtype, "device": x.device}

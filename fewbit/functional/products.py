@@ -1,25 +1,27 @@
 """Products of two tensors, whose factors are saved quantized: `matmul`, `mul` and gated units.
 
-The factors are rounded at random. A gradient is exact in expectation if its mean over the rounding is exact; else the
-difference from the exact gradient is called the bias. The gradients of `matmul` and `mul` are exact in expectation, because
-each is linear in the other factor.
+The factors are rounded at random. A gradient is called exact in expectation if its mean over the rounding is exact. If
+not, the difference between this mean and the exact gradient is called the bias. The gradients of `matmul` and `mul` are
+exact in expectation, because the gradient of each factor is linear in the other factor.
 
-Gated units compute act(gate) * up. The backward pass of SwiGLU and GEGLU computes act and its derivative from the
-dequantized gate^, and is not linear in it. gate^ and up^ are rounded independently, and the mean of each is exact. With the
-gradient g of the product, for each element,
+Gated units compute act(gate) * up with an activation act. The backward pass of SwiGLU and GEGLU computes act and its
+derivatives from the dequantized gate, gate^, and is not linear in gate^. gate^ and the dequantized up, up^, are rounded
+independently, and the mean of each is exact. With the gradient g of the product, the gradients of gate and up, and the
+bias of their computed values grad^, are for each element
 
     grad_up   = g act(gate)         E[grad^] - grad = g act''(gate) Var[gate^] / 2
     grad_gate = g up act'(gate)     E[grad^] - grad = g up act'''(gate) Var[gate^] / 2
 
-up to terms of higher order (ActNN, long version, appendix B.2, has the same for norms). Var[x^] is the variance that
-rounding adds: f (1 - f) step^2, with the distance step between neighboring levels and the distance f step between x and the
-level below. For normal gate and up (SwiGLU, 256 elements, median of 96 draws of both) the bias at 2, 3 and 4 bits is 7, 2
-and 0.4 % of the gradient of gate, and 20, 3.6 and 0.8 % of the gradient of up.
+up to terms of higher order (ActNN, long version, appendix B.2, derives the same for norms). Var[gate^] = f (1 - f)
+step^2 is the variance that rounding adds to gate. Here step is the distance between the two neighboring levels to which
+gate can be rounded, and f is the distance from gate to the lower one, divided by step. For normally distributed gate
+and up (SwiGLU, 256 elements, median of 96 random examples) the bias at 2, 3 and 4 bits is 7, 2 and 0.4 % of the
+gradient of gate, and 20, 3.6 and 0.8 % of the gradient of up.
 
-ReGLU has no such bias. It saves relu(gate) quantized in place of gate, and the derivative of relu in 1 bit for each element.
-Both gradients are linear in the dequantized factors, and therefore exact in expectation. If the derivative were computed
-from gate^, it would be random for elements within a step of 0. For normal elements this would be an error of several percent
-at 8 bits.
+ReGLU has no such bias. It saves relu(gate) quantized in place of gate, and the derivative of relu in 1 bit for each
+element. Both gradients are linear in the dequantized factors, and therefore exact in expectation. If the derivative
+were computed from gate^, it would be random for elements within a step of 0. For normally distributed elements this
+would be an error of several percent at 8 bits.
 """
 
 from __future__ import annotations
@@ -60,15 +62,16 @@ def matmul(
 ) -> Tensor:
     """Compute torch.matmul and save both factors quantized.
 
-    Both gradients are exact in expectation. A leaf of the autograd graph, such as a parameter, is saved unquantized. If only
-    one factor needs a gradient, torch's own function runs.
+    Both gradients are exact in expectation: their means over the random rounding are exact. A leaf of the autograd
+    graph, such as a parameter, is saved unquantized. If only one factor needs a gradient, torch's own function runs.
 
     Args:
-        input: two dimensions or more, floating.
-        other: two dimensions or more, floating; both broadcast as in torch.
+        input: a floating tensor of two dimensions or more.
+        other: a floating tensor of two dimensions or more. The leading dimensions of both tensors broadcast as in
+            torch.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
+        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
 
     Returns:
         torch's result.
@@ -90,7 +93,10 @@ def mul(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute torch.mul of floating tensors of any shapes that broadcast; all else is as in `matmul`."""
+    """Compute torch.mul of floating tensors of any shapes that broadcast, and save both factors quantized.
+
+    The other arguments, and how exact the gradients are, are as in `matmul`.
+    """
     quantizer = quantizer or quantizer_of(bits, group_size)
     if not _are_differentiated(input, other):
         return torch.mul(input, other)
@@ -102,7 +108,7 @@ def _are_differentiated(input, other) -> bool:
 
 
 class _Product(Function):
-    """The base of `_Matmul` and `_Mul`: saves factors, quantized unless they exist anyway."""
+    """The base of `_Matmul` and `_Mul`, which saves factors: leaves of the graph unchanged, other tensors quantized."""
 
     @staticmethod
     def save(ctx, y, a, b, quantizer):
@@ -115,7 +121,7 @@ class _Product(Function):
 
     @staticmethod
     def in_shape(ctx, *grads):
-        """Return gradients in the shapes and dtypes of the factors."""
+        """Return the gradients in the shapes and dtypes of the factors, followed by None for the quantizer."""
         pairs = zip(grads, ctx.inputs, strict=True)
         return *(grad.sum_to_size(size).to(dtype) for grad, (size, dtype) in pairs), None
 
@@ -157,17 +163,17 @@ def swiglu(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute silu(gate) * up (Shazeer, "GLU variants improve Transformer", section 2), and save both factors quantized.
+    """Compute silu(gate) * up and save both factors quantized (Shazeer, "GLU variants improve Transformer", section 2).
 
-    The backward pass computes everything else again from the two factors. The docstring of this file has the bias of the
-    gradients.
+    The backward pass computes everything else again from the two factors. The mean of a gradient over the random
+    rounding differs from the exact gradient; the docstring of `fewbit/functional/products.py` says by how much.
 
     Args:
-        gate: floating.
-        up: floating, of a shape that broadcasts with gate's; saved if gate needs a gradient.
+        gate: a floating tensor of any shape.
+        up: a floating tensor of a shape that broadcasts with gate's. It is saved only if gate needs a gradient.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
+        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
 
     Returns:
         The product, which equals torch's to the bit.
@@ -187,7 +193,9 @@ def geglu(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute gelu(gate, approximate) * up; all else is as in `swiglu`.
+    """Compute gelu(gate, approximate) * up, and save both factors quantized.
+
+    The other arguments, and how exact the gradients are, are as in `swiglu`.
 
     Raises:
         InputError: `approximate` is neither "none" nor "tanh", or `bits` or `group_size` is invalid.
@@ -206,9 +214,11 @@ def reglu(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """Compute relu(gate) * up; arguments are as in `swiglu`, but the gradients are exact in expectation.
+    """Compute relu(gate) * up, and save 1 bit per element and both factors, relu(gate) and up, quantized.
 
-    The sign of each element of gate is saved in 1 bit. relu(gate) is saved if up needs a gradient, and up if gate does.
+    relu(gate) is saved only if up needs a gradient, and up is saved only if gate needs a gradient. The bit is the sign
+    of gate. Arguments are as in `swiglu`. The gradients are exact in expectation: their means over the random rounding
+    are exact.
     """
     return gated(gate, up, "relu", quantizer=quantizer or quantizer_of(bits, group_size))
 
@@ -235,13 +245,13 @@ def gated(
     *,
     quantizer: Quantizer,
 ) -> Tensor:
-    """Compute act(gate) * up as `swiglu` does.
+    """Compute activation(gate) * up, and save both factors quantized.
 
     Args:
         gate: as in `swiglu`.
         up: as in `swiglu`.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
-        function: computes the activation in the forward pass; None for torch's function.
+        function: the function that computes the activation in the forward pass; None for torch's own function.
         quantizer: quantizes the saved tensors.
 
     Returns:

@@ -1,7 +1,7 @@
 """Padding and interpolation, which save sizes but no tensors.
 
-In two modes of padding and in the mode "area" of interpolation, torch saves the whole input, although the backward pass
-needs only the shape.
+In the modes "reflect" and "replicate" of padding, and in the mode "area" of interpolation, torch saves the whole input,
+although the backward pass needs only the input's shape.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ _AREA = {
 
 
 def pad(input: Tensor, pad, mode: str = "constant", value: float | None = None) -> Tensor:
-    """Compute torch.nn.functional.pad and save 0 bytes. The gradient is exact.
+    """Compute torch.nn.functional.pad and save no tensor.
+
+    The gradient is exact.
 
     Args:
-        input: any shape that torch takes.
-        pad: amounts from the last dimension on, as in torch.
+        input: a tensor of any shape that torch takes.
+        pad: the amounts of padding, starting with the last dimension, as in torch.
         mode: as in torch.
         value: as in torch.
 
@@ -61,7 +63,7 @@ class _Pad(Function):
     @once_differentiable
     def backward(ctx, grad):
         pad, mode = ctx.arguments
-        # Only its shape and memory format matter.
+        # The op reads only the shape and the memory format of the input.
         like_input = torch.empty_strided(*ctx.place, dtype=grad.dtype, device=grad.device)
         return _BACKWARD[mode, len(pad) // 2](grad, like_input, pad), None, None
 
@@ -75,9 +77,10 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
-    """Compute torch.nn.functional.interpolate and save 0 bytes. The gradient equals torch's to the bit.
+    """Compute torch.nn.functional.interpolate and save no tensor.
 
-    torch's own function saves nothing either, except in the mode "area", which is adaptive average pooling.
+    The gradient equals torch's to the bit. Only in the mode "area", which is adaptive average pooling, does torch's own
+    function save tensors. In all other modes, torch's own function runs.
 
     Args:
         input: (N, C, L), (N, C, H, W) or (N, C, D, H, W).

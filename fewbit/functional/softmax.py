@@ -1,20 +1,23 @@
 """Softmax and its logarithm, whose probabilities are saved quantized.
 
-The formula for the gradient of softmax multiplies the result y by itself. y is saved with random rounding, as y^ = y + e. With
-the gradient g of y,
+The result y of softmax is saved with random rounding, as y^ = y + e, in which e is the rounding error. With the
+gradient g of y, the exact gradient of the input, grad, and the error of grad^, which is computed from y^, are
 
     grad_j = y_j (g_j - sum_i g_i y_i)
     grad^_j - grad_j = e_j (g_j - sum_i g_i y_i) - y_j sum_i g_i e_i - e_j sum_i g_i e_i
 
-The e_i are independent and have mean 0. In the mean over the rounding, only the product with i = j of the last term remains:
+The e_i are independent and have mean 0. In the mean over the rounding, only the product with i = j of the last term
+remains:
 
     E[grad^_j] - grad_j = -g_j Var[e_j]
 
-for each element, which is called the bias of the gradient. Var[e_j] = f (1 - f) step^2, with the distance f step between y_j
-and the level below, and is at most step^2 / 4. The distance step between levels is (range of the group) / (2^bits - 1).
+This difference is called the bias of the gradient. Var[e_j] = f (1 - f) step^2, which is at most step^2 / 4. Here step
+is the distance between neighboring levels, and f is the distance of y_j from the level below, divided by step. Elements
+that are quantized together have step = (maximum - minimum) / (2^bits - 1).
 
-The gradient of y = log_softmax(x), g - exp(y) sum(g), is linear in exp(y). exp(y) is saved quantized, and the gradient is
-exact in expectation: its mean over the rounding is exact.
+For y = log_softmax(x) with the gradient g of y, the gradient of x is g - exp(y) sum(g). The probabilities exp(y) are
+saved quantized. The gradient is linear in exp(y), and therefore exact in expectation: its mean over the rounding is
+exact.
 """
 
 from __future__ import annotations
@@ -48,16 +51,17 @@ def softmax(
 ) -> Tensor:
     """Compute torch.nn.functional.softmax and save the result quantized.
 
-    The docstring of this file has the bias of the gradient.
+    The mean of the gradient over the random rounding differs from the exact gradient; the docstring of
+    `fewbit/functional/softmax.py` says by how much.
 
     Args:
-        input: any shape, floating.
+        input: a floating tensor of any shape.
         dim: as in torch. If it is None, torch chooses a dimension and warns.
         _stacklevel: the stack level of that warning, as in torch.
         dtype: the dtype of the result and of the computation, as in torch.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors, in place of `Quantizer(bits, group_size)`.
+        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
 
     Returns:
         A tensor of the input's size.
@@ -85,7 +89,7 @@ def log_softmax(
 ) -> Tensor:
     """Compute torch.nn.functional.log_softmax and save the probabilities quantized.
 
-    Arguments are as in `softmax`. The gradient is exact in expectation.
+    Arguments are as in `softmax`. The gradient is exact in expectation: its mean over the random rounding is exact.
     """
     quantizer = quantizer or quantizer_of(bits, group_size)
     if not is_differentiated(input):
@@ -125,6 +129,6 @@ class _LogSoftmax(Function):
     @once_differentiable
     def backward(ctx, grad):
         total = grad.sum(ctx.dim, keepdim=True)
-        # Not in place, because only one factor has a batch dimension if gradients are batched.
+        # Not in place, because with batched gradients `total` has a batch dimension that the other factor lacks.
         product = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype) * total
         return torch.sub(grad, product).to(ctx.dtype), None, None, None

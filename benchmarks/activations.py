@@ -1,12 +1,13 @@
-"""Few-bit activations beside torch's own: forward and backward, in one process, results checked first.
+"""Few-bit activations compared with torch's own: the time of forward and backward, after a check of the results.
 
-On a CPU at 2**24 elements, with memory that the allocator reuses and with memory fresh from the system
-(each in a process of its own, since the C library decides that once), and for small tensors, where
-dispatch cost rules. On a CUDA device also the kernels alone, against the bandwidth of a copy.
+    python benchmarks/activations.py [cpu] [cuda]      # default: cpu, and cuda if there is a CUDA device
 
-    python benchmarks/activations.py [cpu] [cuda]      # default: cpu, and cuda where there is one
+On a CPU, tensors have 2**24 elements, in memory that the allocator reuses or that is fresh from the system. Each of
+the two cases has processes of its own, because the C library chooses its behavior once per process. Small tensors are
+measured too, whose times are mostly the cost of dispatch. On a CUDA device, the kernels alone are also compared with
+the bandwidth of a copy.
 
-Times of torch and fewbit alternate call by call; the ratio is that of their medians.
+Calls of torch and fewbit alternate on a CPU. A ratio is that of the median times.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PAIRS = {
     "gelu": (torch.nn.GELU, fewbit.GELU),
     "silu": (torch.nn.SiLU, fewbit.SiLU),
 }
-# glibc: from which size an allocation is mapped anew for every use, and how much freed memory is kept.
+# Settings of glibc: the size from which each allocation is mapped anew, and the amount of freed memory that is kept.
 MEMORY = {
     "reused": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=34359738368:glibc.malloc.top_pad=1073741824",
     "fresh": "glibc.malloc.mmap_threshold=131072",
@@ -43,7 +44,7 @@ MEMORY = {
 
 
 def check(name, dtype, device):
-    """The gradient is table(x) * grad to the last bit; the forward is torch's, but for rounding."""
+    """Assert that the gradient is exactly table(x) * grad, and that the result is torch's up to rounding."""
     theirs, ours = PAIRS[name]
     x = 4.0 * torch.randn(100_003, device=device, dtype=torch.float64)
     x = x.to(dtype).requires_grad_()
@@ -61,7 +62,7 @@ def check(name, dtype, device):
 
 
 def steps(name, n, dtype, device):
-    """Forward + backward of torch's module and of fewbit's, as calls without arguments."""
+    """Return two functions without arguments: forward and backward of torch's module, and those of fewbit's."""
     x = torch.randn(n, device=device).to(dtype).requires_grad_()
     grad = torch.randn(n, device=device).to(dtype)
 
@@ -77,7 +78,7 @@ def steps(name, n, dtype, device):
 
 
 def alternating(calls, repeats, synchronize=lambda: None):
-    """Sorted wall times of each call, their runs interleaved."""
+    """Return the sorted wall times of each call in seconds. The calls alternate."""
     times = [[] for _ in calls]
     for _ in range(3):
         for call in calls:
@@ -123,7 +124,7 @@ def row(kind, name, dtype, n, times, **more):
 
 
 def measure_cpu(memory):
-    """The rows of one process on the CPU."""
+    """Measure large tensors on the CPU in this process. Return the rows. `memory` is a key of MEMORY."""
     rows = []
     for name in PAIRS:
         for dtype in DTYPES:
@@ -147,10 +148,10 @@ def measure_small(device, synchronize=lambda: None):
 
 
 def in_processes(memory):
-    """The rows of `measure_cpu` in processes whose C library allocates as `memory` says.
+    """Run `measure_cpu` in several processes with the settings `memory` of the C library.
 
-    Where the system puts a process's memory moves all of its times. Of several processes the one with the
-    median ratio is kept, row by row, with the least and the most of them.
+    The place of a process's memory affects all of its times. Each row is therefore that of the process with the median
+    ratio, together with the least and the greatest ratio of all processes.
     """
     runs = [in_process(memory) for _ in range(PROCESSES)]
     rows = []
@@ -172,7 +173,7 @@ def in_process(memory):
 
 
 def device_seconds(call, repeats=50):
-    """Sorted times of a call on the device, between events."""
+    """Return the sorted times of a call on the device in seconds, measured between CUDA events."""
     events = []
     for _ in range(5):
         call()
@@ -203,14 +204,21 @@ def measure_cuda():
 
 
 def copy_bandwidth(n):
-    """Bytes read and written in a second by torch's own copy of n float32."""
+    """Return the bytes per second that torch's copy of n float32 elements reads and writes."""
     source = torch.randn(n, device="cuda")
     target = torch.empty_like(source)
     return 2 * 4 * n / statistics.median(device_seconds(lambda: target.copy_(source)))
 
 
 def measure_kernels(name, dtype, n, copy):
-    """The kernels alone: bytes that must move, over time, against a copy of the same run."""
+    """Measure the kernels alone: the bytes per second that they must move, compared with a copy in the same run.
+
+    Args:
+        name: A key of PAIRS.
+        dtype: A key of DTYPES.
+        n: The number of elements.
+        copy: The bytes per second of the copy.
+    """
     backend = backends.of(torch.empty(0, device="cuda"))
     encoding = Encoding.of(fewbit.load_table(name, bits=BITS))
     x = torch.randn(n, device="cuda").to(DTYPES[dtype])

@@ -1,12 +1,13 @@
-"""The ways of keeping tensors that `adaptive_bits.py` compares, some of which are for comparison alone.
+"""The methods that `adaptive_bits.py` compares. Some of them exist only for this comparison.
 
-Per tensor: one minimum and range for a whole tensor, stochastic rounding, as ActNN stands in for BLPA (section 6.1).
-Its codes are stored a byte each, unpacked, as only its arithmetic is of interest here.
+Per tensor: a whole tensor has one minimum and one range, and is rounded at random. ActNN compares itself with BLPA in
+this form (section 6.1). A code is stored unpacked in a byte, because only the errors are of interest here.
 
-Quantized activations: GELU keeps its input quantized, as any layer at level L3, and takes the derivative of what is
-restored, in place of a table's codes (appendix E of the few-bit paper).
+Quantized activations: GELU saves its input quantized, as other layers do at level L3. Its backward pass takes the
+derivative at the dequantized input, instead of a value of a table (appendix E of the few-bit paper).
 
-Numbered: levels L2.5 and L3 that are told which digits a forward has, and so remember their gradients (ActNN, 4.3).
+Numbered: levels L2.5 and L3, where the controller is told the numbers of the digits in a batch. It can therefore
+remember the gradient magnitude of each digit (ActNN, section 4.3).
 """
 
 from __future__ import annotations
@@ -34,11 +35,17 @@ LEVELS = {"per tensor": WHOLE, "L2": WHOLE, "L2.5": BITS, "L3": BITS}
 NUMBERED = {"L2.5, numbered": BITS, "L3, numbered": BITS}
 TABLES, QUANTIZED, SHARED = "few-bit activations", "quantized activations", "shared copies"
 ACTIVATIONS = dict.fromkeys((TABLES, QUANTIZED, SHARED), WHOLE)
-"""The rest at level L3 with as many bits."""
+"""The ways to save inputs of activations. Other layers are at level L3 with the same bits."""
 
 
 def compress(model: nn.Module, method: str, bits: float) -> None:
-    """method: a key of LEVELS, NUMBERED (of a digits network) or ACTIVATIONS, or "exact"."""
+    """Convert a model in place.
+
+    Args:
+        model: The model.
+        method: A key of LEVELS or ACTIVATIONS, a key of NUMBERED for a digits network, or "exact" for no conversion.
+        bits: The bits, on average if the method divides them.
+    """
     if method == "exact":
         return
     layers = {"activation_bits": ACTIVATION_BITS}
@@ -64,7 +71,7 @@ def compress(model: nn.Module, method: str, bits: float) -> None:
 
 
 class OneRangeSpec(NamedTuple):
-    """How codes and (minimum, step) become values again; in place of `fewbit.runtime.quantizers.quantizer.QuantizedTensorSpec`."""
+    """The spec that dequantizes codes with one (minimum, step), in place of `QuantizedTensorSpec`."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -84,7 +91,7 @@ class OneRangeSpec(NamedTuple):
 
 
 class OneRange(Quantizer):
-    """One minimum and step for a whole tensor."""
+    """A quantizer with one minimum and one step for a whole tensor."""
 
     def quantize_normalized(self, x, mean, rstd, inner):
         return super().quantize_normalized(x, mean, rstd, None)  # as a tensor, like any other
@@ -100,7 +107,7 @@ class OneRange(Quantizer):
 
 
 def rounded(x: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(minimum and step, codes): float32 (2,), uint8 in x's shape and order; exact in expectation."""
+    """Round x at random, without bias. Return (minimum, step), (2,) float32, and uint8 codes in x's shape and order."""
     least, most = x.aminmax()
     step = (most - least) / (2**bits - 1)
     offset = torch.rand(x.shape, generator=generator)
@@ -114,7 +121,7 @@ def of_functions(controller) -> FunctionQuantizers:
 
 
 def use_one_range(controller) -> None:
-    """Gives the quantizers of a model at level L2, of its modules and of functions that it calls, that class."""
+    """Make OneRange the class of all quantizers of a model at level L2, those of modules and those of functions."""
     functions = of_functions(controller)
     of_modules = [m.quantizer for m in controller.model.modules() if isinstance(m, Quantized)]
     for quantizer in (*of_modules, functions.quantizer, functions.attention_quantizer):
@@ -125,7 +132,10 @@ def use_one_range(controller) -> None:
 
 
 def number_digits(controller) -> None:
-    """Has the model tell the numbers of the digits before each forward in training; known by their pixels."""
+    """Pass the numbers of a batch's digits to the controller before each forward in training.
+
+    A hook recognizes the digits by their pixels.
+    """
     numbers = {_pixels(image): number for number, image in enumerate(digits()[0])}
 
     def tell(model, inputs):
@@ -158,7 +168,12 @@ class _GELU(Function):
 
 
 class QuantizedGELU(nn.GELU):
-    """shared: whether a copy that another layer keeps of the same input will do, that of a norm before it too."""
+    """A GELU that saves its input quantized.
+
+    Attributes:
+        quantizer: The quantizer of the input.
+        shared: Whether the GELU may use a copy that another layer, such as the norm before, has of the same tensor.
+    """
 
     quantizer: Quantizer
     shared: bool
@@ -172,7 +187,7 @@ def is_gelu(path: str, module: nn.Module) -> bool:
 
 
 def quantize_activations(controller, shared: bool) -> None:
-    """Makes the GELUs of a model, which it leaves alone, layers that keep their input like the others."""
+    """Make the GELUs of a compressed model, which `compress_` has left out, save their inputs quantized."""
     quantizer = of_functions(controller).quantizer
     for path, module in controller.model.named_modules():
         if is_gelu(path, module):

@@ -1,21 +1,24 @@
 """Levels of compression at equal average bits: gradient variance, final losses, and few-bit activations with ActNN.
 
     python benchmarks/adaptive_bits.py            # about 35 minutes on 2 cores
-    python benchmarks/adaptive_bits.py --quick    # one seed, few bits and steps, to see that it works
-    python benchmarks/adaptive_bits.py --plot     # the pictures again, from the results
+    python benchmarks/adaptive_bits.py --quick    # one seed, few bits and steps, to check that it works
+    python benchmarks/adaptive_bits.py --plot     # the pictures from stored results
 
-ActNN's figure 5 on the demo's transformer and a ResNet on 8 by 8 digits: quantized inputs with one range a tensor, at
-levels L2, L2.5 and L3, the same average of bits for attention and the rest; activations keep 3 bits in all (1, which is
-exact, for ReLU). On digits also levels L2.5 and L3 that are told which digits a batch has. And appendix E of the few-bit paper, on the transformer and the ResNet with GELU: GELU with few-bit
-tables, or with its input quantized as layers' inputs are, the rest at level L3 with as many bits.
-`adaptive_arms.py` has the details.
+This is ActNN's figure 5, on the demo's transformer and a ResNet for 8 by 8 digits. The methods are one range per
+tensor, and levels L2, L2.5 and L3, with the same average bits for attention and other layers. Activations have 3 bits,
+or for ReLU 1, which is exact. On digits, levels L2.5 and L3 are also measured with numbered samples. In addition, this
+is appendix E of the few-bit paper, on the transformer and the ResNet with GELU: GELU uses a few-bit table, or saves
+its input quantized, while the other layers are at level L3 with the same bits. `adaptive_arms.py` explains the
+methods.
 
-Losses are compared in pairs: the same seed gives the same parameters and batches. Gradients are those of one batch at
-the weights that exact training has after a quarter of its steps and at its end; L3 adapts on other batches there, at
-fixed weights. What is in the results already is not run again, but for methods named after --again.
+Runs with the same seed have the same initial parameters and batches, so losses are compared in pairs. Gradients are
+those of one batch, at the weights that exact training has after a quarter of its steps and at its end. L3 adapts its
+bits on other batches before, while the weights are fixed. Runs whose results are stored are not repeated, except for
+methods named after --again.
 
-Writes results/adaptive_bits.* (a row a training run), adaptive_bits_gradients.* (a row for each network, seed, point and
-arm), a summary of each, *_summary.*, and docs/images/adaptive_bits_*.png (`adaptive_plots.py`).
+Writes results/adaptive_bits.* (a row for each training run), adaptive_bits_gradients.* (a row for each network, seed,
+point of the training, method and number of bits), a summary of each (*_summary.*), and docs/images/adaptive_bits_*.png
+(`adaptive_plots.py`).
 """
 
 from __future__ import annotations
@@ -48,13 +51,13 @@ NETWORKS = {
     "resnet": arms.LEVELS | arms.NUMBERED,
     "gelu resnet": arms.ACTIVATIONS,
 }
-SAMPLING = "sampling", 0  # of batches, in the place of a method and bits
+SAMPLING = "sampling", 0  # stands for (method, bits) in rows of the variance between batches
 POINTS = ("a quarter", "the end")
 SEEDS = 3
 STEPS = 300  # of the transformer
-PAIRS = 16  # of gradients, for a variance
+PAIRS = 16  # pairs of gradients from which a variance is estimated
 ADAPTATION_STEPS = 40
-NUMBERED_STEPS = 70  # three epochs of digits; the next observation is in step 128, after all PAIRS
+NUMBERED_STEPS = 70  # three epochs of digits. The next observed step, 128, comes after all PAIRS.
 
 
 def settings_of(quick):
@@ -68,7 +71,7 @@ def build(network, seed, settings):
 
 
 def batches(network, settings, seed):
-    """(inputs, labels) of training steps, without end."""
+    """Yield batches (inputs, labels) of training steps without end."""
     generator = torch.Generator().manual_seed(seed)
     while network == "transformer":
         yield text.python_topics().batch(settings.batch, settings.context, generator)
@@ -82,9 +85,10 @@ def train(network, model, seed, settings, progress=lambda step: None):
 
 
 def run(network, method, bits, seed, quick):
-    """The row of one training run, in a process of its own thread.
+    """Train a network in this process, with one thread. Return the row of the run.
 
-    saved_bytes: of a step at the end; None where they would not be those of a real implementation.
+    In the row, saved_bytes is that of a step at the end, or None for the method "per tensor", which stores unpacked
+    codes.
     """
     torch.set_num_threads(1)
     settings = settings_of(quick)
@@ -110,16 +114,22 @@ def run(network, method, bits, seed, quick):
 
 
 def gradient(model, inputs, labels):
-    """float64, of all parameters."""
+    """Return the gradient of all parameters as one float64 vector."""
     model.zero_grad()
     cross_entropy(model(inputs).flatten(0, -2), labels.flatten()).backward()
     return torch.cat([each.grad.flatten() for each in model.parameters()]).double()
 
 
 def spread_of(draw, exact, pairs):
-    """Variance of the gradients that `draw` makes, and their squared distance to the exact one, over its square.
+    """Estimate the variance of random gradients, and their mean squared error, both divided by |exact gradient|^2.
 
-    Means over pairs of draws, with their standard errors.
+    Args:
+        draw: A function that returns a random gradient, a vector.
+        exact: The exact gradient, a vector.
+        pairs: The number of pairs of gradients from which the variance is estimated.
+
+    Returns:
+        {"variance", "variance_error", "error", "error_error"}: the two means over pairs, with their standard errors.
     """
     size = exact.square().sum()
     variances, errors = [], []
@@ -136,7 +146,7 @@ def spread_of(draw, exact, pairs):
 
 
 def gradients(network, seed, quick, known):
-    """Rows of all arms but `known` ones, (method, bits), at the weights of one exact training run."""
+    """Return a row for each (method, bits) that is not in `known`, at the weights of one exact training run."""
     torch.set_num_threads(1)
     settings = settings_of(quick)
     exact, states = build(network, seed, settings), []
@@ -184,7 +194,7 @@ def at_point(network, seed, settings, state, quick, known):
         torch.manual_seed(seed)
         for batch in islice(batches(network, settings, 3000 + seed), adaptation_steps(method)):
             gradient(model, *batch)
-        # What is remembered of numbered samples counts in steps of training alone.
+        # Numbered samples' gradient magnitudes take effect only in training steps, so no measurement is announced.
         with nullcontext() if method in arms.NUMBERED else measuring():
             found = spread_of(lambda model=model: gradient(model, inputs, labels), exact, pairs)
         yield {"method": method, "bits": bits, **found}
@@ -197,7 +207,7 @@ def adaptation_steps(method):
 
 
 def check():
-    """Every way of keeping tensors comes close to the exact gradient at 8 bits."""
+    """Assert that every method is close to the exact gradient at 8 bits."""
     for network, methods_of in NETWORKS.items():
         settings = training.Settings()
         batch = next(batches(network, settings, 0))
@@ -213,7 +223,7 @@ def check():
 
 
 def methods(network, quick):
-    """(method, bits), few of them if quick."""
+    """Yield the (method, bits) of a network, only a few if `quick` is true."""
     for method, bits in NETWORKS[network].items():
         for each in bits:
             if not quick or each in (1.5, 2):
@@ -221,7 +231,10 @@ def methods(network, quick):
 
 
 def summary(rows):
-    """Per network, method and bits: bytes, final losses, and their paired differences to exact."""
+    """Yield a row for each network, method and number of bits: bytes, final losses, and their differences from exact.
+
+    Differences are taken in pairs of runs with the same seed.
+    """
     exact = {(row["network"], row["seed"]): row for row in rows if row["method"] == "exact"}
     grouped = {}
     for row in rows:
@@ -249,7 +262,7 @@ def summary(rows):
 
 
 def gradients_summary(measured):
-    """Per network, point, method and bits: means over seeds, with the least and the greatest."""
+    """Yield a row for each network, point, method and number of bits, with means and extremes over seeds."""
     grouped = {}
     for row in measured:
         key = row["network"], row["point"], row["method"], row["bits"]
@@ -316,7 +329,7 @@ def main():
 
 
 def work(name, about, rows, measured, quick, jobs):
-    """Runs what is not in the results, seed after seed, and adds it."""
+    """Run the trainings and measurements whose results are not stored, seed after seed, and store their results."""
     done = {(row["network"], row["method"], row["bits"], row["seed"]) for row in rows}
     known = {}
     for row in measured:

@@ -1,4 +1,4 @@
-"""The pictures of `adaptive_bits.py`, from its results."""
+"""The pictures of the results of `adaptive_bits.py`. A point is a moment of the training, "a quarter" or "the end"."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ POINTS = {"a quarter": "after a quarter of training", "the end": "after training
 
 
 def plot(rows, measured, folder, name):
-    """<name>_variance.png, _loss.png and _activations.png in that folder."""
+    """Draw <name>_variance.png, _loss.png and _activations.png into a folder.
+
+    Args:
+        rows: The rows of the training runs.
+        measured: The rows of the gradients.
+        folder: The folder.
+        name: The beginning of the file names.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(style.STYLE):
         pictures = {
@@ -41,7 +48,7 @@ def plot(rows, measured, folder, name):
 
 
 def grouped(measured, value):
-    """{(network, point, method, bits): (mean, values)} over seeds."""
+    """Return {(network, point, method, bits): (mean over seeds, values)} of the number `value` of gradient rows."""
     values = {}
     for row in measured:
         key = row["network"], row["point"], row["method"], row["bits"]
@@ -50,7 +57,10 @@ def grouped(measured, value):
 
 
 def differences(rows):
-    """{(network, method, bits): final losses minus exact's of the same seed}, None where a run has none."""
+    """Return {(network, method, bits): list of final losses minus the exact loss of the same seed}.
+
+    The list has None for a run that diverged.
+    """
     exact = {(r["network"], r["seed"]): r["final"] for r in rows if r["method"] == "exact"}
     found = {}
     for row in rows:
@@ -67,8 +77,8 @@ def panels(width, height, rows, columns, **shared):
 
 
 def curve(axes, method, points):
-    """points: {bits: values over seeds}; the means, and bars from the least value to the greatest."""
-    is_below = method == "L2"  # so that it shows around L2.5, with which it agrees at whole bits
+    """Draw the means of `points`, {bits: values over seeds}, with bars from the least value to the greatest."""
+    is_below = method == "L2"  # drawn larger, behind L2.5, which has the same values at whole bits
     bits = sorted(points)
     means = [statistics.fmean(points[each]) for each in bits]
     below = [mean - min(points[each]) for mean, each in zip(means, bits, strict=True)]
@@ -89,7 +99,7 @@ def curve(axes, method, points):
 
 
 def legend(figure, axes, **options):
-    """Of the curves of those axes, below all panels."""
+    """Add a legend of the curves of `axes` below all panels."""
     curves, names = axes.get_legend_handles_labels()
     figure.legend(curves, names, loc="outside lower center", ncols=len(names), **options)
 
@@ -102,7 +112,7 @@ def label(axes, title, y, first):
 
 
 def variance(measured):
-    """A row for each point of training, a column for each network."""
+    """Draw gradient variances, with a row of panels for each point of the training and a column for each network."""
     networks, found = ("transformer", "resnet"), grouped(measured, "variance")
     figure, grid = panels(9.2, 6.6, len(POINTS), len(networks), sharex=True, sharey="col")
     for (point, when), row in zip(POINTS.items(), grid, strict=True):
@@ -142,7 +152,7 @@ def loss(rows):
 
 
 def draw_losses(axes, network, methods, found):
-    """On a scale that is linear within 0.01 around exact's and logarithmic beyond."""
+    """Draw loss differences on a scale that is linear from -0.01 to 0.01 and logarithmic beyond."""
     axes.axhline(0, color=style.INK, linewidth=1)
     for method in methods:
         points = {
@@ -156,7 +166,7 @@ def draw_losses(axes, network, methods, found):
 
 
 def activations(rows, measured):
-    """Final losses and gradient errors of the two ways to keep activations, a row each."""
+    """Draw final losses (first row) and gradient errors (second row) of the ways to save inputs of activations."""
     networks, found = ("transformer", "gelu resnet"), differences(rows)
     errors = grouped(measured, "error")
     figure, grid = panels(9.2, 6.6, 2, len(networks), sharex=True)

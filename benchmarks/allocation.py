@@ -1,10 +1,13 @@
-"""Time of ActNN's greedy algorithm (Prob. 10) in C++ and in NumPy, and how far from the optimum it is.
+"""The time of ActNN's greedy algorithm (Prob. 10) in C++ and in NumPy, and its distance from the optimum.
 
     python benchmarks/allocation.py         # a minute
 
-Sensitivities and sizes are random, over several orders of magnitude. Small instances are solved by the exact
-dynamic program of tests/policies/test_allocation.py too: layers in parts, of which level L3 has 16, or as many as samples, and
-layers in one part each. Writes results/allocation.*.
+The algorithm chooses bits for parts of layers, from their sensitivities and sizes, which are random here and differ by
+orders of magnitude. A part is a group of samples of a layer's tensor: level L3 has 16 parts per layer, or one for each
+sample if there are fewer. Small instances are also solved exactly, by the dynamic program of
+tests/policies/test_allocation.py.
+
+Writes results/allocation.*.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ def instance(layers, parts, seed):
 
 
 def gaps(layers, parts, count=100):
-    """Variance of the greedy algorithm's bits over that of the best, less 1, of random instances."""
+    """Yield, for random instances, the variance with the greedy algorithm's bits divided by the least one, minus 1."""
     for seed in range(count):
         generator = np.random.default_rng(seed)
         sizes = np.repeat(generator.choice((1, 2, 4, 9, 16), layers), parts)

@@ -1,9 +1,9 @@
-"""What torch's caching allocator for CUDA would report: a simulation of its rules for one stream.
+"""A simulation of torch's caching allocator for CUDA with one stream, to compute what it would report.
 
-Requests are rounded to 512 bytes. Up to 1 MB they come from segments of 2 MB, below 10 MB from
-segments of 20 MB, else from segments of their own (a multiple of 2 MB). The smallest free block
-that fits is taken and split, unless what would be left is at most 1 MB (512 bytes in the small
-pool): then ``torch.cuda.memory_allocated()`` counts the whole block.
+A request is rounded up to a multiple of 512 bytes. Requests up to 1 MB are served from segments of 2 MB (the small
+pool), and larger ones below 10 MB from segments of 20 MB. A still larger request gets a segment of its own, a multiple
+of 2 MB. The allocator takes the smallest free block that fits, and splits it if more than 1 MB would be left (in the
+small pool: 512 bytes or more). Otherwise `torch.cuda.memory_allocated()` counts the whole block.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ class _Block:
 
 
 class CachingAllocator:
-    """``allocated``: bytes of the blocks in use, tails that were not split off included."""
+    """The simulated allocator.
+
+    Attributes:
+        allocated: The bytes of all blocks in use, with the unused ends of blocks that were not split.
+    """
 
     def __init__(self):
         self.allocated = 0
-        self._free = {True: set(), False: set()}  # by pool: small or not
+        self._free = {True: set(), False: set()}  # by pool: True is the small one
         self._segments = 0
 
     def allocate(self, size):
@@ -81,9 +85,10 @@ class CachingAllocator:
 
 
 class Allocations(TorchDispatchMode):
-    """Has every storage that an operator makes allocated, and released when it dies.
+    """A dispatch mode that allocates the storages of operators' results in the simulated allocator, while they live.
 
-    workspace: bytes that every convolution holds while its result is made, as cuDNN's kernels do.
+    Args:
+        workspace: The bytes that every convolution needs while it runs, as cuDNN's kernels do.
     """
 
     def __init__(self, workspace=0):
@@ -118,7 +123,7 @@ class Allocations(TorchDispatchMode):
 
 
 def state_in_order(module):
-    """Parameters and buffers in the order in which ``module.to(device)`` moves them."""
+    """Yield parameters and buffers in the order in which `module.to(device)` moves them."""
     for child in module.children():
         yield from state_in_order(child)
     for own in (module._parameters, module._buffers):

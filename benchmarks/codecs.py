@@ -1,17 +1,21 @@
-"""Codecs on real activations: compression, time against a copy, error against the bound.
+"""Codecs on real activations: compression, time relative to a memory copy, and error relative to the bound.
 
     python benchmarks/codecs.py                 # under 3 minutes on 2 cores
     python benchmarks/codecs.py --quick         # less training, one repeat
 
-The digits ResNet (digits_resnet.py) and the demo's transformer are trained for a while; then what their layers get in one
-forward is compressed: inputs of convolutions, linear layers, norms and GELUs, outputs of ReLUs. Each tensor has three bounds:
-those at which `quant` needs 2, 4 and 6 bits. A bound is one on the mean squared error; for codecs with a hard bound its root is that of
-every error. Compression is bytes of all tensors of a kind over those of their payloads; times are sums of medians over the sum of
-those of a copy of each tensor, in the same run on one thread; "error" is the mean squared error over the bound, in the mean over tensors, and
-"worst" the largest; "largest error" is the largest of any element over the root of the bound.
+The digits ResNet (digits_resnet.py) and the demo's transformer are trained for a while. Then tensors of one forward are
+compressed: the inputs of convolutions, linear layers, norms and GELUs, and the outputs of ReLUs. Each tensor is
+compressed with three bounds, for which `quant` needs 2, 4 and 6 bits. A bound limits the mean squared error; for
+error-bounded codecs the root of the bound limits every element's error.
 
-Beside the package's codecs two others of the library that `error-bounded` uses, to show what that choice costs: "zfp" in fixed-accuracy mode,
-and "grid + zstd", nearest multiples of twice the root of the bound as bytes (16-bit numbers where those do not do) through Zstandard at level 1.
+The numbers of a row are those of all tensors of one kind together. "compression" is their bytes divided by the bytes
+of their payloads. Times are divided by the time of a memory copy of the tensors, in the same run on one thread.
+"error" is the mean squared error divided by the bound, averaged over tensors. "worst" is its maximum over tensors.
+"largest error" is the largest error of an element divided by the root of the bound.
+
+Two other codecs of imagecodecs, the library that `error-bounded` uses, are measured for comparison. "zfp" is ZFP in
+fixed-accuracy mode. "grid + zstd" rounds to multiples of twice the root of the bound, stores these as 8-bit or 16-bit
+integers, and compresses them by Zstandard at level 1.
 
 Writes results/codecs.* and prints a summary.
 """
@@ -35,13 +39,13 @@ from fewbit.runtime.codecs.payload import Exact
 
 BITS = (2, 4, 6)
 GROUP = 256
-IMAGES = 512  # in the forward that is looked at
+IMAGES = 512  # in the forward whose tensors are compressed
 INPUTS = {"convolution": nn.Conv2d, "linear": nn.Linear, "batch norm": nn.BatchNorm2d}
 INPUTS |= {"layer norm": nn.LayerNorm, "GELU": nn.GELU}
 
 
 def activations(quick):
-    """[(network, kind, tensor)], each tensor once."""
+    """Train both networks. Return a list of (network, kind, tensor), in which each tensor occurs once."""
     torch.manual_seed(0)
     resnet = digits_resnet.build(nn.ReLU, 0)
     optimizer = torch.optim.AdamW(resnet.parameters(), digits_resnet.LEARNING_RATE)
@@ -90,7 +94,7 @@ def seen(network, model, batch):
 
 
 def bound_of(x, bits):
-    """Just above what `quant` guarantees at so many bits."""
+    """Return a bound on the mean squared error of x, slightly above what `quant` guarantees with these bits."""
     rows = x.reshape(len(x), -1) if x[0].numel() >= GROUP else x.reshape(1, -1)
     cut = [each for each in rows.split(GROUP, 1)]
     total = sum(((each.amax(1) - each.amin(1)) ** 2).sum().item() * each.shape[1] for each in cut)
@@ -98,7 +102,7 @@ def bound_of(x, bits):
 
 
 class Zfp:
-    """Fixed accuracy, in two or three dimensions: blocks across samples and channels at once compress less."""
+    """ZFP with fixed accuracy, in two or three dimensions, as blocks across samples and channels compress less."""
 
     def compress(self, x, bound):
         import imagecodecs
@@ -118,7 +122,7 @@ class Zfp:
 
 
 class Grid:
-    """Nearest multiples of a step, and Zstandard."""
+    """Rounding to the nearest multiple of a step, then Zstandard."""
 
     def compress(self, x, bound):
         import imagecodecs
@@ -145,7 +149,7 @@ HARD = ("error-bounded", *OTHERS)
 
 
 def measure(name, x, bound, repeats):
-    """One row of a tensor."""
+    """Compress a tensor with one codec. Return its bytes, errors and times."""
     codec = CODECS.get(name) or OTHERS[name]
     payload = codec.compress(x, bound)
     values = codec.decompress(payload)
@@ -169,13 +173,13 @@ def median(call, repeats):
 
 
 def rows_of(found, repeats):
-    """A row of each network, kind, bits and codec."""
+    """Yield a row for each network, kind, number of bits and codec."""
     groups = {}
     for network, kind, x in found:
         groups.setdefault((network, kind), []).append(x)
     for (network, kind), tensors in groups.items():
         size = sum(each.nbytes for each in tensors)
-        # As long a wait for memory as codecs have: new memory each time.
+        # Each copy gets new memory, because codecs allocate new memory too.
         copy = sum(median(lambda x=x: x.clone(), 4 * repeats) for x in tensors)
         zeros = sum(int((each == 0).sum()) for each in tensors) * 4 / size
         for bits in BITS:

@@ -1,13 +1,13 @@
-"""Whole models compressed at fixed bits: final losses beside exact ones, several seeds, and the bytes kept.
+"""Whole models trained with fixed bits: final losses compared with exact training over several seeds, and saved bytes.
 
     python benchmarks/compressed_training.py            # 10 to 25 minutes on 2 cores
-    python benchmarks/compressed_training.py --quick    # one seed, a few steps, to see that it works
+    python benchmarks/compressed_training.py --quick    # one seed, a few steps, to check that it works
 
-The demo's transformer and a ResNet on 8 by 8 digits, built in plain torch.nn and converted by
-`fewbit.compress_` with 8, 4, 3 and 2 bits for quantized inputs; activations keep 3 bits (1 for ReLU). The same seed
-gives the same parameters and batches, so runs compare in pairs. What is in the results already is not run again.
+The demo's transformer and a ResNet for 8 by 8 digits are built in plain torch.nn. `fewbit.compress_` converts them
+with 8, 4, 3 and 2 bits for quantized inputs. Activations have 3 bits (1 for ReLU). Runs with the same seed have the
+same initial parameters and batches, so they are compared in pairs. Runs whose results are stored are not repeated.
 
-Writes results/compressed_training.* (a row a run) and compressed_training_summary.*.
+Writes results/compressed_training.* (a row for each run) and compressed_training_summary.*.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def build(network, seed, settings):
 
 
 def sample(network, settings):
-    """The inputs of one training step."""
+    """Return the inputs of one training step."""
     if network == "resnet":
         return digits_resnet.digits()[0][: digits_resnet.BATCH]
     return text.python_topics().held_out_batch(settings.batch, settings.context)[0]
 
 
 def run(network, bits, seed, quick, **options):
-    """One training run in a process of its own thread. options: of `compress_`."""
+    """Train a network in this process, with one thread. `options` are further arguments of `compress_`."""
     torch.set_num_threads(1)
     settings = training.Settings(steps=20) if quick else training.Settings()
     model = build(network, seed, settings)
@@ -55,7 +55,10 @@ def run(network, bits, seed, quick, **options):
 
 
 def train(network, model, seed, settings, progress=lambda step: None):
-    """Final held-out loss, training loss at the end, and the accuracy on digits. progress: told each step done."""
+    """Train a model. Return its held-out loss "final", last training loss "train", and on digits its "accuracy".
+
+    `progress` is called after every step with the number of steps done.
+    """
     if network == "resnet":
         return digits_resnet.train(model, seed, progress)
     done = training.train(model, text.python_topics(), settings, seed, progress)
@@ -63,7 +66,10 @@ def train(network, model, seed, settings, progress=lambda step: None):
 
 
 def summary(rows):
-    """Per network and bits: bytes, the mean final loss, and paired differences to exact."""
+    """Yield a row for each network and number of bits: bytes, the mean final loss, and its difference from exact.
+
+    Differences are taken in pairs of runs with the same seed.
+    """
     for network in SEEDS:
         exact = {row["seed"]: row for row in rows if (row["network"], row["bits"]) == (network, 0)}
         for bits in BITS:

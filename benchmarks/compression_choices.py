@@ -1,18 +1,20 @@
-"""What decided two questions of compression: what a norm keeps, and with how many bits attention does.
+"""The measurements behind two decisions: which tensor a norm saves, and how many bits attention gets. Also, bias.
 
     python benchmarks/compression_choices.py            # about 7 minutes on 2 cores
     python benchmarks/compression_choices.py --quick
     python benchmarks/compression_choices.py --only bias    # or norms, attention
 
-Norms (docs/decisions/0007): the gradient of ResNet-18 on 8 images, of which only batch norms keep something quantized:
-their input, or the input normalized. Its error relative to the exact gradient's norm, and its norm relative to that.
+norms (docs/decisions/0007): the gradient of ResNet-18 on 8 images if only batch norms save a quantized tensor, which
+is their input or the normalized input. The norm of the gradient, and of its error, are divided by the exact gradient's
+norm.
 
-Attention (docs/decisions/0008): final losses of the demo's transformer with everything at 2 bits but attention.
+attention (docs/decisions/0008): the final loss of the demo's transformer if all tensors have 2 bits, except
+attention's.
 
-Bias (docs/layers.md): for layers whose gradients are not exact in expectation, and normal inputs of the shapes in
-LAYERS, the distance of the gradients' mean over many backward passes to torch's gradient in float64, without
-what the mean's own sampling error adds to it, beside that error; and the error of a single backward pass, root mean
-square. All relative to the norm of torch's gradient; medians over inputs.
+bias (docs/layers.md): for the layers in LAYERS, whose gradients are not exact in expectation, on normal random inputs.
+The bias is the distance between the mean gradient over many backward passes and torch's gradient in float64, after
+correction for the sampling error of the mean. The noise is the root mean square error of a single backward pass. Bias,
+sampling error and noise are divided by the norm of torch's gradient, and are medians over inputs.
 
 Writes results/choice_norms.*, choice_attention.* and choice_bias.*.
 """
@@ -48,7 +50,7 @@ EPS = 1e-5
 
 
 class KeptInput(Function):
-    """Batch norm in training that keeps its input itself."""
+    """A batch norm in training that saves its input quantized, instead of the normalized input."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, quantizer):
@@ -104,7 +106,7 @@ def gradient(model, seed):
 
 
 def norms(seeds):
-    """Rows of kept and bits: medians over seeds, and their extremes."""
+    """Yield a row for each saved tensor and number of bits, with medians and extremes over seeds."""
     exact = [gradient(resnet("exact", None), seed) for seed in range(seeds)]
     for kept in ("input", "normalized input"):
         for bits in NORM_BITS:
@@ -125,7 +127,7 @@ def norms(seeds):
 
 
 def attention(seeds, jobs, quick):
-    """Rows of attention bits and seed, 0 bits being the exact model."""
+    """Yield a row for each number of bits of attention and seed. 0 bits mean the exact model."""
     arms = [(bits, seed) for seed in range(seeds) for bits in (0, *ATTENTION_BITS)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         running = [
@@ -141,7 +143,7 @@ def layer_norm(library, x, **options):
 
 
 def batch_norm(library, x, **options):
-    """Of each x[i] by itself: as other channels."""
+    """Normalize each x[i] separately, by treating them as different channels of one batch."""
     count, samples, channels, *size = x.shape
     side_by_side = x.transpose(0, 1).reshape(samples, count * channels, *size)
     y = library.batch_norm(side_by_side, None, None, training=True, **options)
@@ -149,9 +151,16 @@ def batch_norm(library, x, **options):
 
 
 class Layer(NamedTuple):
-    """Ours and torch's; names of the tensors with a gradient, and their shape; number of backward passes an input.
+    """A layer whose gradients are biased.
 
-    Each tensor is one group of the quantizer; of the batch norm, each sample is.
+    The quantizer has one group per tensor, or for the batch norm one group per sample.
+
+    Attributes:
+        ours: fewbit's function.
+        theirs: torch's function.
+        names: The names of the tensors that get a gradient.
+        shape: The shape of these tensors.
+        draws: The number of backward passes for each input.
     """
 
     ours: Callable
@@ -208,14 +217,14 @@ LAYERS = {
 
 
 def gradients(function, tensors, grad, count):
-    """Those of `count` backward passes at once."""
+    """Return the gradients of `count` backward passes that are computed at once, (count, *shape) for each tensor."""
     many = [x.expand(count, *x.shape).clone().requires_grad_() for x in tensors]
     y = function(*many)
     return torch.autograd.grad(y, many, grad.expand_as(y))
 
 
 def bias_and_noise(layer, bits, seed, draws):
-    """For each gradient: bias, sampling error of the mean and noise, relative to torch's gradient."""
+    """Yield (bias, sampling error of the mean, noise) for each gradient, divided by the norm of torch's gradient."""
     torch.manual_seed(1000 + seed)
     *tensors, grad = (torch.randn(layer.shape) for _ in (*layer.names, "grad"))
     exact = gradients(layer.theirs, [x.double() for x in tensors], grad.double(), 1)
@@ -235,7 +244,12 @@ def bias_and_noise(layer, bits, seed, draws):
 
 
 def bias(inputs, fewer):
-    """Rows of layer, bits and gradient: medians over inputs, and the extremes of the bias."""
+    """Yield a row for each layer, number of bits and gradient, with medians over inputs and the extremes of the bias.
+
+    Args:
+        inputs: The number of random inputs.
+        fewer: The factor by which the number of backward passes is reduced.
+    """
     for name, layer in LAYERS.items():
         draws = layer.draws // fewer
         for bits in BIAS_BITS:

@@ -1,15 +1,16 @@
 """Which table should a layer use by default? Gradient errors, then final losses, on three small networks.
 
     python benchmarks/default_table.py              # everything, about 40 minutes on 2 cores
-    python benchmarks/default_table.py --quick      # one seed, a few steps, to see that it works
+    python benchmarks/default_table.py --quick      # one seed, a few steps, to check that it works
 
-The demo's transformer (GELU) and a ResNet on 8 by 8 digits (GELU and SiLU). First the exact gradient of
-whole models against the gradient with each table, before and after training. Then training runs with the
-contenders: the same seed gives the same parameters and batches, so runs compare in pairs. What is already
-in the results is not measured again; docs/decisions/0005 draws the conclusion.
+The networks are the demo's transformer with GELU, and a ResNet for 8 by 8 digits with GELU and with SiLU. First,
+gradients of whole models with each table are compared with exact gradients, before and after training. Then models are
+trained with the tables in CONTENDERS. Runs with the same seed have the same initial parameters and batches, so they
+are compared in pairs. Measurements whose results are stored are not repeated. docs/decisions/0005 draws the
+conclusion.
 
-Writes results/default_table_gradients.* and default_table_training.*, and keeps the pre-activations that
-tables are fitted to in build/default_table/.
+Writes results/default_table_gradients.* and default_table_training.*. The pre-activations to which tables are fitted
+are stored in build/default_table/.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def train(network, model, seed, quick):
 
 
 def batches(network, count, quick):
-    """(inputs, loss of the model's output) of ``count`` training batches that no run has seen as such."""
+    """Yield (inputs, a function from the model's output to the loss) for `count` batches that no training run uses."""
     generator = torch.Generator().manual_seed(1_000_003)
     if network.startswith("resnet"):
         for _, (images, labels) in zip(
@@ -97,13 +98,13 @@ def batches(network, count, quick):
 
 
 def activations(network, model):
-    """The model's activation modules."""
+    """Return the model's activation modules."""
     kinds = (EXACT[NETWORKS[network]], FEWBIT[NETWORKS[network]])
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def pre_activations(network, model, quick):
-    """A sample of the inputs of all activations together, (SAMPLES,) float32."""
+    """Return a random sample of the inputs of all activations, (SAMPLES,) float32."""
     seen = []
     hooks = [
         module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().clone()))
@@ -124,7 +125,10 @@ def pre_activations(network, model, quick):
 
 
 def table(network, work, weight, tails, objective, bits):
-    """Fitted: to the pre-activations of the exact network of seed 0, before and after training together."""
+    """Return a table. The weight "fitted" is the pre-activations of seed 0's exact network before and after training.
+
+    `work` is the folder of the pre-activations.
+    """
     if weight == "fitted":
         weight = np.concatenate([np.load(work / f"{network}_{when}.npy") for when in WHEN])
     with warnings.catch_warnings():
@@ -138,7 +142,7 @@ WHEN = ("start", "end")
 
 
 def prepare(network, work, quick):
-    """Trains the exact network of seed 0; keeps its parameters and pre-activations at start and end."""
+    """Train the exact network of seed 0. Store its parameters and pre-activations before and after the training."""
     if (work / f"{network}_end.npy").exists():
         return
     model = build(network, EXACT[NETWORKS[network]], 0, quick)
@@ -154,7 +158,7 @@ def prepare(network, work, quick):
 
 
 def gradient(network, model, inputs, loss):
-    """(gradient of the weights just below activations, of all parameters), flat."""
+    """Return two flat gradients: that of the weights of layers just before activations, and that of all parameters."""
     model.zero_grad()
     loss(model(inputs)).backward()
     named = {name: each.grad.flatten().clone() for name, each in model.named_parameters()}
@@ -163,7 +167,7 @@ def gradient(network, model, inputs, loss):
 
 
 def is_below(network, name):
-    """Weights of the linear layer below a GELU; of the 3x3 convolutions, below batch norm, in the ResNet."""
+    """Return whether a parameter is the weight of a linear layer or 3x3 convolution before an activation."""
     if network.startswith("resnet"):
         return name == "0.weight" or ".body." in name and name.endswith(("0.weight", "3.weight"))
     return name.endswith("mlp.0.weight")
@@ -174,7 +178,10 @@ def relative(error, exact):
 
 
 def gradient_errors(network, work, when, choice, bits, quick):
-    """Relative L2 errors; ``*_of_mean``: of the mean gradient over all batches (and draws)."""
+    """Return relative L2 errors of the gradient with a table, averaged over batches and draws.
+
+    Keys that end in `_of_mean` have the error of the mean gradient over all batches and draws.
+    """
     weight, tails, objective = choice
     try:
         chosen = table(network, work, weight, tails, objective, bits)
@@ -191,7 +198,7 @@ def gradient_errors(network, work, when, choice, bits, quick):
         exact.load_state_dict(state)
         wanted = gradient(network, exact, inputs, loss)
         for _ in range(draws):
-            few.load_state_dict(state)  # batch norm's running means as well
+            few.load_state_dict(state)  # restores the running means of batch norm too
             got = gradient(network, few, inputs, loss)
             for part, g, e in zip(errors, got, wanted, strict=True):
                 errors[part].append(relative(g - e, e))
@@ -221,7 +228,7 @@ def training_run(network, work, choice, bits, seed, quick):
 
 
 def jobs(quick):
-    """(results file, key, call) of everything that is measured, the seeds last so that pairs come early."""
+    """Yield (results file, key, function) for each measurement, seed after seed, so that pairs end early."""
     networks = list(NETWORKS)
     for network in networks:
         for when in WHEN:

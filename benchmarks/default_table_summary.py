@@ -1,6 +1,8 @@
-"""The tables of docs/decisions/0005, from results/default_table_*.json.
+"""Print the tables of docs/decisions/0005 from the results of `default_table.py`.
 
 python benchmarks/default_table_summary.py
+
+A choice is the (weight, tails, objective) of a table, and a field is the name of a number in the results.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def line(*cells):
 
 
 def gradients(field):
-    """Errors of the default in percent; of the others relative to it: geometric mean (least .. most)."""
+    """Print the errors of each choice divided by those of the default, and the errors of the default in percent."""
     found = {}
     for row in rows("gradients"):
         if field in row:
@@ -64,7 +66,7 @@ def gradients(field):
 
 
 def losses(network, field):
-    """Differences to exact in pairs of equal seeds, in units of the standard deviation of exact."""
+    """Print the mean differences of losses from exact training, in pairs of equal seeds, with standard errors."""
     here = [row for row in rows("training") if row["network"] == network]
     exact = {row["seed"]: row[field] for row in here if row["bits"] == 0}
     std = statistics.stdev(exact.values())

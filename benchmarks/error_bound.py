@@ -1,26 +1,28 @@
-"""AC-GC's error bound against grid search over fixed bits: scores, compression, gradients, and what bounds cost.
+"""Compare AC-GC's error bound with grid search over fixed bits: scores, compression, gradients, and the cost of probes.
 
     python benchmarks/error_bound.py            # about 90 minutes on one core
-    python benchmarks/error_bound.py --quick    # one seed, few steps, to see that it works
-    python benchmarks/error_bound.py --cost     # what observing costs
-    python benchmarks/error_bound.py --plot     # the table and the pictures again, from the results
+    python benchmarks/error_bound.py --quick    # one seed, few steps, to check that it works
+    python benchmarks/error_bound.py --cost     # only the time that observed steps cost
+    python benchmarks/error_bound.py --plot     # the table and the pictures from stored results
 
-The paper's Table 2 on four small tasks (`error_bound_tasks.py`): the ResNet for digits, the demo's transformer, a
-classifier of texts and a network for super-resolution. Each is trained exactly, with 1 to 8 bits for everything (the eight runs
-of a grid search), and once with `policy="error-bound"` and e^2 = 0.5; also with e^2 = 0.1, and with codes of what is not
-zero alone (`error_bound_arms.py`).
+This is the paper's Table 2 on four small tasks (`error_bound_tasks.py`): the ResNet for digits, the demo's
+transformer, a text classifier, and a network for super-resolution. An arm is one way to train (`error_bound_arms.py`).
+Each task is trained exactly, with 1 to 8 bits for all tensors (the eight runs of a grid search), and with
+`fewbit.ErrorBound` at e^2 = 0.5, at e^2 = 0.1, and at e^2 = 0.5 with a codec that leaves out zeros.
 
-Grid search takes the least bits whose mean score is no worse than the exact one by more than a tolerance: 0.1 % of it, as in
-the paper (section 6), or the standard deviation of the exact score over seeds where that is more. The same seed gives the same
-parameters and batches, so scores compare in pairs. Compression is the bytes that the exact model keeps for
-backward, loss included, over the mean of those kept at the ends of the ten tenths of the training.
+Grid search takes the fewest bits whose mean score is not worse than the exact one by more than a tolerance. The
+tolerance is 0.1 % of the exact score, as in the paper (section 6), or the standard deviation of the exact score over
+seeds if that is larger. Runs with the same seed have the same initial parameters and batches, so scores are compared
+in pairs. Compression is the bytes that the exact model saves for the backward pass, loss included, divided by those of
+the compressed model. Bytes are means over ten moments of the training, the ends of its tenths.
 
-There also E|g^|^2 / |g|^2 is measured, over eight draws of rounding on one batch that is new each time: what 1 + e^2 is about.
-With other seeds than the first that is done for e^2 = 0.5 only. What is in the results already is not run again, but for arms named after
---again.
+At these moments the ratio E|g^|^2 / |g|^2 is measured too, which the error bound keeps near 1 + e^2. Here g is the
+exact gradient of a new batch, and g^ the compressed model's gradient in eight draws of rounding. With seeds other than
+the first, the ratio is measured for e^2 = 0.5 only. Runs whose results are stored are not repeated, except for arms
+named after --again.
 
-Writes results/error_bound.* (a row a training run), error_bound_ratios.* (a row for each point of it),
-error_bound_summary.*, error_bound_cost.* and docs/images/error_bound_*.png (`error_bound_plots.py`).
+Writes results/error_bound.* (a row for each training run), error_bound_ratios.* (a row for each moment of a run),
+error_bound_summary.*, error_bound_cost.*, and docs/images/error_bound_*.png (`error_bound_plots.py`).
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ import fewbit
 
 SEEDS = 3
 POINTS = 10
-"""Of a training: the ends of so many equal parts of it."""
+"""The number of moments of a training at which it is measured: the ends of so many equal parts."""
 TENTH_PERCENT = 1e-3
 CYCLE, CYCLES = 4, 40
-"""Steps from one observation to the next while their cost is measured, and how often."""
+"""When the cost of observed steps is measured: the steps from one to the next, and their number."""
 
 
 def run(task, name: str, arm: str, seed: int, has_ratios: bool) -> tuple[dict, list[dict]]:
-    """The row of one training run, and those of its points."""
+    """Train an arm of a task from one seed. Return the run's row, and if `has_ratios` a row for each moment."""
     model = task.build(seed)
     controller = arms.compress(model, arm)
     ends = {round(task.steps * (i + 1) / POINTS) for i in range(POINTS)}
@@ -88,7 +90,7 @@ def run(task, name: str, arm: str, seed: int, has_ratios: bool) -> tuple[dict, l
 
 
 def observed(controller) -> dict:
-    """What the controller's own monitor says so far, and its bits, where bounds are found."""
+    """Return the ratio by the controller's monitor and the average bits, or {} for an arm without error bound."""
     if controller is None or controller.policy != "error-bound":
         return {}
     rows = [row for row in controller.bounds if row.bits is not None and row.elements]
@@ -104,9 +106,10 @@ def observed(controller) -> dict:
 
 
 def cost(task, name: str) -> dict:
-    """What an observation adds to its step and the next one, in which it is learned from; processor time, of one thread.
+    """Measure the processor time that an observed step adds to a training, in one thread.
 
-    Steps in cycles of one that is observed, the next, and others, so that a slow moment of the machine meets all of them.
+    The cost falls on the observed step and on the next one, in which the policy uses the measurement. The steps are run
+    in cycles of an observed step, the next one and ordinary steps, so that a slow moment of the machine affects all.
     """
     model = task.build(0)
     arms.compress(model, arms.BOUND, interval=CYCLE)
@@ -121,7 +124,7 @@ def cost(task, name: str) -> dict:
         optimizer.step()
         return time.process_time() - start
 
-    for _ in range(2 * CYCLE - 1):  # the next is observed
+    for _ in range(2 * CYCLE - 1):  # the next step is an observed one
         step()
     extra, ordinary = [], []
     for _ in range(CYCLES):
@@ -153,10 +156,15 @@ def cost(task, name: str) -> dict:
 
 
 def summary(rows, ratios, of):
-    """Per task and arm: the score and its paired change, compression, and the ratio of gradients.
+    """Yield a row for each task and arm: score, change of the score in pairs of seeds, compression, gradient ratio.
 
-    is_grid: whether grid search takes this one; is_paper_grid: whether it does of 2 bits and more, as the paper's
-    begins with 2. of: the tasks.
+    In a row, is_grid says whether grid search takes this arm. is_paper_grid says the same of a grid search from 2 bits
+    on, as in the paper.
+
+    Args:
+        rows: The rows of the training runs.
+        ratios: The rows of the moments.
+        of: The tasks by name.
     """
     for name, task in of.items():
         own = [row for row in rows if row["task"] == name]
@@ -195,7 +203,7 @@ def _of_arm(task, name, arm, own, exact):
 
 
 def chosen(task, records, least: int = 1):
-    """What grid search over that many bits and more takes, or None where none will do."""
+    """Return the record that grid search takes among arms with `least` bits or more, or None if none is good enough."""
     exact = next(each for each in records if each["arm"] == arms.EXACT)
     allowed = tolerance(exact)
     for arm, bits in arms.FIXED.items():
@@ -211,7 +219,7 @@ def tolerance(exact: dict) -> float:
 
 
 def show(records, of):
-    """A table like the paper's Table 2: score and compression of each."""
+    """Print a table like the paper's Table 2, with score and compression of each arm, and then all records."""
     print(
         f"{'':24}{'exact':>18}{'grid search':>34}" + "".join(f"{each:>30}" for each in arms.BOUNDS)
     )
@@ -255,7 +263,7 @@ def load(name):
 
 
 def work(name, about, rows, ratios, of, seeds, chosen_arms):
-    """Runs what is not in the results, seed after seed, and adds it."""
+    """Run the trainings whose results are not stored, seed after seed, and store their results."""
     done = {(row["task"], row["arm"], row["seed"]) for row in rows}
     todo = [
         (task, arm, seed)

@@ -1,22 +1,24 @@
 """Memory, largest batch and speed of training ResNet-50 and GPT-2-small: exact, recomputed and compressed.
 
     python benchmarks/gpu_training.py                       # a CUDA device
-    python benchmarks/gpu_training.py --quick               # fewer steps, a smaller cap on memory
-    python benchmarks/gpu_training.py --device cpu --quick  # tiny models: does it run at all
+    python benchmarks/gpu_training.py --quick               # fewer steps, less memory
+    python benchmarks/gpu_training.py --device cpu --quick  # tiny models, to check that it runs
 
-A step is forward, backward and optimizer (SGD with momentum, AdamW; both fused) in bfloat16 autocast, on random
-images of 224x224 in channels-last order, or random sequences of 1024 tokens. Dropout is off. The language model's
-head and loss go over its tokens in checkpointed chunks, in every arm: logits of 50257 words would hide the rest.
+A step is a forward, a backward and an optimizer step in bfloat16 autocast. ResNet-50 has random images of 224x224 in
+channels-last order and SGD with momentum; GPT-2-small has random sequences of 1024 tokens and AdamW. Both optimizers
+are fused, and dropout is off. In every arm, the head and the loss of the language model process the tokens in
+checkpointed chunks, because the logits of 50257 words would otherwise take most of the memory.
 
-Arms: exact; checkpointing of every block; torch.compile with activation_memory_budget 0.5; level L2 at 4 and 2 bits;
-L3 and L4 at 2 bits on average, which have adapted to the data before they are measured; few-bit activations alone. Each has a process of its own, so that no arm finds another's memory. Gradients of L2 at
-8 bits are checked against exact ones first.
+The arms are: exact; checkpointing of every block; torch.compile with activation_memory_budget 0.5; level L2 at 4 and 2
+bits; levels L3 and L4 at 2 bits on average, which have adapted to the data before they are measured; and few-bit
+activations alone. Each arm runs in a process of its own, so that memory of other arms does not count. Before the arms
+run, gradients of L2 at 8 bits are compared with exact gradients.
 
-The device's memory is capped (--memory), so that the search for the largest batch takes seconds. Peaks include
-parameters, gradients and the optimizer's state. On a CPU resident memory stands for the device's: that of a process,
-less what it had before the model, so it includes what the C library keeps of freed memory.
+The memory of the device is capped (--memory), so that the search for the largest batch takes seconds. Peaks include
+the parameters, the gradients and the optimizer's state. On a CPU, the resident memory of the process is measured
+instead, minus that before the model was built. It includes freed memory that the C library keeps.
 
-Writes results/gpu_training.* after every arm; with --device cpu only if $OUT says where.
+Writes results/gpu_training.* after every arm, with --device cpu only if $OUT is set.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from fewbit.runtime import backends
 
 GIB = 2**30
 CASES = {
-    # batch: at which arms are compared. most: below the sizes that torch's kernels index with 32 bits.
+    # batch: the size at which arms are compared. most: the largest size, for which 32-bit indices of kernels suffice.
     "resnet50": {"model": "resnet50", "size": 224, "classes": 1000, "batch": 64, "most": 2048},
     "gpt2": {"context": 1024, "depth": 12, "vocabulary": 50257, "batch": 8, "most": 512},
 }
@@ -58,12 +60,12 @@ TINY = {
     "resnet50": {"model": "resnet18", "size": 64, "classes": 10, "batch": 8, "most": 32},
     "gpt2": {"context": 64, "depth": 2, "vocabulary": 512, "batch": 4, "most": 16},
 }
-SMALL = {"resnet50": 8, "gpt2": 1}  # the batch of the check
+SMALL = {"resnet50": 8, "gpt2": 1}  # the batch size of `check`
 WIDTH, HEADS = 768, 12
 CHUNK = 2048  # tokens whose logits exist at a time
 TOLERANCE = 0.05
 TRIES = 12
-WARM_UP = 17  # steps of an arm that adapts
+WARM_UP = 17  # untimed steps of an arm whose bits adapt
 
 
 # -- Models -----------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Tokens (batch, length) to hidden states, as transformers' GPT2Model, for where that is not installed."""
+    """A GPT2Model for machines without transformers. It maps tokens (batch, length) to hidden states."""
 
     def __init__(self, context: int, depth: int, vocabulary: int):
         super().__init__()
@@ -118,7 +120,8 @@ def build(case, settings, device):
     if importlib.util.find_spec("transformers") is None:
         sizes = (settings[name] for name in ("context", "depth", "vocabulary"))
         return GPT2(*sizes).to(device).train()
-    # torch's GELU: transformers' own keeps an intermediate result of every operation, which would flatter the others.
+    # torch's GELU, because that of transformers saves the result of every operation, so that other arms would look
+    # better.
     model = transformer.build("gpt2", FACTORIES["gelu_tanh"], "sdpa")
     model.h = model.h[: settings["depth"]]
     model.config.n_layer = settings["depth"]
@@ -144,7 +147,15 @@ def data(case, settings, batch, device):
 
 
 def loss(case, forward, embedding, x, y):
-    """forward: the model, or what was compiled of it. embedding: of the language model, tied to its head."""
+    """Return the mean loss of a batch.
+
+    Args:
+        case: A key of CASES.
+        forward: The model, possibly compiled.
+        embedding: The weight of the language model's embedding, which is also that of its head; else None.
+        x: The images or tokens.
+        y: The labels or next tokens.
+    """
     out = forward(x)
     if case == "resnet50":
         return F.cross_entropy(out.float(), y)
@@ -200,7 +211,8 @@ def activations(model):
     return model
 
 
-# Each takes a model and returns what to call. Compiling is last: it takes longest, should time run out.
+# An arm is a function that converts a model and returns the callable to train. The compiled arm takes longest, so it is
+# last in case time runs out.
 ARMS = {
     "exact": lambda model: model,
     "L2 4 bits": level("L2", 4),
@@ -230,7 +242,7 @@ class Cuda:
 
     @contextlib.contextmanager
     def peak(self):
-        """Gives a dictionary that holds the peaks when the block is left."""
+        """Return a context manager. Its dict contains the peaks of memory in bytes after the `with` block."""
         peaks = {}
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -250,14 +262,14 @@ class Cuda:
 
 
 class Cpu:
-    """Resident memory in place of a device's, and the cap by looking at it afterwards."""
+    """Measures resident memory instead of a device's. The cap is checked after each block that is measured."""
 
     def __init__(self, memory):
         self._memory, self._before = memory, _resident()
 
     def clear(self):
         gc.collect()
-        with contextlib.suppress(AttributeError):  # the C library's name for it is glibc's alone
+        with contextlib.suppress(AttributeError):  # only glibc has this function
             ctypes.CDLL(None).malloc_trim(0)
 
     def now(self):
@@ -292,7 +304,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-# What libraries under torch say when it is memory that they lack.
+# Parts of the error messages of libraries under torch if memory runs out.
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "unable to find an engine")
 
 
@@ -306,12 +318,12 @@ def is_out_of_memory(error) -> bool:
 
 
 class Training:
-    """A model, its optimizer and its data; `step` is one step of training."""
+    """A model with its optimizer and a batch. `step` runs one training step."""
 
     def __init__(self, case, settings, device, arm):
         self.case, self.settings, self.device = case, settings, device
         self.model = build(case, settings, device)
-        # Those of the model as it was: checkpointing wraps blocks, the tied embedding stays.
+        # Collected before the arm changes the model: checkpointing wraps blocks, but their parameters stay the same.
         self.parameters = list(self.model.parameters())
         self.embedding = self.model.wte.weight if case == "gpt2" else None
         self.forward = arm(self.model)
@@ -324,7 +336,7 @@ class Training:
     def take(self, batch):
         self.x = self.y = None
         self.x, self.y = data(self.case, self.settings, batch, self.device)
-        # One graph for every batch, else the compiler makes one for each that is tried.
+        # Without this, the compiler would make a new graph for each batch size that the search tries.
         torch._dynamo.maybe_mark_dynamic(self.x, 0)
 
     def backward(self, autocast=True):
@@ -344,7 +356,10 @@ class Training:
 
 
 def check(case, settings, options):
-    """Relative error of the whole gradient at 8 bits; the forwards are the same, so that it is the backward's."""
+    """Return the relative error of the whole gradient at 8 bits, in float32 and in autocast.
+
+    The forwards are the same, so all of the error is that of the backward pass.
+    """
     batch, device = SMALL[case], options["device"]
     row = {}
     for name, autocast in (("float32", False), ("autocast", True)):
@@ -358,14 +373,14 @@ def check(case, settings, options):
 
 
 def measure(case, settings, options):
-    """The figures of one arm."""
+    """Train one arm and return its row: memory, time, and the largest batch."""
     device = DEVICES[options["device"]](options["memory"])
     batch, steps = settings["batch"], options["steps"]
     start = time.perf_counter()
     training = Training(case, settings, options["device"], ARMS[options["arm"]])
     training.take(batch)
-    # The optimizer's state and the libraries' workspaces exist after this; the compiler has run. Steps 1, 2, 4 ... 16
-    # are those that level L3 observes first.
+    # After these steps the optimizer's state and the libraries' workspaces exist, and the compiler has run. The first
+    # observed steps of level L3 are 1, 2, 4 ... 16.
     for _ in range(WARM_UP if options["arm"].startswith(("L3", "L4")) else 3):
         training.step()
     row = {
@@ -402,13 +417,13 @@ def search(device, training, settings, steps):
     tries = {}
 
     def attempt(batch, call):
-        """What call returns, or None if memory ran out."""
+        """Return what `call` returns with a batch of this size, or None if memory runs out."""
         try:
             training.take(batch)
             with device.peak():
                 return call()
         except Exception as error:
-            # Its traceback holds the step's tensors until this block is left.
+            # The traceback of the error holds the step's tensors until this block ends, so memory is freed after it.
             if not is_out_of_memory(error):
                 raise
         finally:
@@ -419,7 +434,7 @@ def search(device, training, settings, steps):
 
     def fits(batch):
         def twice():
-            # The second step finds memory in the pieces that the first has left.
+            # The second step runs in memory that the first has fragmented.
             training.step()
             training.step()
             return True
@@ -430,7 +445,7 @@ def search(device, training, settings, steps):
     batch, bounded = largest(fits, settings["batch"], settings["most"])
     row = {"tries": len(tries)}
     timed = None
-    # More steps can still run out of memory in pieces; then a little less is the largest batch.
+    # Longer runs can still fail in fragmented memory. Then a slightly smaller batch is tried.
     for _ in range(4):
         if batch == 0:
             break
@@ -443,7 +458,13 @@ def search(device, training, settings, steps):
 
 
 def largest(fits, first, most):
-    """(the largest batch that fits, to a sixteenth; whether a larger one was seen not to fit)."""
+    """Return (the largest batch size that fits, to within a sixteenth; whether a larger one was found not to fit).
+
+    Args:
+        fits: A function that returns whether a batch size fits.
+        first: The first size to try.
+        most: The largest size to try.
+    """
     good, bad, batch = 0, None, first
     for _ in range(TRIES):
         if fits(batch):
@@ -474,7 +495,10 @@ def _child(function, connection, arguments):
 
 
 def in_process(function, *arguments, limit):
-    """What the function returns in a process of its own; {"error": ...} if it fails or takes longer than limit."""
+    """Call a function in a new process, and return its result, a dict.
+
+    Return {"error": message} if the function fails or takes longer than `limit` seconds.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(function, theirs, arguments))
@@ -484,7 +508,7 @@ def in_process(function, *arguments, limit):
         result = ours.recv() if ours.poll(limit) else {"error": f"not done within {limit:.0f} s"}
     except EOFError:
         result = {"error": "the process ended without a result"}
-    # A result is all that is wanted of it: what it still holds goes with it.
+    # The process has nothing more to do after it has sent its result, so it may be killed.
     process.join(5)
     if process.is_alive():
         process.kill()
@@ -558,11 +582,11 @@ def main():
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("expected a CUDA device, found none; --device cpu --quick is a smoke run")
     if device == "cpu":
-        # Several threads wait for each other for seconds where something else runs; processes inherit this.
+        # With several threads, a step takes seconds if another program runs. Child processes inherit this variable.
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
     cases = CASES if device == "cuda" else TINY
-    # Compiling takes longer on a CPU than everything else here, and says nothing about a GPU.
+    # On a CPU, compiling would take longer than all other arms, and tell nothing about a GPU.
     arms = arguments.arms or [each for each in ARMS if device == "cuda" or each != "budget 0.5"]
     memory = arguments.memory or (2 if device == "cpu" else 12 if quick else 20)
     options = {
@@ -583,13 +607,13 @@ def main():
         if not max(errors.get("float32", 1), errors.get("autocast", 1)) < TOLERANCE:
             failed.append(case)
     exact = {}
-    # Arm by arm, so that what time runs out for is the last arms of all cases.
+    # Arms are the outer loop, so that if time runs out, both cases lack the last arms.
     for arm in arms:
         for case in arguments.cases:
             if case in failed:
                 continue
             left = deadline - time.monotonic()
-            # Less than this is not enough to start and build.
+            # Starting a process and building a model takes longer than this.
             if left < 10:
                 row = {"error": "no time left"}
             else:

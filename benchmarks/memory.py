@@ -1,10 +1,10 @@
-"""Appendix B of Few-bit Backward beside what fewbit counts, for every model.
+"""Appendix B of Few-bit Backward compared with what fewbit counts, for every model.
 
     python benchmarks/memory.py            # under a minute
 
-Prints ours, the paper's and their ratio; writes results/memory.json and .csv. ``allocated`` columns
-are what torch's caching allocator would report for the same tensors (caching_allocator.py): the
-paper's figures carry its rounding.
+Prints fewbit's number, the paper's and their ratio, and writes results/memory.json and .csv. Columns whose names
+contain `allocated` have the numbers that torch's caching allocator would report for the same tensors
+(`caching_allocator.py`), because the paper's numbers contain the allocator's rounding.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ from fewbit.analysis.memory import (
     paper_activation,
 )
 
-WORKSPACE = 5 * MB  # no figure of cuDNN's: one of the sizes at which a scratch buffer leaves traces
+WORKSPACE = 5 * MB  # an example, not a figure of cuDNN: a scratch buffer that changes the result
 
 
 def allocated(name, size, workspace=0):
-    """(MB of the model, MB of a forward's tensors that are left) as the allocator counts them."""
+    """Return (MB of the model, MB of the tensors that a forward leaves) as the simulated allocator counts them.
+
+    Args:
+        name: The name of a model.
+        size: The width and height of the image in pixels, or the number of tokens.
+        workspace: The bytes that every convolution needs temporarily.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         model = models.build(name, paper_activation(name))
         freeze_dropout(model)

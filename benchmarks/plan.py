@@ -1,11 +1,15 @@
-"""What `fewbit.plan` says beforehand, and what the next batches say from the same weights.
+"""Compare what `fewbit.plan` predicts with measurements on the next batches, at the same weights.
 
-python benchmarks/plan.py resnet50 roberta-base digits characters: the plan on some batches, and on the first of them alone; then,
-by a loop of its own over the next 20 batches, the mean error of some settings and the bytes that they keep. The first
-two models are untrained, of their real size, on 4 batches of small synthetic inputs; the others are trained, on 16
-batches: a ResNet for digits after 5 epochs, the demo's transformer after 200 steps. Fails if a prediction of bytes is not exact (of
-bits that adapt: within 1 %), or if one of an error, of the first two, is off by more than 20 %. results/plan.json and .csv: a row
-for each setting; those of models that are not named stay. Some minutes for each of the large models on two cores.
+    python benchmarks/plan.py resnet50 roberta-base digits characters
+
+For each model, `fewbit.plan` runs on some batches, and again on the first of these alone. Then a separate loop
+measures the mean error of some settings over the next 20 batches, and the bytes that they save. resnet50 and
+roberta-base are untrained, of their real size, and have 4 batches of small synthetic inputs. The others are trained
+and have 16 batches: "digits" is a ResNet after 5 epochs, and "characters" is the demo's transformer after 200 steps.
+
+The program fails if a prediction of bytes is not exact (for bits that adapt: not within 1 %), or if the predicted
+error of an untrained model is off by more than 20 %. Writes a row for each setting to results/plan.json and .csv. Rows
+of models that are not named are kept. Takes some minutes for each large model on two cores.
 """
 
 from __future__ import annotations
@@ -32,12 +36,12 @@ BATCHES = {"resnet50": 4, "roberta-base": 4, "digits": 16, "characters": 16}
 TRAINED = "digits", "characters"
 MODELS = tuple(BATCHES)
 TOLERANCE, ADAPTED_BYTES = 0.2, 0.01
-ADAPTING = 3  # steps, on batches of their own, before bits that adapt are compared
+ADAPTING = 3  # steps before the comparison, on other batches, in which bits adapt
 CHECKED = {("fixed", 4), ("fixed", 2), ("shared", 2), ("activations", 3)}
 
 
 def gradients(model, batch, loss, seed):
-    torch.manual_seed(seed)  # dropout is alike in both models
+    torch.manual_seed(seed)  # both models get the same dropout masks
     model.zero_grad(set_to_none=True)
     loss(model, batch).backward()
     return [each.grad for each in model.parameters() if each.grad is not None]
@@ -48,7 +52,7 @@ def squared(tensors):
 
 
 def trained(name: str):
-    """(model, batches, loss) of the models of benchmarks/variance_profile.py."""
+    """Return (model, batches, loss) for a trained model of benchmarks/variance_profile.py."""
     count = BATCHES[name] + ADAPTING + NEXT
     if name == "characters":
         variance_profile.BATCHES = count
@@ -60,7 +64,7 @@ def trained(name: str):
 
 
 def converted(candidate: Candidate, model):
-    """A copy, converted by hand."""
+    """Return a copy of the model that is converted with the candidate's settings."""
     copy, options = deepcopy(model), candidate.options
     if candidate.activations_only:
         fewbit.replace_activations_(copy, candidate.bits.bits, **options, verbose=False)
@@ -70,7 +74,12 @@ def converted(candidate: Candidate, model):
 
 
 def following(model, batches, loss, candidates) -> tuple[list[dict], float]:
-    """For each candidate: its mean squared error over the batches, bytes of the last. And the mean of |g|^2."""
+    """Measure the candidates without `fewbit.plan`.
+
+    Returns:
+        A row for each candidate, with its mean squared gradient error over the batches and the bytes that it saves for
+        the last batch; and the mean of |g|^2, where g is the exact gradient.
+    """
     copies = [converted(each, model) for each in candidates]
     before, batches = (
         batches[:3],
@@ -88,7 +97,7 @@ def following(model, batches, loss, candidates) -> tuple[list[dict], float]:
             error = squared(x - y for x, y in zip(found, exact, strict=True))
             errors[i] += error / len(batches)
             copy.zero_grad(set_to_none=True)
-    last = tree_map(alone, batches[-1])  # the meter counts whole storages
+    last = tree_map(alone, batches[-1])  # fewbit.saved_bytes counts whole storages
     rows = [
         {
             "next_bytes": fewbit.saved_bytes(partial(loss, copy), last).total,
@@ -100,7 +109,7 @@ def following(model, batches, loss, candidates) -> tuple[list[dict], float]:
 
 
 def measured(name: str) -> list[dict]:
-    """A row for each of the settings that are checked."""
+    """Return a row for each setting in CHECKED, with what `fewbit.plan` predicts and what was measured."""
     count = BATCHES[name]
     if name in TRAINED:
         model, batches, loss = trained(name)

@@ -1,16 +1,18 @@
-"""What pre-activation networks keep by depth, and how far their gradients are off beside the noise of SGD (BLPA).
+"""The memory of pre-activation networks by depth, and their gradient errors beside the noise of SGD (the paper BLPA).
 
-python benchmarks/preactivation.py [--quick | --plot]:
+    python benchmarks/preactivation.py [--quick | --plot]
 
-- results/preactivation_memory.json and .csv: bytes that a forward of a pre-activation ResNet on 32 by 32 images keeps,
-  by depth and bits, counted; beside it what a formula says, of K bits an element and a deviation a channel; of torch's
-  own network; and of one with one exact tensor a block. docs/images/preactivation_memory.png.
-- results/preactivation_noise.json and .csv: of each convolution's weight the squared error of the gradient with K bits,
-  and the variance of the exact gradient between batches (figure 2, right), at the start of training and after it, on
-  scikit-learn's digits; preactivation_noise_summary.json: the ratios. docs/images/preactivation_noise.png.
+- results/preactivation_memory.json and .csv: the bytes that pre-activation ResNets of several depths save in a forward
+  of 32 by 32 images, with several numbers of bits. For comparison: the bytes by a formula (K bits per element and a
+  standard deviation per channel), those of torch's own network, and those of a network that saves one exact tensor per
+  block. Also docs/images/preactivation_memory.png.
+- results/preactivation_noise.json and .csv: for the weight of each convolution, the squared error of the gradient with
+  K bits, and the variance of the exact gradient between batches (figure 2, right). They are measured at the start and
+  at the end of training on scikit-learn's digits. Also preactivation_noise_summary.json, with ratios of the two, and
+  docs/images/preactivation_noise.png.
 
---quick: fewer depths, a network of 29 layers and two epochs, into a folder that is printed, with no plots elsewhere. The
-full run takes some minutes, nearly all of it training.
+With --quick, there are fewer depths, a network of 29 layers and two epochs, and all files go to a folder that is
+printed. The full run takes some minutes, nearly all of it for training.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ BATCHES = 16
 
 
 class OneTensor(torch.autograd.Function):
-    """ReLU of a batch norm, keeping the normalized input in full precision and no more: the paper's baseline."""
+    """The paper's baseline: ReLU of a batch norm, which saves only the normalized input, in float32."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
@@ -59,7 +61,7 @@ class OneTensor(torch.autograd.Function):
 
 
 class OneTensorConvolution(torch.autograd.Function):
-    """A convolution of that, which makes its input again from what is kept."""
+    """A convolution of the result of `OneTensor`. It recomputes its input from the tensor that is saved there."""
 
     @staticmethod
     def forward(ctx, y, kept, weight, norm, convolution):
@@ -78,7 +80,7 @@ class OneTensorConvolution(torch.autograd.Function):
 
 
 class OneTensorBlock(Block):
-    """The exact block with one tensor, which both of its functions save."""
+    """An exact block in which `OneTensor` and `OneTensorConvolution` save the same tensor."""
 
     def forward(self, input):
         norm = self.norm
@@ -92,7 +94,7 @@ def kept(network, x) -> int:
 
 
 def elements(network, x) -> tuple[list[int], int]:
-    """(elements of each block's input, channels of all of them)."""
+    """Return (list of the number of elements of each block's input, sum of these inputs' channels)."""
     sizes, hooks = [], []
     for module in network.modules():
         if isinstance(module, Block | fewbit.nn.PreActivation):
@@ -108,7 +110,11 @@ def elements(network, x) -> tuple[list[int], int]:
 
 
 def memory(depths):
-    """A row for each depth and each way to keep blocks. formula: of the blocks; other: all else that is kept."""
+    """Return a row for each depth and kind of block.
+
+    In a row, "bytes" are those of the whole network, "of_blocks" those of the blocks as counted, and "formula" those of
+    the blocks by the formula.
+    """
     rows, x = [], torch.randn(2, 3, 32, 32)
     for depth in depths:
         torch.manual_seed(0)
@@ -149,7 +155,7 @@ def memory(depths):
 
 
 def gradients(network, batch) -> dict[str, torch.Tensor]:
-    """Of each convolution's weight."""
+    """Return {name: gradient} for the weights of convolutions."""
     images, labels = batch
     network.zero_grad()
     cross_entropy(network(images), labels).backward()
@@ -161,9 +167,9 @@ def gradients(network, batch) -> dict[str, torch.Tensor]:
 
 
 def noise(network, batches, moment):
-    """A row for each convolution and number of bits: means over the batches, of elements of the weight.
+    """Return a row for each convolution and number of bits, with means over batches and elements of the weight.
 
-    Running statistics move with each forward; no gradient depends on them.
+    `moment` is "start" or "end". Each forward changes the running statistics, but no gradient depends on them.
     """
     exact = [gradients(network, batch) for batch in batches]
     rows = []
@@ -192,7 +198,8 @@ def noise(network, batches, moment):
 def summary(rows):
     result = []
     for key in dict.fromkeys((row["moment"], row["bits"]) for row in rows):
-        # The stem is no block: its input is rounded at random, and is not the paper's to approximate.
+        # The stem is left out: it is not a block, so its input is rounded at random, and the paper does not compress
+        # it.
         ratios = [
             row["ratio"]
             for row in rows
@@ -220,7 +227,7 @@ def summary(rows):
 
 
 def train(network, epochs):
-    """SGD as in the paper's section 4 but for its length: momentum .9, weight decay 2e-4, a warm-up, a cosine."""
+    """Train with SGD as in the paper's section 4 (momentum 0.9, weight decay 2e-4, warm-up, cosine), but shorter."""
     steps = max(1, epochs * (len(digits_resnet.digits()[1]) // digits_resnet.BATCH))
     optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9, weight_decay=2e-4)
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=max(1, steps // 20))

@@ -1,4 +1,4 @@
-"""Pictures of what `preactivation.py` measures."""
+"""The pictures of the results of `preactivation.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLORS = {
 
 
 def memory(rows, path):
-    """Bytes by depth: dots where counted, lines for the formula."""
+    """Draw the saved bytes by depth: dots are counted, lines are by the formula."""
     with rc_context(style.STYLE):
         figure = Figure(figsize=(8, 4.5), layout="constrained", facecolor="white")
         axes = figure.subplots()
@@ -43,7 +43,7 @@ def memory(rows, path):
 
 
 def noise(rows, path):
-    """By layer and moment of the training: squared errors, and what batches differ by."""
+    """Draw the squared gradient errors and the variance between batches, by layer, at the start and end of training."""
     moments = list(dict.fromkeys(_column(rows, "moment")))
     with rc_context(style.STYLE):
         figure = Figure(figsize=(10, 4.4), layout="constrained", facecolor="white")

@@ -1,16 +1,19 @@
-"""What rounding adds to the tensors that layers keep, and which samples it matters for, beside simple assumptions.
+"""Test two simple assumptions: about the noise of rounding, and about the samples for which this noise matters.
 
     python benchmarks/rounding_noise.py           # half a minute
 
-At the weights that exact training has at its end, for one batch and every layer with groups of 256, whose inputs (of
-norms: normalized) are what is kept:
+The weights are those at the end of exact training, for one batch and every layer whose input divides into groups of
+256. The saved tensor is the layer's input, or for norms the normalized input. The step of a group with b bits is its
+range / (2^b - 1).
 
-- noise_b: the variance that rounding to b bits adds, sum of f (1 - f) step^2, f being how far an element is from
-  the level below in steps; over the sum of step^2 / 6, which is its mean where f is uniform (fewbit/runtime/saved/assignment.py).
-- by_range, by_gradient: what an average of 1.75 bits, shared between samples, adds to the variance of the layer's
-  weight gradient, taken as the sum over samples of squared range times squared gradient over (2^bits - 1)^2; over the
-  same for bits given at random. Bits by the squares of ranges (level L2.5), and by those times squared gradients,
-  which are not known when bits are chosen.
+- noise_b tests an assumption of fewbit/runtime/saved/assignment.py. It is the variance that rounding to b bits adds,
+  divided by the sum of step^2 / 6. The variance is the sum of f (1 - f) step^2, where f is the distance of an element
+  from the level below, in steps. Its mean is step^2 / 6 if f is uniform.
+- by_range and by_gradient test how samples share 1.75 bits on average. They are the variance that rounding adds to the
+  layer's weight gradient, divided by the same variance if bits are given to samples at random. For by_range, bits
+  follow the squared ranges (level L2.5); for by_gradient, the squared ranges times squared gradients, which are not
+  known when bits are chosen. The variance is taken as the sum over samples of squared range * squared gradient /
+  (2^bits - 1)^2.
 
 Writes results/rounding_noise.*.
 """
@@ -34,7 +37,7 @@ LAYERS = nn.Conv2d, nn.BatchNorm2d, nn.Linear, nn.LayerNorm
 
 
 def kept(layer, x):
-    """(samples, groups, GROUP), or None where groups do not fit."""
+    """Return what a layer saves of its input x, as (samples, groups, GROUP), or None if groups do not fit."""
     if isinstance(layer, nn.BatchNorm2d):
         x = F.batch_norm(x, None, None, training=True)
     elif isinstance(layer, nn.LayerNorm):
@@ -44,7 +47,7 @@ def kept(layer, x):
 
 
 def of_rounding(groups):
-    """{noise_b: its ratio}."""
+    """Return {"noise_b": ratio} for each number of bits b in BITS. `groups` is (samples, groups, GROUP)."""
     least = groups.amin(2, keepdim=True)
     spans = groups.amax(2, keepdim=True) - least
     found = {}
@@ -57,7 +60,12 @@ def of_rounding(groups):
 
 
 def of_sharing(groups, grads):
-    """grads: (samples,) squared gradients of the layer's result."""
+    """Return by_range, by_gradient, and the share of the squared gradients that the MOST largest samples have.
+
+    Args:
+        groups: (samples, groups, GROUP), the saved tensor.
+        grads: (samples,), the squared gradients of the layer's result.
+    """
     squares = GROUP * (groups.amax(2) - groups.amin(2)).square().sum(1)
 
     def added(bits):

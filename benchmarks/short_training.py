@@ -67,9 +67,15 @@ def train_and_test(
 ) -> dict[str, float]:
     """Train a model with `train`, then test it in evaluation mode.
 
-    Args are those of `train`, except:
+    Args:
+        model: The model.
         batches: A function that yields batches without end, drawn with the given generator. Its seed is `seed`.
+        loss: A function of the model and a batch.
         test: A function of the model that returns (loss, {name of a score: value}).
+        steps: The number of steps.
+        learning_rate: The learning rate of the first step.
+        seed: The seed of the batches and of random numbers that the model draws.
+        progress: Called after every step with the number of steps done.
 
     Returns:
         "final": the loss of the test. "train": the result of `train`. In addition, the scores of the test.

@@ -1,9 +1,9 @@
-"""The discrete solver against a plain loop, kmeans1d and ruptures, on the same data in one run.
+"""The discrete solver compared with a plain loop, kmeans1d and ruptures, on the same data in one run.
 
     python benchmarks/solver.py            # everything, about 4 minutes on 2 cores
-    python benchmarks/solver.py --quick    # small sizes, to see that it works
+    python benchmarks/solver.py --quick    # small sizes, to check that it works
 
-Every comparison first checks that both found the same optimum. Writes results/solver.json, .csv and
+Before a comparison is timed, it checks that both programs find the same optimum. Writes results/solver.json, .csv and
 docs/images/solver_times.png.
 """
 
@@ -26,14 +26,14 @@ from fewbit.solver.partition import partition
 COUNT = 16
 INTERVAL_SIZES = [100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000]
 LEVEL_SIZES = [1000, 10_000, 100_000, 1_000_000]
-# Beyond these the others take minutes.
+# Above these sizes the other programs take minutes.
 PLAIN_LIMIT = 20_000
 RUPTURES_LIMIT = 500
 
 
 @njit
 def plain_loop(values, count):
-    """The paper's dynamic program as it stands: three prefix sums, every j for every i, one thread."""
+    """Solve by the paper's dynamic program as printed: prefix sums, every j for every i, in one thread."""
     n = len(values)
     first = np.zeros(n + 1)
     second = np.zeros(n + 1)
@@ -76,11 +76,11 @@ def normal_values(n, rng):
 
 
 def compare(rows, name, size, data, ours, other, repeats):
-    """Check, then time; one row with both medians, their spreads and the ratio."""
+    """Check that two programs find the same optimum, time them, and append a row with medians and their ratio."""
     other_name, other_call, other_repeats = other
     mine, (cost, breaks) = ours(), other_call()
     same_breaks = breaks is None or np.array_equal(np.sort(mine.breaks), np.sort(breaks))
-    # Prefix sums lose digits that ours keeps; breaks that tie may differ.
+    # Prefix sums are less precise than fewbit's solver. Breaks with equal costs may differ.
     relative = abs(mine.cost - cost) / max(cost, 1e-300)
     if relative > 1e-6:
         sys.exit(f"{name} n = {size} on {data}: ours {mine.cost!r}, {other_name} {cost!r}")

@@ -1,16 +1,21 @@
-"""Step time and peak memory of training compressed models against exact ones, on the CPU.
+"""Step time and peak memory of training compressed models, compared with exact ones, on the CPU.
 
     python benchmarks/step_time.py              # about 12 minutes on 2 cores
     python benchmarks/step_time.py --quick
 
-Forward, backward and optimizer step of a character transformer (the demo's, wider) and of ResNet-18. Arms take turns
-step by step, so that a slow moment of the machine meets all of them; a ratio is that of medians in one process, and of
-several processes the median. Gradients at 8 bits are checked against exact ones first. "L3" has 2 bits on average and has
-adapted before it is timed; of "observed" every step is one in which it learns, so that the difference, divided by the
-interval, is what adapting costs. The breakdown is the own time of
-each operation in torch's profiler, by subject: a layer's own time is what it takes to quantize and to restore. Peak resident memory is that of a fresh process per arm that takes two steps,
-less what it had before the first; large blocks go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_),
-so that it is what lives and not what the C library holds on to.
+A step is a forward, a backward and an optimizer step, of a wider version of the demo's transformer and of ResNet-18.
+The arms are exact training, fixed bits, and "L3" and "observed" with 2 bits on average. "L3" has adapted before it is
+timed. In "observed" every step is an observed step, so that the difference to "L3", divided by the interval, is the
+cost of adapting. The arms take turns step by step, so that a slow moment of the machine affects all of them. A ratio
+is that of the medians in one process, and the median over several processes. First, gradients at 8 bits are compared
+with exact gradients.
+
+The breakdown is the own time of each operation in torch's profiler, by subject. The own time of a fewbit layer is what
+it takes to quantize and dequantize.
+
+Peak memory is the resident memory of a new process for each arm that takes two steps, minus that before the first
+step. MALLOC_MMAP_THRESHOLD_ makes the C library return large blocks to the system when they are freed, so that freed
+memory does not count.
 
 Writes results/step_time.*, results/adaptation_cost.*, results/step_breakdown.* and results/peak_memory.*.
 """
@@ -40,13 +45,13 @@ ARMS = ("exact", 2, 4, 8, "L3")
 TIMED = (*ARMS, "observed")
 INTERVAL = fewbit.AdaptiveBits.interval
 INTERVALS = {"L3": 10**6, "observed": 1}
-WARM_UP = 33  # steps of what adapts: after 32, the next that it observes is the 64th
+WARM_UP = 33  # untimed steps of "L3": they contain the observed step 32, and the next is 64
 CASES = {
-    # batch, and the settings of a model large enough that a step is not all overhead
+    # batch: the batch size. The models are so large that a step is not mostly overhead.
     "transformer": {"batch": 32, "context": 128, "width": 256, "depth": 4, "heads": 8},
     "resnet18": {"batch": 16, "size": 112},
 }
-# Deep enough that what is kept outweighs what the largest layer needs for a moment.
+# Deep enough that the saved tensors need more memory than the largest layer does while it runs.
 PEAKS = {"resnet50": {"batch": 16, "size": 112}}
 QUICK = {
     "transformer": {"batch": 8, "context": 64, "width": 64, "depth": 2, "heads": 4},
@@ -64,7 +69,7 @@ def build(case, settings, arm):
     if arm in INTERVALS:
         fewbit.compress_(model, fewbit.AdaptiveBits(2, INTERVALS[arm]), verbose=False)
     elif arm != "exact":
-        # At 8 bits for the check; a few-bit GELU is what the model is timed with.
+        # 8 bits of few-bit activations are for `check` alone; with other bits the models use the usual 3.
         fewbit.compress_(
             model,
             bits=arm,
@@ -89,7 +94,7 @@ def loss(model, x, y):
 
 
 def check(case, settings):
-    """Relative error of the whole gradient at 8 bits."""
+    """Return the relative error of the whole gradient at 8 bits. Assert that it is small."""
     flat = []
     for arm in ("exact", 8):
         model = build(case, settings, arm)
@@ -101,7 +106,7 @@ def check(case, settings):
 
 
 def times(case, settings, steps):
-    """{arm: {part: seconds of each step}}."""
+    """Time all arms in turns. Return {arm: {part of a step: list of the seconds in each step}}."""
     models = {arm: build(case, settings, arm) for arm in TIMED}
     optimizers = {
         arm: torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
@@ -133,7 +138,7 @@ def times_into(queue, *arguments):
     queue.put(times(*arguments))
 
 
-# By the beginnings of operations' names; the first that fits.
+# An operation belongs to the first subject that contains a beginning of the operation's name.
 SUBJECTS = {
     "attention": ("aten::_scaled_dot", "_Attention", "ScaledDot"),
     "products and convolutions": (
@@ -155,7 +160,7 @@ PROFILED_STEPS = 4
 
 
 def breakdown(case, settings, arm):
-    """{subject: milliseconds of one step}."""
+    """Profile an arm. Return {subject: own time of its operations in one step, in milliseconds}."""
     model = build(case, settings, arm)
     x, y = batch(case, settings)
     for _ in range(2):
@@ -176,11 +181,14 @@ def resident() -> int:
 
 
 def peak(queue, case, settings, arm):
-    """Bytes by which two training steps raise resident memory at most, in this process of their own."""
+    """Put (the most bytes by which two training steps raise resident memory, the saved bytes) into a queue.
+
+    This runs in a new process.
+    """
     model = build(case, settings, arm)
     x, y = batch(case, settings)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    # Gradients exist before, so that what is seen is activations; and L3 observes steps 1, 2 and 4.
+    # Gradients are allocated before, so that only activations raise the memory. L3 observes steps 1, 2 and 4.
     for _ in range(4):
         loss(model, x[:1], y[:1]).backward()
     start, most, done = resident(), [0], threading.Event()
@@ -212,7 +220,7 @@ def in_process(function, *arguments):
 
 
 def measure_times(cases, steps, processes):
-    """Rows of medians and ratios of each arm."""
+    """Yield a row for each case and arm, with the median times of the parts of a step and their ratios to exact."""
     for case, settings in cases.items():
         print(f"{case} {settings}: gradient at 8 bits off by {check(case, settings):.4f}")
         runs = [in_process(times_into, case, settings, steps) for _ in range(processes)]
@@ -226,7 +234,7 @@ def measure_times(cases, steps, processes):
                     f"{part}_ms": statistics.median(own) * 1e3,
                     f"{part}_ratio": statistics.median(ratios),
                 }
-            row |= {"least": ratios[0], "most": ratios[-1]}  # of the last part, the step
+            row |= {"least": ratios[0], "most": ratios[-1]}  # of the last part, the whole step
             print(
                 f"  {arm!s:>8}: step {row['step_ms']:8.1f} ms, {row['step_ratio']:.3f} of exact "
                 f"({row['least']:.3f} .. {row['most']:.3f}); forward {row['forward_ratio']:.3f}, "
@@ -236,7 +244,7 @@ def measure_times(cases, steps, processes):
 
 
 def adaptation_cost(rows):
-    """Of each case: exact steps that an observation takes, and its share of a step at the default interval."""
+    """Yield the cost of an observed step for each case: in exact steps, and averaged over the default interval."""
     for case in dict.fromkeys(row["case"] for row in rows):
         ratio = {row["arm"]: row["step_ratio"] for row in rows if row["case"] == case}
         extra = ratio["observed"] - ratio["L3"]
@@ -248,7 +256,7 @@ def adaptation_cost(rows):
 
 
 def measure_breakdown(cases, rounds=5):
-    """Rows of each arm and subject: medians of rounds in which arms take turns."""
+    """Yield a row for each arm and subject, with the median own time over rounds in which arms take turns."""
     arms = "exact", 2, 4
     for case, settings in cases.items():
         found = [{arm: breakdown(case, settings, arm) for arm in arms} for _ in range(rounds)]
@@ -261,8 +269,8 @@ def measure_breakdown(cases, rounds=5):
 
 
 def measure_peaks(cases):
-    """Rows of the peak and what is kept, of each arm."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # of the processes to come
+    """Yield a row for each case and arm, with the peak of resident memory and the saved bytes."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # child processes inherit this
     for case, settings in cases.items():
         print(f"{case} {settings}: peak resident memory of a step")
         for arm in TIMED:

@@ -1,9 +1,11 @@
-"""Where the variance of compressed gradients comes from: ActNN's figure 8 for a residual network and a transformer.
+"""The sources of the variance of compressed gradients: ActNN's figure 8, for a residual network and a transformer.
 
-python benchmarks/variance_profile.py: results/variance_profile.json, a row for each model, bits and module;
-results/variance_profile_summary.json, a row for each model and bits; results/variance_profile_chunks.json, the
-residual network's sampling variance from chunks of one batch, which its batch norms distort; docs/images/variance_profile.png and
-variance_profile_transformer.png, at 2 bits. Takes some minutes.
+    python benchmarks/variance_profile.py       # some minutes
+
+Writes results/variance_profile.json (a row for each model, number of bits and module), variance_profile_summary.json
+(a row for each model and number of bits), and at 2 bits docs/images/variance_profile.png and
+variance_profile_transformer.png. It also writes results/variance_profile_chunks.json: the residual network's sampling
+variance if it is estimated from chunks of single batches, which batch norms distort.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ BATCHES, DRAWS = 16, 4
 
 
 def digits(epochs=EPOCHS):
-    """(trained model, batches, loss): 64 digits of 8 by 8 a batch."""
+    """Return (trained model, batches, loss) of the ResNet for digits, with 64 digits per batch."""
     digits_resnet.EPOCHS = epochs
     model = digits_resnet.build(nn.ReLU, 0)
     if epochs:
@@ -36,7 +38,7 @@ def digits(epochs=EPOCHS):
 
 
 def transformer():
-    """The same for the demo's transformer: 32 windows of 64 characters a batch."""
+    """Return (trained model, batches, loss) of the demo's transformer, with 32 windows of 64 characters per batch."""
     corpus, settings = text.python_topics(), training.Settings(steps=STEPS)
     model = training.build(corpus, settings, nn.GELU, 0)
     training.train(model, corpus, settings, 0)
@@ -66,7 +68,7 @@ def summary(profile) -> dict:
 
 
 def chunks():
-    """A row for each number of epochs: between batches, and from 8 chunks of single ones."""
+    """Yield the sampling variance between batches, and from 8 chunks of single batches, for each number of epochs."""
     for epochs in (0, EPOCHS):
         model, batches, loss = digits(epochs)
         between = fewbit.variance_profile(model, batches, loss, draws=2).sampling.sum()

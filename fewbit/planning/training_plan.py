@@ -134,7 +134,7 @@ class TrainingPlan(Document):
         return min(saving, key=lambda row: (row.error, row.saved_bytes))
 
     def to_dict(self) -> dict:
-        """Return everything as plain JSON values. Unknown numbers become None; options that are not JSON become text."""
+        """Return plain JSON values. Unknown numbers become None, and options without a JSON form become text."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         rows = [_row(row) for row in self.rows]
         return finite({"schema": PLAN} | values | {"rows": rows})

@@ -79,7 +79,7 @@ class SlotVariance(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def is_adjustable(self) -> bool:
-        """Return whether the policy chooses these bits: the user gave none, and all gradients were measured."""
+        """Return whether the policy chooses the slot's bits: the user gave none, and all gradients were measured."""
         return self.is_known and not self.is_fixed
 
     def parts(self) -> list[float]:
@@ -137,7 +137,7 @@ class SlotVarianceProbe(VarianceProbe):
     """A probe that returns the measurements of `VarianceProbe` as `SlotVariance` records."""
 
     def results(self) -> dict[tuple[str, int], SlotVariance]:
-        """Return the measured variances by (layer, number of its input), when they are on the host."""
+        """Wait for the numbers, and return the measured variances by (layer, number of its input)."""
         return _records(super().results())
 
     def snapshot(self) -> dict[tuple[str, int], SlotVariance]:

@@ -252,7 +252,7 @@ class MemoryReport(Result):
         return measured.max_batch(measured.saved(bits), self.device_bytes)
 
     def _packed_batch(self, measured: Measurement, bits: int | None) -> int:
-        """Return the largest batch with the bytes that fewbit saves at `bits` bits, or torch if `bits` is None."""
+        """Return the largest batch with the bytes that fewbit saves, or that torch saves if `bits` is None."""
         saved = measured.saved(None) if bits is None else measured.saved_packed(bits)
         return measured.max_batch(saved, self.device_bytes)
 

@@ -76,9 +76,9 @@ def variance_profile(
 
     These variances are the terms of ActNN's Theorem 3 (long version, section 3.4; docs/variance_profile.md). All
     tensors that one module saves of its inputs are called the module's context. The model and torch's random state do
-    not change. The measurement takes the memory of two copies of the model. For each batch it runs about 2 * draws * (C
-    + 1) backward passes, where C is the number of contexts. Few-bit activations are compressed in these passes too.
-    They add no variance, because they do not round at random.
+    not change. The measurement takes the memory of two copies of the model. With C contexts, it runs about 2 * draws *
+    (C + 1) backward passes for each batch. Few-bit activations are compressed in these passes too. These activations
+    add no variance, because they do not round at random.
 
     Args:
         model: A model in training mode. It may already be compressed.

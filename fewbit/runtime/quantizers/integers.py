@@ -53,7 +53,7 @@ class PackedIntegersSpec(NamedTuple):
     stride: tuple[int, ...]
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in the spec's size and strides, as uint8, or as int16 or int32 above 8 bits."""
+        """Return the integers in the spec's size and strides, as uint8, or in a wider dtype above 8 bits."""
         return self.flat(tensors).as_strided(self.size, self.stride)
 
     def flat(self, tensors) -> torch.Tensor:
@@ -80,8 +80,8 @@ class NarrowIntegersSpec(NamedTuple):
 def pack(values: torch.Tensor, count: int) -> SavedTensors:
     """Pack a tensor of integers or bools in [0, count) into as few bits per element as `count` needs.
 
-    With up to 8 bits, n elements take ``4 * bits * ceil(n / 32)`` bytes. Integers of more bits are saved as int16, or
-    as int32 if int16 is too narrow.
+    With up to 8 bits, n elements take ``4 * bits * ceil(n / 32)`` bytes. Integers of more bits are saved in the
+    narrowest integer dtype that holds them.
     """
     bits = bits_of(count)
     spec = PackedIntegersSpec(bits, tuple(values.shape), tuple(layout.dense_stride(values)))

@@ -16,10 +16,10 @@ seeds if that is larger. Runs with the same seed have the same initial parameter
 in pairs. Compression is the bytes that the exact model saves for the backward pass, loss included, divided by those of
 the compressed model. Bytes are means over ten moments of the training, the ends of its tenths.
 
-At these moments the ratio E|g^|^2 / |g|^2 is measured too, which the error bound keeps near 1 + e^2. Here g is the
-exact gradient of a new batch, and g^ the compressed model's gradient in eight draws of rounding. With seeds other than
-the first, the ratio is measured for e^2 = 0.5 only. Runs whose results are stored are not repeated, except for arms
-named after --again.
+At these moments the ratio E|g^|^2 / |g|^2 is measured too, for which the error bound sets the limit 1 + e^2. Here g is
+the exact gradient of a new batch, and g^ the compressed model's gradient in eight draws of rounding. With seeds other
+than the first, the ratio is measured for e^2 = 0.5 only. Runs whose results are stored are not repeated, except for
+arms named after --again.
 
 Writes results/error_bound.* (a row for each training run), error_bound_ratios.* (a row for each moment of a run),
 error_bound_summary.*, error_bound_cost.*, and docs/images/error_bound_*.png (`error_bound_plots.py`).

@@ -89,7 +89,7 @@ def _allocate(sensitivity, at_one, elements, budget, least, most):
 
 
 def reference(sensitivity, at_one, elements, budget, least, most):
-    """Compute the result of `allocate` with NumPy, to compare with the compiled kernel, which uses a heap.
+    """Compute the result of `allocate` with NumPy, if there is no compiled kernel (which uses a heap).
 
     The arguments are those of `allocate`. A step of the algorithm takes one bit from one tensor. If `at_one` is at
     least .21 of the sensitivity, each further bit that a tensor loses adds more variance than the bit before. The steps

@@ -13,11 +13,11 @@ _GAINS = [before - after for before, after in zip(_NOISE, _NOISE[1:], strict=Fal
 
 
 def share_bits(squares: torch.Tensor, total: int) -> torch.Tensor:
-    """Return the bits of each sample that minimize the sum of squares / (2^bits - 1)^2.
+    """Return the bits of each sample that minimize the sum over the samples of squares / (2^bits - 1)^2.
 
-    Each further bit of a sample lowers the sum by less than the bit before. The minimum is therefore reached by giving
-    every sample one bit, and then adding those `total` - N single bits that lower the sum most. No computation here
-    waits for a device.
+    Each further bit of a sample lowers the sum by less than the bit before. The minimum is therefore reached if every
+    sample first gets one bit, and then those `total` - N single bits are added that lower the sum most. No computation
+    here waits for a device.
 
     Args:
         squares: (N,) float32, the squared ranges of the samples, possibly times the samples' squared gradient norms.
@@ -30,7 +30,7 @@ def share_bits(squares: torch.Tensor, total: int) -> torch.Tensor:
     extra = total - MIN_BITS * samples
     widths = torch.full_like(squares, MIN_BITS, dtype=torch.int64)
     if extra > 0:
-        # Equal keys, all 0 perhaps, are taken sample by sample, not bit by bit.
+        # If keys are equal, for example all 0, every sample gets its second bit before any sample gets a third.
         keys = _gains(squares.device)[:, None] * squares.nan_to_num(0.0, 0.0, 0.0)
         best = keys.flatten().argsort(descending=True, stable=True)[:extra]
         widths.index_add_(0, best % samples, torch.ones_like(best))

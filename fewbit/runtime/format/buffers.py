@@ -38,7 +38,7 @@ class Entry:
 
         Args:
             name: The name of the argument, for the message.
-            tensor: The tensor. None raises too.
+            tensor: The tensor. None is an error.
             count: The number of elements that the tensor must have, or the least number if is_least.
             dtype: The dtype that the tensor must have.
             is_least: Whether the tensor may have more elements.
@@ -61,7 +61,12 @@ class Entry:
         self.check(name, tensor, tensor.numel(), tensor.dtype)
 
     def check_seed(self, seed, is_drawn: bool = True) -> None:
-        """Raise ValueError if codes are drawn at random and there is no seed, or if codes are not drawn and there is a seed."""
+        """Raise ValueError if a seed is missing or of the wrong size or dtype, or if a seed is given but not needed.
+
+        Args:
+            seed: (1,) int64, or None.
+            is_drawn: Whether codes are drawn at random, so that a seed is needed.
+        """
         if is_drawn:
             self.check("seed", seed, 1, torch.int64)
         elif seed is not None:
@@ -70,12 +75,22 @@ class Entry:
             )
 
     def check_packed(self, packed, n: int, bits: int) -> None:
-        """Raise ValueError unless `packed` has the number of words that n elements need."""
+        """Raise ValueError unless `packed` is int32 with the number of words that n codes of `bits` bits need."""
         check_bits(bits)
         self.check("packed", packed, packed_words(n, bits), torch.int32)
 
     def check_copy(self, packed, ranges, bits, group_size, shape, widths) -> None:
-        """Raise ValueError unless codes and ranges have the sizes that a quantized tensor of the given shape has."""
+        """Raise ValueError unless packed codes and ranges have the sizes that a tensor of the given shape needs.
+
+        Args:
+            packed: The packed codes.
+            ranges: The minimums and ranges of the groups.
+            bits: The bits per element of all samples, unless `widths` is given.
+            group_size: The number of elements in a group.
+            shape: The shape of the quantized tensor.
+            widths: (N,) uint8, the bits per element of each sample, or None. With widths, `packed` and `ranges` may be
+                larger than needed.
+        """
         samples, features = groups.samples_of(shape)
         if ranges.dim() != 2 or ranges.shape[1] not in (
             groups.FP32_MIN_COLUMNS - 1,
@@ -95,7 +110,7 @@ class Entry:
         self.check("ranges", ranges, rows * ranges.shape[1], torch.bfloat16, is_mixed)
 
     def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:
-        """Return the numbers of words and of groups for samples whose bits per element are `widths`.
+        """Return the number of words and the number of groups for samples whose bits per element are `widths`.
 
         Raises ValueError unless each sample has 1 to 8 bits.
         """
@@ -108,7 +123,7 @@ class Entry:
         return groups.mixed_words(widths, features), rows
 
     def check_grid(self, grid, bits: int) -> None:
-        """Raise ValueError unless `grid` has the shape and dtype of a grid of the fixed-point code."""
+        """Raise ValueError unless `grid`, which says what fixed-point codes stand for, is float32 with 7 rows."""
         check_bits(bits)
         if grid.dim() != 2 or len(grid) != 7:
             raise ValueError(

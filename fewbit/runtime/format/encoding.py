@@ -1,7 +1,8 @@
-"""Encodings: the constants of a table with which every backend computes, made once for each table. Nothing here needs torch.
+"""Encodings: the constants of a table with which every backend computes, made once for each table.
 
-A table replaces the derivative f' of an activation by a step function q. The *breaks* are the points at which q
-changes, the *pieces* are the intervals between breaks, and the *levels* are the values of q.
+Nothing here needs torch. A table replaces the derivative f' of an activation by a step function q. The *breaks* are the
+points at which q changes, the *pieces* are the intervals between breaks, and the *levels* are the values of q. The
+*code* that is saved for an input x is the Gray code of the number of the level q(x).
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ def packed_words(n: int, bits: int) -> int:
 
 
 def gray(index):
-    """Return the Gray code of a level's number. Codes of neighboring levels differ in one bit."""
+    """Return the Gray code of a level's number, an int or an array. Codes of neighboring levels differ in one bit."""
     return index ^ (index >> 1)
 
 
 class Draw(NamedTuple):
     """The constants from which codes of an unbiased table are drawn at random (docs/table_schema.md), all float32.
 
-    The table replaces f' by a piecewise linear function, and x gets one of the two levels around the function's value
-    at x.
+    An unbiased table replaces f' by a piecewise linear function. An input x gets one of the two levels around the
+    function's value at x, at random, so that the mean is this value.
 
     Args:
-        points: (n,), the corners of the piecewise linear function. x is beyond a point if x > point.
-        origins: (n,), the points that are subtracted from x in the formula.
-        values: (n,), the values of the function at the points.
-        slopes: (n-1,), the slopes of the function between the points.
+        points: (n,), the corners of the piecewise linear function, adjusted so that x is beyond a corner if x > point.
+        origins: (n,), the corners without adjustment. Between corners, the value is values + (x - origins) * slopes.
+        values: (n,), the values of the function at the corners.
+        slopes: (n-1,), the slopes of the function between the corners.
         levels: (K,), the levels, ascending.
         inverse_gaps: (K-1,), the reciprocal distance from each level to the next.
     """
@@ -56,9 +57,9 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """A table at run time.
+    """A table in the form with which backends compute.
 
-    The packed code of x starts as `initial`, the code of the first piece. For every break j that x is beyond, that is,
+    The code of x starts as `initial`, the code of the first piece. For every break j that x is beyond, that is,
     `not (x <= breaks[j])`, the code is XORed with `flips[j]`. NaN is therefore beyond every break. The value q(x) is
     ``lut[code]``.
 
@@ -66,7 +67,7 @@ class Encoding:
         bits: the bits of a code.
         levels: (K,) float64, the values of q.
         breaks: (M-1,) float64, ascending.
-        codes: (M,) int64, the number of the level of each piece.
+        codes: (M,) int64, the number of the level of each piece, from 0 to K-1.
         closed: for each break, "right" if the piece on its left contains it, as in (a, b], or "left" if the piece on
             its right does, as in [b, c).
         knots: for an unbiased table, the corners of the piecewise linear function that random codes have as their mean;
@@ -87,12 +88,12 @@ class Encoding:
 
     @classmethod
     def parse(cls, text: str) -> Encoding:
-        """Return the encoding with that text. Raises TableError if it is not an encoding's text."""
+        """Return the encoding whose property `text` is the given text. Raises TableError if there is none."""
         return _parse(text)
 
     @cached_property
     def text(self) -> str:
-        """The encoding as one line of JSON. Ops take it as an argument, so that an exported program needs nothing else."""
+        """The encoding as one line of JSON. An exported program needs only this line, an argument of ops."""
         return _text(self)
 
     def __reduce__(self):
@@ -112,7 +113,10 @@ class Encoding:
 
     @cached_property
     def breaks64(self) -> np.ndarray:
-        """The breaks for float64 inputs, (m,) float64, finite, adjusted so that x is beyond a break if x > break."""
+        """The breaks for float64 inputs, (m,) float64, finite.
+
+        The breaks are adjusted so that x is beyond a break if x > break.
+        """
         return _strict(self.breaks, self.closed)
 
     @cached_property
@@ -123,7 +127,10 @@ class Encoding:
 
     @cached_property
     def breaks32(self) -> np.ndarray:
-        """The breaks for 16- and 32-bit inputs, (m,) float32, finite, adjusted so that x is beyond a break if x > break."""
+        """The breaks for inputs of 16 and 32 bits, (m,) float32, finite.
+
+        The breaks are adjusted so that x is beyond a break if x > break.
+        """
         return _strict(round_breaks(self.breaks, self.closed), self.closed)
 
     @cached_property
@@ -155,9 +162,14 @@ class Encoding:
 
 
 def _strict(limits: np.ndarray, closed) -> np.ndarray:
-    """Return limits for which "x > limit" decides; those closed "left" move down to the next number.
+    """Return breaks adjusted so that x is beyond a break if x > break, whichever piece contains the break.
 
-    A limit that would become -inf moves up to the lowest finite number, which no activation reaches.
+    A break that is closed "left" belongs to the piece on its right, and is replaced by the next lower number. A break
+    that would become -inf is replaced by the lowest finite number, which no activation reaches.
+
+    Args:
+        limits: (m,) float32 or float64, the breaks.
+        closed: for each break, "right" or "left", see `Encoding`.
     """
     left = np.array([side == "left" for side in closed], bool)
     with np.errstate(over="ignore"):
@@ -167,7 +179,7 @@ def _strict(limits: np.ndarray, closed) -> np.ndarray:
 
 def _text(source) -> str:
     document = {
-        # An exact table may have fewer levels than was asked for, and then takes fewer planes.
+        # A table without error may have fewer levels than the user asked for. Its codes then have fewer bits.
         "bits": max(1, (len(source.levels) - 1).bit_length()),
         "levels": source.levels.tolist(),
         "breaks": source.breaks.tolist(),

@@ -1,4 +1,4 @@
-"""Checksums of a tensor's memory, to detect writes through `x.data` or `x.numpy()`. Such writes do not change the version."""
+"""Checksums of a tensor's memory, to detect writes through `x.data` or `x.numpy()`, which leave x._version as it is."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 SMALL = 1024
 """The largest number of bytes for which a CRC of all bytes is faster than sums of columns."""
 WIDTHS = (61, 67, 71), (1021, 1031, 1033)
-"""The candidates for the number of columns, all primes, for small and for large tensors.
+"""Numbers of columns in which `fingerprint` may read memory, for small and for large tensors. All are primes.
 
-The first one that does not divide the number of words is taken, so that the length of a tensor's rows is no multiple of it.
-Rows of the tensor that are reordered then change columns, unless they move by a multiple of that many rows.
+The first prime that does not divide the number of 64-bit words is used. The length of the tensor's own rows is then no
+multiple of the prime. If rows of the tensor are reordered, their words come into other columns, and the checksum
+changes. It may stay the same only if each row moves by a multiple of the prime.
 """
 
 
 def fingerprint(x: torch.Tensor) -> int | bytes | None:
     """Return a checksum of a tensor's memory.
 
-    For up to SMALL bytes the checksum is a CRC. For more bytes, the memory is read as rows of 64-bit integers. The
-    checksum is then the sums of the columns, which are computed at the speed of memory, with a CRC of the rest. Two
-    words of the same column can be exchanged without changing the checksum.
+    For up to SMALL bytes the checksum is a CRC. For more bytes, the memory is read as a matrix of 64-bit
+    integers. The checksum is then the sums of the columns, which are computed at the speed of memory, followed by a CRC
+    of the remaining bytes. If two words of the same column are exchanged, the checksum does not change.
 
     Returns:
         The checksum. None if the tensor is not on the CPU, since reading would synchronize with the device, or if the
@@ -45,7 +46,8 @@ def fingerprint(x: torch.Tensor) -> int | bytes | None:
     words = size // 8
     widths = WIDTHS[size > 64 * WIDTHS[1][0]]
     width = next((width for width in widths if words % width), widths[0])
-    # With an odd number of rows the sums show if one number is added to every word, as by a changed sign or exponent.
+    # With an odd number of rows, the sums also change if the same number is added to every word, for example because
+    # all signs or exponents change.
     words = ((words // width - 1) | 1) * width
     rows = np.frombuffer(_bytes(8 * words).from_address(address), np.uint64).reshape(-1, width)
     rest = zlib.crc32(_bytes(size - 8 * words).from_address(address + 8 * words))

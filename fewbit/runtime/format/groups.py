@@ -14,11 +14,15 @@ from fewbit.config import BLOCK, GROUP_SIZE
 from fewbit.runtime.format.encoding import packed_words
 
 LEAST_FEATURES = 64
-"""The least number of features with which each sample has groups of its own."""
+"""The least number of features with which each sample is cut into groups of its own."""
 FP32_MIN_COLUMNS = 3
-"""Columns of the ranges if minimums are float32: upper half, range, lower half. With bfloat16 minimums there are 2."""
+"""The number of columns of `ranges` if minimums are float32.
+
+The columns are the upper half of the minimum, the range, and the lower half of the minimum. If minimums are bfloat16,
+there are 2 columns.
+"""
 STEPS = 8
-"""Minimums are float32 if a tensor's range is below this many bfloat16 steps of its minimum."""
+"""Minimums are float32 if a tensor's range is below this many distances between bfloat16 numbers at the minimum."""
 
 
 def samples_of(shape) -> tuple[int, int]:
@@ -58,16 +62,16 @@ def mixed_words(widths: Iterable[int], features: int) -> int:
 def words_of_total(total: int, features: int) -> int:
     """Return a number of int32 words that suffices for samples whose bits per element add up to `total`.
 
-    The number suffices however the bits are divided among the samples. The codes of each number of bits are padded to
-    whole blocks, which takes at most 36 words.
+    The number suffices however the bits are divided among the samples. The codes of all samples with the same bits are
+    padded to whole blocks of 32 codes together, which adds at most 1 + 2 + ... + 8 = 36 words.
     """
     return -(-total * features // BLOCK) + sum(range(1, 9))
 
 
 def quantized_bytes(shape, bits: int, group_size: int = GROUP_SIZE, fp32_min: bool = False) -> int:
-    """Return the bytes of the quantized copy of a tensor: codes, and 4 bytes for each group, or 6 with float32 minimums.
+    """Return the bytes of the quantized copy of a tensor.
 
-    A tensor of n elements has codes of 4 bits ceil(n / 32) bytes.
+    The codes of n elements take 4 * bits * ceil(n / 32) bytes. Each group takes 4 bytes, or 6 with float32 minimums.
     """
     samples, features = samples_of(shape)
     groups = group_count(samples, features, group_size)

@@ -1,4 +1,8 @@
-"""Storage order: the order in which the elements of a tensor are counted, packed and given random draws."""
+"""Storage order: the order of a tensor's elements in memory, in which they are numbered, packed and rounded at random.
+
+A tensor is *dense* if its elements fill a contiguous part of its storage, as those of contiguous and channels-last
+tensors and of their transposes do. Only dense tensors have a storage order.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import torch
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    """Return whether x's elements fill a contiguous part of its storage, as those of channels-last tensors and transposes do."""
+    """Return whether the elements of x fill a contiguous part of the storage of x."""
     # While a graph is traced, empty_like may give a dense tensor with dimensions of size 1 other strides.
     if torch.compiler.is_compiling():
         return x.is_contiguous() or are_dense(x.shape, x.stride())
@@ -36,7 +40,10 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of `dense(x)`. torch chooses those of dimensions of size 0 and 1, because they mean nothing."""
+    """Return the strides of `dense(x)`.
+
+    If x is contiguous, strides that mean nothing, of dimensions of size 0 and 1, are replaced by torch's usual ones.
+    """
     whole = contiguous_stride(x.shape)
     return whole if x.is_contiguous() or not is_dense(x) else _stride(x)
 
@@ -91,12 +98,15 @@ def is_by_sample(x: torch.Tensor) -> bool:
 
 
 def is_part(x: torch.Tensor) -> bool:
-    """Return whether x keeps a storage alive that is larger than x. In an expanded dimension, every repetition counts."""
+    """Return whether x keeps a storage alive that has more bytes than the elements of x.
+
+    The repeated elements of an expanded dimension are all counted as elements of x.
+    """
     return x.untyped_storage().nbytes() > x.numel() * x.element_size()
 
 
 def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the order of dimensions in which a dense x is contiguous; None if x is not dense, or if `is_by_sample(x)`."""
+    """Return the order of dimensions in which x is contiguous; None if x is not dense, or if `is_by_sample(x)`."""
     if is_by_sample(x) or not is_dense(x):
         return None
     return tuple(_outermost_first(x.shape, x.stride()))
@@ -127,10 +137,10 @@ def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def _stride(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense x, in a graph as products of its sizes.
+    """Return the strides of a dense x. While a compiler traces, compute them as products of the sizes of x.
 
-    A graph with symbolic sizes asks the tensor for its strides when it is compiled. By then the compiler may have
-    removed the operations that gave the tensor the strides that were traced.
+    If the traced program contained `x.stride()` with symbolic sizes, the compiler would look up the strides only when
+    it compiles the graph. By then it may have removed the operations that gave x the strides at tracing time.
     """
     if not torch.compiler.is_compiling():
         return x.stride()
@@ -144,7 +154,10 @@ def _stride(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def unviewed(y: torch.Tensor) -> torch.Tensor:
-    """Return y as a tensor that is not a view. A view that a Function returns could not be written to in place."""
+    """Return y, or a tensor with the memory and strides of y that is no view.
+
+    torch forbids writing in place to a view that an autograd Function returns.
+    """
     if torch.compiler.is_compiling() or not y._is_view():
         return y
     result = torch.ops.aten._unsafe_view(y, y.shape)
@@ -214,7 +227,10 @@ def has_stride(x: torch.Tensor, stride) -> bool:
 
 
 def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
-    """Return x if it has the given strides, which are those of a dense tensor of x's shape; else a copy that has them."""
+    """Return x if it has the given strides, else a copy that has them.
+
+    The strides must be those of a dense tensor of the shape of x.
+    """
     if has_stride(x, stride):
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
@@ -261,10 +277,10 @@ def check_stride(shape, stride, by_sample: bool = False) -> None:
 
 
 def overlaps(x: torch.Tensor) -> bool:
-    """Return whether two elements of x may share a place in storage. The result of writing to such an x is not defined."""
+    """Return whether two elements of x may share a place in storage, so that writing to x has no defined result."""
     if x.numel() <= 1 or is_dense(x):
         return False
-    # Sorted by stride, each dimension must step over all that the smaller ones span.
+    # The stride of a dimension must be larger than the span of all dimensions with smaller strides.
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:

@@ -6,18 +6,18 @@ from math import prod
 
 
 def rows(x):
-    """Return x as a matrix whose columns are x's last dimension. Sizes of 0 are allowed."""
+    """Return x as a matrix: all dimensions but the last are merged into one. Sizes of 0 are allowed."""
     if x.dim() == 2:
         return x
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def over_rows(x, dims: int = 1):
-    """Return the sum over all dimensions but the last `dims`."""
+    """Return the sum of x over all dimensions but the last ones, `dims` in number."""
     leading = list(range(x.dim() - dims))
     return x.sum(leading) if leading else x
 
 
 def over_channels(x):
-    """Return the sum over all dimensions but dimension 1."""
+    """Return the sum of x over all dimensions but dimension 1, the channels."""
     return x.sum([dim for dim in range(x.dim()) if dim != 1])

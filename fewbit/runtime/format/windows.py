@@ -5,7 +5,8 @@ The place of the element in the result determines the window, so a layer saves o
 number below the window's size.
 
 For a window that is all -inf, some of torch's kernels for channels-last tensors return an index outside the window,
-which has no position. Both directions therefore clamp, and the index of such a window becomes some index in the plane.
+which has no position. `Windows.positions` and `Windows.indices` therefore clamp, and the index of such a window becomes
+some index in the plane.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 
 
 class Windows(NamedTuple):
-    """The windows of one plane. Every field has one entry for each spatial dimension.
+    """The windows of one input plane. Every field has one entry for each spatial dimension.
 
     Args:
         size: the size of the plane.
-        out: the size of the result.
+        out: the size of the result: the number of windows.
         extent: the number of elements of the longest window.
         dilation: the distance between neighboring elements of a window.
         stride, padding: the stride and padding of fixed windows; None for adaptive windows, which start at floor(o *
@@ -37,12 +38,15 @@ class Windows(NamedTuple):
 
     @classmethod
     def fixed(cls, size, out, kernel, stride, padding, dilation) -> Windows:
-        """Return the windows of a MaxPool layer."""
+        """Return the windows of a MaxPool layer with these settings."""
         return cls(size, out, kernel, dilation, stride, padding)
 
     @classmethod
     def adaptive(cls, size, out) -> Windows:
-        """Return the windows of AdaptiveMaxPool. Window o goes from floor(o * size / out) up to ceil((o + 1) * size / out)."""
+        """Return the windows of an AdaptiveMaxPool layer.
+
+        Along a dimension, window o goes from floor(o * size / out) up to ceil((o + 1) * size / out).
+        """
         extent = tuple(map(_longest, size, out))
         return cls(size, out, extent, (1,) * len(size), None, None)
 
@@ -52,7 +56,14 @@ class Windows(NamedTuple):
         return prod(self.extent)
 
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return, for each of torch's indices, the row-major position within the index's window, (..., *out)."""
+        """Return the position of each maximum within its window, counted row by row.
+
+        Args:
+            indices: the indices that torch's max-pooling returned, (..., *out) int64.
+
+        Returns:
+            int32 or int64 of the same shape, from 0 to `count` - 1.
+        """
         if prod(self.size) < 1 << 31:
             indices = indices.to(torch.int32)
         position, scale, rest = 0, 1, indices
@@ -84,7 +95,7 @@ class Windows(NamedTuple):
         return found.as_strided(size, stride).add_(first).clamp_(0, prod(self.size) - 1)
 
     def only(self, size, device) -> torch.Tensor:
-        """Return the indices of windows that each have one element: int64 of the given size."""
+        """Return torch's indices for windows of one element each, which need no positions: int64 of the given size."""
         first = self._tables(torch.empty(0, device=device))[1]
         return first.expand(size).contiguous()
 
@@ -99,7 +110,11 @@ class Windows(NamedTuple):
         return starts.to(like.dtype).view(-1, *[1] * after)
 
     def _tables(self, like) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number that each position adds to an index, (count,), and the index where each window starts, (*out)."""
+        """Return two int64 tensors that map positions to indices.
+
+        The first, (count,), has the number that each position adds to the index of the window's start. The second,
+        (*out), has the index of each window's start.
+        """
         table = first = torch.zeros((), dtype=torch.int64, device=like.device)
         for dim in range(len(self.size)):
             after = len(self.size) - 1 - dim

@@ -11,7 +11,7 @@ class AsyncHostCopy:
     """A copy of floating tensors to the host. Making this object starts the copy."""
 
     def __init__(self, tensors):
-        self._tensors = list(tensors)  # held, since `values` knows them by their identity
+        self._tensors = list(tensors)  # kept alive, since `values` has their ids
         self._parts = {}
         for device in {tensor.device for tensor in self._tensors}:
             self._parts[device] = _start(
@@ -40,7 +40,12 @@ class AsyncHostCopy:
 
 
 def _start(tensors):
-    """Return (all entries on the host, the event after which they are there, or None on the CPU)."""
+    """Start to copy the entries of 1-D tensors on one device to the host.
+
+    Returns:
+        All entries as one tensor on the host, and the CUDA event after which the copy is complete. The event is None if
+        the tensors are on the CPU.
+    """
     flat = torch.cat(tensors)
     if not flat.is_cuda:
         return flat, None

@@ -10,10 +10,11 @@ from fewbit.runtime.interop.interrupts import undo_after
 
 
 def as_torch_casts():
-    """Return a context manager. Within it, torch's own layers cast as autocast asks, but autocast's cache is not used.
+    """Return a context manager within which torch's functions cast their inputs for autocast, but without a cache.
 
-    The cache holds cast weights. A weight that is cast inside an autograd Function has no graph, and the cache would
-    pass it to other layers. Instead of saving the cast weight, the backward pass casts the parameter again.
+    autocast's cache holds cast weights. A weight that is cast inside an autograd Function has no autograd graph. The
+    cache would pass that weight to other layers, whose gradients would be lost.
+    The layers do not save cast weights either: their backward passes cast the parameters again.
     """
     # A compiler traces the casts, and its partitioner chooses the tensors to save.
     if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
@@ -30,7 +31,10 @@ def _uncached():
 
 
 def in_float32(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return x converted as autocast converts the input of functions that run in float32 on CUDA but not on the CPU."""
+    """Return x, converted to float32 if autocast is on for CUDA and x is a CUDA tensor of 16 bits.
+
+    Autocast converts the inputs of some functions in this way on CUDA, but not on the CPU.
+    """
     if x is not None and x.is_cuda and x.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         return x.to(torch.float32)
     return x

@@ -16,10 +16,9 @@ from fewbit.runtime.interop.interrupts import undo_after
 
 
 class _Stack(threading.local):
-    """The modes of the running modules, the innermost module last.
+    """The modes of the modules that run in this thread, the innermost module last.
 
-    True: functions stay torch's own. False: functions are compressed with the model's settings. Else: the module's own
-    settings. The tuple is replaced, never modified, so that a saved one can be restored.
+    The tuple `modes` is replaced, never modified, so that an earlier tuple can be restored.
     """
 
     def __init__(self):
@@ -30,7 +29,7 @@ _stack = _Stack()
 
 
 def bypass():
-    """Return a context manager within which functions stay torch's own, as they do in evaluation mode."""
+    """Return a context manager within which functions stay torch's own, as they do if a model is in evaluation mode."""
     return nullcontext() if torch.compiler.is_compiling() else _bypass()
 
 
@@ -43,7 +42,7 @@ def _bypass():
 
 
 def current_mode():
-    """Return the mode of the innermost running module."""
+    """Return the mode of the innermost running module; False if no module with a mode runs."""
     return _stack.modes[-1] if _stack.modes else False
 
 
@@ -53,22 +52,26 @@ def modes() -> tuple:
 
 
 def clear() -> None:
-    """Forget all modes when a model's forward pass begins. Modes of modules around the model do not apply to the model."""
+    """Forget all modes. This is called when a model's forward pass begins.
+
+    The modes of modules that contain the model do not apply within the model.
+    """
     _stack.modes = ()
 
 
 def restore_modes(before: tuple) -> None:
-    """Set the modes to `before`, the result of `modes` before a call, when the call ends."""
+    """Set the modes to `before`, an earlier result of `modes`. This is called when the call of a module ends."""
     _stack.modes = before
 
 
 class ModeHooks:
     """Forward hooks that give a module a mode of its own.
 
-    torch does not run `leave` after a KeyboardInterrupt; the call of the enclosing module then restores the modes.
+    torch does not run `leave` after a KeyboardInterrupt. In that case the call of the enclosing module restores the
+    modes.
 
     Args:
-        mode: the mode: True, False or settings.
+        mode: the module's mode: True, False or settings.
     """
 
     def __init__(self, mode):
@@ -80,6 +83,6 @@ class ModeHooks:
             _stack.modes = (*_stack.modes, self.mode)
 
     def leave(self, *_) -> None:
-        """Restore the mode before. Register this as a forward hook that is also called if the forward raised."""
+        """Restore the previous mode. Register this as a forward hook with `always_call=True`."""
         if not torch.compiler.is_compiling():
             _stack.modes = _stack.modes[:-1]

@@ -1,4 +1,4 @@
-"""Run ordinary Python code while torch.compile traces a function, without a trace of the code in the compiled program."""
+"""Run ordinary Python code while torch.compile traces a function, and keep the code out of the compiled program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ def notify_traced(subject) -> None:
 
 
 def _notify(context) -> None:
-    """Find the real object behind `subject`. context: Dynamo's ComptimeContext for the frame of `notify_traced`."""
+    """Call `was_traced` of the object that Dynamo represents as the variable `subject` of `notify_traced`.
+
+    Args:
+        context: Dynamo's ComptimeContext for the frame of `notify_traced`.
+    """
     variable = context.get_local("subject")
     tracker = getattr(variable, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
     subject = getattr(tracker, "value", None)

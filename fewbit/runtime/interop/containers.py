@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 def tensors_in(structure) -> list[torch.Tensor]:
     """Return the tensors in nested containers, mappings and dataclasses, which may refer to each other in circles."""
     found, waiting = [], [structure]
-    entered = {}  # {id: container}, held so that no other has its id
+    entered = {}  # {id: container}; an object that is kept alive keeps its id
     while waiting:
         part = waiting.pop()
         if isinstance(part, torch.Tensor):
@@ -24,7 +24,7 @@ def tensors_in(structure) -> list[torch.Tensor]:
 
 
 def _parts(container) -> list:
-    """Return the direct parts of a container, or [container] if it is none."""
+    """Return the direct members of a container, or [container] if the argument is no container."""
     if isinstance(container, Mapping):
         return list(container.values())
     if isinstance(container, set):

@@ -1,8 +1,8 @@
-"""Undo changes after any exception, including an interrupt at any bytecode, even one during the clean-up itself.
+"""Undo changes after any exception, even after an interrupt that comes at any bytecode or during the clean-up itself.
 
-Python closes a generator when the last reference to it goes. A generator's `finally` therefore runs even if the
-interrupt comes between the generator's `yield` and the `with` block, or between the block and `__exit__`. After an
-exception the clean-up runs twice, in case the first run was interrupted, so a clean-up must be idempotent.
+Python closes a generator when the last reference to the generator is gone. A generator's `finally` therefore runs even
+if the interrupt comes between the generator's `yield` and the `with` block, or between the block and `__exit__`. After
+an exception the clean-up runs twice, in case the first run was interrupted, so a clean-up must be idempotent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def undo_after(put_back: Callable[[], None]):
 @contextmanager
 def hold(lock):
     """Hold a `threading.RLock` during the block. If the thread holds the lock already, the outer block releases it."""
-    if lock._is_owned():  # a finalizer or a signal handler may run within a block; releasing twice would release that one's
+    if lock._is_owned():  # in a finalizer or signal handler that runs within an outer block, which releases the lock
         yield
         return
 
@@ -84,16 +84,17 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 def close_suspended(error: BaseException) -> None:
-    """Close the context managers that the error left entered but not exited.
+    """Close the context managers that were entered but not exited when the error was raised.
 
-    If an error ends the `__enter__` of a context manager that is written as a generator after the generator's `yield`,
-    the generator stays suspended, as with torch's managers around each mode. An interrupt between the end of a `with`
-    block and `__exit__` has the same effect. The traceback keeps the frames alive that hold these managers. When the
-    traceback is freed, the generators would run the code after the `yield` and so undo the clean-up.
+    A context manager that is written as a generator stays suspended at its `yield` in two cases: an error ends
+    `__enter__` after the `yield` was reached, or an interrupt comes between the end of the `with` block and `__exit__`.
+    The traceback keeps the frames alive that hold such generators. When the traceback is freed later, the generators
+    would run the code after the `yield`, which changes torch's state again after the clean-up. This function therefore
+    clears these frames now, before the clean-up.
 
     Args:
-        error: the error, whose traceback is searched. The variables of fewbit's own functions in it are cleared if it is an
-            interrupt and not an `Exception`.
+        error: the error whose traceback is searched. If the error is an interrupt, and so no `Exception`, the frames of
+            all functions of fewbit in the traceback are cleared too.
     """
     is_interrupt = not isinstance(error, Exception)
     traceback = (

@@ -21,10 +21,10 @@ from torch.fx import GraphModule
 from torch.nn.utils.parametrize import is_parametrized
 
 GUARD = "_fewbit_guard"
-"""The attribute of a module or activation that holds its model's `CallGuard`."""
+"""The name of the attribute in which a module or activation holds the `CallGuard` of the model."""
 
 PATH = "_fewbit_path"
-"""The attribute of a module that holds its path in the converted model."""
+"""The name of the attribute in which a module holds the module's path in the converted model."""
 
 _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
 
@@ -32,8 +32,7 @@ _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made 
 def leave_to_interpreter(code: CodeType) -> None:
     """Exclude a function from compilation on its own. torch.compile still traces the function as a part of its callers.
 
-    Without this, Dynamo would compile the function and could reuse, for one call, the code that was compiled for
-    another.
+    Otherwise Dynamo would compile the function, and could run the code that was compiled for one call in another call.
     """
     if hasattr(eval_frame, "skip_code"):  # torch 2.6
         eval_frame.skip_code(code)
@@ -44,7 +43,7 @@ def leave_to_interpreter(code: CodeType) -> None:
 
 
 def is_compiled_code() -> bool:
-    """Return whether torch.compile traces the running code, or the caller is compiled or about to be compiled."""
+    """Return whether torch.compile traces the running code, or has compiled the caller, or is about to compile it."""
     return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
 
 
@@ -54,7 +53,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 class TrackedModule:
-    """A mixin for module classes. Calls of the module run within its model's call guard, or are torch's own without a guard."""
+    """A mixin for module classes: a call of the module runs within the model's call guard.
+
+    If the module has no guard, the call is torch's own.
+    """
 
     def __init_subclass__(cls, **kwargs):
         # A user's class may register its subclasses; classes that `tracked_class` makes must not be registered.
@@ -62,7 +64,7 @@ class TrackedModule:
             super().__init_subclass__(**kwargs)
 
     def __call__(self, *args, **kwargs):
-        """Call the module within its guard, unless a compiler traces or compiles the call."""
+        """Call the module within the call guard, unless a compiler traces or compiles the call."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         guard = vars(self).get(GUARD)
@@ -74,7 +76,8 @@ class TrackedModule:
         reduced = super().__reduce_ex__(max(protocol, 2))
         base = vars(type(self)).get("_fewbit_base")
         if base is None or isinstance(reduced, str):
-            # Another library's subclass, which pickle has to find itself, or the name of a global, which pickle looks up.
+            # The class is another library's subclass of a tracked class, or `reduced` is the name of a global. pickle
+            # looks up both by name.
             return reduced
         made, args, *rest = reduced
         args = tuple(base if value is type(self) else value for value in args)
@@ -82,7 +85,10 @@ class TrackedModule:
 
 
 class TrackedGraph(TrackedModule):
-    """The `TrackedModule` for torch.fx.GraphModule, which copies only what its graph uses and pickles its graph's code."""
+    """The `TrackedModule` for torch.fx.GraphModule, which has copy and pickle methods of its own.
+
+    These methods copy only the members that the graph uses, and pickle the graph as code.
+    """
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
@@ -111,7 +117,12 @@ leave_to_interpreter(TrackedModule.__call__.__code__)
 
 
 def _recreated(made, args) -> nn.Module:
-    """Recreate a module for pickle and copy: make it with the base class, which pickle finds by name, then track it."""
+    """Recreate a module for pickle and copy, with the tracked class that fits the module.
+
+    Args:
+        made: the function that makes the module, as `__reduce_ex__` returns it.
+        args: the arguments of `made`, with the base class, which pickle finds by name, in place of the tracked class.
+    """
     module = made(*args)
     _set_class(module, tracked_class_for(module))
     return module
@@ -139,16 +150,16 @@ def tracked_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -> type:
-    """Make a class without running a user's metaclass, which may need keywords or register every class that it makes."""
+    """Make a class without running the code of a user's metaclass, which may need keywords or register all classes."""
     maker = next(cls for cls in metaclass.__mro__ if cls in (ABCMeta, type))
     return maker.__new__(metaclass, name, bases, own)
 
 
 def graph_class_of(module: nn.Module) -> type | None:
-    """Return the class that torch.fx made for this module alone, with the code of the module's graph; None if there is none.
+    """Return the class that torch.fx made for this module alone, with the code of the graph; None if there is none.
 
-    torch.fx writes to that class and refers to it, so the module has to keep the class. `track` changes the class's
-    bases instead.
+    torch.fx writes to that class and refers to it, so the module has to keep the class. Instead of giving the module
+    another class, `track` therefore changes the bases of that class.
     """
     if not isinstance(module, GraphModule):
         return None
@@ -157,7 +168,7 @@ def graph_class_of(module: nn.Module) -> type | None:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the module had before `track`, for looking up classes."""
+    """Return the class that the module had before `track`, under which tables of module classes list the module."""
     return vars(type(module)).get("_fewbit_base", type(module))
 
 
@@ -167,7 +178,8 @@ def tracked_class_for(module: nn.Module) -> type[nn.Module]:
     if isinstance(module, TrackedModule) or graph_class_of(module) is not None:
         return type(module)
     if is_parametrized(module) and len(cls.__bases__) == 1:
-        # When a parametrization is removed, torch restores the base of its parametrized class.
+        # The class is torch's subclass for parametrized modules. When the last parametrization is removed, torch gives
+        # the module the base of that class, so the base has to be the tracked class.
         (base,) = cls.__bases__
         return rebase(cls, base, tracked_class(base))
     return tracked_class(cls)
@@ -195,7 +207,11 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def untrack(module: nn.Module) -> None:
-    """Undo `track`. If the class has to keep `TrackedModule`, calls still behave like torch's, since there is no guard."""
+    """Undo `track`.
+
+    If the module's class has to keep `TrackedModule` as a base, calls still behave like torch's, since the guard is
+    gone.
+    """
     vars(module).pop(GUARD, None)
     cls, own = untracked_class(module), graph_class_of(module)
     for made in [kind for kind in type(module).__mro__ if "_fewbit_base" in vars(kind)]:
@@ -207,11 +223,11 @@ def untrack(module: nn.Module) -> None:
 
 
 def _move_writes(made: type, base: type) -> None:
-    """Move what was written to the class from `tracked_class` since, such as a patched forward, to the class itself."""
+    """Move attributes that were set on the tracked class `made` later, such as a patched forward, to its base class."""
     for name in set(vars(made)) - vars(made)["_fewbit_names"] - {"_fewbit_names"}:
         value = vars(made)[name]
         if name.startswith("__annot") or (name.startswith("__") and not callable(value)):
-            continue  # a cache of Python's, as __annotations__ or pickle's __slotnames__
+            continue  # a cache, such as Python's __annotations__ or pickle's __slotnames__
         setattr(base, name, value)
         delattr(made, name)
 
@@ -229,7 +245,7 @@ def untracked_class(module: nn.Module) -> type[nn.Module]:
 
 
 def rebase(cls: type, old: type, new: type) -> type | None:
-    """Return the class cls rebuilt with the base `new` in place of `old`.
+    """Return a copy of the class cls that has the base `new` in place of `old`.
 
     Returns None if a method of cls uses super() without arguments.
     """

@@ -13,8 +13,8 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 def can_replay(x) -> bool:
     """Return whether random numbers that are drawn for x now can be drawn again later.
 
-    They cannot if a compiler traces, because it cannot follow a generator's state, or if a CUDA graph is captured,
-    because it cannot read the state.
+    They cannot be drawn again if a compiler traces, because a compiler cannot follow a generator's state. Neither can
+    they while a CUDA graph is captured, because the generator's state cannot be read during a capture.
     """
     if not is_plain(x):
         return False
@@ -24,13 +24,13 @@ def can_replay(x) -> bool:
 
 
 def state_of(x) -> Tensor:
-    """Return the state of torch's generator for x's device: 5056 bytes on the CPU, 16 on CUDA."""
+    """Return the state of torch's random generator for the device of x: 5056 bytes on the CPU, 16 on CUDA."""
     return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
 
 
 @contextmanager
 def replayed(x, state):
-    """Run the block with torch's generator for x's device in an earlier state."""
+    """Run the block with an earlier state of torch's random generator for the device of x, from `state_of`."""
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         if x.is_cuda:
             torch.cuda.set_rng_state(state.cpu(), x.device)

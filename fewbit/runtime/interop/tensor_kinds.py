@@ -1,4 +1,4 @@
-"""Kinds of tensors: whether kernels may read a tensor's memory, and whether it has any."""
+"""Kinds of tensors: whether a tensor has memory, and whether kernels may read this memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def is_plain(x) -> bool:
 
 
 def is_abstract(x) -> bool:
-    """Return whether x is a meta or fake tensor in ordinary eager mode: it has a storage that identifies it, but no memory."""
+    """Return whether x is a meta or fake tensor in ordinary eager mode.
+
+    Such a tensor has no memory, but has a storage object by which it can be recognized.
+    """
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
     is_meta = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_meta
@@ -68,5 +71,8 @@ def check_not_distributed(*tensors) -> None:
 
 
 def is_eager(x) -> bool:
-    """Return whether x is in ordinary eager mode: `is_plain` or `is_abstract`. Layers save and share both kinds alike."""
+    """Return whether x is in ordinary eager mode: `is_plain` or `is_abstract`.
+
+    Layers save both kinds of tensors by the same code.
+    """
     return is_plain(x) or is_abstract(x)

@@ -1,4 +1,4 @@
-"""Call a user's activation, written for arrays, tensors or floats, with flat float64 arrays."""
+"""Call a user's activation f, which may be written for arrays, tensors or floats, with flat float64 arrays."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from fewbit.errors import FunctionError
 from fewbit.text import one_line
 
 Flat = Callable[[np.ndarray], np.ndarray]
-"""A function from float64 (n,) to float64 (n,)."""
+"""A function of float64 arrays (n,) that returns float64 arrays (n,)."""
 
 
 def adapted(f: Callable, name: str, domain: tuple[float, float]) -> tuple[Flat, Flat | None]:
-    """Return f for float64 arrays (n,), and its derivative by autograd if f is a function of tensors."""
+    """Return f as a function of float64 arrays (n,), and the derivative of f by autograd.
+
+    To find out whether f takes arrays, floats or tensors, f is called with 7 points of the domain. The derivative is
+    None if f does not take tensors. The name is for messages.
+    """
     if _is_torch_module(f):
         return _torch_pair(copy.deepcopy(f).double().eval(), name)
     probe = np.linspace(*domain, 7)
@@ -50,7 +54,7 @@ def _as_array(f: Callable, name: str, probe: np.ndarray) -> tuple[Flat, None]:
         _check_output(name, x.shape, y.shape, y.dtype == np.float64, y.dtype)
         return y
 
-    # Other results, such as tensors, are left to the other attempts.
+    # If f returns something else, such as a tensor, `adapted` tries the next kind of argument.
     if not isinstance(f(probe.copy()), (np.ndarray, np.generic, numbers.Number)):
         raise TypeError("the result is no array")
     value(probe)
@@ -85,7 +89,7 @@ def _torch_pair(f: Callable, name: str) -> tuple[Flat, Flat]:
     import torch
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _called(f, name, x.clone())  # the clone may be changed in place
+        y = _called(f, name, x.clone())  # f may change the clone in place
         if not isinstance(y, torch.Tensor):
             raise FunctionError(f"{name}: expected a tensor, got {type(y).__name__}")
         _check_output(name, tuple(x.shape), tuple(y.shape), y.dtype == torch.float64, y.dtype)

@@ -1,20 +1,20 @@
-"""Make a `Function` from a user's activation: find and check its derivative, kinks and slopes.
+"""Make a `Function` from a user's activation f: find and check its derivative f', kinks and slopes.
 
 The activation may be written in NumPy, in torch, or for single floats. This module determines:
 
-- the derivative: the given one, or torch's autograd if f takes tensors, or else the derivative of a piecewise polynomial that
-  interpolates f (`fewbit.functions.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes that
-  no feature of f is narrower than twice the distance between samples, which is 1/131,072 of the domain. Rounding of f can
-  hide features of f' of about 2e-10 of max |f'|.
-- the kinks, the points at which f' is not smooth: the given ones, or else the result of a search of the domain. Jumps of an
-  f' that can be evaluated are exact to the float. Otherwise a kink is the point at which polynomials fitted on its two sides
-  meet, rounded to a short decimal if the rounding is smaller than the error of the location. Jumps of f'' are found the same
-  way, so that f' is smooth between kinks.
-- the slopes, the limits of f' at both infinities: see `fewbit.functions.numerical.limit_of_slope`.
+- the derivative. The user may give it. If not, and if f takes tensors, torch's autograd computes it. Else it is the
+  derivative of a piecewise polynomial that interpolates f (`fewbit.functions.panels`), with an estimated error of at
+  most 1e-10 of max |f'|. The estimate assumes that no feature of f is narrower than twice the distance between samples;
+  this distance is 1/131,072 of the domain. Rounding of f can hide features of f' of about 2e-10 of max |f'|.
+- the kinks, the points at which f' is not smooth. The user may give them. If not, the domain is searched. If f' can be
+  evaluated, its jumps are exact to the float. Otherwise a kink is the point at which polynomials fitted on its two
+  sides meet, rounded to a short decimal if the rounding is smaller than the error of the location. Jumps of f'' are
+  found the same way, so that f' is smooth between kinks.
+- the slopes, the limits of f' at both infinities (`fewbit.functions.numerical.limit_of_slope`).
 
-A derivative that is given or comes from autograd is compared with f: between any two neighbors of about 130,000 points the
-integral of the derivative equals the change of f, within 1e-7 of max |f'| times the distance. The derivative is then treated
-as exact: a table certifies its error for this derivative.
+A derivative that the user gives or that autograd computes is compared with f: between any two neighbors of about
+130,000 points, the integral of the derivative must equal the change of f, within 1e-7 of max |f'| times the distance of
+the points. The derivative is then treated as exact: the certified error of a table is the error for this derivative.
 """
 
 import importlib
@@ -63,12 +63,13 @@ def resolve(
     Args:
         function: The name, callable or Function.
         parameters: Parameters of a named function.
-        derivative: The derivative of a callable.
-        kinks: The points at which the derivative of a callable is not smooth.
-        domain: Replaces the function's own domain.
+        derivative: The derivative of a callable, if it is known.
+        kinks: The points at which the derivative of a callable is not smooth, if they are known.
+        domain: The interval (low, high) that replaces the function's own domain.
 
     Raises:
-        FunctionError: The function is unknown or cannot be used, or an argument does not apply to a name or to a callable.
+        FunctionError: The function is unknown or cannot be used, or an argument does not apply to a name or to a
+            callable.
     """
     known = isinstance(function, Function) or (isinstance(function, str) and ":" not in function)
     if known and (derivative is not None or kinks is not None):
@@ -95,17 +96,18 @@ def from_callable(
     kinks: Sequence[float] | None = None,
     domain: tuple[float, float] = _DOMAIN,
 ) -> Function:
-    """Return the Function of an activation f, after it is checked on the domain.
+    """Check an activation f on the domain, and return its `Function`.
 
     Args:
         f: The activation itself, not its derivative, for float64 NumPy arrays, torch tensors or single floats. A torch
             module is copied, in float64 and evaluation mode.
         name: The name; by default `qualified_name` of f.
-        derivative: f', if it is known, for the same kinds of arguments. It is compared with f to 1e-7 of max |f'|, and then
-            treated as exact. By default f' is computed by autograd or numerically. At a kink a numerical derivative is the
-            limit from the left, and a derivative by autograd has the value of torch's backward.
+        derivative: f', if it is known, for the same kinds of arguments. This derivative is compared with f to 1e-7 of
+            max |f'|, and then treated as exact. By default f' is computed by autograd or numerically. At a kink, a
+            numerical derivative is the limit from the left, and a derivative by autograd has the value of torch's
+            backward pass.
         kinks: The points at which f' is not smooth, if they are known.
-        domain: The interval on which f is checked.
+        domain: The interval (low, high) on which f is checked.
 
     Raises:
         FunctionError: f is not pointwise, not finite or not continuous on the domain, or its derivative cannot be
@@ -152,7 +154,7 @@ def from_callable(
 
 
 def import_callable(path: str) -> Callable:
-    """Import a callable. This runs the code of its module.
+    """Import a callable, which runs the code of its module.
 
     Args:
         path: "package.module:function". Modules in the current directory are found too: the directory is added to
@@ -187,7 +189,7 @@ def misfit_of(f: Callable, arguments: int) -> str:
         arguments: The number of arguments.
 
     Returns:
-        The explanation, or "" if f accepts them. Some built-in functions have no signature; for these it is "" too.
+        The explanation. It is "" if f accepts the arguments, and for built-in functions without a signature.
     """
     try:
         inspect.signature(f).bind(*[None] * arguments)
@@ -199,10 +201,10 @@ def misfit_of(f: Callable, arguments: int) -> str:
 
 
 def qualified_name(f: object) -> str:
-    """Return the path with which `import_callable` finds f, else the bare name of f, else "callable"."""
+    """Return the path with which `import_callable` finds f. Without a path, return the bare name of f, or "callable"."""
     bare = getattr(f, "__name__", None)
     module_name = getattr(f, "__module__", None)
-    # __main__ is another module in the next process.
+    # In another process, __main__ is another module.
     if module_name and module_name != "__main__":
         for attribute in (getattr(f, "__qualname__", None), bare):
             if attribute and _lookup(module_name, attribute) is f:
@@ -256,7 +258,7 @@ def _check_finite(name: str, f: Flat, mesh: np.ndarray) -> None:
 
 
 def _check_pointwise(name: str, f: Flat, mesh: np.ndarray) -> None:
-    """Raise FunctionError if a result depends on other elements, or changes from call to call."""
+    """Raise FunctionError if the result for an element depends on other elements, or changes from call to call."""
     y, part = f(mesh), f(mesh[::3])
     bad = np.flatnonzero(np.abs(y[::3] - part) > 1e-12 * np.max(np.abs(y)))
     if bad.size:
@@ -286,9 +288,21 @@ def _pieces(
     given: list[float] | None,
     domain: tuple[float, float],
 ) -> tuple[list[float], Panels]:
-    """Return the kinks, and the panels between them: of f' if there is a function for it, else of f.
+    """Find the kinks, and approximate f' between them by polynomials, or f if there is no function for f'.
 
-    If kinks are given, FunctionError is raised if a search finds a jump of f' besides them.
+    Args:
+        name: The name of f, for messages.
+        value: f.
+        slope: f', or None if it has to be computed numerically.
+        given: The kinks that the user gave, or None to search for them.
+        domain: The interval (low, high) to search.
+
+    Returns:
+        (kinks, polynomials).
+
+    Raises:
+        FunctionError: Kinks are given, and f' jumps at another point; or no polynomials are accurate enough; or there
+            are too many kinks.
     """
     known = given or []
     if slope is not None:

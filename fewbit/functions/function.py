@@ -1,4 +1,4 @@
-"""The class `Function`, with its construction from formulas for f and f' and its registration by name."""
+"""The class `Function`, its construction from formulas for f and its derivative f', and its registration by name."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Function:
     Attributes:
         name: The canonical name, or the name of a user's callable.
         parameters: All parameters by torch's names, defaults included.
-        value: Computes f of a float or an array. Returns float64 of the argument's shape; NaN gives NaN, an infinity gives
-            the limit.
-        derivative: Computes f' in the same way. At a kink the result is the value of torch's backward.
+        value: Computes f of a float or an array. Returns float64 of the argument's shape. NaN gives NaN, and an
+            infinity gives the limit of f.
+        derivative: Computes f' in the same way. At a kink the result is the value of torch's backward pass.
         kinks: The points at which f' jumps or is not smooth, ascending.
         slopes: The limits of f' at minus and plus infinity: infinite if f' is unbounded, nan if no limit is known.
-        domain: The interval on which a table approximates f' by default.
+        domain: The interval (low, high) on which a table approximates f' by default.
         reference: The definition of f: a torch or transformers class, and the paper.
         even_derivative: Whether f'(-x) equals f'(x).
-        accuracy: The largest error of `derivative` on the domain; 0 for a formula.
-        panels: The ends, ascending, of the intervals on each of which one polynomial approximates f' of a callable;
-            empty for a formula.
+        accuracy: The estimated largest error of `derivative` on the domain; 0 for a formula.
+        panels: For a user's callable, the ascending ends of the intervals on each of which one polynomial approximates
+            f or f'. Empty for a formula.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Function:
 
 
 BUILDERS: dict[str, Callable[..., Function]] = {}
-"""{name of a function: what builds it from its parameters}, of all that are registered."""
+"""{name of a registered function: the builder that makes a Function from parameters}."""
 MODULES: dict[str, str] = {}
-"""{name of an activation module, in `fewbit` and `fewbit.nn`: name of its function}."""
+"""{name of an activation's module class in `fewbit` and `fewbit.nn`: name of the function}."""
 
 
 def named(module: str | None) -> Callable:
@@ -56,7 +56,7 @@ def named(module: str | None) -> Callable:
 
     Args:
         module: The name of the function's module class in `fewbit.nn.activations`; None if there is no such class. If
-            torch.nn has a class of this name, a conversion replaces its modules.
+            torch.nn has a class of this name too, `compress_` converts modules of torch's class.
     """
 
     def register(builder: Callable[..., Function]) -> Callable[..., Function]:
@@ -76,7 +76,7 @@ def require(condition: bool, name: str, expected: str, **got: float) -> None:
 
 
 def _elementwise(f: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
-    """Extend f from float64 arrays without NaN to arrays of any shape, numbers and NaN.
+    """Extend f, which takes float64 arrays without NaN, to numbers and to arrays with NaN.
 
     Underflow to zero and overflow to infinity are correct results, so NumPy's warnings about them are switched off.
     """
@@ -101,7 +101,7 @@ def make_function(
     domain: tuple[float, float] | None = None,
     even: bool = False,
 ) -> Function:
-    """Make a Function from formulas. `registry.get` adds its name and its parameters.
+    """Make a Function from formulas, without the name and the parameters, which `registry.get` adds.
 
     Args:
         value: f for float64 arrays without NaN. The formula must not divide by zero, and must not form inf - inf.
@@ -109,7 +109,7 @@ def make_function(
         slopes: The limits of f' at minus and plus infinity.
         reference: The definition of f.
         kinks: The points at which f' is not smooth, in any order.
-        domain: The default domain; if None, `domain_around` the kinks.
+        domain: The interval on which a table approximates f' by default; None for `domain_around(*kinks)`.
         even: Whether f' is even.
     """
     return Function(

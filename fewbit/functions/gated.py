@@ -1,4 +1,4 @@
-"""Functions x g(x) with a gate g between 0 and 1: GELU, SiLU and their kin."""
+"""Functions f(x) = x g(x) with a function g between 0 and 1, the gate: GELU, SiLU and similar functions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _EXP_END = 800.0
 def _gated(
     lower: Callable[[np.ndarray], np.ndarray], lower_slope: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
-    """Return f and f' of f(x) = x g(x) with g(-x) = 1 - g(x), from formulas for x <= 0.
+    """Return f(x) = x g(x) and f', from formulas of f and f' for x <= 0, for a gate with g(-x) = 1 - g(x).
 
-    For x > 0 it uses f(x) = x + f(-x) and f'(x) = 1 - f'(-x), which lose no accuracy.
+    For x > 0, f(x) = x + f(-x) and f'(x) = 1 - f'(-x), which lose no accuracy.
     """
 
     def value(x: np.ndarray) -> np.ndarray:
@@ -37,7 +37,7 @@ def _gated_function(
     lower_slope: Callable[[np.ndarray], np.ndarray],
     reference: str,
 ) -> Function:
-    """Return the function that `_gated` describes, with slopes 0 and 1."""
+    """Make the Function of f(x) = x g(x), whose f' has the limits 0 and 1, from the formulas that `_gated` takes."""
     return make_function(*_gated(lower, lower_slope), slopes=(0.0, 1.0), reference=reference)
 
 
@@ -53,14 +53,14 @@ def _gelu_lower_slope(x: np.ndarray) -> np.ndarray:
 
 @named(module="GELU")
 def gelu() -> Function:
-    """Return x times the normal distribution function."""
+    """Return the function x * (standard normal distribution function at x)."""
     return _gated_function(
         _gelu_lower, _gelu_lower_slope, "torch.nn.GELU; Hendrycks and Gimpel, arXiv:1606.08415"
     )
 
 
 def _tanh_gelu(scale: float, reference: str) -> Function:
-    """Return x (1 + tanh(u)) / 2 = x sigmoid(2 u), with u = scale (x + 0.044715 x**3)."""
+    """Return the function x (1 + tanh(u)) / 2 = x sigmoid(2 u), with u = scale (x + 0.044715 x**3)."""
 
     def gate(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         x = np.maximum(x, -30.0)  # sigmoid(2 u) underflows at -21.6
@@ -119,7 +119,7 @@ def _silu_lower_slope(x: np.ndarray) -> np.ndarray:
 
 @named(module="QuickGELU")
 def quick_gelu() -> Function:
-    """Return x sigmoid(1.702 x)."""
+    """Return the function x sigmoid(1.702 x)."""
     return _gated_function(
         lambda x: _silu_lower(1.702 * np.maximum(x, -_EXP_END)) / 1.702,
         lambda x: _silu_lower_slope(1.702 * np.maximum(x, -_EXP_END)),
@@ -129,7 +129,7 @@ def quick_gelu() -> Function:
 
 @named(module="SiLU")
 def silu() -> Function:
-    """Return x sigmoid(x)."""
+    """Return the function x sigmoid(x)."""
     return _gated_function(
         _silu_lower, _silu_lower_slope, "torch.nn.SiLU; Elfwing et al., arXiv:1702.03118"
     )
@@ -137,7 +137,7 @@ def silu() -> Function:
 
 @named(module="Hardswish")
 def hardswish() -> Function:
-    """Return x times `hardsigmoid`."""
+    """Return the function x hardsigmoid(x)."""
 
     def value(x: np.ndarray) -> np.ndarray:
         inner = np.clip(x, -3.0, 3.0)
@@ -158,7 +158,7 @@ def hardswish() -> Function:
 
 @named(module="Mish")
 def mish() -> Function:
-    """Return x t with t = tanh(log(1 + e^x)) = w (w + 2) / (w (w + 2) + 2), w = e^x.
+    """Return the function x t(x), with t = tanh(log(1 + w)) = w (w + 2) / (w (w + 2) + 2) and w = e^x.
 
     For x > 0 the formulas use 1 / w, so that no exponential overflows.
     """

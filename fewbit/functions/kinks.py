@@ -1,9 +1,11 @@
-"""Find the points at which a function of one number, or one of its derivatives, jumps.
+"""Find the kinks of a function of one number: the points at which the function or one of its derivatives jumps.
 
-Jumps of a function that can be evaluated are found exactly, by halving intervals (`jumps`). A jump of a derivative leaves a
-gap when the domain is cut into panels, on each of which a polynomial approximates the function: no panel that contains a
-corner is approximated by a polynomial, however narrow the panel, whereas a smooth but steep bend is resolved by narrow
-panels. The kink in such a gap is the point at which polynomials fitted on its two sides meet (`find_bends`).
+Jumps of a function that can be evaluated are found exactly, by halving intervals (`jumps`).
+
+Jumps of a derivative are found when the domain is cut into panels, on each of which a polynomial approximates the
+function (`fewbit.functions.panels`). Around a kink a gap remains, because no polynomial approximates a corner, however
+narrow the panel. A smooth bend leaves no gap, because narrow panels resolve it, however steep it is. The kink in a gap
+is the point at which polynomials fitted on both sides of the gap meet (`find_bends`).
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ Flat = Callable[[np.ndarray], np.ndarray]
 _EPS = float(np.finfo(np.float64).eps)
 # Panels as narrow as this share of the domain are suspected to contain a kink: 2e-5 on [-10, 10].
 _SUSPECT = 2.0**-20
-# A panel as narrow as this share is not halved again until the kink in the panel is located.
+# A panel as narrow as this share of the domain is not halved again until the kink in the panel is located.
 _NARROW = 2.0**-30
 # The widest gap between the polynomials of both sides, as a share of the intervals on which they were fitted.
 _WIDEST_GAP = 2e-3
+# The largest number of searches. Every search takes the kinks of the searches before as known.
 _ROUNDS = 4
 
 
 def segments(domain: tuple[float, float], points: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the closed intervals into which the points divide the domain. The points themselves are in none of them."""
+    """Return the closed intervals into which the points divide the domain, without the points themselves."""
     low, high = domain
     inside = sorted(point for point in points if low <= point <= high)
     starts = [low, *(math.nextafter(point, math.inf) for point in inside)]
@@ -49,9 +52,10 @@ def wide_mesh(low: float, high: float) -> np.ndarray:
 def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[float]:
     """Find the points at which g jumps by more than `least` (default: 1e-7 of max |g|), exact to the float.
 
-    The points of `wide_mesh` divide the domain into intervals. Every interval is halved repeatedly, and each time the half
-    is kept in which g changes more. If g is smooth, the change tends to 0. At a jump, the change remains until the ends of
-    the interval are adjacent floats. The function returns the one of the two floats that has the shorter decimal.
+    The points of `wide_mesh` divide the range from low to high into intervals. Every interval is halved repeatedly, and
+    each time the half in which g changes more is kept. If g is smooth, the change tends to 0. At a jump, the change
+    remains until the ends of the interval are adjacent floats. Of these two floats, the one with the shorter decimal is
+    returned.
     """
     mesh = wide_mesh(low, high)
     y = g(mesh)
@@ -82,7 +86,7 @@ def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[
 
 
 def _between(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the middle float in the ordering of floats, so that 64 halvings reach adjacent floats."""
+    """Return the float halfway between left and right in the list of all floats; 64 halvings reach adjacent floats."""
     lowest = np.iinfo(np.int64).min
     a, b = ((np.where(i < 0, lowest - i, i)) for i in (left.view(np.int64), right.view(np.int64)))
     middle = (a >> 1) + (b >> 1) + (a & b & 1)
@@ -105,8 +109,8 @@ def find_bends(
         order: 1 if the derivative of g must be that accurate, 0 if the values of g must be.
 
     Returns:
-        A mapping from each point to the order of the lowest derivative of g that jumps there (1 to 3; also 1 if g itself
-        jumps); and the panels of g between all points.
+        (found, panels). `found` maps each point to the order of the lowest derivative of g that jumps there, 1 to 3, or
+        to 1 if g itself jumps. `panels` are the polynomials that approximate g between all points.
 
     Raises:
         Unresolved: If order is 1 and polynomials cannot approximate the derivative of g closely enough near some x.
@@ -142,7 +146,19 @@ def _meeting(
     order: int,
     extent: float,
 ) -> tuple[float, int]:
-    """Return the point at which polynomials from both sides meet, and the lowest derivative that jumps there, 0 if none."""
+    """Find the kink in a gap between two intervals, as the point at which polynomials fitted on both sides meet.
+
+    Args:
+        g: The function.
+        before: The interval to the left of the gap.
+        after: The interval to the right of the gap.
+        allowed: The largest error of a polynomial.
+        order: The derivative whose error is meant, 0 or 1.
+        extent: The width of the domain.
+
+    Returns:
+        (kink, order of the lowest derivative that jumps there), or (nan, 0) if no kink is found.
+    """
     low, high = before[1], after[0]
     left = one_sided(g, low, before[0], allowed, order)
     right = one_sided(g, high, after[1], allowed, order)
@@ -160,7 +176,8 @@ def _meeting(
         jump = right.slope(middle, first) - left.slope(middle, first)
         if abs(jump) <= 8.0 * (left.noise(first) + right.noise(first)):
             continue
-        # All lower derivatives agree at the kink, and the difference of the highest of these is nearly linear around it.
+        # At the kink, all lower derivatives of the two polynomials agree. The difference of the highest of these
+        # derivatives is nearly linear around the kink, so Newton's method finds its zero.
         shift = 0.0
         for _ in range(8):
             jump = right.slope(middle + shift, first) - left.slope(middle + shift, first)
@@ -181,9 +198,18 @@ def _meeting(
 
 
 def _vanishes(jump: float, order: int, left: Side, right: Side, place: float, gap: float) -> bool:
-    """Return whether the jump of a derivative is 0 somewhere in the gap, since the next derivative jumps too.
+    """Return whether a derivative may be continuous in the gap although the polynomials on both sides differ in it.
 
-    Away from a kink at which only the next derivative jumps, the two polynomials differ in this derivative as well.
+    If only the next derivative jumps, the two polynomials have the same derivative at the kink, but not away from the
+    kink.
+
+    Args:
+        jump: The difference of the derivatives of the two polynomials at `place`.
+        order: The order of the derivative.
+        left: The polynomial on the left of the gap.
+        right: The polynomial on the right of the gap.
+        place: A point in the gap.
+        gap: The width of the gap.
     """
     if order == 3:
         return False
@@ -193,7 +219,7 @@ def _vanishes(jump: float, order: int, left: Side, right: Side, place: float, ga
 
 
 def _decimal(place: float, spread: float, extent: float) -> float:
-    """Return a short decimal that equals the place up to `spread`, if there is one; else the place."""
+    """Return a short decimal that equals `place` up to its uncertainty `spread`, or `place` if there is none."""
     first = 1 - math.floor(math.log10(extent))
     for digits in range(first, first + 7):
         near = abs(round(place, digits) - place) <= 4.0 * spread

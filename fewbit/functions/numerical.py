@@ -1,4 +1,8 @@
-"""The numerical derivative of a function that polynomials approximate on panels, with its limits and its parity."""
+"""The numerical derivative f' of a user's function f, the limits of f', and whether f' is even.
+
+The numerical derivative is the derivative of the polynomials that approximate f on intervals, which are called panels
+(`fewbit.functions.panels`).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,15 @@ from fewbit.functions.panels import RESOLUTION, Panels, slope_within
 ACCURACY = 1e-10
 """Largest estimated error of a numerical f', relative to max |f'|."""
 _EPS = float(np.finfo(np.float64).eps)
-_ROUNDINGS = 8.0  # largest difference of f and a line at a sample, in rounding errors of the two
+# The change of f between two samples may differ from that of a line by this many rounding errors of f and the line.
+_ROUNDINGS = 8.0
 
 
 def numerical_derivative(f: Flat, panels: Panels, domain: tuple[float, float]) -> Flat:
-    """Return f' as the derivative of the polynomials that approximate f on panels of the domain.
+    """Return f' as the derivative of the polynomials (`panels`) that approximate f on the domain.
 
-    Outside the domain f' comes from polynomials that interpolate f around each point, without an estimate of their error.
+    Outside the domain, f' at a point is the slope of a polynomial that interpolates f around the point. Its error there
+    is not estimated.
     """
     low, high = domain
     slopes = panels.derivative()
@@ -43,10 +49,19 @@ def numerical_derivative(f: Flat, panels: Panels, domain: tuple[float, float]) -
 def with_flat_pieces(
     value: Flat, slope: Flat, panels: Panels, pieces: list[tuple[float, float]]
 ) -> tuple[Flat, float]:
-    """Return a derivative that is exactly constant on every piece on which f is a straight line, and its accuracy.
+    """Make the numerical derivative exactly constant on every interval on which f is a straight line.
 
-    Otherwise the solver would fit the rounding noise of numerical differentiation, and a function such as
-    max(0, x) would get no exact table.
+    Otherwise the solver would fit the rounding noise of numerical differentiation, and a function such as max(0, x)
+    would get no exact table.
+
+    Args:
+        value: f.
+        slope: The numerical f'.
+        panels: The polynomials that approximate f.
+        pieces: The intervals between the kinks, ascending.
+
+    Returns:
+        (f', its estimated largest error).
     """
     flat = []
     accuracy = panels.error
@@ -56,7 +71,7 @@ def with_flat_pieces(
         x = points[(points >= left) & (points <= right)]
         sample, size = slope(x), np.abs(value(x)).max() + np.abs(x).max()
         level = float(np.median(sample))
-        # The largest error that rounding in f causes in the slope of a polynomial at its ends.
+        # The largest error that rounding of f causes in the slope of a polynomial, at the ends of its panel.
         rounding = 16384.0 * _EPS * max(float(size) / (right - left), abs(level))
         if np.abs(sample - level).max() <= min(accuracy, rounding, ACCURACY * largest):
             ends = np.array([left, right])
@@ -69,7 +84,7 @@ def with_flat_pieces(
     def cleaned(x: np.ndarray) -> np.ndarray:
         found = slope(x)
         for left, right, level in flat:
-            # The piece ends one float before its kink. The kink itself gets the limit from the left.
+            # A piece ends one float before the kink at its right end. The kink itself gets the limit from the left.
             end = right if right == pieces[-1][1] else math.nextafter(right, math.inf)
             found = np.where((x >= left) & (x <= end), level, found)
         return found
@@ -78,33 +93,40 @@ def with_flat_pieces(
 
 
 def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
-    """Return whether f changes by `level` times the distance between neighboring samples, up to the rounding of both.
+    """Return whether f is a line with the slope `level` between left and right, up to rounding.
 
-    The samples are an even mesh, and points around 0 that are dense on every scale, since a bend that is narrow in
-    relation to the domain is most likely there.
+    The changes of f between neighboring samples are compared with those of the line. The samples are an even mesh, and
+    points around 0 that are dense on every scale, because a bend that is narrow in relation to the domain is most
+    likely there.
     """
     near = np.geomspace(1e-12, max(-left, right), 1025)
     x = np.concatenate([np.linspace(left, right, RESOLUTION), -near, near])
     x = np.unique(x[(x >= left) & (x <= right)])
     y, line = value(x), level * x
     size = np.abs(y) + np.abs(line)
-    # An end may be a kink, whose place is known up to the rounding of all of f only.
+    # An end may be a kink, whose place is known only up to rounding errors of the largest |f|.
     size[[0, -1]] = size.max()
     change = np.abs(np.diff(y - line))
     return bool((change <= _ROUNDINGS * _EPS * (size[1:] + size[:-1])).all())
 
 
 def limit_of_slope(value: Flat, slope: Flat, sign: float) -> float:
-    """Return the limit of f' at sign * infinity, estimated from f' at 1e3, 1e4, 1e5 and 1e6.
+    """Return the limit of f' at sign * infinity, estimated from f' at sign times 1e3, 1e4, 1e5 and 1e6.
 
-    If the four values settle, or their Aitken extrapolations agree, and f' at other points is close to that
-    limit, the limit is returned. If the values keep growing, or f overflows, the result is an infinity; else nan.
+    The limit is the number to which the four values, or their Aitken extrapolations, settle, if f' at other points is
+    close to this number. If the values keep growing, or f overflows, the result is an infinity. In all other cases it
+    is nan.
+
+    Args:
+        value: f.
+        slope: f'.
+        sign: 1 or -1.
     """
     x = sign * np.array([1e3, 1e4, 1e5, 1e6])
     between = sign * 1e5 * np.sqrt([3.0, 19.0, 61.0, 211.0, 1117.0])
     try:
         g, y, others = slope(x), value(x), slope(between)
-    except FunctionError:  # f need not work that far out
+    except FunctionError:  # f need not accept such large numbers
         return math.nan
     if np.isinf(g[0]) or np.isinf(y[0]):
         return float(g[0]) if np.isinf(g[0]) else float(sign * y[0])
@@ -132,7 +154,10 @@ def _short(x: float, within: float) -> float:
 
 
 def is_even(slope: Flat, kinks: list[float], domain: tuple[float, float], accuracy: float) -> bool:
-    """Return whether f'(-x) equals f'(x) on a mesh. Kinks are left out, since f' has two limits there."""
+    """Return whether f'(-x) equals f'(x) on a mesh of the domain, up to twice the error `accuracy` of f'.
+
+    Kinks are left out of the mesh, because f' has two limits at a kink.
+    """
     if domain[0] != -domain[1] or kinks != sorted(-kink + 0.0 for kink in kinks):
         return False
     x = np.setdiff1d(wide_mesh(0.0, domain[1]), np.abs(kinks))

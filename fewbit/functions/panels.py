@@ -1,13 +1,14 @@
-"""Functions of one number as polynomials on panels (intervals), checked at samples that were not used for the fit.
+"""Approximate a function f of one number by polynomials on intervals, which are called panels.
 
-`resolve_panels` cuts the domain into panels. On each of them f is interpolated twice, at two sets of
-Chebyshev points that share no point, on an interval that reaches a quarter of the panel's width beyond
-either end, but not beyond the segment on which f is smooth.
-A panel is kept if the two interpolants (or their derivatives) agree, and if the second interpolant
-agrees with every sample of an even mesh in the panel, and with the changes of f between neighboring samples;
-else the panel is halved. The distance between two
-interpolants through different samples is no proven bound of the error of either, but reveals both causes of error:
-a degree that is too low, and rounding in f, which narrower panels do not reduce.
+The caller divides the domain into segments, on each of which f is smooth. `resolve_panels` cuts the segments into
+panels. On each panel f is interpolated twice, at 20 and at 28 Chebyshev points, only four of which coincide. The points
+are spread over the panel and a quarter of its width on both sides, but not beyond the segment.
+
+A panel is kept if the two interpolants, or their derivatives, agree, and if the second interpolant agrees with samples
+of f that were not used for the interpolation: with f at every sample of an even mesh in the panel, and with the change
+of f between neighboring samples. Otherwise the panel is halved. The distance between the two interpolants is no proven
+bound of the error of either, but it reveals both causes of error: a degree that is too low, and rounding of f, which
+narrower panels do not reduce.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+# The number of steps of the even mesh of samples on the domain.
 RESOLUTION = 2**17
-# Numbers of points of the two interpolants. Cosines of odd multiples of pi/40 and pi/56 are never equal.
+# The numbers of points of the two interpolants.
 _FEWER, _MORE = 20, 28
-# Reach of an interpolant beyond its panel, as a share of the width: derivatives are noisiest at the ends.
+# The reach of an interpolant beyond its panel, as a share of the panel's width. Derivatives of interpolants are least
+# accurate at the ends.
 _OVERLAP = 0.25
+# The factor by which the distance between the two interpolants is multiplied to estimate their error.
 _CAUTION = 4.0
+# The largest error of the values of f, as a share of max f - min f, if derivatives have to be accurate.
 _OF_VALUES = 1e-8
-# Residuals of neighboring samples may differ by 8 rounding errors of f, plus the difference that the error of f' allows.
+# The differences between polynomial and f at two neighboring samples may differ by 8 rounding errors of f, plus the
+# change that the allowed error of f' causes.
 _ROUNDINGS = 8.0
 _MOST_PANELS = 8192
 # Points that are evaluated at a time, so that their coefficients fit into the processor's cache.
@@ -43,20 +49,19 @@ class Unresolved(Exception):
 
 @dataclass(frozen=True)
 class Panels:
-    """Polynomials on adjacent intervals of the domain, the panels.
+    """Polynomials that approximate a function f on adjacent intervals of the domain, the panels.
 
     Attributes:
-        left: The panels' lower ends, ascending, shape (n,). The common end of two
-            panels belongs to the right one; a point in a gap between two panels belongs to the left one.
-        right: The panels' upper ends.
-        center: The middle of the interval in which a panel's polynomial is a Chebyshev series.
-        half: Half of the length of that interval.
-        coefficients: The Chebyshev series, shape (terms, n).
-        error: The largest difference of the two polynomials that interpolate f on each panel (of their derivatives if order
-            is 1), times a safety factor.
-        allowed: The largest `error` that is allowed.
-        unresolved: Whether a panel was kept although its polynomial does not agree with f, because the panel is narrow or the
-            error is due to rounding, bool (n,).
+        left: The panels' lower ends (n,), ascending. The common end of two panels belongs to the right one; a point in
+            a gap between two panels belongs to the left one.
+        right: The panels' upper ends (n,).
+        center: (n,). Every polynomial is a Chebyshev series in t = (x - center) / half.
+        half: (n,). Half of the length of the interval from t = -1 to t = 1, which contains the panel.
+        coefficients: The Chebyshev series, (terms, n).
+        error: The estimated largest error of the polynomials, or of their derivatives if `resolve_panels` got order 1.
+        allowed: The largest error that was allowed for a panel.
+        unresolved: bool (n,). True for a panel that was kept although its polynomial does not agree with f, because the
+            panel is narrow or the error is due to rounding.
     """
 
     left: np.ndarray
@@ -69,7 +74,7 @@ class Panels:
     unresolved: np.ndarray
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Evaluate the polynomials at x (m,); outside the domain the outermost polynomials are extrapolated."""
+        """Evaluate the polynomials at x (m,). Outside the domain the outermost polynomials are extrapolated."""
         out = np.empty_like(x)
         for start in range(0, len(x), _BLOCK):
             part = x[start : start + _BLOCK]
@@ -83,7 +88,11 @@ class Panels:
         return replace(self, coefficients=_differentiated(self.coefficients) / self.half)
 
     def gaps(self, narrow: float) -> list[tuple[float, float]]:
-        """Group adjacent panels that are narrow or `unresolved`. Return the interval of each group's narrowest panels."""
+        """Return the intervals in which a kink of f is suspected.
+
+        Adjacent panels that are at most `narrow` wide or are `unresolved` form a group. Every group gives one interval,
+        from the first to the last of its narrowest panels.
+        """
         found: list[tuple[float, float]] = []
         width = self.right - self.left
         odd = self.unresolved | (width <= narrow)
@@ -101,7 +110,7 @@ class Panels:
         return tuple(np.union1d(self.left, self.right).tolist())
 
     def largest(self) -> float:
-        """Return the largest |value| at 33 points of every panel."""
+        """Return the largest absolute value of the polynomials at 33 points of every panel."""
         x = self.points(32)
         return float(np.abs(self(x)).max())
 
@@ -111,7 +120,7 @@ class Panels:
         return (self.left[at] <= left) & (right <= self.right[at])
 
     def integrals(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the integrals over intervals (m,), each of which lies within a single panel."""
+        """Return the integrals of the polynomials over intervals (m,), each of which lies within a single panel."""
         at = self._at(left)
         series = _integrated(self.coefficients)[:, at]
         ends = ((x - self.center[at]) / self.half[at] for x in (right, left))
@@ -122,7 +131,7 @@ class Panels:
         return np.clip(np.searchsorted(self.left, x, side="right") - 1, 0, len(self.left) - 1)
 
     def points(self, per_panel: int = 16) -> np.ndarray:
-        """Return points in every panel, ends included, dense enough to find every extremum of the polynomials."""
+        """Return `per_panel` + 1 points of every panel, ends included, which are dense enough to find all extrema."""
         steps = 0.5 - 0.5 * np.cos(np.linspace(0.0, np.pi, per_panel + 1))
         return np.unique(self.left + (self.right - self.left) * steps[:, None])
 
@@ -142,8 +151,8 @@ def resolve_panels(
         segments: The closed intervals on which f is smooth, ascending.
         tolerance: The largest error, as a fraction of the largest |f| (order 0) or |f'| (order 1).
         order: 0 if the values of the polynomials have to be that accurate, 1 if their derivatives have to be.
-        narrowest: Panels narrower than this fraction of the domain are kept although their polynomial is inaccurate. This
-            allows f to have kinks, near which no polynomial is accurate.
+        narrowest: Panels narrower than this fraction of the domain are kept although their polynomial is inaccurate.
+            This allows f to have kinks, near which no polynomial is accurate.
 
     Raises:
         Unresolved: If a panel would have to be narrower than floats allow, or more than 8,192 panels would be needed.
@@ -182,7 +191,11 @@ def resolve_panels(
 
 
 class _Judge:
-    """Decides which panels are accurate enough. `allowed` is the largest allowed error by the panels seen so far."""
+    """Decides which panels are accurate enough.
+
+    The attribute `allowed` is the largest allowed error: the tolerance times the largest |f| or |f'| that was found so
+    far.
+    """
 
     def __init__(self, f, segments, tolerance, order, narrowest):
         self.samples, self.values, self.spacing = _sampled(f, segments)
@@ -200,14 +213,14 @@ class _Judge:
         """
         order, left, right = self.order, fits.left, fits.right
         error = fits.errors[order]
-        # The samples may miss the steepest place of f, so the interpolants raise the scale too. Only accurate ones do,
-        # because a scale above the largest |f'| would allow more than the tolerance.
+        # The samples may miss the steepest place of f, so the interpolants raise the scale too. Inaccurate interpolants
+        # do not, because a scale above the largest |f'| would allow more than the tolerance.
         sure = _CAUTION * error <= 0.01 * fits.largest[order]
         self.scale = max(
             self.scale, 0.99 * float(np.max(fits.largest[order], where=sure, initial=0.0))
         )
         self.allowed = allowed = self.tolerance * self.scale
-        # A steep place elsewhere makes the allowed error of f' large; the bound on the error of f still detects aliasing.
+        # If f is steep elsewhere, the allowed error of f' is large. The bound on the error of f still detects aliasing.
         close = (_CAUTION * error <= allowed) & (
             _CAUTION * fits.errors[0] <= _OF_VALUES * self.variation
         )
@@ -234,7 +247,7 @@ class _Judge:
 
 
 def slope_within(f, start: np.ndarray, end: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return the slopes at x (m,) of polynomials that interpolate f on intervals (m,) around x."""
+    """Return the slopes at x (m,) of polynomials that interpolate f on the intervals from start (m,) to end (m,)."""
     center, half = start + 0.5 * (end - start), 0.5 * (end - start)
     nodes = center + half * _NODES[_FEWER][:, None]
     y = f(nodes.ravel()).reshape(nodes.shape)
@@ -244,7 +257,15 @@ def slope_within(f, start: np.ndarray, end: np.ndarray, x: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class Side:
-    """A polynomial that approximates a function on one side of a point."""
+    """A polynomial that approximates a function f on one side of a point.
+
+    Attributes:
+        center: The polynomial is a Chebyshev series in t = (x - center) / half.
+        half: Half of the length of the interval from t = -1 to t = 1.
+        coefficients: The Chebyshev series, (terms,).
+        errors: The estimated errors of f and f'.
+        size: The largest |f| that was found in the interval.
+    """
 
     center: float
     half: float
@@ -272,7 +293,11 @@ class Side:
 
 
 def one_sided(f, near: float, far: float, allowed: float, order: int) -> Side | None:
-    """Interpolate f by one polynomial, from `near` as far towards `far` as it is accurate. Return None if none is."""
+    """Interpolate f by one polynomial on the longest interval from `near` towards `far` on which it is accurate.
+
+    The polynomial is accurate if the estimated error of f (order 0) or of f' (order 1) is at most `allowed`. The result
+    is None if no interval gives an accurate polynomial.
+    """
     ends = near + (far - near) * 0.5 ** np.arange(40.0)
     ends = ends[np.abs(ends - near) > 1e-12 * (1.0 + abs(near))]
     left, right = np.minimum(near, ends), np.maximum(near, ends)
@@ -300,10 +325,10 @@ class _Fits:
         x = np.clip(self.center + self.half * nodes[:, None], start, end)
         y = f(x.ravel()).reshape(x.shape)
         self.size = np.abs(y).max(axis=0)
-        # f minus a constant: a large constant would add rounding errors to every coefficient.
+        # A constant is subtracted from f, because a large constant would add rounding errors to every coefficient.
         constant = y[0].copy()
         y -= constant
-        # f was evaluated at the rounded x; `shift` corrects y for the rounding of x, with the derivative.
+        # f was evaluated at x, which is rounded. `shift` is the distance from there to the exact node, in units of t.
         shift = nodes[:, None] - (x - self.center) / self.half
         self.fewer = _interpolated(y[:_FEWER], shift[:_FEWER])
         self.more = _interpolated(y[_FEWER:], shift[_FEWER:])
@@ -326,10 +351,18 @@ class _Fits:
     def missed(self, samples, values, panels, slope):
         """Compare the samples in the given panels with the panels' polynomials.
 
+        The residual at a sample is the polynomial minus f.
+
+        Args:
+            samples: The samples, ascending.
+            values: f at the samples.
+            panels: The indices of the panels, (m,).
+            slope: The rate at which residuals may change from sample to sample; infinite if all changes are allowed.
+
         Returns:
-            For each panel, the largest difference (residual) between a sample and the panel's polynomial; and the largest
-            difference between the residuals of two neighboring samples, less `slope` times the distance between these
-            samples.
+            (largest, uneven), both (m,). `largest` is the largest |residual| in the panel. `uneven` is the largest
+            change of the residual between two neighboring samples, minus `slope` times their distance, and 0 if that is
+            negative.
         """
         starts = np.searchsorted(samples, self.left[panels], side="right")
         stops = np.searchsorted(samples, self.right[panels], side="right")
@@ -355,7 +388,7 @@ class _Fits:
 
 
 def _sampled(f, segments):
-    """Return evenly spaced samples of every segment with denser samples around 0, f there, and the even spacing."""
+    """Return (samples, f at the samples, spacing): an even mesh of every segment, with denser samples around 0."""
     spacing = (segments[-1][1] - segments[0][0]) / RESOLUTION
     near = np.geomspace(1e-12, 0.1, 45)
     parts = []
@@ -380,7 +413,7 @@ def _scale(samples, values, segments, order):
 
 
 def _interpolated(y, shift):
-    """Return the Chebyshev series through y at the nodes, after y is corrected for the `shift` of each node."""
+    """Return the Chebyshev series that has the values y at t = node - shift, to first order in `shift`."""
     series = _SERIES[len(y)] @ y
     slope = _SLOPES[len(y)] @ series
     return _SERIES[len(y)] @ (y + slope * shift)
@@ -396,7 +429,7 @@ def _chebyshev(coefficients, t):
 
 
 def _differentiated(series):
-    """Return the series of the derivative with respect to the argument, with the same number of terms."""
+    """Return the Chebyshev series of the derivative with respect to t, with the same number of terms."""
     out = np.zeros_like(series)
     terms = len(series)
     for k in range(terms - 1, 0, -1):
@@ -406,7 +439,7 @@ def _differentiated(series):
 
 
 def _integrated(series):
-    """Return the series of an antiderivative with respect to the argument, with one more term."""
+    """Return the Chebyshev series of an antiderivative with respect to t, with one more term."""
     out = np.zeros((len(series) + 1, *series.shape[1:]))
     twice = series.copy()
     twice[0] *= 2.0

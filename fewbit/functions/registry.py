@@ -51,7 +51,7 @@ def names() -> tuple[str, ...]:
 
 
 def modules() -> Mapping[str, str]:
-    """Return a mapping from the name of every activation module, in `fewbit` and `fewbit.nn`, to its function's name."""
+    """Return a mapping from names of activation modules, in `fewbit` and `fewbit.nn`, to names of their functions."""
     return MappingProxyType(MODULES)
 
 
@@ -83,15 +83,16 @@ def canonical(name: str) -> str:
 
 
 def get(name: str, parameters: Mapping[str, float] | None = None) -> Function:
-    """Return a function by name.
+    """Return the `Function` with a given name.
 
     Args:
         name: A canonical name or an alias.
-        parameters: Parameters by torch's names. A parameter that is not given has torch's default. `threshold`, which has no
-            defaults in torch, gets threshold=0 and value=0, and is then equal to relu.
+        parameters: Parameters by torch's names. A parameter that is not given has torch's default. `threshold`, which
+            has no defaults in torch, gets threshold=0 and value=0, and is then equal to relu.
 
     Raises:
-        FunctionError: The name or a parameter is unknown, or a parameter is not a valid number, or too large.
+        FunctionError: The name or a parameter is unknown, or the value of a parameter is not finite, not allowed for
+            this function or too large.
     """
     name = canonical(name)
     resolved = _resolved(name, parameters or {})
@@ -102,7 +103,7 @@ def get(name: str, parameters: Mapping[str, float] | None = None) -> Function:
 
 
 def _resolved(name: str, given: Mapping[str, float]) -> dict[str, float]:
-    """Return all parameters of a function, after the given ones are checked."""
+    """Check the given parameters of a function, and return all its parameters, with defaults for those not given."""
     signature = inspect.signature(_BUILDERS[name])
     defaults = {key: parameter.default for key, parameter in signature.parameters.items()}
     for key, number in given.items():

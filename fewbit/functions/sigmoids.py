@@ -29,7 +29,7 @@ def _log1p_exp(x: np.ndarray) -> np.ndarray:
 
 @named(module="Sigmoid")
 def sigmoid() -> Function:
-    """Return 1 / (1 + exp(-x))."""
+    """Return the function 1 / (1 + exp(-x))."""
     return make_function(
         _sigmoid,
         _sigmoid_slope,
@@ -41,7 +41,7 @@ def sigmoid() -> Function:
 
 @named(module="Hardsigmoid")
 def hardsigmoid() -> Function:
-    """Return (x + 3) / 6 clipped to [0, 1]."""
+    """Return the function (x + 3) / 6, clipped to [0, 1]."""
     return make_function(
         lambda x: np.clip((x + 3.0) / 6.0, 0.0, 1.0),
         lambda x: np.where(np.abs(x) < 3.0, 1.0 / 6.0, 0.0),
@@ -54,7 +54,7 @@ def hardsigmoid() -> Function:
 
 @named(module="LogSigmoid")
 def logsigmoid() -> Function:
-    """Return log(sigmoid(x))."""
+    """Return the function log(sigmoid(x))."""
     return make_function(
         lambda x: -_log1p_exp(-x),
         lambda x: _sigmoid(-x),
@@ -102,14 +102,14 @@ def tanh() -> Function:
 
 @named(module="Hardtanh")
 def hardtanh(min_val: float = -1.0, max_val: float = 1.0) -> Function:
-    """Return x clipped to [`min_val`, `max_val`]."""
+    """Return the function that clips x to [`min_val`, `max_val`]."""
     require(min_val < max_val, "hardtanh", "min_val < max_val", min_val=min_val, max_val=max_val)
     return clamp(min_val, max_val, "torch.nn.Hardtanh")
 
 
 @named(module="Tanhshrink")
 def tanhshrink() -> Function:
-    """Return x - tanh(x)."""
+    """Return the function x - tanh(x)."""
     return make_function(
         lambda x: x - np.tanh(x),
         lambda x: np.tanh(x) ** 2,
@@ -121,7 +121,7 @@ def tanhshrink() -> Function:
 
 @named(module="Hardshrink")
 def hardshrink(lambd: float = 0.5) -> Function:
-    """Return x for |x| > `lambd`, 0 otherwise."""
+    """Return the function that is x for |x| > `lambd`, and 0 otherwise."""
     require(lambd >= 0.0, "hardshrink", "lambd >= 0", lambd=lambd)
     return make_function(
         lambda x: np.where(np.abs(x) > lambd, x, 0.0),
@@ -135,7 +135,7 @@ def hardshrink(lambd: float = 0.5) -> Function:
 
 @named(module="Softshrink")
 def softshrink(lambd: float = 0.5) -> Function:
-    """Return x moved towards 0 by `lambd`, and 0 for |x| <= `lambd`."""
+    """Return the function that moves x towards 0 by `lambd`, and is 0 for |x| <= `lambd`."""
     require(lambd >= 0.0, "softshrink", "lambd >= 0", lambd=lambd)
     return make_function(
         lambda x: x - np.clip(x, -lambd, lambd),
@@ -149,7 +149,7 @@ def softshrink(lambd: float = 0.5) -> Function:
 
 @named(module="Softsign")
 def softsign() -> Function:
-    """Return x / (1 + |x|)."""
+    """Return the function x / (1 + |x|)."""
 
     def value(x: np.ndarray) -> np.ndarray:
         x = np.clip(x, -1e18, 1e18)  # the result is already -1 or 1 there; inf / inf would be nan
@@ -167,7 +167,7 @@ def softsign() -> Function:
 
 @named(module="Softplus")
 def softplus(beta: float = 1.0, threshold: float = 20.0) -> Function:
-    """Return log(1 + exp(`beta` x)) / `beta`, and x if `beta` x is above `threshold`, as torch does."""
+    """Return the function that is x if `beta` * x > `threshold`, and log(1 + exp(`beta` * x)) / `beta` otherwise."""
     require(beta > 0.0, "softplus", "beta > 0", beta=beta)
     switch = _last_below(threshold, beta)
     return make_function(
@@ -190,10 +190,10 @@ def _last_below(threshold: float, beta: float) -> float:
 
 @named(module="SqrtSoftplus")
 def sqrtsoftplus() -> Function:
-    """Return sqrt(softplus(x)) with torch's softplus, which switches to sqrt(x) at 20.
+    """Return the function sqrt(softplus(x)), which is sqrt(x) for x > 20, as with torch's softplus.
 
-    softplus(x) underflows to 0 at x = -745, but its root only at -1490. For x < 0 the factor e^(x / 2) is therefore taken
-    out of the root. This avoids the 0 / 0 of torch's backward.
+    softplus(x) underflows to 0 at x = -745, but its root only at -1490. For x < 0 the factor e^(x / 2) is therefore
+    taken out of the root. This avoids the 0 / 0 of torch's backward pass.
     """
 
     def lower(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -220,7 +220,7 @@ def sqrtsoftplus() -> Function:
         derivative,
         kinks=(20.0,),
         slopes=(0.0, 0.0),
-        domain=domain_around(),  # the switch does not widen it, as in softplus
+        domain=domain_around(),  # as in softplus, the switch does not widen the domain
         reference="transformers sqrtsoftplus",
     )
 

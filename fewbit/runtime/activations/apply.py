@@ -1,7 +1,7 @@
-"""Apply a function with a few-bit derivative: one call that works in every mode of torch.
+"""Apply a function f with a few-bit derivative, in eager mode, in torch.compile and in torch.func's transforms.
 
-The forward pass computes the function f exactly. The backward pass uses a table, a step function in place of f', and
-codes that say on which step each element is.
+The forward pass computes f exactly. The backward pass uses a step function in place of the derivative f'. A table lists
+the steps, and the code that is saved for an element says on which step the element is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
 def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inplace: bool = False):
-    """Return f(x). The result can be differentiated once, with a table in place of f'.
+    """Return f(x), which can be differentiated once, with a table in place of f'.
 
     If no gradient is needed, and for nested and sparse tensors, torch's own function runs and fewbit saves nothing.
 
@@ -77,7 +77,7 @@ def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool 
 
 
 def apply_callable(x: torch.Tensor, function, encoding: str):
-    """Return function(x). The result can be differentiated once, with a table in place of the callable's derivative.
+    """Return function(x), which can be differentiated once, with a table in place of the callable's derivative.
 
     Args:
         x: a floating tensor of any shape and strides.
@@ -85,7 +85,7 @@ def apply_callable(x: torch.Tensor, function, encoding: str):
         encoding: the table as text, see `Encoding.parse`.
 
     Raises:
-        FunctionError: a parameter of the callable needs a gradient. It would get none, since only x does.
+        FunctionError: a parameter of the callable needs a gradient. It would get none, because only x gets a gradient.
     """
     if not needs_grad(x) or not _is_strided(x):
         return function(x)
@@ -117,7 +117,7 @@ def needs_grad(x) -> bool:
         return False
     if x.requires_grad or torch.compiler.is_compiling():
         return x.requires_grad
-    # A batched tensor does not show that the tensor which it wraps is being differentiated.
+    # For a batched tensor requires_grad is False, even if the tensor that it wraps is being differentiated.
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
         if x.requires_grad:
@@ -127,7 +127,7 @@ def needs_grad(x) -> bool:
 
 def seed_for(x, encoding: str):
     """Return a new seed if the encoding draws codes at random, else None."""
-    # A compiler can trace a search in the text, but not the parsing of it.
+    # A compiler can trace a search in the text, but cannot trace the parsing of the text.
     return library.new_seed(x) if '"knots"' in encoding else None
 
 
@@ -174,7 +174,8 @@ def check_inplace(x, function: str, plain: bool) -> None:
     Args:
         x: the input.
         function: the name of f, for the message.
-        plain: whether x is an ordinary dense tensor in eager mode, see `tensor_kinds.is_plain`.
+        plain: whether x is an ordinary dense tensor in eager mode, as `fewbit.runtime.interop.tensor_kinds.is_plain`
+            says.
     """
     view = plain and x._is_view()
     if x.is_leaf or (view and x._base.is_leaf):

@@ -1,8 +1,8 @@
 """The autograd Functions of few-bit activations, around the implementations in `fewbit.runtime.ops`.
 
-`Activation` runs named functions in eager mode. It calls fused kernels without torch's dispatcher. For an op written in
-Python, the dispatcher costs twice as much as torch's own activation of a small tensor. `Traceable` runs callables, and
-any function that a compiler or `torch.func` traces.
+`Activation` runs named functions in eager mode. It calls fused kernels without torch's dispatcher, because the dispatch
+of an op written in Python takes twice as long as torch's own activation of a small tensor. `Traceable` runs callables,
+and any function that a compiler or `torch.func` traces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fewbit.runtime.saved.single_backward import graph_anchors
 
 
 class Activation(Function):
-    """Computes f(x) and saves only the packed codes of x."""
+    """Computes f(x) and saves only the codes of x, packed in bit-planes."""
 
     @staticmethod
     def forward(ctx, x, function, parameters, encoding, inplace):
@@ -46,7 +46,7 @@ class Activation(Function):
     @staticmethod
     def backward(ctx, grad):
         (packed,) = ctx.saved_tensors
-        # create_graph=True or is_grads_batched=True
+        # The first is the case with create_graph=True, the second with is_grads_batched=True.
         if torch.is_grad_enabled() or not is_plain(grad):
             grad = _product(ctx, grad, packed, ctx.encoding.text)
         else:
@@ -67,7 +67,11 @@ class Activation(Function):
 
 
 def _in_context(context, x, *arguments):
-    """Return f(x) and packed codes. If a layer is going to save f(x), the layer's copy is made in the same pass."""
+    """Return f(x) and the packed codes of x, and record f(x) in the cache of the model's context.
+
+    If a layer saved the result of this activation in an earlier forward pass, the layer's quantized copy of f(x) is
+    made too, in the same pass over x.
+    """
     quantizer = context.cache.consumer_quantizer(x) if x.is_contiguous() else None
     made = quantizer and activation_ops.activation_quantized(x, *arguments, quantizer)
     if not made:
@@ -80,14 +84,14 @@ def _in_context(context, x, *arguments):
 
 
 class Traceable(Function):
-    """Computes (f(x), packed codes of x) for any callable f on tensors, in ops that can be traced."""
+    """Computes (f(x), packed codes of x) for any callable f on tensors, with ops that can be traced."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x, function, encoding, seed):
-        # The product makes f(x) depend on the codes. Otherwise the compiler's partitioner would save x and make the codes in
-        # the backward pass.
+        # The product makes f(x) depend on the codes. Otherwise the compiler's partitioner would save x and make the
+        # codes in the backward pass.
         packed, one = activation_ops.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
         return function(x) * one, packed
 
@@ -106,7 +110,10 @@ class Traceable(Function):
 
 
 def _product(ctx, grad, packed, encoding):
-    """Return lut[code] * grad by the op, tied to the graph so that differentiating it raises GradientError."""
+    """Return the gradient of x: `grad` times the table's value for the code of each element.
+
+    In eager mode the result is connected to the graph, so that differentiating the result raises GradientError.
+    """
     if torch.compiler.is_compiling():
         return activation_ops.decode_mul_op(grad, packed, encoding, ctx.stride)
     anchors = graph_anchors(ctx) if torch.is_grad_enabled() else ()
@@ -114,9 +121,9 @@ def _product(ctx, grad, packed, encoding):
 
 
 class Product(Function):
-    """Computes lut[code] * grad, the gradient times the table's value for each code. Its backward raises GradientError.
+    """Computes `grad` times the table's value for each code, and raises GradientError if the product is differentiated.
 
-    A Function is needed because an op's own autograd does not work in torch.func.
+    This is a Function, because the autograd formula of an op does not work in torch.func.
     """
 
     generate_vmap_rule = True

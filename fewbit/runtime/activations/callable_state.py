@@ -2,13 +2,13 @@
 
 The state is a list of everything that can be reached from the callable: the parameters, buffers and attributes of a
 module; the attributes of any other object; the enclosed variables, the defaults and the named globals of a function.
-Numbers and text are compared by value. Tensors are compared by identity and version. CPU tensors of at most 64 elements
-are also compared by value, because a change through `.data` or NumPy leaves the version as it is. Nothing is read from
-a GPU, so nothing synchronizes.
+Numbers and text are compared by value. Tensors are compared by identity and by version, the number of their in-place
+changes. CPU tensors of at most 64 elements are also compared by value, because a change through `.data` or NumPy leaves
+the version as it is. Nothing is read from a GPU, so nothing synchronizes.
 
-If something cannot be looked into (an array, or an object that has __slots__ or comes from a C extension), the state
-counts as unknown. So does a state of more than 1000 parts. Class attributes, and the code that a method calls, are
-assumed to be constant.
+If the content of an object cannot be listed (an array, or an object that has __slots__ or comes from a C extension),
+the state counts as unknown. A state with more than 1000 entries counts as unknown, too. Class attributes, and the code
+that a method calls, are assumed to be constant.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _HEAP_TYPE = 1 << 9  # CPython's flag of classes that are written in Python
 
 
 class _UnseenError(Exception):
-    """The state has a part that cannot be seen."""
+    """Raised if the state contains an object whose content cannot be listed, or has too many entries."""
 
 
 class _Same(NamedTuple):
-    """A part that is compared by identity. Holding it keeps its id from being reused."""
+    """An entry of the state that is compared by identity and version; the reference keeps the object alive."""
 
     part: object
     version: int = 0
@@ -91,7 +91,7 @@ def _visit(value, parts: State, visited: set) -> None:
 
 
 def _inside(value, parts: State):
-    """Append what identifies the value itself to parts, and return what is inside the value."""
+    """Append an entry for the value itself to `parts`, and return the values that are inside of it."""
     if isinstance(value, torch.Tensor):
         return _tensor(value, parts)
     if isinstance(value, types.MethodType):
@@ -156,11 +156,11 @@ def _object(value, parts):
 
 
 def _is_transparent(kind: type) -> bool:
-    """Return whether all that an instance of the class holds is in its __dict__."""
+    """Return whether the __dict__ of an instance of the class contains everything that the instance holds."""
     return bool(kind.__flags__ & _HEAP_TYPE) and not vars(kind).get("__slots__")
 
 
 @functools.cache
 def _attributes_of_modules() -> set[str]:
-    """Return the names of attributes of every module that do not affect its values: torch's hooks and flags."""
+    """Return the names of attributes that all torch modules have and that do not affect results: hooks and flags."""
     return set(vars(torch.nn.Module())) - _OF_MODULES

@@ -1,7 +1,8 @@
-"""The table of a user's callable: solved once, and again when the callable has changed.
+"""The table of a user's callable: the solver makes it once, and again when the callable has changed.
 
-The state of a callable (runtime/activations/callable_state.py) tells whether the callable has changed, without a call.
-If the state has changed or is unknown, the callable's values at 64 points decide.
+The state of a callable (`fewbit.runtime.activations.callable_state`) tells whether the callable has changed, without a
+call. If the state has changed or is unknown, the callable is called with 64 numbers, and a new table is made if the
+results have changed.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ def callable_encoding_text(
 ) -> str:
     """Return the table of a callable, as the text of its encoding, for tensors of the given device and dtype.
 
-    While a CUDA graph is captured, values cannot be compared, and the existing table is used.
+    While a CUDA graph is captured, the callable's values cannot be compared, and an existing table is used unchecked.
 
     Args:
         function: the callable.
-        bits: 1 to 8, for a table that has to be solved.
-        table: the user's table, or None.
+        bits: bits per code, 1 to 8, for a table that the solver makes.
+        table: the user's table, or None for one that the solver makes.
         device: the device of the tensors.
         dtype: the dtype of the tensors.
-        is_plain: whether the callable's input is an ordinary dense tensor in eager mode, see `tensor_kinds.is_plain`.
-            If so, `apply_callable` later checks that the result has no gradient of its own. Otherwise (while compiling,
-            in transforms, with fake tensors) this function evaluates the callable and makes the check, in every call.
+        is_plain: whether the callable's input is an ordinary dense tensor in eager mode, as
+            `fewbit.runtime.interop.tensor_kinds.is_plain` says. If so, `apply_callable` later checks that no parameter
+            of the callable needs a gradient. If not (while compiling, in transforms, with fake tensors), this function
+            calls the callable every time to make the check.
     """
     if table is not None:
         if not is_plain:
@@ -70,7 +72,8 @@ def name_of(function) -> str:
 def check_result(function, result) -> None:
     """Raise FunctionError unless the callable's result is a tensor that needs no gradient.
 
-    The callable was called with an input that needs none, so a gradient could only belong to the callable's parameters.
+    The callable was called with an input that needs no gradient. If the result needs one, a parameter of the callable
+    does.
     """
     if not isinstance(result, torch.Tensor):
         raise FunctionError(
@@ -84,7 +87,10 @@ def check_result(function, result) -> None:
 
 
 class _Solved(NamedTuple):
-    """The table of a callable, the state that the callable had, and its values. Holding the callable keeps ids valid."""
+    """The table of a callable, with the callable's state and values when the table was made.
+
+    The reference to the callable keeps Python from reusing its id.
+    """
 
     function: Callable
     state: State | None
@@ -99,9 +105,11 @@ _POINTS = 64
 
 
 def _identity(function) -> tuple:
-    """Return a key of the callable. It need not be unique, because a change of state or values is noticed anyway.
+    """Return a key under which the callable's table is stored.
 
-    Python makes a new object of a method whenever the method is asked for, and of a lambda whenever the line runs.
+    The key is not the callable's id alone, because Python makes a new object for a method whenever the method is looked
+    up, and for a lambda whenever its line runs. Two callables may have the same key, because the state or the values
+    show that they differ.
     """
     if isinstance(function, types.MethodType):
         return id(function.__self__), id(function.__func__)
@@ -113,12 +121,12 @@ def _identity(function) -> tuple:
 
 
 def _key_of(value):
-    """Return a number itself, so that lambdas which enclose equal numbers are equal, or the id of something else."""
+    """Return a number itself, so that lambdas with equal numbers get equal keys, or the id of any other value."""
     return value if type(value) in (int, float, bool) else (id(value),)
 
 
 def _remember(key, solved: _Solved) -> None:
-    """Store the newest entry last, and delete the oldest if there are too many."""
+    """Store an entry as the newest one, and delete the oldest entries if there are too many."""
     with _lock:
         _solved.pop(key, None)
         while len(_solved) >= _MOST_SOLVED:
@@ -129,7 +137,7 @@ def _remember(key, solved: _Solved) -> None:
 def _probe(function, device, dtype) -> torch.Tensor:
     """Return the callable's values at 64 numbers between -10 and 10.
 
-    Autocast is off, so that values in and outside of autocast can be compared.
+    Autocast is switched off, so that values can be compared whether or not the caller uses autocast.
 
     Raises:
         FunctionError: a parameter of the callable needs a gradient.
@@ -154,5 +162,5 @@ def _check_steady(function, values, device, dtype) -> None:
 
 
 def _are_equal(values, others) -> bool:
-    """Return whether values are equal; True for meta and fake tensors, which have none."""
+    """Return whether two tensors have equal values; True for meta and fake tensors, which have no values."""
     return is_abstract(values) or is_abstract(others) or torch.equal(values, others)

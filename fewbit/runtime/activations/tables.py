@@ -1,4 +1,4 @@
-"""The table of an activation: the one that the user gave, or the default one for the function and the number of bits."""
+"""The table of an activation: the one that the user gave, or the default one for the function and `bits`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.table import Table, describe, describe_function
 
 DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "levels"}
-"""The design of default tables (docs/decisions/0005)."""
+"""The settings with which the solver designs default tables (docs/decisions/0005)."""
 
 
 @constant
@@ -25,11 +25,11 @@ def encoding_text(function: str, parameters: tuple, bits: int, table: Table | No
     Args:
         function: a name in `fewbit.functions`.
         parameters: the function's parameters, in the order of `fewbit.functions`.
-        bits: 1 to 8, for the default table.
+        bits: bits per code, 1 to 8, for the default table.
         table: the user's table, or None for the default one.
 
     Raises:
-        FunctionError, SolveError, TableError: there is no such table; the message has one line.
+        FunctionError, SolveError, TableError: there is no such table. The message has one line.
     """
     check_choice(bits, table)
     if table is None:
@@ -37,8 +37,8 @@ def encoding_text(function: str, parameters: tuple, bits: int, table: Table | No
     return _given(function, parameters, table)
 
 
-# The derivative of torch's shrinks with lambd=0: 1, except 0 at x = 0. The solver cannot represent a single point, so
-# the table is written by hand; the second break is the smallest number above 0, also in float32.
+# With lambd=0, the derivative of torch's shrinks is 0 at x = 0, and 1 everywhere else. The solver cannot represent a
+# single point, so this table is written by hand. Its second break is the smallest number above 0, also in float32.
 _SHRINKS = ("hardshrink", "softshrink")
 _AT_ZERO = Encoding(
     bits=1,
@@ -73,7 +73,7 @@ def text_of(table) -> str:
 
 
 def check_choice(bits, table) -> None:
-    """Raise InputError unless `bits` is a whole number from 1 to 8, and TableError unless `table` is a table or None."""
+    """Raise InputError unless `bits` is an integer from 1 to 8, and TableError unless `table` is a table or None."""
     check_bits(bits)
     if table is not None and not isinstance(table, Table):
         raise TableError(

@@ -1,7 +1,7 @@
 """Scaled dot-product attention, which saves only query, key and value, quantized.
 
 torch saves query, key, value, the output and the log-sum-exp of each row. If torch has no fused kernel (dropout on the
-CPU, a mask that needs a gradient), it also saves matrices of L x S elements, for L queries and S keys. Here the
+CPU, a mask that needs a gradient), torch saves matrices of L x S elements, for L queries and S keys. Here the
 backward pass dequantizes q^, k^ and v^ from the saved copies of query q, key k and value v. It runs torch's own
 attention again on q^, k^ and v^, and differentiates that run.
 

@@ -201,7 +201,7 @@ def misfit_of(f: Callable, arguments: int) -> str:
 
 
 def qualified_name(f: object) -> str:
-    """Return the path with which `import_callable` finds f. Without a path, return the bare name of f, or "callable"."""
+    """Return the path with which `import_callable` finds f, or if there is none, its bare name or "callable"."""
     bare = getattr(f, "__name__", None)
     module_name = getattr(f, "__module__", None)
     # In another process, __main__ is another module.

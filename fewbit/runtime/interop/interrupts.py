@@ -33,7 +33,8 @@ def undo_after(put_back: Callable[[], None]):
 @contextmanager
 def hold(lock):
     """Hold a `threading.RLock` during the block. If the thread holds the lock already, the outer block releases it."""
-    if lock._is_owned():  # in a finalizer or signal handler that runs within an outer block, which releases the lock
+    # A finalizer or signal handler may run within a block that holds the lock. Only that block may release the lock.
+    if lock._is_owned():
         yield
         return
 

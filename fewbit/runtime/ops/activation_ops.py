@@ -1,15 +1,17 @@
 """The torch ops of few-bit activations, and their implementations, which eager mode calls without the dispatcher.
 
+A few-bit activation f saves a code of a few bits for each element of its input x. The encoding says which code an
+element gets, and which value a code stands for in place of the derivative f'(x). `lut` has the value for each code.
+
     encode(x, encoding, stride, seed) -> packed codes
     encode_kept(x, encoding, stride, seed) -> packed codes, one
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
 
-An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. `lut` holds
-the value that the encoding has for each code. `one` is a tensor of value 1: the activation multiplies f(x) by it, so
-that a compiler has to run the op in the forward pass. The function f itself is no op. A compiler fuses torch's own
-function with its neighbors and may recompute it, which it could not do with an op that returns f(x) and codes at once
-(docs/decisions/0004).
+An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. `one` is a
+tensor of value 1. The activation multiplies f(x) by `one`, so that a compiler has to run the op in the forward pass.
+The function f itself is no op, so that a compiler can fuse torch's own function with neighboring operations and
+recompute f(x). With an op that returns f(x) and codes at once, a compiler could not do so (docs/decisions/0004).
 """
 
 from __future__ import annotations
@@ -32,9 +34,15 @@ from fewbit.runtime.ops.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE, OT
 
 
 def activation(x, function, parameters, encoding, seed, inplace):
-    """Return f(x) and the packed codes of x. x may have any strides; f(x) has the strides of torch's result.
+    """Return f(x), with the strides of torch's result, and the packed codes of x.
 
-    With `inplace`, f(x) is written to x, no two elements of which may share memory.
+    Args:
+        x: a floating tensor of any strides.
+        function: the name of f in `fewbit.functions`.
+        parameters: the parameters of f, in the order of `fewbit.functions`.
+        encoding: the encoding of the codes.
+        seed: (1,) int64 if the encoding draws codes at random, else None.
+        inplace: whether to write f(x) to x. No two elements of x may share memory in this case.
     """
     backend, packed = backends.of(x), None
     source = x if x.is_contiguous() else layout.dense(x)
@@ -53,7 +61,7 @@ def activation(x, function, parameters, encoding, seed, inplace):
 
 
 def _result_stride(x, function):
-    """Return the strides of torch's function of x, or None if torch has to be asked for them."""
+    """Return the strides that the result of torch's function has for the input x; None if no rule is known."""
     if function in CONTIGUOUS and not x.is_contiguous():
         return None
     if function in OTHER_STRIDES and not layout.is_regular(x):
@@ -62,9 +70,19 @@ def _result_stride(x, function):
 
 
 def activation_quantized(x, function, parameters, encoding, seed, quantizer):
-    """Return f(x), the packed codes of x, and the quantizer's SavedTensors of f(x) or None, computed in one pass over memory.
+    """Compute f(x) and the packed codes of x, and quantize f(x), in one pass over memory.
 
-    x must be contiguous. Returns None if the backend has no such pass.
+    Args:
+        x: a contiguous floating tensor.
+        function: the name of f, see `activation`.
+        parameters: the parameters of f, see `activation`.
+        encoding: the encoding of the codes.
+        seed: the seed of the codes or None, see `activation`.
+        quantizer: the quantizer of the layer that saves f(x).
+
+    Returns:
+        f(x), the packed codes of x, and the SavedTensors of f(x) or None. None in place of all three if the backend has
+        no such pass.
     """
     stride = _result_stride(x, function)
     if stride is None:
@@ -79,18 +97,18 @@ def activation_quantized(x, function, parameters, encoding, seed, quantizer):
 
 
 def encode(x, encoding, seed):
-    """Return the packed codes of x, in storage order if x is dense, else in logical order."""
+    """Return the packed codes of x, in the order of the elements in memory if x is dense, else in row-major order."""
     return backends.of(x).encode(layout.dense(x), encoding, seed)
 
 
 def decode_mul(grad, packed, encoding, stride):
-    """Return lut[code] * grad: the gradient times the value that the encoding has for each code.
+    """Return the gradient of the activation's input: `grad` times the value that each element's code stands for.
 
     Args:
-        grad: the gradient of the activation's result.
-        packed: the packed codes.
+        grad: the gradient of the activation's result, of any strides.
+        packed: the packed codes of the input, int32.
         encoding: the encoding of the codes.
-        stride: the strides of the dense tensor whose codes were packed.
+        stride: the strides of the dense tensor whose codes were packed, which the result gets too.
     """
     if grad.is_contiguous() and grad.stride() == stride:
         out = torch.empty_like(grad)

@@ -1,20 +1,24 @@
-"""The K-bit fixed-point code of a norm's normalized input x~, from which the exact sign of the norm's result y can be read.
+"""The fixed-point code of a norm's normalized input x~, which contains the exact sign of the norm's result y.
 
-Let y = gamma x~ + beta, with x~ of mean 0 and standard deviation 1. BLPA (Chakrabarti and Moseley, 2019, eq. 9 and 10)
-has L = 2^K levels for y between beta - 3 |gamma| and beta + 3 |gamma|. Let z = sign(gamma) x~, with sign(0) = +1, so
-that y = |gamma| z + beta. In terms of z, each level is the middle of a cell (edge, edge + D] with D = 6 / L. The result
-y is 0 at z0 = -beta / |gamma|, which is a multiple of D away from the first edge. The code differs from the paper's in
-four points (docs/decisions/0012-sign-of-a-clipped-pre-activation.md):
+Let y = gamma x~ + beta, with x~ of mean 0 and standard deviation 1. The paper BLPA (Chakrabarti and Moseley, 2019, eq.
+9 and 10) saves K bits for an element. They stand for one of L = 2^K values, called levels, between beta - 3 |gamma| and
+beta + 3 |gamma|. Let z = sign(gamma) x~, with sign(0) = +1, so that y = |gamma| z + beta. In terms of z, each level is
+the middle of a cell (edge, edge + D] with D = 6 / L, and the code is the number of the cell. The result y is 0 at
+z0 = -beta / |gamma|, which is a multiple of D away from the first edge. The code of this module differs from the
+paper's in four points (docs/decisions/0012-sign-of-a-clipped-pre-activation.md):
 
-- Cells are open below, so that y = 0 is on the side that is not positive, as in ReLU's derivative.
-- If z0 is outside of the levels' range, the first code that means y > 0 is 1 or L - 1, and a value on the wrong side of
-  z0 gets the nearest code on its own side. Otherwise clipping would lose the sign.
-- If gamma is 0, or so small that z0 is not finite, the code is that of z = x~ alone: all values have beta's sign.
+- Cells do not contain their lower edge, so that y = 0 counts as not positive, as in ReLU's derivative.
+- If z0 is outside the range of the levels, one code is reserved for the values beyond z0: code 0 if z0 is below the
+  range, code L - 1 if z0 is above. All other values get other codes. Without this rule, values beyond z0 would be
+  clipped to the range, and so lose the sign of y.
+- If gamma is 0, or so small that z0 is not finite, all values of y have the sign of beta, and cells divide the range of
+  z from -3 to 3.
 - If gamma < 0, the cells are those of -gamma.
 
-The side of z0 is decided by the y that the forward pass computed. However y was rounded, its code is therefore at least
-the first code that means y > 0 exactly if y > 0. If |z0| <= 3, a value in the range is dequantized with an error of at
-most D / 2 in z: |y - y^| <= 3 |gamma| / 2^K (eq. 11).
+Whether an element is above z0 is decided by the sign of the y that the forward pass computed, however y was rounded. An
+element with y > 0 therefore always has a code that means y > 0, and an element with y <= 0 never has. If |z0| <= 3, an
+element in the range is dequantized with an error of at most D / 2 in z, so the error of y is at most 3 |gamma| / 2^K
+(eq. 11).
 """
 
 from __future__ import annotations
@@ -27,18 +31,19 @@ from fewbit.runtime.interop.tensor_kinds import is_abstract
 
 
 def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
-    """Return the grid, which says what codes mean in each channel.
+    """Return the grid, which says which values the codes of each channel stand for.
 
     Args:
         weight: the norm's gamma, of any shape, or None.
         bias: the norm's beta, of any shape, or None.
-        bits: the bits of a code.
-        device: the device of the grid, if there is neither weight nor bias.
+        bits: the bits of a code, 1 to 8.
+        device: the device of the grid if weight and bias are None.
 
     Returns:
-        (7, channels) float32, contiguous; (7, 1) without weight and bias. With z = sign(gamma) x~, the rows are: the
-        first edge of a cell in z; the first code that means y > 0; the smallest z that a code with y > 0 is dequantized
-        to; the largest z that any other code is dequantized to; the sign of gamma; |gamma|; beta.
+        (7, channels) float32, contiguous; (7, 1) if weight and bias are None. With z = sign(gamma) x~, the rows are:
+        (0) the lower edge of the first cell, in z; (1) the first code that means y > 0; (2) the smallest z for which
+        such a code can stand; (3) the largest z for which any other code can stand; (4) the sign of gamma; (5) |gamma|;
+        (6) beta.
     """
     gamma, beta = _vectors(weight, bias, device)
     if is_abstract(gamma):
@@ -47,14 +52,20 @@ def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
 
 
 def encode(x, y, grid, bits: int, inner: int, normalize=None) -> torch.Tensor:
-    """Return the packed codes of x, see `reference_fixed_point.encode_fixed`."""
+    """Return the packed fixed-point codes of a normalized input.
+
+    For a fake or meta tensor, the result has no data. `reference_fixed_point.encode_fixed` explains the arguments.
+    """
     if is_abstract(x):
         return x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
     return backends.of(x).encode_fixed(x, y, grid, bits, inner, normalize)
 
 
 def decode(packed, grid, bits: int, inner: int, size, stride, dtype, slope=None, scale=None):
-    """Return dequantized values of the given size, stride and dtype, see `reference_fixed_point.decode_fixed`."""
+    """Return the values that fixed-point codes stand for, as a tensor of the given size, strides and dtype.
+
+    For fake or meta tensors, the result has no data. `reference_fixed_point.decode_fixed` explains the other arguments.
+    """
     out = packed.new_empty_strided(size, stride, dtype=dtype)
     if not is_abstract(packed):
         backends.of(packed).decode_fixed(packed, grid, bits, inner, out, slope, scale)
@@ -62,7 +73,10 @@ def decode(packed, grid, bits: int, inner: int, size, stride, dtype, slope=None,
 
 
 def mask(grad, packed, grid, bits: int, inner: int, slope: float) -> torch.Tensor:
-    """Return the input gradient of ReLU (slope 0) or LeakyReLU for a dense grad, see `reference_fixed_point.mask_fixed`."""
+    """Return the gradient of y, the input of a ReLU or LeakyReLU, from the gradient `grad` of the activation's result.
+
+    `grad` must be dense. `reference_fixed_point.mask_fixed` explains the other arguments.
+    """
     out = torch.empty_like(grad)
     if not is_abstract(grad):
         backends.of(grad).mask_fixed(grad, packed, grid, bits, inner, slope, out)
@@ -70,7 +84,7 @@ def mask(grad, packed, grid, bits: int, inner: int, slope: float) -> torch.Tenso
 
 
 def _vectors(weight, bias, device):
-    """Return gamma and beta, 1-D, in float32 or better, so that a small weight does not become 0."""
+    """Return gamma and beta as 1-D tensors in float32 or, to keep small float64 weights from becoming 0, in float64."""
     if weight is None and bias is None:
         return torch.ones(1, device=device), torch.zeros(1, device=device)
     like = weight if bias is None else bias

@@ -50,8 +50,9 @@ def _refuse(ctx, grad):
 def saved_when_partitioned():
     """Mark the ops that are traced in this block, so that the compiler's partitioner does not recompute their results.
 
-    With an `activation_memory_budget` below 1 the partitioner would recompute the codes, the smallest tensors, from the
-    largest ones. In a checkpointed region everything is recomputed, as the user asked for.
+    With torch's setting `activation_memory_budget` below 1, the partitioner would otherwise save large inputs and
+    recompute small codes from them. In a checkpointed region nothing is marked, since the user asked to recompute
+    everything.
     """
     meta = torch.fx.traceback.current_meta
     if "recompute" in meta:
@@ -65,7 +66,7 @@ def saved_when_partitioned():
 
 
 def save_results(op) -> None:
-    """Register that autograd does not differentiate an op, and that a compiler saves the op's results for the backward pass."""
+    """Make autograd not differentiate an op, and make a compiler save the op's results for the backward pass."""
 
     def call(*arguments):
         check_not_distributed(*arguments)
@@ -76,9 +77,9 @@ def save_results(op) -> None:
 
 
 def run_by_example(op) -> None:
-    """Register a vmap rule that runs `op` for one example of the batch after the other.
+    """Register a rule for `torch.func.vmap` that runs `op` for one example of the batch after the other.
 
-    The words of a packed tensor may not mix examples.
+    One call for the whole batch would pack codes of several examples into the same words.
     """
 
     def rule(info, in_dims, *arguments):
@@ -95,7 +96,7 @@ def run_by_example(op) -> None:
 
 
 def _flat(in_dims):
-    """Return one entry for each argument. A list argument has a list of Nones, which means the same as None."""
+    """Return the batch dimension of each argument, or None. For a list argument, vmap gives a list of Nones."""
     return [None if isinstance(dim, list | tuple) else dim for dim in in_dims]
 
 

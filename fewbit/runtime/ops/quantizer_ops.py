@@ -3,8 +3,10 @@
     quantize(x, stride, seed, bits, group_size, fp32_min) -> packed, ranges, one
     dequantize(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with the strides `stride`
 
-Both ops take the same strides, which define the order of the elements. `one` is a tensor of value 1: the layer
-multiplies its result by it, so that a compiler has to run the op in the forward pass.
+The group quantizer cuts a tensor into groups of elements. It saves a minimum and a range for each group, and a code of
+1 to 8 bits for each element. A *sample* is a slice of a tensor along dimension 0. Both ops take the same strides, which
+define the order of the elements. `one` is a tensor of value 1. The layer multiplies its result by `one`, so that a
+compiler has to run the op in the forward pass.
 """
 
 from __future__ import annotations
@@ -22,20 +24,23 @@ from fewbit.runtime.ops.library import define, save_results
 
 
 def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=None, words=None):
-    """Return (packed, ranges) of x: packed codes, and the minimum and range of each group (docs/quantizer.md).
+    """Quantize a tensor. Return (packed, ranges): packed codes, and the minimum and range of each group.
+
+    docs/quantizer.md describes the method and the format.
 
     Args:
         x: a floating tensor of any strides.
         seed: (1,) int64 on x's device.
         bits: the bits per element of all samples, 1 to 8, unless `widths` is given.
         group_size: the number of elements in a group.
-        fp32_min: whether groups have float32 minimums. On the CPU, None means float32 if `is_offset` is true of x. On
-            CUDA, where the host would have to wait to find out, None means False; `saved/min_dtype.py` decides before
-            the call.
-        normalize: how to normalize x first, or None, see `reference_quantizer.quantize`. If given,
-            `layout.is_by_sample(x)` must be true.
+        fp32_min: whether groups have float32 minimums, or None. On the CPU, None means True if `is_offset` is true for
+            the minimum and maximum of x, else False. On CUDA, None means False, because the host would have to wait for
+            the minimum and maximum; `saved/min_dtype.py` decides before the call.
+        normalize: None, or (mean or None, rstd, inner) to quantize (x - mean) * rstd, see
+            `reference_quantizer.quantize`. If given, `layout.is_by_sample(x)` must be true.
         widths: (N,) uint8, the bits per element of each sample, or None.
-        words: only if `widths` is given: the number of int32 words to allocate, at least `groups.mixed_words`.
+        words: only if `widths` is given: the number of int32 words to allocate for the codes, at least
+            `groups.mixed_words`.
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
@@ -43,7 +48,7 @@ def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=No
 
 
 def _quantize(source, seed, bits, group_size, fp32_min, *rest):
-    """Quantize a dense tensor, samples outermost. rest: widths, words, normalize."""
+    """Quantize a dense tensor with samples outermost in storage. rest: widths, words, normalize, see `quantize`."""
     backend = backends.of(source)
     packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(fp32_min), *rest)
     if fp32_min is None and source.device.type == "cpu" and is_offset(*map(float, spread)):
@@ -56,9 +61,19 @@ def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normaliz
 
     A slot is one tensor that a layer saves in every forward pass.
 
+    Args:
+        x: a floating tensor of any strides.
+        seed: (1,) int64 on x's device.
+        slot: the slot, which has the average bits per element (`TensorSlot`).
+        samples: the number of samples. If x has another size in dimension 0, x is viewed as that many samples.
+        group_size: the number of elements in a group.
+        fp32_min: whether groups have float32 minimums, or None, see `quantize`.
+        normalize: how to normalize x first, or None, see `quantize`.
+
     Returns:
-        packed and ranges, see `quantize`; widths, (samples,) uint8, the bits per element of each sample; sensitivities,
-        (samples,) float32, the numbers by which the bits were divided.
+        packed and ranges, the results of `quantize`; widths, (samples,) uint8, the bits per element of each sample; and
+        sensitivities, (samples,) float32, the numbers by which the bits were divided: a sample with a larger number
+        gets more bits.
     """
     source = _by_samples(x, samples)
     features = source.numel() // samples
@@ -71,12 +86,15 @@ def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normaliz
 
 
 def sensitivities(x, slot, samples, group_size, fp32_min=None, normalize=None):
-    """Return the numbers by which `quantize_samples` would divide bits among samples, (samples,) float32."""
+    """Return the numbers by which `quantize_samples` would divide bits among samples, (samples,) float32.
+
+    The arguments are those of `quantize_samples`. `fp32_min` is not used.
+    """
     return _sensitivities(_by_samples(x, samples), slot, group_size, normalize)
 
 
 def _by_samples(x, samples):
-    """Return x with that many entries in dimension 0."""
+    """Return x, dense and with samples outermost in storage, viewed so that dimension 0 has size `samples`."""
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
     return source if len(source) == samples else source.view(samples, -1)
@@ -87,24 +105,27 @@ def _sensitivities(source, slot, group_size, normalize):
 
 
 def squares(x, group_size, normalize=None):
-    """Return the sum of n * range^2 over the groups of each sample of x, where n is the number of elements of a group.
+    """Return, for each sample of x, the sum over its groups of (number of elements) * range^2, (N,) float32.
 
-    The result is float32 of shape (N,). `layout.is_by_sample(x)` must be true.
+    Args:
+        x: a floating tensor for which `layout.is_by_sample(x)` is true.
+        group_size: the number of elements in a group.
+        normalize: how to normalize x first, or None, see `quantize`.
     """
     return backends.of(x).squares(x, group_size, normalize)
 
 
 def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator):
-    """Return the mean variance that rounding to `bits` adds to an element, for each sample of x: (samples,) float32.
+    """Return the variance that rounding to `bits` adds to an element, as a mean for each sample: (samples,) float32.
 
-    The variance is estimated from two draws, so that neither the ranges nor the exact values are needed.
+    The variance is estimated from the difference of two random roundings of x.
 
     Args:
         x: a floating tensor of any strides.
-        samples: the number of samples; None stands for the size of dimension 0.
+        samples: the number of samples; None or 0 stands for the size of dimension 0.
         group_size: the number of elements in a group.
-        fp32_min: whether groups have float32 minimums, as for `quantize`.
-        normalize: how to normalize x first, or None, as for `quantize`.
+        fp32_min: whether groups have float32 minimums, or None, see `quantize`.
+        normalize: how to normalize x first, or None, see `quantize`.
         bits: the bits per element, 1 to 8.
         generator: a function that returns, for a device, the random generator from which seeds are drawn.
     """
@@ -125,7 +146,19 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
 def dequantize_samples(
     packed, ranges, widths, samples, group_size, size, stride, dtype, affine=None
 ):
-    """Return approximate values of the tensor from the results of `quantize_samples`. See `dequantize` for the arguments."""
+    """Dequantize a tensor from the results of `quantize_samples`.
+
+    Args:
+        packed: the packed codes.
+        ranges: the minimums and ranges.
+        widths: the bits per element of each sample.
+        samples: the number of samples that `quantize_samples` got.
+        group_size: the number of elements in a group.
+        size: the size of the quantized tensor.
+        stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
+        dtype: the dtype of the values.
+        affine: a linear map to apply to the values, or None, see `dequantize`.
+    """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     rows = out if len(out) == samples else out.view(samples, -1)
     backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, widths, affine)
@@ -144,7 +177,8 @@ def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=Non
         stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
         dtype: the dtype of the values.
         widths: (N,) uint8, the bits per element of each sample, or None.
-        affine: (scale, shift, inner), a linear map to apply to the values, or None, see `reference_quantizer.dequantize`.
+        affine: None, or (scale or None, shift or None, inner), a linear map to apply to the values, see
+            `reference_quantizer.dequantize`.
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine)
@@ -154,8 +188,11 @@ def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=Non
 def is_offset(least: float, greatest: float) -> bool:
     """Return whether a tensor's minimum is so large relative to its range that groups need float32 minimums.
 
-    Groups need float32 minimums if the greatest element minus the least one is less than 8 times the spacing of bfloat16
-    numbers at the least one.
+    Groups need float32 minimums if the range is less than 8 times the distance between bfloat16 numbers at the minimum.
+
+    Args:
+        least: the minimum.
+        greatest: the maximum.
     """
     if not (math.isfinite(least) and math.isfinite(greatest)) or least == 0:
         return False

@@ -1,6 +1,6 @@
-"""torch's own forward of every named function, for inputs that need no gradient or have no fused kernel.
+"""torch's own computation of every function in `fewbit.functions`, for inputs without gradient or fused kernel.
 
-Parameters come in the order of `fewbit.functions`.
+A function is called with its input and then its parameters, in the order of `fewbit.functions`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ FORWARD: dict[str, Callable[..., torch.Tensor]] = {
     "sqrtsoftplus": lambda x: torch.sqrt(F.softplus(x)),
     "identity": _identity,
 }
-"""torch.nn.functional's function of the same name, and those that it lacks or that have other signatures."""
+"""{name in `fewbit.functions`: the function}.
+
+Most functions are those of the same name in torch.nn.functional. The others are missing there, or have other
+signatures.
+"""
 
 IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
     "relu": torch.relu_,
@@ -65,13 +69,13 @@ IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
     "hardswish": lambda x: F.hardswish(x, inplace=True),
     "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True),
 }
-"""The functions that torch can compute in place."""
+"""{name in `fewbit.functions`: a function that computes in place}, for functions that torch can compute in place."""
 
 AUTOCAST_FLOAT32 = {"cuda": {"softplus", "sqrtsoftplus"}}
-"""By device: functions that torch's autocast runs in float32."""
+"""{device type: functions that torch's autocast runs in float32}."""
 
 CONTIGUOUS = {"logsigmoid", "rrelu"}
-"""Functions with contiguous results in torch on at least one device, for inputs of any strides."""
+"""Functions whose results, in torch and on at least one device, are contiguous for inputs of any strides."""
 
 OTHER_STRIDES = {"relu6", "hardtanh", "identity"}
 """Functions whose results have other strides than `layout.result_stride` in dimensions of size 1."""

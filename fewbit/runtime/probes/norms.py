@@ -1,4 +1,4 @@
-"""Norms of gradients: computed on the gradients' devices, and read as numbers after an asynchronous copy to the host."""
+"""Norms of gradients: computed on the gradients' devices, and read as numbers after a copy to the host."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 def by_edge(context, results) -> list:
-    """Return the gradients that a Function's backward makes for the inputs that need one, in the order of the inputs.
+    """Return an autograd Function's gradients for the inputs that need a gradient, in the order of the inputs.
 
     Args:
-        context: the Function's context.
+        context: the Function's context (`ctx`).
         results: the results of the Function's backward: a gradient or None for each input.
     """
     results = results if isinstance(results, tuple) else (results,)
@@ -20,9 +20,9 @@ def by_edge(context, results) -> list:
 
 
 def is_dense(x) -> bool:
-    """Return whether x is an ordinary dense tensor in eager mode, at least after `resolve_neg`.
+    """Return whether x is an ordinary dense tensor in eager mode, or becomes one by `resolve_neg`.
 
-    Autograd sets the negative bit on gradients of conjugated tensors.
+    Gradients of conjugated tensors have the negative bit, which `resolve_neg` resolves.
     """
     return is_plain(x) or (type(x) is torch.Tensor and x.is_neg() and is_plain(x.resolve_neg()))
 
@@ -31,10 +31,10 @@ def norm(tensors) -> torch.Tensor | None:
     """Return the square root of the sum of the squares of all entries of the tensors.
 
     Args:
-        tensors: dense tensors on any devices. None among them is skipped.
+        tensors: tensors on any devices. Sparse tensors and None are skipped.
 
     Returns:
-        0-D float32 on the device of the first tensor; None if there is none.
+        0-D float32 on the device of the first tensor; None if all were skipped.
     """
     norms = [
         torch.linalg.vector_norm(
@@ -49,7 +49,12 @@ def norm(tensors) -> torch.Tensor | None:
 
 
 def squared(host: dict[int, list[float]], norm: torch.Tensor | None) -> float:
-    """Return the square of a norm that an AsyncHostCopy has brought to the host; 0 for None."""
+    """Return the square of a norm that was copied to the host, or 0 if there is no norm.
+
+    Args:
+        host: the result of `AsyncHostCopy.values`.
+        norm: a tensor that was copied, or None.
+    """
     if norm is None:
         return 0.0
     (value,) = host[id(norm)]

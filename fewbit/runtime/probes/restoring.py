@@ -1,7 +1,8 @@
 """Run a layer's backward while a probe measures: record which tensors are dequantized, and add noise to one of them.
 
-A *slot* is one tensor that a layer saves in every forward pass. The probe learns how rounding a slot affects gradients
-from runs of the backward in which that slot's tensors get noise.
+A *probe* is the object that measures one forward and backward pass. A *slot* is one tensor that a layer saves in every
+forward pass. To learn how rounding the tensor affects gradients, the probe runs the layer's backward again, with noise
+added to the tensor. To *restore* a saved tensor is to dequantize it in a backward pass.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.interop.interrupts import undo_after
 
 HAS_COLLECTIVES = "backward_has_collectives"
-"""The name of a Function's attribute that is True if its backward calls collectives, and so must not run more often."""
+"""The name of an attribute of autograd Functions. It is True if the backward calls collectives of torch.distributed.
+
+Such a backward must not run more often than in other processes.
+"""
 OBSERVED = "_fewbit_observed"
-"""The attribute of an autograd node with the probes that follow it: tuples (probe, number of the node)."""
+"""The name of the attribute in which an autograd node has the probes that measure at this node.
+
+The attribute is a tuple with (probe, number that the probe gave the node) for each probe.
+"""
 _running = threading.local()
 
 
 def observed(backward, context, grads):
-    """Return the results of a layer's backward, after the probes of its saved tensors have measured the layer.
+    """Run a layer's backward, let the probes of the layer's saved tensors measure, and return the backward's results.
 
     Args:
-        backward: the backward of the layer's autograd Function, called with `context` and `grads`.
-        context: the Function's context.
+        backward: the backward of the layer's autograd Function, a function of `context` and `grads`.
+        context: the Function's context (`ctx`).
         grads: the gradients of the Function's results.
     """
     probes = getattr(context, OBSERVED, ())
@@ -38,7 +45,7 @@ def observed(backward, context, grads):
         slot.assignment.note_gradient(slot, grads[0])
     found = restoring.slots.values()
     for probe in {slot.assignment.probe for slot in found} - {None}:
-        # A probe of another forward through the same graph knows this layer only as a node like any other.
+        # Only the probe of the forward that saved a tensor adds noise to it. For other probes the layer is any node.
         own = [slot for slot in found if slot.assignment.probe is probe]
         number = dict(probes).get(probe)
         if number is None or getattr(context._forward_cls, HAS_COLLECTIVES, False):
@@ -50,12 +57,12 @@ def observed(backward, context, grads):
 
 
 class Restoring:
-    """Records the slots whose tensors are dequantized within `running`, and adds noise to the tensors of one slot.
+    """Records the slots of dequantized tensors within the block `running`, and adds noise to the tensors of one slot.
 
     Args:
         target: the slot whose tensors get noise, or None.
-        level: which noise to add, see `VarianceProbe.noise`.
-        probe: the probe that makes the noise.
+        level: which noise to add, see `VarianceProbe.noise`. Without a target, the level is not used.
+        probe: the probe that makes the noise, or None without a target.
     """
 
     def __init__(self, target=None, level: int = 0, probe=None):
@@ -65,7 +72,7 @@ class Restoring:
 
     @contextmanager
     def running(self):
-        """Record the slots of the tensors that are dequantized in this block."""
+        """Within this block, record and change the tensors that this thread dequantizes."""
         before = getattr(_running, "restoring", None)
         with undo_after(lambda: setattr(_running, "restoring", before)):
             _running.restoring = self
@@ -76,13 +83,16 @@ class Restoring:
         return self.target is not None and slot.name == self.target.name
 
     def restored(self, values, spec, packed):
-        """Record the slot of a dequantized tensor. Return its values, with noise if the slot is the target."""
+        """Record the slot of a dequantized tensor. Return the tensor's values, with noise if the slot is the target.
+
+        The arguments are those of the function `restored` in this file.
+        """
         slot = spec.slot
         self.slots.setdefault(slot.name, slot)
         return self.changed(values, spec, packed) if self.is_target(slot) else values
 
     def changed(self, values, spec, packed):
-        """Add noise to the values in place and return them. A subclass may change them in another way."""
+        """Add noise to `values` in place and return `values`. A subclass may change the values in another way."""
         slot = spec.slot
         if slot.rounding is not None:
             flat = layout.storage_order(values)
@@ -96,7 +106,7 @@ class Restoring:
 
 
 def restored(values, spec, packed):
-    """Return the values of a saved tensor that a layer's backward has dequantized, with noise if a probe asks for noise.
+    """Return the values of a saved tensor that a backward has dequantized, with noise if a probe asks for noise.
 
     Args:
         values: dequantized values, which may be changed in place.
@@ -110,13 +120,16 @@ def restored(values, spec, packed):
 
 
 def is_changed(spec) -> bool:
-    """Return whether `restored` would add noise to the saved tensor with that spec."""
+    """Return whether `restored` would add noise to the saved tensor with the given spec."""
     restoring = getattr(_running, "restoring", None)
     return restoring is not None and spec.slot is not None and restoring.is_target(spec.slot)
 
 
 class _Context:
-    """An autograd context whose saved tensors can be read repeatedly, while a checkpoint allows one read."""
+    """A copy of an autograd context whose saved tensors can be read repeatedly.
+
+    Within `torch.utils.checkpoint`, torch allows to read the saved tensors only once.
+    """
 
     def __init__(self, context):
         self._context = context

@@ -1,28 +1,31 @@
-"""Measure, in one backward pass, the variance that rounding each slot adds to a model's gradient.
+"""Measure the variance that rounding each slot adds to a model's gradient, in one backward pass.
 
-A *slot* is one tensor that a layer saves in every forward pass. Theorem 3 of ActNN (long version, section 3) is a sum
-over slots. Rounding a tensor adds variance to the gradients of the parameters of its own layer. If the gradient of the
-layer's input depends on the tensor, rounding also adds variance to the gradients of all layers below, that is, nearer
-to the model's input. Three kinds of numbers are measured, each from one random draw:
+A *slot* is one tensor that a layer saves in every forward pass. Rounding a slot adds variance to the gradients of the
+parameters of the slot's own layer. If the gradient of the layer's input depends on the slot, rounding also adds
+variance to the gradients of all layers below, that is, nearer to the model's input. By Theorem 3 of ActNN (long
+version, section 3), the variances of all slots add up.
 
-- A layer runs its backward again with noise in one of its dequantized tensors; the noise has the variance of rounding.
-  The difference is the effect of the noise on the layer's gradients: own[p] for a parameter p and out[e] for an edge e
-  of the autograd graph, both sums of squares.
-- The layer runs its backward once more with random signs on the incoming gradient. The results tell how noise in the
-  incoming gradient propagates to the edges, gain[e], and to the layer's parameters, gain[p]. Both are relative to the
-  sum of squares of the incoming gradient. If the incoming gradient comes directly from a layer above, that layer's
-  noise itself is passed on instead, since it can be far from random signs: the noise of batch norm is a multiple of the
-  convolution's result in each channel.
-- At every other node of the graph, the gain of an edge is measured on the gradient itself: the sum of squares of the
-  gradient that leaves through the edge, over that of the incoming gradient.
+In the autograd graph, a gradient arrives at a *node* and leaves through the node's *edges* to the nodes and parameters
+below. Three kinds of numbers are measured, each from one random draw:
+
+- A layer runs its backward again, with noise added to one of its dequantized tensors. The noise has the variance of
+  rounding. The changes of the layer's gradients, as sums of squares, are own[p] for a parameter p of the layer and
+  out[e] for an edge e.
+- The layer runs its backward once more, with random signs on the incoming gradient. The sums of squares of the results,
+  divided by that of the incoming gradient, are gain[e] for an edge e and gain[p] for a parameter p. They tell how noise
+  in the incoming gradient propagates. But if the incoming gradient comes directly from a layer above, the change of
+  that gradient by noise in the layer above is passed on as it is, since it can be far from random signs. For example,
+  the noise of batch norm is a multiple of the convolution's result in each channel.
+- At every other node of the graph, gain[e] is measured on the gradient itself: the sum of squares of the gradient that
+  leaves through the edge, divided by that of the incoming gradient.
 
 Noise from different sources is uncorrelated, so sums of squares add up along the graph. With
 
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
-rounding the tensor adds  sum of own[p] + sum of out[e] S(node below e)  in all (docs/controller.md). This number is
-measured twice: for 1 bit, whose noise is least like that of other numbers of bits, and for the slot's bits, but at
-least 2.
+the variance that rounding the slot adds in all is  sum of own[p] + sum of out[e] S(node below e)  (docs/controller.md).
+This number is measured at two *levels*. Level 1 stands for rounding to 1 bit, whose noise is least like that of other
+numbers of bits. Level 2 stands for rounding to the slot's own bits, but at least 2.
 """
 
 from __future__ import annotations
@@ -40,30 +43,37 @@ from fewbit.runtime.probes.norms import by_edge, is_dense, norm, squared
 from fewbit.runtime.probes.restoring import OBSERVED, Restoring
 
 SPREAD = 16
-"""The number of parts into which a slot's samples are divided, by the numbers by which they share bits."""
+"""The number of entries of `RoundingEffect.spread`."""
 LEVELS = (1, 2)
-"""The bits for which rounding is measured. The noise of more bits is like that of 2, but smaller."""
+"""The levels at which rounding is measured, see the top of this file.
+
+Each level is also the number of bits whose noise is drawn. Noise of more than 2 bits is noise of 2 bits, made smaller.
+"""
 MOST_EARLIER = 1024
-"""The number of nodes made before the forward that are followed; nodes below them count as if they had no parameters."""
-_PARAMETER, _NOTHING = -1, -2  # below an edge in place of a node
+"""At most this many nodes are followed that are older than the forward pass.
+
+Nodes below those count as if they had no parameters.
+"""
+_PARAMETER, _NOTHING = -1, -2  # stand for what is below an edge, if that is no node
 
 
 @dataclass
 class RoundingEffect:
-    """The effect of rounding one slot, in one forward pass and its backward pass.
+    """The effect that rounding one slot has on the gradient, measured in one forward and backward pass.
 
     Args:
-        average: the bits per element that the slot had.
+        average: the average bits per element that the slot had.
         is_fixed: whether the user fixed these bits.
-        elements: the number of elements of all tensors of the slot.
+        elements: the number of elements of all tensors that were saved for the slot.
         samples: the number of samples among which the bits were divided, or 0.
-        sensitivity: the variance that rounding adds, times (2^bits - 1)^2; 0 if no gradient reached the layer.
-        at_one: the variance that rounding to 1 bit adds.
-        spread: SPREAD numbers that summarize the numbers by which bits are divided among samples. The samples are
-            sorted by their number and cut into SPREAD equal parts, and each entry is the mean of one part. If there are
-            fewer samples, the entries are the samples' own numbers and zeros. If a slot saves several tensors, their
-            spreads are added.
-        is_known: False if the backward pass reached the layer by a path that the probe did not watch, or the layer
+        sensitivity: the variance that rounding adds to the gradient, times (2^bits - 1)^2; 0 if no gradient reached the
+            layer.
+        at_one: the variance that rounding to 1 bit adds to the gradient.
+        spread: SPREAD numbers that summarize the samples' numbers by which bits are divided. These numbers are sorted
+            and cut into SPREAD equal parts. Each entry is the mean of one part. If there are fewer samples, the entries
+            are the samples' numbers, followed by zeros. If several tensors were saved for the slot, the results for
+            these tensors are added. None if bits were not divided among samples.
+        is_known: False if the backward pass reached the layer by a path that the probe did not watch, or if the layer
             cannot be probed.
     """
 
@@ -79,14 +89,15 @@ class RoundingEffect:
 
 @dataclass
 class _Noise:
-    """The effect of noise in a slot on the edges of a node.
+    """The changes that noise in a slot makes to the gradients that leave a node through its edges.
 
     Args:
-        name: of the slot.
-        level: the bits whose rounding the noise imitates.
-        scale: the factor from squared norms to `RoundingEffect`.
-        norms: one for each edge, or None.
-        is_own: whether the slot is the layer's own. If the layer below probes itself, it takes over the noise.
+        name: the name of the slot: the layer's name and the number of the layer's input.
+        level: the level of the noise, see `LEVELS`.
+        scale: the factor by which the sum of squared changes is multiplied: (2^bits - 1)^2, or 1 at level 1.
+        norms: for each edge the norm of the change, 0-D float32, or None if there is no change to measure.
+        is_own: whether the node is the layer that saved the slot. If so, edges to a layer that is probed itself do not
+            count, because the change is handed to that layer (`_Node.handed`).
     """
 
     name: tuple[str, int]
@@ -101,14 +112,14 @@ class _Node:
     """A node of the autograd graph.
 
     Args:
-        below: for each edge the number of the node below, _PARAMETER or _NOTHING.
-        exists: for each input of the node whether it has an edge.
-        is_layer: whether the node is an autograd Function.
-        arriving: the norm of the incoming gradient.
-        leaving: the norms of the gradients on the edges.
-        handed: (slot's name, level, scale, noise) from the layer above.
-        noise: the effects of noise on the edges.
-        is_probed: whether `probe` has measured the node.
+        below: for each edge the number of the node below the edge, or _PARAMETER or _NOTHING.
+        exists: for each input of the node whether the input has an edge.
+        is_layer: whether the node is a torch.autograd.Function.
+        arriving: the norm of the incoming gradient, 0-D float32.
+        leaving: for each edge the norm of the gradient that leaves through it.
+        handed: changes of the incoming gradient by noise in the layer above: (slot's name, level, scale, change).
+        noise: the changes that noise makes to the gradients on the edges.
+        is_probed: whether `VarianceProbe.probe` has measured the node.
     """
 
     below: list[int]
@@ -122,10 +133,10 @@ class _Node:
 
 
 class VarianceProbe:
-    """The probe of one forward pass and the backward pass through it, see `assignment.Probe`.
+    """The probe of one forward pass and of the backward pass through this forward pass.
 
-    The probe never raises. If a gradient is neither an ordinary dense tensor nor a sparse COO tensor, the probe becomes
-    void and has no results.
+    `assignment.Probe` lists the methods that layers call. No method raises. If a gradient is neither an ordinary dense
+    tensor nor a sparse COO tensor, the probe becomes void and has no results.
 
     Args:
         seed: the seed of the noise.
@@ -138,7 +149,7 @@ class VarianceProbe:
         self._generators = {}
         self._reached_within = (
             set()
-        )  # names of slots that a backward pass within the forward has reached
+        )  # names of slots that a backward pass reached before the forward pass was over
         self._nodes: list[_Node] = []
         self._hooks = []  # on the nodes
         self._is_open = True
@@ -155,7 +166,15 @@ class VarianceProbe:
     def record_saved(
         self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0
     ) -> None:
-        """Record that a layer saved a tensor, see `assignment.Probe`."""
+        """Record that a layer saved a tensor.
+
+        Args:
+            slot: the tensor's slot.
+            elements: the number of elements.
+            sensitivities: (samples,) float32, the numbers by which bits are divided among samples; None if they are not
+                divided.
+            fp32_min_bytes: not used.
+        """
         if not self._is_open:
             return
         seen = self.slots.setdefault(slot.name, RoundingEffect(slot.average, slot.is_fixed))
@@ -163,20 +182,21 @@ class VarianceProbe:
         if sensitivities is not None:
             seen.samples = len(sensitivities)
             spread = _means(sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values)
-            # The samples of each tensor share its bits in the order of their own.
+            # Bits are divided among the samples of one tensor at a time, so each tensor's numbers are sorted alone.
             if seen.spread is not None:
                 spread = seen.spread + spread.to(seen.spread.device)
             seen.spread = spread
 
     def record_rounding(self, slot, record) -> dict[int, torch.Tensor] | None:
-        """Return the variance that rounding adds to the elements of a saved tensor, or None after `end`.
+        """Return the variance that rounding adds to the elements of a saved tensor.
 
         Args:
             slot: the slot of the tensor.
             record: the tensor and its quantized copy, a `QuantizationRecord`.
 
         Returns:
-            {level: (samples,) mean variance of an element in each sample}, for each number of bits in LEVELS.
+            {bits: variance of an element, as a mean for each sample, (samples,) float32}, for 1 and 2 bits. None after
+            `end` was called.
         """
         if not self._is_open:
             return None
@@ -214,7 +234,10 @@ class VarianceProbe:
                 waiting += [(child, False) for child in following if child in reached]
 
     def _reached(self, roots) -> set:
-        """Return the nodes that `roots` lead to, without leaves. Of nodes made before the forward only the nearest are included."""
+        """Return the nodes that can be reached from `roots`, without leaves.
+
+        Of the nodes that were made before the forward pass, only the nearest MOST_EARLIER are included.
+        """
         reached, waiting, earlier = set(), deque(roots), 0
         while waiting:
             node = waiting.popleft()
@@ -230,7 +253,7 @@ class VarianceProbe:
 
     def _attach(self, node, number) -> None:
         if _is_function(node):
-            # Other probes may follow the part of the graph that is below this forward.
+            # Other probes may follow this node too, if it is older than this forward pass.
             others = (entry for entry in getattr(node, OBSERVED, ()) if entry[0]._is_open)
             setattr(node, OBSERVED, (*others, (self, number)))
         self._hooks.append(node.register_hook(partial(self._passed, number)))
@@ -253,10 +276,11 @@ class VarianceProbe:
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
     def reached(self, slots) -> None:
-        """Record that a backward pass dequantizes tensors of these slots in a layer that is not probed.
+        """Record that a backward pass dequantized tensors of these slots in a layer without measuring the layer.
 
-        If this happens in a backward pass within the forward pass, the slots stay known as long as the step's own
-        backward pass probes them.
+        The effects of these slots become unknown (`RoundingEffect.is_known`). If the backward pass runs while the
+        forward pass is not over, the effects become unknown only if the backward pass of the training step does not
+        measure them later.
         """
         names = {slot.name for slot in slots} & self.slots.keys()
         if not self._is_open:
@@ -268,7 +292,16 @@ class VarianceProbe:
             self._reached_within |= names
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
-        """Run a layer's backward again, with noise in the tensors that it dequantizes and in `grads`, see `assignment.Probe`."""
+        """Measure a layer: run its backward again, with noise in the dequantized tensors and in the incoming gradient.
+
+        Args:
+            number: the number of the layer's node, which `watch` has given.
+            backward: the layer's backward, a function of `context` and gradients.
+            context: the context of the layer's autograd Function.
+            grads: the gradients of the layer's results.
+            results: the gradients that `backward` returned for the layer's inputs.
+            slots: the slots whose tensors `backward` dequantized.
+        """
         node = self._nodes[number]
         results = by_edge(context, results)
         self.is_void |= any(grad is not None and grad.is_sparse for grad in grads)
@@ -309,7 +342,7 @@ class VarianceProbe:
             noisy[at] = None
             norms.append(norm([change]))
             if change is not None and below >= 0 and self._nodes[below].is_layer:
-                # Two of these are held at a time, and noise needs no more precision.
+                # The changes at both levels are held at a time. bfloat16 saves memory and is precise enough for noise.
                 noise = change.bfloat16() if change.dtype == torch.float32 else change
                 self._nodes[below].handed.append((slot.name, level, scale, noise))
             del change
@@ -326,14 +359,15 @@ class VarianceProbe:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Drop noise that was handed to layers whose backward did not run."""
+        """Free the changes that were handed to layers whose backward did not run."""
         for node in self._nodes:
             node.handed = []
 
     def noise(self, rows: torch.Tensor, slot, level: int) -> torch.Tensor:
-        """Return noise to add to dequantized values: float32 of the shape of `rows`.
+        """Return random noise to add to dequantized values: float32 of the shape of `rows`.
 
-        All noise of a sample has one variance: the mean, over the sample's elements, of the variance that rounding adds.
+        The noise of all elements of a sample has the same variance: the mean of the variances that rounding adds to
+        these elements.
 
         Args:
             rows: the dequantized values, (samples, features).
@@ -362,7 +396,7 @@ class VarianceProbe:
     # -- afterwards --------------------------------------------------------------------------------------
 
     def has_run(self) -> bool:
-        """Return whether a backward pass has ended. Also true if the probe is void and will have no results."""
+        """Return whether a backward pass has ended, or the probe is void and will have no results."""
         return self.is_void or self._is_over
 
     def runs(self) -> bool:
@@ -396,22 +430,23 @@ class VarianceProbe:
         return self._host_copy.is_there()
 
     def results(self) -> dict[tuple, RoundingEffect]:
-        """Return {slot's name: RoundingEffect}. A slot has sensitivity 0 if no backward pass reached its layer.
+        """Return the measurements, {slot's name: RoundingEffect}, after waiting until they are on the host.
 
-        Returns {} if the probe is void or a gradient was not finite. A step with a scaled loss is skipped in that case.
+        A slot has sensitivity 0 if no backward pass reached its layer. The result is {} if the probe is void or if a
+        gradient was not finite. The second case occurs in training with a scaled loss, which skips such a step.
         """
         return self._summed_up(self._host_copy.values())
 
     def snapshot(self) -> dict[tuple, RoundingEffect]:
-        """Return `results` for the measurements so far, after waiting for the devices. Measuring continues."""
+        """Return the measurements so far, as `results` does, after waiting for the devices. Measuring continues."""
         return self._summed_up(self._sent().values())
 
     def _summed_up(self, host) -> dict[tuple, RoundingEffect]:
-        # A backward pass in another thread may have measured more since the copy was started.
+        # A backward pass in another thread may have measured more after the copy was started.
         if self.is_void or any(id(found) not in host for found in self._measured()):
             return {}
         sums = {(name, level): 0.0 for name in self.slots for level in LEVELS}
-        below = []  # S of each node; nodes come after those below them
+        below = []  # S of each node; a node comes after all nodes below it
         for node in self._nodes:
             at = [float(n == _PARAMETER) if n < 0 else below[n] for n in node.below]
             arriving = squared(host, node.arriving)
@@ -437,9 +472,12 @@ class VarianceProbe:
 
 
 class _End:
-    """The callback that autograd calls at the end of a backward pass, and drops uncalled if the pass raises."""
+    """The callback that tells the probe that a backward pass has ended or raised.
 
-    _probe = None  # until __init__ has run, which an interrupt may prevent
+    autograd calls the callback when the backward pass ends. If the backward pass raises, autograd deletes the callback.
+    """
+
+    _probe = None  # for __del__, if an interrupt prevents __init__ from running
 
     def __init__(self, probe: VarianceProbe):
         self._probe = probe
@@ -454,7 +492,10 @@ class _End:
 
 
 def _means(values: torch.Tensor) -> torch.Tensor:
-    """Return the means of SPREAD parts of nearly equal length, (SPREAD,) float64."""
+    """Return the means of SPREAD parts of a vector, which have nearly equal lengths: (SPREAD,) float64.
+
+    If the vector has fewer than SPREAD entries, the result is the entries, followed by zeros.
+    """
     ends, lengths = _part_ends(len(values), values.device)
     sums = torch.nn.functional.pad(values.double().cumsum(0), (1, 0))
     parts = sums[ends].diff() / lengths
@@ -463,14 +504,14 @@ def _means(values: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _part_ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 0 and the ends of the parts of `count` values, and the lengths of the parts."""
+    """Return 0 and the ends of the parts of `count` values, (parts + 1,) int64; and the parts' lengths, float64."""
     parts = min(count, SPREAD)
     ends = torch.tensor([round(i * count / parts) for i in range(parts + 1)], device="cpu")
     return ends.to(device), ends.diff().double().to(device)
 
 
 def _levels(slot, level: int) -> float:
-    """Return 2^bits - 1 of the noise that is tried: for level 1 of 1 bit, else of the slot's own bits, at least 2."""
+    """Return 2^bits - 1 for the bits that a level stands for: 1 bit at level 1, else the slot's bits, at least 2."""
     return 1.0 if level == 1 else max(slot.levels, 3.0)
 
 

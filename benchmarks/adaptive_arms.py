@@ -99,7 +99,9 @@ class OneRange(Quantizer):
     def quantize_with_activation(self, run, y):
         return None
 
-    def _keep(self, x, dtype, slot=0, normalize=None, activation=None) -> SavedTensors:
+    def _quantize(
+        self, x, dtype, slot=0, normalize=None, activation=None, input_dtype=None
+    ) -> SavedTensors:
         assert normalize is None
         generator = torch.Generator().manual_seed(self._seed(x, slot, activation).item())
         bounds, codes = rounded(x.detach().float(), self.bits, generator)

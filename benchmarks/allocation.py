@@ -20,7 +20,7 @@ from pathlib import Path
 import harness
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "policies"))
 from test_allocation import optimum
 
 from fewbit.policies import allocation

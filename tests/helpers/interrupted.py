@@ -42,9 +42,8 @@ class Interrupt:
 
     def __exit__(self, kind, value, traceback):
         sys.settrace(self._before)
-        self.caught = (
-            value  # with its traceback, whose frames an interactive interpreter would hold too
-        )
+        # With its traceback, whose frames an interactive interpreter would hold too.
+        self.caught = value
         return kind is not None and self.is_raised and issubclass(kind, self.error)
 
     def _called(self, frame, event, argument):

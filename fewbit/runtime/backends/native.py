@@ -135,9 +135,8 @@ class Kernels:
             *self._where(x),
         )
         if spread is None and x.device.type == "cpu":
-            return (
-                None  # the shares of the threads would cut a group, so the kernel has done nothing
-            )
+            # The shares of the threads would cut a group, so the kernel has done nothing.
+            return None
         return QuantizedForward(codes, QuantizedGroups(packed, ranges, spread))
 
     def quantize(

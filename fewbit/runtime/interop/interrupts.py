@@ -98,9 +98,8 @@ def close_suspended(error: BaseException) -> None:
             all functions of fewbit in the traceback are cleared too.
     """
     is_interrupt = not isinstance(error, Exception)
-    traceback = (
-        error.__traceback__.tb_next
-    )  # the first frame is that of the caller, which still runs
+    # The first frame is that of the caller, which still runs.
+    traceback = error.__traceback__.tb_next
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if code is _ENTER or (is_interrupt and code.co_filename.startswith(_PACKAGE)):

@@ -284,9 +284,8 @@ class ForwardContext:
         """
         seeds, before = Seeds(b"unknown"), self._local.unknown
         if before is not None and before.start == seeds.start:
-            seeds = (
-                before  # otherwise two regions with the same generator state would be rounded alike
-            )
+            # Otherwise two regions with the same generator state would be rounded alike.
+            seeds = before
         self._local.unknown = seeds
         is_again = in_backward() and reentrant_region() is not None
         reason = REENTRANT if is_again else ALONE
@@ -334,9 +333,7 @@ class _Local(threading.local):
 
     def __init__(self):
         self.call = None  # a weak reference to the innermost call of the model
-        self.is_differentiated = (
-            False  # whether this forward has a backward pass and is no recomputation
-        )
+        self.is_differentiated = False  # the forward has a backward pass and is no recomputation
         self.forward = None  # the running _Forward, or the one that is partly recomputed now
         self.part = 0  # 0 in the first run of `forward`, then 1, 2 ... in recomputations
         self.has_saved = False  # whether a layer has asked to save a tensor

@@ -1,8 +1,8 @@
-"""Configuration objects: they say who chooses the bits of saved tensors, and which settings layers have.
+"""Configuration objects: they say who chooses the bits of saved tensors, and they contain the settings of layers.
 
-All are frozen dataclasses. They check their values, compare by value, and have a repr that can be pasted into a
-program. `to_dict` returns plain JSON values, and `from_dict` makes an object from these values. This file may import
-the other files in the root of the package. It does not import torch.
+Configuration objects are frozen dataclasses. They check their values, compare by value, and have a repr that can be
+pasted into a program. `to_dict` returns plain JSON values, and `from_dict` makes an object from these values. This file
+may import the other files in the folder fewbit/, but no folder in it. It does not import torch.
 """
 
 from __future__ import annotations
@@ -43,30 +43,39 @@ def plain_number(value):
 
 
 def check_bits(bits, name: str = "bits") -> None:
-    """Raise InputError if `bits` is not a whole number from 1 to 8."""
+    """Raise InputError if `bits` is not a whole number from 1 to 8. The message calls the number `name`."""
     _require(_is_whole(bits, MIN_BITS, MAX_BITS), "a whole number from 1 to 8", name, bits)
 
 
 def check_average(bits, name: str = "bits") -> None:
-    """Raise InputError if `bits` is not a number from 1 to 8."""
+    """Raise InputError if `bits` is not a number from 1 to 8. The message calls the number `name`."""
     is_number = isinstance(bits, int | float) and not isinstance(bits, bool)
     _require(is_number and MIN_BITS <= bits <= MAX_BITS, "a number from 1 to 8", name, bits)
 
 
 def check_group_size(group_size, name: str = "group_size") -> int:
-    """Return the group size. Raise InputError if the group size is not a multiple of 32 from 32 to 65536."""
+    """Return the group size. Raise InputError if the group size is not a multiple of 32 from 32 to 65536.
+
+    The message calls the group size `name`.
+    """
     is_multiple = _is_whole(group_size, BLOCK, LARGEST_GROUP) and group_size % BLOCK == 0
     expected = f"a multiple of {BLOCK} from {BLOCK} to {LARGEST_GROUP}"
     return _require(is_multiple, expected, name, group_size)
 
 
 def check_copies(copies, name: str = "copies") -> int:
-    """Return `copies`, the number of copies of its input that a norm saves. Raise InputError if not 1 or 2."""
+    """Return `copies`. Raise InputError if `copies` is not 1 or 2. The message calls the number `name`.
+
+    `copies` says how often a norm layer saves its input, each time with its own random rounding.
+    """
     return _require(_is_whole(copies, 1, 2), "1 or 2", name, copies)
 
 
 def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
-    """Return `min_dtype`, the dtype of the minimums of groups. Raise InputError if it is not one of MIN_DTYPES."""
+    """Return `min_dtype`. Raise InputError if `min_dtype` is not "auto", "bfloat16" or "float32".
+
+    `min_dtype` says in which dtype groups save their minimums. The message calls the value `name`.
+    """
     return _require(min_dtype in MIN_DTYPES, "auto, bfloat16 or float32", name, min_dtype)
 
 
@@ -182,14 +191,15 @@ class BitConfig(_Config):
 
     A policy is an object that chooses bits while the model trains. For a policy of your own, write two classes: a
     frozen dataclass derived from `BitConfig`, and a subclass of `fewbit.policies.BitPolicy`. Connect the two classes
-    with `fewbit.policies.make_policy.register`. The dataclass has to set `kind`. If the first field of the dataclass is
-    not the number of bits, the dataclass also has to override `initial_bits`. The defaults of the other attributes suit
-    a policy that chooses bits for each layer.
+    with a function that makes the policy from the dataclass, and register this function with
+    `fewbit.policies.make_policy.register`. The dataclass has to set `kind`. If the first field of the dataclass is not
+    the number of bits, the dataclass also has to override `initial_bits`. The attributes below, except `kind`, have
+    default values that suit a policy that chooses bits for each layer.
 
     Attributes:
         kind: the string that stands for the class in the result of `to_dict`. Every subclass needs a different one.
-        has_policy: whether a policy chooses bits while the model trains. If True, numbers of bits are averages. If
-            False, `make_policy` has to return None.
+        has_policy: whether a policy chooses bits while the model trains. If True, the user may also give numbers of
+            bits that are not whole, as averages. If False, the registered function has to return None.
         adapts: whether the policy chooses the bits of each layer. False if there is no policy. Also False if the policy
             is `BitPolicy` itself, which only divides the bits of each tensor among the tensor's samples.
         chooses_activation_bits: whether the policy also chooses the bits of few-bit activations. These activations save
@@ -207,11 +217,11 @@ class BitConfig(_Config):
 
     @property
     def initial_bits(self) -> float:
-        """The average bits per element until a policy chooses others. The default is the value of the first field."""
+        """The average bits per element until a policy chooses bits. The default is the value of the first field."""
         return getattr(self, fields(self)[0].name)
 
     def describe(self) -> str:
-        """Return a text for the report that says how bits are chosen, or "" if the repr says this already."""
+        """Return the text with which the report says how bits are chosen, or "" if the repr says this already."""
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -220,10 +230,11 @@ class BitConfig(_Config):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BitConfig:
-        """Make an object of the class whose `kind` is `values["kind"]`, from the result of `to_dict`.
+        """Make a configuration from the result of `to_dict`. `values["kind"]` determines the class.
 
         Raises:
-            InputError: `values` is not a mapping, has no known kind, or has fields that the class does not have.
+            InputError: `values` is not a mapping, has no known kind or an unknown field, or lacks a field that has no
+                default value.
         """
         kinds = {known.kind: known for known in BitConfig.__subclasses__()}
         kind = values.get("kind") if isinstance(values, Mapping) else None
@@ -259,7 +270,9 @@ class FixedBits(BitConfig):
 
 @dataclass(frozen=True, repr=False)
 class SampleBits(BitConfig):
-    """The bits of each tensor are divided among its samples: samples with larger ranges get more (level L2.5 of ActNN).
+    """The bits of each tensor are divided among the tensor's samples (level L2.5 of ActNN).
+
+    A sample gets more bits if its groups have larger ranges. A range is the maximum of a group minus the minimum.
 
     Attributes:
         average: the average bits per element of each tensor, a number from 1 to 8.
@@ -272,7 +285,7 @@ class SampleBits(BitConfig):
     average: float = 4
 
     def describe(self) -> str:
-        """Return a text for the report that says how bits are chosen."""
+        """Return the text with which the report says how bits are chosen."""
         return f"{self.average:.4g} bits on average, shared between samples"
 
 
@@ -284,8 +297,8 @@ class AdaptiveBits(BitConfig):
 
     Attributes:
         average: the average bits per element over all tensors, a number from 1 to 8.
-        interval: the number of steps from one choice of bits to the next. The first choices are after steps 1, 2, 4, 8
-            and so on.
+        interval: bits are chosen after every `interval` steps. At the start they are chosen more often: after steps 1,
+            2, 4, 8 and so on up to `interval`.
     """
 
     kind = "adaptive"
@@ -295,7 +308,7 @@ class AdaptiveBits(BitConfig):
     interval: int = 200
 
     def describe(self) -> str:
-        """Return a text for the report that says how bits are chosen."""
+        """Return the text with which the report says how bits are chosen."""
         return _adapted(self.average, self.interval)
 
 
@@ -308,8 +321,8 @@ class Budget(BitConfig):
     Attributes:
         bytes: the budget: the largest number of bytes that a forward pass of the example batch may save. Either a
             number, or a size such as "6 GiB" (powers of 1024).
-        interval: the number of steps from one choice of bits to the next. The first choices are after steps 1, 2, 4, 8
-            and so on.
+        interval: bits are chosen after every `interval` steps. At the start they are chosen more often: after steps 1,
+            2, 4, 8 and so on up to `interval`.
     """
 
     kind = "budget"
@@ -324,7 +337,7 @@ class Budget(BitConfig):
         return 4
 
     def describe(self) -> str:
-        """Return a text for the report that says how bits are chosen."""
+        """Return the text with which the report says how bits are chosen."""
         return _adapted(None, self.interval)
 
     def _shown(self, name: str) -> str:
@@ -341,12 +354,12 @@ class ErrorBound(BitConfig):
     Attributes:
         e2: the largest allowed squared error of a gradient, divided by the gradient's squared norm; a finite number
             above 0.
-        window: how the last ten measurements are combined: "mean" uses the mean effect of an error on the gradient,
-            "max" the largest effect.
+        window: how a policy combines the effects of an error on gradients, as measured in the last ten measurements:
+            "mean" uses the mean effect, "max" the largest effect.
         codec: how tensors are saved: "quant", "quant+zvc", "error-bounded" or "jpeg" (docs/codecs.md).
         by_channel: whether bits are chosen for each channel of a sample separately.
-        interval: the number of steps from one measurement to the next. The first measurements are after steps 1, 2, 4,
-            8 and so on.
+        interval: a measurement is made every `interval` steps. At the start there are more: in steps 1, 2, 4, 8 and so
+            on up to `interval`.
     """
 
     kind = "error-bound"
@@ -372,7 +385,7 @@ class ErrorBound(BitConfig):
         return MAX_BITS
 
     def describe(self) -> str:
-        """Return a text for the report that says how bits are chosen."""
+        """Return the text with which the report says how bits are chosen."""
         unit = "channels of samples" if self.by_channel else "samples"
         how = f"bits by layers and {unit}" if self.codec == CODECS[0] else f"the codec {self.codec}"
         return (
@@ -383,12 +396,13 @@ class ErrorBound(BitConfig):
 
 @dataclass(frozen=True, repr=False)
 class PreActivationBits(BitConfig):
-    """Norms save their normalized input in fixed point, and layers after a norm compute their inputs from this tensor.
+    """Norms save their normalized input in fixed point, and the layers after a norm use this tensor and save none.
 
-    The method is BLPA (Chakrabarti and Moseley, 2019). A ReLU or LeakyReLU after a batch or layer norm computes its
-    exact gradient from the norm's tensor. Linear layers and convolutions after the norm or the activation compute their
-    inputs from the same tensor, even if their own settings give other bits. So a norm, an activation and a linear layer
-    save one tensor in place of three (docs/preactivation.md). Other layers save inputs quantized with `bits` bits.
+    The method is BLPA (Chakrabarti and Moseley, 2019). In the backward pass a ReLU or LeakyReLU after a batch or layer
+    norm computes its exact gradient from the norm's tensor. Linear layers and convolutions after the norm or the
+    activation restore their inputs from the same tensor, even if their own settings give other bits. So a norm, an
+    activation and a linear layer save one tensor in place of three (docs/preactivation.md). Other layers save inputs
+    quantized with `bits` bits.
 
     Attributes:
         bits: bits per element, a whole number from 1 to 8.
@@ -456,16 +470,16 @@ class Level(BitConfig):
         return FixedBits.bits if self.config is None else self.config.initial_bits
 
     def describe(self) -> str:
-        """Return a text for the report that says how bits are chosen."""
+        """Return the text with which the report says how bits are chosen."""
         return "" if self.config is None else self.config.describe()
 
 
 def as_config(bits) -> BitConfig:
-    """Return the configuration for which the argument `bits` of `compress_` stands.
+    """Return the configuration for a value of the argument `bits` of `compress_`.
 
     Args:
-        bits: a BitConfig, which is returned; a whole number for FixedBits; another number for AdaptiveBits; None for
-            FixedBits().
+        bits: a BitConfig, which is returned unchanged, or a number from 1 to 8. A whole number gives FixedBits, another
+            number AdaptiveBits with this average. None gives FixedBits(4).
 
     Raises:
         InputError: `bits` is anything else, or a number outside 1 to 8.
@@ -521,15 +535,16 @@ class LayerSettings(_Config):
 
     Attributes:
         bits: the bits of quantized inputs. They may only be given in `overrides`, and a policy does not change them.
-        activation_bits: the bits of few-bit activations, 1 to 8 (usually 3). Activations whose derivative has only two
-            values have 1 bit, which is exact.
-        attention_bits: the bits of the queries, keys and values of attention, usually those of quantized inputs, but at
-            least 4 (docs/decisions/0008). AdaptiveBits, Budget and ErrorBound choose these bits like those of other
-            tensors.
+        activation_bits: the bits of few-bit activations, 1 to 8 (usually 3; with ErrorBound the policy usually chooses
+            them). Activations whose derivative has only two values have 1 bit, which is exact.
+        attention_bits: the bits of the queries, keys and values of attention. With AdaptiveBits, Budget and ErrorBound
+            the policy usually chooses these bits, like those of other tensors. Otherwise they are usually the bits of
+            quantized inputs, but at least 4 (docs/decisions/0008).
         group_size: the number of consecutive elements that are quantized with one minimum and one range, a multiple of
             32 (usually 256). These elements are called a group.
-        min_dtype: the dtype in which groups save their minimums: "auto", "bfloat16" or "float32" (docs/quantizer.md).
-        copies: the number of independently rounded copies of its input that a norm saves, 1 or 2 (usually 1). With 2
+        min_dtype: the dtype in which groups save their minimums: "bfloat16", "float32" or "auto" (usually "auto").
+            "auto" takes float32 for tensors that are far from 0 compared with their range (docs/quantizer.md).
+        copies: how many copies a norm saves of its input, each with its own random rounding: 1 or 2 (usually 1). With 2
             copies the mean of a norm's gradient over the random rounding is exact.
         functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
             trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
@@ -555,14 +570,14 @@ class LayerSettings(_Config):
 
     @classmethod
     def of(cls, change) -> LayerSettings | None:
-        """Return the `LayerSettings` for which a value in the mapping `overrides` stands.
+        """Return the `LayerSettings` for a value in the mapping `overrides`; None for None.
 
         Args:
-            change: LayerSettings, a mapping of its fields, a number of bits for everything, or None to leave modules as
-                they are.
+            change: LayerSettings, a mapping of its fields, or None to leave modules as they are. A number stands for
+                settings with these `bits` and `attention_bits` and, if it is whole, these `activation_bits`.
 
         Raises:
-            InputError: the value is anything else, or cannot be used.
+            InputError: `change` is anything else, or a setting cannot be used.
         """
         if change is None or isinstance(change, cls):
             return change

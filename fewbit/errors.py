@@ -11,7 +11,7 @@ class FewbitError(ValueError):
 
 
 class FunctionError(FewbitError):
-    """Raised for an unknown function or parameter, or a callable that cannot be used."""
+    """Raised for an unknown activation function, a bad parameter of one, or a callable that cannot be used."""
 
 
 class WeightError(FewbitError):
@@ -23,7 +23,7 @@ class SolveError(FewbitError):
 
 
 class TableError(FewbitError):
-    """Raised for a table whose document violates the schema, or whose fields contradict each other."""
+    """Raised for a table whose JSON document violates the schema, or whose fields contradict each other."""
 
 
 class InputError(FewbitError):

@@ -32,16 +32,16 @@ def write_atomic(
 ) -> None:
     """Write a file completely or not at all. Other programs see either the old file or the whole new one.
 
-    Without `force` an existing file is never overwritten, even if another process creates it at the same time. If the
-    write is interrupted, the temporary file is removed.
+    Without `force` an existing file is never overwritten, even if another process creates it at the same time. The data
+    is first written to a temporary file in the same directory. If the write is interrupted, that file is removed.
 
     Args:
         path: The path of the file.
         data: Bytes, or text, which is written as UTF-8.
         force: Whether an existing file may be overwritten.
-        follow_links: Whether to write the file to which a symbolic link points; otherwise the link itself is replaced.
-            Links in a path that the user gave are followed. In the cache, where fewbit chooses the paths, links are
-            replaced, so that a link that somebody else made there cannot redirect the write to another file.
+        follow_links: What to do if `path` is a symbolic link. True: write the file to which the link points. False:
+            replace the link itself. Pass True for a path that the user gave. Pass False in the cache, where fewbit
+            chooses the paths. A link that somebody else made there then cannot redirect the write to another file.
 
     Raises:
         OutputExistsError: The path exists, and `force` is false.

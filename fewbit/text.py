@@ -1,4 +1,7 @@
-"""Functions that make text from a file, an argument or another program safe to print."""
+"""Functions that make a text safe to print.
+
+The text may come from a file, an argument or another program, and may contain characters that control a terminal.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from __future__ import annotations
 def printable(text: str) -> str:
     r"""Escape every character that a terminal would interpret, or that a reader cannot see or could misread.
 
-    Control characters (also line breaks, terminal sequences), marks that change the direction of writing,
-    invisible and unassigned characters, and lone surrogates become escapes such as `\x1b` and `\u202e`.
+    Escapes such as `\x1b` and `\u202e` replace control characters (among them line breaks), marks that change the
+    direction of writing, invisible and unassigned characters, and lone surrogates.
 
     Args:
         text: Any string.
@@ -24,7 +27,10 @@ def printable(text: str) -> str:
 
 
 def one_line(error: BaseException, limit: int = 160) -> str:
-    """Describe an exception from foreign code in one printable line: the type, then the message cut at `limit`."""
+    """Describe an exception from foreign code in one printable line.
+
+    The line consists of the type of the exception and at most `limit` characters of the message.
+    """
     try:
         message = printable(" ".join(str(error).split()))
     except Exception:  # the exception's own __str__ may raise

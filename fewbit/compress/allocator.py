@@ -77,8 +77,8 @@ def use_expandable_segments() -> AllocatorReport:
     """Make the CUDA caching allocator of this process use expandable segments.
 
     Call this before the first tensor is on the GPU, because existing segments do not change. Other settings of the
-    allocator are kept. Nothing changes if there is no GPU, or if one of the environment variables in VARIABLES contains
-    `expandable_segments:False`.
+    allocator are kept. Nothing changes if there is no GPU, or if an environment variable with settings of the
+    allocator, such as PYTORCH_CUDA_ALLOC_CONF, contains `expandable_segments:False`.
 
     Returns:
         A report that says whether the setting is in force, and if not, why.

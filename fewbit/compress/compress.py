@@ -54,12 +54,12 @@ def compress_(
     """Make a model save only a few bits per element for the backward pass, in place, and report what was changed.
 
     Layers of torch.nn and transformers save quantized inputs. Activations save codes of a few bits per element, from
-    which the backward pass gets an approximate derivative. Dropout and pooling save packed masks and positions, which
-    is exact. The same holds for functions that the model's forward calls, such as F.gelu. Modules stay the same
-    objects. Only their classes change, each to a subclass of torch's class. Parameters, buffers, hooks, tied modules,
-    `state_dict` keys, device, dtype and training flags do not change, and the training loop needs no change. In
-    evaluation mode and under no_grad nothing is compressed. A second call first undoes the earlier one, so only the new
-    settings hold.
+    which the backward pass gets an approximate derivative. Dropout saves its mask, and max pooling the positions of its
+    maxima, in a few bits per element; their gradients stay exact. Functions that the model's forward calls, such as
+    F.gelu, are compressed like modules. Modules stay the same objects. Only their classes change, each to a subclass of
+    torch's class. Parameters, buffers, hooks, shared modules and weights, `state_dict` keys, device, dtype and training
+    flags do not change, and the training loop needs no change. In evaluation mode and under no_grad nothing is
+    compressed. A second call first undoes the earlier one, so only the new settings hold.
 
     Args:
         model: the model, which changes in place.
@@ -74,8 +74,8 @@ def compress_(
         exclude: the modules to leave as they are, in the same form. A module that `include` and `exclude` both match is
             not converted.
         overrides: {glob pattern: settings of the modules that match}. Settings are LayerSettings, a mapping of its
-            fields, a number of bits for everything, or None to leave the modules as they are. If several patterns match
-            a module, the last one holds.
+            fields, or None to leave the modules as they are. A number stands for `bits`, `attention_bits` and, if it is
+            whole, `activation_bits`. If several patterns match a module, the last one holds.
         offload: HostOffload() moves saved tensors from a GPU to the host's memory until the backward pass needs them.
         sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares
             the bytes that the exact model and the compressed model save for this batch. Budget needs a sample.
@@ -87,7 +87,8 @@ def compress_(
 
     Raises:
         InputError: a setting cannot be used, the model is not a module, a pattern matches no module, or a budget is too
-            small for 1 bit per element. The model is then unchanged, also after Ctrl-C.
+            small for 1 bit per element. The model stays unchanged if `compress_` raises an exception or is interrupted
+            by Ctrl-C.
     """
     given = as_config(bits)
     config, offload = _without_level(given, offload)

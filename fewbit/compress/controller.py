@@ -57,13 +57,13 @@ class Controller:
 
     @property
     def allocation(self) -> Allocation:
-        """The table of the last chosen bits of each saved tensor; empty unless AdaptiveBits or Budget is used."""
+        """A table with the latest bits of each saved tensor, if AdaptiveBits or Budget chooses them; else empty."""
         empty = f"{self.config!r} reports no bits by layer: fewbit.AdaptiveBits does"
         return self._tables.get("allocation", Allocation(empty=empty))
 
     @property
     def bounds(self) -> Bounds:
-        """The table of the errors that the latest measurement allows; empty unless ErrorBound is used."""
+        """A table with the error that ErrorBound now allows for each saved tensor; empty for other configurations."""
         return self._tables.get("bounds", Bounds(empty="bounds are found with fewbit.ErrorBound"))
 
     @property
@@ -82,8 +82,8 @@ class Controller:
 
         The model and torch's random state do not change. For each batch the measurement runs draws + 1 forward and
         backward passes. It takes the memory of two more models, of three gradients and of the tensors that an exact
-        model saves. If the ratio is above the limit of the model's ErrorBound by more than chance, a BoundWarning is
-        given.
+        model saves. With ErrorBound, the ratio should be at most 1 + e2. If the ratio is larger by more than three
+        standard errors, a BoundWarning is given.
 
         Args:
             batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable,
@@ -93,9 +93,10 @@ class Controller:
             seed: the seed of dropout.
 
         Returns:
-            The ratio E|g^|^2 / E|g|^2 and the relative error E|g^ - g|^2 / |g|^2 over all parameters, for gradients g^
-            of the compressed model and exact gradients g. E is the mean over the draws. Unlike the ratio,
-            the relative error grows with every bias of g^.
+            A `GradientRatio`: an object with the ratio E|g^|^2 / E|g|^2 and the relative error E|g^ - g|^2 / |g|^2 over
+            all parameters. g^ is the gradient of the compressed model, g the exact gradient, and E the mean over the
+            draws. Every bias of g^ increases the relative error. A bias that makes gradients smaller decreases the
+            ratio.
 
         Raises:
             InputError: the model or the batch cannot be measured.

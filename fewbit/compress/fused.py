@@ -26,11 +26,11 @@ def note(model: nn.Module) -> str:
 
 
 def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[ConvertedModule, ...]:
-    """Return the rows of the report, with `shared` set to True for layers that save nothing except a norm's tensor.
+    """Return the rows of the report, in which `shared` is True for layers that only use the tensor that a norm saves.
 
     Args:
         model: the converted model.
-        rows: a row for each converted module.
+        rows: one `ConvertedModule` for each converted module.
         saved: the tensors that a forward pass of the converted model saved in training; None if there was no forward
             pass. Then `shared` is None for layers that may use a norm's tensor.
     """

@@ -36,7 +36,7 @@ def replace_activations_(
         verbose: whether to print the report.
 
     Returns:
-        The modules that were converted, and those that were not, with the reasons.
+        The report, which lists the modules that were converted, and those that were not, with the reasons.
 
     Raises:
         InputError: `bits` cannot be used, the model is not a module, or a pattern matches no module. The model is

@@ -39,7 +39,7 @@ def saved_for(model: nn.Module, sample) -> SavedBytes:
 
 
 def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
-    """Return {name of an autograd node: bytes that nodes of this name save}, without parameters and buffers."""
+    """Return {name of an autograd node: bytes that nodes of this name save}. Parameters and buffers do not count."""
     sums = {}
     for entry in saved.kept:
         name = entry.node or "unknown"
@@ -48,7 +48,7 @@ def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
 
 
 def average_within(model: nn.Module, sample, budget: int) -> tuple[float, dict]:
-    """Return the average bits with which a model fits a budget, and the sizes of the tensors that have these bits.
+    """Return the largest average bits for which a model fits a budget, and the sizes of the tensors that get them.
 
     Args:
         model: a converted model with a policy whose bits may change.
@@ -60,7 +60,7 @@ def average_within(model: nn.Module, sample, budget: int) -> tuple[float, dict]:
         bits may change.
 
     Raises:
-        InputError: the budget is too small for 1 bit per element.
+        InputError: the budget is too small for 1 bit per element, or no saved tensor has bits that may change.
     """
     sizes = SizeProbe()
     with measuring(sizes):

@@ -1,7 +1,7 @@
 """The function mode of a converted model, which replaces torch's functions by fewbit's while the model trains.
 
-The mode is a `TorchFunctionMode`. `FunctionMode.TABLE` lists the functions that it replaces, such as F.gelu;
-docs/decisions/0009 says why such a table is needed.
+The mode is a `TorchFunctionMode`. `FunctionMode.TABLE` lists the functions that it replaces, such as F.gelu.
+docs/decisions/0009 says why fewbit replaces only functions that are in a list.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class FunctionQuantizers:
         quantizer: quantizes what functions save, except for functions of attention.
         activation_bits: bits of the code that an activation saves for each element.
         attention_quantizer: quantizes what functions of attention save.
-        own: {name of a call, as `name_of_call` makes it: the quantizer of the function}. Entries are added by calls.
+        own: {name of a call, as `name_of_call` makes it: the quantizer of the function}. The first call of a function
+            in a module adds an entry.
     """
 
     quantizer: Quantizer
@@ -116,7 +117,15 @@ class FunctionQuantizers:
     own: dict[str, Quantizer] = field(default_factory=dict, compare=False)
 
     def call(self, ours, family, function, args, kwargs):
-        """Call fewbit's `ours` with these settings, or torch's `function` if `ours` does not support the arguments."""
+        """Call fewbit's function with these settings, or torch's if fewbit's does not support the arguments.
+
+        Args:
+            ours: fewbit's function.
+            family: "activation", "one bit" (an activation whose derivative has two values), "quantized" or "exact".
+            function: torch's function.
+            args: the positional arguments of the call.
+            kwargs: the keyword arguments of the call.
+        """
         if family == "exact":
             return ours(*args, **kwargs)
         if family == "quantized":
@@ -151,7 +160,7 @@ class FunctionQuantizers:
 
 
 def name_of_call(path: str, function: str) -> str:
-    """Return the name under which fewbit lists a function that the module at a path calls."""
+    """Return "<path>:<function>", the name under which reports list a function that the module at `path` calls."""
     return f"{path}:{function}"
 
 
@@ -193,9 +202,10 @@ class FunctionMode(TorchFunctionMode):
             context.cache.stop_sharing(args[0])
 
     def depth_outside(self) -> int:
-        """Return 0, the number of times that this mode is on torch's stack outside a forward pass.
+        """Return how often this mode is on torch's stack outside a forward pass: never, so 0.
 
-        If the mode is on the stack more often, a forward pass was interrupted before it could remove the mode.
+        `CallGuard` compares `depth()` with this number. If `depth()` is larger, a forward pass was interrupted before
+        it could remove the mode.
         """
         return 0
 

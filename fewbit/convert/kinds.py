@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     """The class to which a module is converted.
 
     Attributes:
-        becomes: the class, a subclass of the module's own.
+        becomes: the new class, a subclass of the module's class.
         family: ACTIVATION, CONVOLUTION, LAYER or EXACT, constants of this file.
         attributes: {name: value} of the attributes that the new class needs and the old class lacks.
     """
@@ -110,7 +110,10 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return the kind to which a module is converted, by the module's class and settings; None if there is none."""
+    """Return the kind to which a module is converted; None if there is none.
+
+    The kind depends on the module's class and on attributes such as `alpha`, for which there may be no table.
+    """
     cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
@@ -157,7 +160,11 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def replaced(module: nn.Module) -> str | None:
-    """Describe the monkey patch of a module's forward, or of a function that the forward calls; None if none."""
+    """Return a text that says which code of a module's forward is monkey-patched; None if nothing is.
+
+    The forward itself may be patched, or a function that it calls. A patched module may compute something else than its
+    class says, so it is not converted.
+    """
     cls = class_of(module)
     for name, value in vars(module).items():
         if callable(value) and callable(getattr(cls, name, None)):
@@ -206,7 +213,10 @@ def is_fewbit(module: nn.Module) -> bool:
 
 
 def name_of(cls: type) -> str:
-    """Return the public name of one of fewbit's classes; "fewbit's" for a subclass of a class of transformers."""
+    """Return the public name of one of fewbit's classes, such as "fewbit.nn.Linear".
+
+    Subclasses of classes of transformers have no public name. For them the text "fewbit's" is returned.
+    """
     if is_activation(cls):
         return f"fewbit.{cls.__name__}"
     return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"

@@ -16,7 +16,7 @@ from fewbit.nn.base import Quantized
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The names of a model's layers, and which of their bits a policy chooses.
+    """The names of a model's layers, the bits that a policy must not change, and the average with which it starts.
 
     Attributes:
         names: all names under which quantized tensors may be saved: of layers, of functions that modules call, and of

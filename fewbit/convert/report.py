@@ -21,8 +21,8 @@ class ConvertedModule(NamedTuple):
         path: The dotted path, "" for the model itself.
         before: The name of the class before the conversion.
         after: The name of the class after the conversion.
-        bits: The bits per element of the quantized input or of the codes; an average if samples may have different
-            bits. None if the module's gradients stay exact.
+        bits: The bits per element that the module saves of its input, or of the derivative if the module is an
+            activation; an average if samples may have different bits. None if the module's gradients stay exact.
         shared: Whether the module saves nothing of its own, because it uses the tensor that a norm has saved in fixed
             point. None if the module may use such a tensor, but no forward pass has shown whether it does.
     """
@@ -82,7 +82,7 @@ class Report(Result):
         return [row._asdict() for row in self.converted]
 
     def view(self) -> View:
-        """Return the table of modules, the notes, and the table of bytes if `saved` is not None."""
+        """Return a `View`, with a table of modules, the notes and, if `saved` is not None, a table of bytes."""
         count = len(self.converted)
         title = f"{counted(count, 'module')} converted" if count else "no module converted"
         columns = (

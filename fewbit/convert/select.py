@@ -28,7 +28,7 @@ class Selection:
     overrides: Mapping[str, object] | None = None
 
     def of(self, model: nn.Module, settings: ResolvedSettings) -> list[Selected]:
-        """Return every module, and every activation function that a module has as an attribute, with its settings.
+        """Return a `Selected` for every module, and for every activation function that a module has as an attribute.
 
         Args:
             model: the model.

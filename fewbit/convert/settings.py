@@ -33,9 +33,10 @@ class ResolvedSettings:
         bits: the bits per element of quantized inputs; an average if `has_policy`.
         activation_bits: the bits of the code that a few-bit activation saves for each element.
         attention_bits: the bits per element of q, k and v, the queries, keys and values of attention. None stands for
-            `bits` if `adapts` is True, else for the larger of `bits` and ATTENTION_BITS.
+            `bits` if `adapts` is True, else for `bits` but at least 4.
         group_size, min_dtype, copies, functional: settings with the meaning that `fewbit.config.LayerSettings` gives.
-        fuses_norms: whether norms save their input in fixed point, from which layers after the norm restore theirs.
+        fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm restore their own
+            inputs from the tensor that the norm saved.
         has_policy: whether there is a policy, an object that chooses bits while the model trains.
         adapts: whether a policy chooses the bits of the module's inputs.
         chooses_activation_bits: whether a policy chooses `activation_bits`.

@@ -85,14 +85,16 @@ def convert(
 ) -> Conversion:
     """Convert the modules of a model, and the functions that these modules call, with given settings.
 
-    An earlier conversion is undone first, so that only the new settings hold. There is one exception: if
-    `settings.families` contains only activations, nothing is undone, and all other modules stay as they are.
+    An earlier conversion is undone first, so that only the new settings hold. If `settings.families` contains only
+    activations, as for `replace_activations_`, an earlier conversion is not undone. Then the selected activations get
+    the new settings, and everything else stays as it is.
 
     Args:
         model: the model, which changes in place.
         settings: the settings of modules that no override changes.
         selection: the modules to convert; by default all.
-        before: a function that is called when the model is checked and restored, before modules are converted.
+        before: a function that is called once, after the checks and after an earlier conversion is undone, but before
+            modules are converted.
 
     Raises:
         InputError: the model is not a module, or the selection is invalid.
@@ -174,12 +176,15 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def name_of_attention(path: str) -> str:
-    """Return the name under which fewbit lists the tensors q, k and v of the module at a path."""
+    """Return "<path>:attention", the name under which reports list q, k and v of the module at `path`."""
     return f"{path}:attention"
 
 
 def may_call(module: nn.Module) -> bool:
-    """Return whether a forward may call modules or any functions: False for childless modules of torch and fewbit."""
+    """Return whether fewbit assumes that a module's forward calls other modules, or functions of any kind.
+
+    This is assumed of all modules except those of torch.nn and fewbit that have no children.
+    """
     if next(module.children(), None) is not None:
         return True
     return not (kinds.is_fewbit(module) or type(module).__module__.startswith("torch.nn."))

@@ -1,7 +1,8 @@
 """Attention in models of transformers, through transformers' interface for implementations of attention.
 
-`install` registers an implementation "fewbit" and makes a model use it; `remove` undoes that. This file imports
-transformers only if the process has imported it already.
+`install` registers an implementation with the name "fewbit" in transformers, and makes a model use this implementation.
+`remove` gives the model its earlier implementation back. This file imports transformers only if the process has
+imported it already.
 """
 
 from __future__ import annotations

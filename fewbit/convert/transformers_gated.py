@@ -22,8 +22,8 @@ class Unit(NamedTuple):
     Attributes:
         act: the name of the attribute that is the activation.
         source: the source of the forward, by which the class is recognized.
-        forward: called as forward(module, x, product), returns the unit's result. The argument `product` is a function:
-            product(gate, up) returns act(gate) * up.
+        forward: a function that returns the unit's result for an input x. It is called as forward(module, x, product),
+            where product(gate, up) is a function that returns act(gate) * up.
     """
 
     act: str

@@ -26,9 +26,9 @@ class Form(NamedTuple):
 
     Attributes:
         source: the source of the forward, by which the class is recognized.
-        forward: called as forward(x, scale, eps), returns the norm's result and the reciprocal root mean square of each
-            row. scale is the weight plus `offset`.
-        eps: the name of the module's attribute that is the constant below the root.
+        forward: a function (x, scale, eps) that returns the norm's result and the reciprocal root mean square of each
+            row of x, that is, over the last dimension. scale is the weight plus `offset`.
+        eps: the name of the module's attribute that is added to the mean square before the root is taken.
         weight: the name of the module's attribute that is the weight; None if the norm has no weight.
         offset: the number that is added to the weight, in float32.
     """
@@ -54,9 +54,9 @@ class RMSNorm(Quantized):
 
     If x needs a gradient, the reciprocal root mean square of each row is also saved, in 4 bytes.
 
-    The mean of the weight's gradient over the random rounding is exact. The mean of x's gradient is exact if `copies`,
-    the number of saved copies, is 2. `fewbit/functional/layer_norm.py` gives the difference from the exact gradient if
-    `copies` is 1.
+    The mean of the weight's gradient over the random rounding is exact. The mean of x's gradient is exact if `copies`
+    is 2, so that two copies of the normalized x are saved. If `copies` is 1, this mean differs from the exact gradient.
+    `fewbit/functional/layer_norm.py` gives the difference.
     """
 
     form: Form

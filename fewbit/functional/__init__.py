@@ -5,7 +5,7 @@ are called copies. Tensors are quantized with random rounding. A gradient is cal
 over the rounding is the gradient that torch computes.
 
 Each file contains the functions for one kind of layer and their autograd Functions. This folder may import
-`fewbit.runtime`. It defines no modules; those are in `fewbit.nn`.
+`fewbit.runtime`. Classes of torch.nn.Module are in `fewbit.nn`.
 """
 
 from types import FunctionType

@@ -3,14 +3,15 @@
 Every function computes its activation f(input) with torch's function, in the input's shape, dtype and memory format. In
 the backward pass a step function q replaces the derivative of f: the gradient is `q(input) * grad` (Few-bit Backward,
 Novikov et al., ICML 2023). A table (docs/solver.md) lists the few values of q. For each element only a code is saved,
-the index of q(input) in the table. The codes of n elements take `4 * b * ceil(n / 32)` bytes. Here b is `bits`, or the
-smallest number of bits with which all values of the table have a code. If no gradient is needed, torch's own function
-runs and nothing is saved.
+the index of q(input) in the table. The codes of n elements take `4 * b * ceil(n / 32)` bytes. Here b is the smallest
+number of bits that suffices to number the values in the table. The default table has at most `2**bits` values. If the
+derivative has only two values, as that of relu, the table has 2 values, and b is 1 for all `bits`. If no gradient is
+needed, torch's own function runs and nothing is saved.
 
 Args of all functions:
     input: float32, float64, float16 or bfloat16, of any shape and strides.
     inplace: as in torch. The input is overwritten after its codes are computed.
-    bits: bits per code, 1 to 8, or None to run torch's own function, with its own derivative.
+    bits: bits per code of the default table, 1 to 8, or None to run torch's own function, with its own derivative.
     table: a `fewbit.Table` of the same function and parameters, in place of the default table.
 
 Raises of all functions:
@@ -186,10 +187,11 @@ def rrelu(
 ) -> Tensor:
     """Compute torch.nn.functional.rrelu and save 1 bit per element.
 
-    If `training` is set, the slopes of negative elements are random. The sign of each element is then saved in 1 bit,
-    together with the state of torch's random generator (5056 bytes on the CPU, 16 on CUDA). The backward pass draws the
-    same slopes from this state, so the gradient equals torch's, and `table` is not used. If the state cannot be read
-    (torch.compile, CUDA graphs), torch's own function runs.
+    If `training` is set, the slopes of negative elements are random. In this case the sign of each element is saved in
+    1 bit, together with the state of torch's random generator (5056 bytes on the CPU, 16 on CUDA). The backward pass
+    draws the same slopes from this state, so the gradient equals torch's, and `table` is not used. Under torch.compile,
+    during the capture of a CUDA graph, and on devices other than CPU and CUDA, the state cannot be read, and torch's
+    own function runs.
     """
     if training:
         if bits is None or not needs_grad(input) or not can_replay(input):
@@ -310,8 +312,8 @@ def quick_gelu(input: Tensor, *, bits: int | None = 3, table: Table | None = Non
 def relu_squared(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
     """Compute transformers' relu2, relu(x)**2, and save `bits` bits per element.
 
-    The derivative is unbounded for large x. The backward pass uses one constant value for all x beyond the table's
-    domain.
+    The derivative, 2 x for positive x, grows without bound, but the backward pass uses one value of the derivative for
+    all x above the table's domain.
     """
     return _apply(input, "relu_squared", (), bits, table)
 
@@ -365,16 +367,17 @@ def pointwise(
         input: A floating tensor of any shape and strides.
         function: A callable, or module, that takes a tensor and returns a tensor.
         bits: Bits per code, 1 to 8, or None to run the callable with torch's own derivative.
-        table: The table to use. By default the solver makes one, once per process, and again if the callable's values
-            have changed. The docstring of `fewbit.solve` describes the callables that the solver accepts. Pass a table
-            to use the same one in all processes.
+        table: The table to use. By default each process makes its own table at the first call, and again if the
+            callable's results have changed. The docstring of `fewbit.solve` describes the callables for which tables
+            can be made. Pass a table to use the same table in all processes.
 
     Returns:
         function(input).
 
     Raises:
-        FunctionError: The input needs a gradient, but the callable uses parameters that need one, returns different
-            values in every call, or is one for which the solver cannot make a table.
+        FunctionError: The input needs a gradient, and one of these is true: a parameter of the callable needs a
+            gradient too; the callable returns different results for the same input; the solver cannot make a table for
+            the callable.
     """
     if bits is None:
         return function(input)

@@ -1,15 +1,15 @@
 """Scaled dot-product attention, which saves only query, key and value, quantized.
 
-torch saves query, key, value, the output and the log-sum-exp of each row. If torch has no fused kernel (dropout on the
-CPU, a mask that needs a gradient), torch saves matrices of L x S elements, for L queries and S keys. Here the
-backward pass dequantizes q^, k^ and v^ from the saved copies of query q, key k and value v. It runs torch's own
-attention again on q^, k^ and v^, and differentiates that run.
+torch saves query, key, value, the output and, for each query, the log-sum-exp of its scores. If torch has no fused
+kernel (dropout on the CPU, a mask that needs a gradient), torch saves matrices of L x S elements, for L queries and S
+keys. fewbit saves quantized copies of query q, key k and value v. The backward pass of fewbit's function dequantizes
+q^, k^ and v^ from these copies, runs torch's own attention again on q^, k^ and v^, and differentiates that run.
 
-The gradients are not linear in q^, k^ and v^, so their means over the random rounding differ from the exact gradients.
-This difference is called the bias. q^, k^ and v^ are rounded independently, and the mean of each is exact. Let G be one
-of the exact gradients, as a function of the elements x of q, k and v, and G^ the gradient that the backward pass
-computes. The bias of G^ is, up to terms of higher order (ActNN, long version, appendix B.2, derives the same for
-norms),
+q^, k^ and v^ are rounded independently, and the mean of each over the random rounding is exact. The gradients are not
+linear in q^, k^ and v^, so the mean of a gradient differs from the exact gradient. This difference is called the bias.
+Let G be one of the exact gradients, as a function of the elements x of q, k and v, and G^ the gradient that the
+backward pass computes. The bias of G^ is, up to terms of higher order (ActNN, Chen et al., ICML 2021, long version,
+appendix B.2, derives the same for norms),
 
     E[G^] - G = 1/2 sum_x Var[x^] d2G / dx2
 
@@ -26,10 +26,11 @@ keys, and d the features. With the scores S and the mean key a_i of query i,
 
 On average, rounding therefore raises the probabilities of the keys to whose scores it adds the most variance.
 
-For normally distributed q, k and v (one head, 16 queries and keys of 16 features, median of 96 random examples), the
-bias at 2, 3 and 4 bits is 25, 5 and 1.1 % of the gradients of query and key, and 15, 3.0 and 0.6 % of the gradient of
-value. A single backward pass has a much larger error, whose mean over many passes is the bias: for query and key it is
-160, 62 and 28 % at 2, 3 and 4 bits, and 1.7 % at 8 bits. All these numbers grow with the size of the scores.
+The size of a bias is its norm divided by the norm of the exact gradient. For normally distributed q, k and v (one head,
+16 queries and keys of 16 features, median of 96 random examples) the size at 2, 3 and 4 bits is 25, 5 and 1.1 % for
+query and key, and 15, 3.0 and 0.6 % for value. The bias is the mean of the error over many backward passes. The error
+of a single pass is much larger: for query and key, 160, 62 and 28 % at 2, 3 and 4 bits, and 1.7 % at 8 bits. All these
+numbers grow with the size of the scores.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ class How(NamedTuple):
         is_causal: as in torch.
         scale: as in torch.
         enable_gqa: as in torch.
-        repeats: how often each head of key and value is repeated before attention. transformers does this if several
-            heads of the query use the same key and value.
+        repeats: how many times each head of key and value occurs in attention. transformers repeats heads if
+            several heads of the query use the same key and value.
         weighed: whether to return the probabilities too, computed as in
             torch.nn.functional.multi_head_attention_forward. If so, scale, is_causal, enable_gqa and repeats must have
             their default values.
@@ -144,8 +145,8 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         value: as in `scaled_dot_product_attention`.
         attn_mask: as in `scaled_dot_product_attention`.
         position_bias: None, or a floating tensor that is added to the scores, of a shape that broadcasts to
-            (N, ..., Hq, L, S). Mask and position bias are saved as two tensors, not as their sum, because other layers
-            usually save the same two tensors.
+            (N, ..., Hq, L, S). Mask and position bias are saved as two tensors, not as their sum. Other layers usually
+            save the same two tensors, which then take memory only once.
         how: the settings of the call.
         quantizer: quantizes the saved tensors.
 

@@ -112,8 +112,8 @@ def instance_norm(
     """Compute torch.nn.functional.instance_norm of an input (N, C, *) and save the normalized input quantized.
 
     As in torch, this is the batch norm of one sample with N * C channels, so N * C reciprocal standard deviations are
-    saved. `use_input_stats` is as in torch. The other arguments, and how exact the gradients are, are as in
-    `batch_norm`.
+    saved. `use_input_stats` is as in torch. The other arguments are as in `batch_norm`, and the gradients are equally
+    exact.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
@@ -289,8 +289,9 @@ def sync_batch_norm(
     """Compute torch.nn.SyncBatchNorm in training, in a group of two processes or more.
 
     The function saves the normalized input quantized, a reciprocal standard deviation for each channel, and the number
-    of elements of each process. Gradients are as exact as those of `batch_norm` with `copies=1`. The forward and the
-    backward pass are torch's own; the backward pass gets the dequantized input in place of the input.
+    of elements of each process. Gradients are as exact as those of `batch_norm` with `copies=1`. torch's own functions
+    compute the forward and the backward pass. In place of the input, the backward pass gets an approximation that is
+    computed from the dequantized normalized input.
 
     Args:
         input: (N, C, *), on a device for which torch implements SyncBatchNorm.

@@ -1,6 +1,7 @@
 """Convolutions, plain and transposed, whose inputs are saved quantized for the weight's gradient.
 
-The rounding is random. A gradient is called exact in expectation if its mean over the rounding is the exact gradient.
+The method is that of the paper ActNN (Chen et al., ICML 2021). The rounding is random. A gradient is called exact in
+expectation if its mean over the rounding is the exact gradient.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def conv2d(
 ) -> Tensor:
     """Compute torch.nn.functional.conv2d of an input (N, C, H, W) or (C, H, W) and save the input quantized.
 
-    The other arguments, and how exact the gradients are, are as in `conv1d`.
+    The other arguments are as in `conv1d`, and the gradients are equally exact.
     """
     settings = stride, padding, dilation, False, 0, groups
     return _convolve(2, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
@@ -108,7 +109,7 @@ def conv3d(
 ) -> Tensor:
     """Compute torch.nn.functional.conv3d of an input (N, C, D, H, W) or (C, D, H, W) and save the input quantized.
 
-    The other arguments, and how exact the gradients are, are as in `conv1d`.
+    The other arguments are as in `conv1d`, and the gradients are equally exact.
     """
     settings = stride, padding, dilation, False, 0, groups
     return _convolve(3, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
@@ -130,8 +131,8 @@ def conv_transpose1d(
 ) -> Tensor:
     """Compute torch.nn.functional.conv_transpose1d and save the input quantized.
 
-    The weight is (C, out / groups, kernel), and `output_padding` is as in torch. The other arguments, and how exact the
-    gradients are, are as in `conv1d`.
+    The weight is (C, out / groups, kernel), and `output_padding` is as in torch. The other arguments are as in
+    `conv1d`, and the gradients are equally exact.
     """
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(1, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
@@ -153,8 +154,8 @@ def conv_transpose2d(
 ) -> Tensor:
     """Compute torch.nn.functional.conv_transpose2d and save the input quantized.
 
-    The weight is (C, out / groups, kH, kW), and `output_padding` is as in torch. The other arguments, and how exact the
-    gradients are, are as in `conv2d`.
+    The weight is (C, out / groups, kH, kW), and `output_padding` is as in torch. The other arguments are as in
+    `conv2d`, and the gradients are equally exact.
     """
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(2, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
@@ -176,8 +177,8 @@ def conv_transpose3d(
 ) -> Tensor:
     """Compute torch.nn.functional.conv_transpose3d and save the input quantized.
 
-    The weight is (C, out / groups, kD, kH, kW), and `output_padding` is as in torch. The other arguments, and how exact
-    the gradients are, are as in `conv3d`.
+    The weight is (C, out / groups, kD, kH, kW), and `output_padding` is as in torch. The other arguments are as in
+    `conv3d`, and the gradients are equally exact.
     """
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(3, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))

@@ -3,7 +3,7 @@
 The normalized input x~ = (x - mean) / s is saved in place of the input x; s is the standard deviation. All channels and
 rows of x~ have the same scale, so elements of several of them can be quantized with one minimum and one range
 (docs/decisions/0007). Let g be the gradient of the result, times the weight, and N the number of elements over which a
-mean is taken. The gradient of x is (ActNN, long version, appendix B.2)
+mean is taken. The gradient of x is (ActNN, Chen et al., ICML 2021, long version, appendix B.2)
 
     grad = (g - mean(g) - x~ mean(x~ g)) / s
 
@@ -69,8 +69,8 @@ def layer_norm(
     """Compute torch.nn.functional.layer_norm and save the normalized input quantized.
 
     The gradient of `bias` is exact. The gradient of `weight` is exact in expectation: its mean over the random rounding
-    is exact. The gradient of `input` is exact in expectation only with `copies=2`. The docstring of
-    `fewbit/functional/layer_norm.py` gives its error with `copies=1`.
+    is exact. The gradient of `input` is exact in expectation only with `copies=2`. With `copies=1` the mean of this
+    gradient differs from the exact gradient; the docstring of `fewbit/functional/layer_norm.py` says by how much.
 
     Args:
         input: (*, *normalized_shape), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes
@@ -114,7 +114,7 @@ def rms_norm(
     """Compute torch.nn.functional.rms_norm and save the normalized input quantized.
 
     The normalized input is the input divided by its root mean square, whose reciprocal is saved for each row. The
-    arguments, and how exact the gradients are, are as in `layer_norm`.
+    arguments are as in `layer_norm`, and the gradients are equally exact.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     shape = _shape(normalized_shape)
@@ -141,7 +141,7 @@ def group_norm(
     """Compute torch.nn.functional.group_norm of an input (N, C, *) and save the normalized input quantized.
 
     A reciprocal standard deviation is saved for each sample and group of channels. `weight` and `bias` are (C,) or
-    None. The other arguments, and how exact the gradients are, are as in `layer_norm`.
+    None. The other arguments are as in `layer_norm`, and the gradients are equally exact.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     served = is_served(input, weight, bias) and input.dim() >= 2
@@ -185,7 +185,7 @@ def _has_elements(input) -> bool:
 
 
 def contiguous(*vectors) -> tuple[Tensor | None, ...]:
-    """Return the vectors in contiguous memory, because torch's native kernels ignore strides; None remains None."""
+    """Return the given vectors in contiguous memory, because torch's kernels ignore strides; None remains None."""
     return tuple(None if vector is None else vector.contiguous() for vector in vectors)
 
 
@@ -212,9 +212,9 @@ def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, chann
             pass.
         x: the norm's input.
         y: the norm's result.
-        statistics: (mean, rstd, inner): mean, reciprocal standard deviation, and the number of consecutive elements
-            that have the same mean and rstd, or None. See
-            `fewbit.runtime.quantizers.quantizer.Quantizer.quantize_normalized`.
+        statistics: (mean, rstd, inner). rstd is the reciprocal standard deviation. inner is the number of elements, one
+            after the other in memory, that have the same mean and rstd; None if that number varies.
+            `fewbit.runtime.quantizers.quantizer.Quantizer.quantize_normalized` describes all three.
         weight: the norm's weight, or None.
         bias: the norm's bias, or None.
         copies: the number of copies to save, 1 or 2.

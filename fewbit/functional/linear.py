@@ -1,6 +1,7 @@
 """Linear and bilinear maps, whose inputs are saved quantized for the weight's gradient.
 
-The rounding is random. A gradient is called exact in expectation if its mean over the rounding is the exact gradient.
+The method is that of the paper ActNN (Chen et al., ICML 2021). The rounding is random. A gradient is called exact in
+expectation if its mean over the rounding is the exact gradient.
 """
 
 from __future__ import annotations

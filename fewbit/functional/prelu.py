@@ -37,12 +37,12 @@ def prelu(
     """Compute torch.nn.functional.prelu and save the input's signs and negative part.
 
     If the input needs a gradient, the signs of n elements take `4 * ceil(n / 32)` bytes, and the gradient equals
-    torch's to the bit. If the slopes need a gradient, min(input, 0) is saved quantized. The slopes' gradient is linear
-    in min(input, 0), and therefore exact in expectation: its mean over the random rounding is exact.
+    torch's to the bit. If the weight needs a gradient, min(input, 0) is saved quantized. The weight's gradient is
+    linear in min(input, 0), and therefore exact in expectation: its mean over the random rounding is exact.
 
     Args:
         input: (N, C, ...), floating.
-        weight: (1,) or (C,), the slopes.
+        weight: (1,) or (C,), the slopes for negative elements.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
         quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.

@@ -1,19 +1,19 @@
 """Softmax and its logarithm, whose probabilities are saved quantized.
 
-The result y of softmax is saved with random rounding, as y^ = y + e, in which e is the rounding error. With the
-gradient g of y, the exact gradient of the input, grad, and the error of grad^, which is computed from y^, are
+The result y of softmax is saved with random rounding, as y^ = y + e, in which e is the rounding error. Let g be the
+gradient of y, grad the exact gradient of the input, and grad^ the gradient that is computed from y^:
 
     grad_j = y_j (g_j - sum_i g_i y_i)
     grad^_j - grad_j = e_j (g_j - sum_i g_i y_i) - y_j sum_i g_i e_i - e_j sum_i g_i e_i
 
-The e_i are independent and have mean 0. In the mean over the rounding, only the product with i = j of the last term
-remains:
+The e_i are independent and have mean 0. Take the mean over the rounding: the first two terms of the error vanish, and
+of the sum in the last term only the summand with i = j remains. So
 
     E[grad^_j] - grad_j = -g_j Var[e_j]
 
 This difference is called the bias of the gradient. Var[e_j] = f (1 - f) step^2, which is at most step^2 / 4. Here step
-is the distance between neighboring levels, and f is the distance of y_j from the level below, divided by step. Elements
-that are quantized together have step = (maximum - minimum) / (2^bits - 1).
+is the distance between the two neighboring levels to which y_j can be rounded, and f is the distance from y_j to the
+lower one, divided by step. Elements that are quantized together have step = (maximum - minimum) / (2^bits - 1).
 
 For y = log_softmax(x) with the gradient g of y, the gradient of x is g - exp(y) sum(g). The probabilities exp(y) are
 saved quantized. The gradient is linear in exp(y), and therefore exact in expectation: its mean over the rounding is

@@ -14,16 +14,17 @@ from fewbit.errors import FewbitError
 
 
 class Family(NamedTuple):
-    """The models of one architecture.
+    """An architecture and its models.
 
     Attributes:
-        name: the family's name, as in the help of `fewbit memory`.
-        module: the module of this folder that builds the models.
-        builder: the class or function in that module that makes a model. Its arguments are a model's name and, to
-            replace the activation, a callable that returns a module.
+        name: the name of the architecture, as in the help of `fewbit memory`.
+        module: the name of the Python file in this folder that defines the architecture, without `.py`.
+        builder: the name of a class or function in this file. Called with a model's name, it makes the model. A second
+            argument, a callable that returns a torch.nn.Module, replaces the activation.
         models: the names of the models.
         is_text: whether the input is tokens; otherwise it is images.
-        has_relu: whether the activation is ReLU. The paper Few-bit Backward replaces ReLU by GELU.
+        has_relu: whether the activation is ReLU. The paper Few-bit Backward measured these models with GELU in place
+            of ReLU, and measurements that repeat the paper do the same.
     """
 
     name: str
@@ -69,12 +70,12 @@ _SMALLEST_IMAGE, _LARGEST_IMAGE = 64, 8192
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all models, ordered by family and size."""
+    """Return the names of all models, grouped by architecture and ordered by size."""
     return tuple(name for family in FAMILIES for name in family.models)
 
 
 def family(name: str) -> Family:
-    """Return the family of the model named `name`."""
+    """Return the `Family`, that is, the architecture, of the model named `name`."""
     return next(family for family in FAMILIES if name in family.models)
 
 
@@ -103,7 +104,7 @@ def _plain(name):
 
 
 def check_size(name: str, size: int) -> int:
-    """Return the size of a model's input. Raise FewbitError if the model does not accept the size.
+    """Return `size` if the model accepts inputs of this size; else raise FewbitError.
 
     Args:
         name: The name of a model.
@@ -132,8 +133,8 @@ def build(name: str, activation: str | Callable | None = None):
 
     Args:
         name: The name of a model.
-        activation: A key of `fewbit.models.activations.FACTORIES`, or a callable that returns a module; by default the
-            architecture's own activation stays.
+        activation: A key of `fewbit.models.activations.FACTORIES`, or a callable that returns a torch.nn.Module; by
+            default the architecture's own activation stays.
 
     Raises:
         FewbitError: The name of the model or the activation is unknown, or the package transformers is needed and not

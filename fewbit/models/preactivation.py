@@ -1,8 +1,9 @@
 """Pre-activation residual networks for 32 by 32 images (He et al., 2016b). Their shortcuts have no parameters.
 
-The paper BLPA measures these networks in its section 4. A network has three stages of (depth - 2) / 9 bottleneck units.
-A unit has three blocks norm-ReLU-convolution, with filters of 1x1, 3x3 and 1x1. The outputs of units have 64, 128 and
-256 channels. The depths 164, 254, 488 and 1001 are 9 n + 2 for n = 18, 28, 54 and 111.
+The paper BLPA (Chakrabarti and Moseley, 2019) measures these networks in section 4. A network has three stages of
+(depth - 2) / 9 bottleneck units. A unit has three blocks norm-ReLU-convolution, with filters of 1x1, 3x3 and 1x1. The
+outputs of units have 64, 128 and 256 channels. The depths 164, 254, 488 and 1001 are 9 n + 2 for n = 18, 28, 54 and
+111.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ STEM, WIDTHS, EXPANSION = 16, (16, 32, 64), 4
 
 
 class Block(nn.Module):
-    """A block that computes linear(activation(norm(x))). The children have the names of `fewbit.nn.PreActivation`'s."""
+    """A block that computes linear(activation(norm(x))).
+
+    The children have the same names as in `fewbit.nn.PreActivation`: norm, activation and linear.
+    """
 
     def __init__(self, norm: nn.Module, linear: nn.Module, activation: nn.Module | None = None):
         super().__init__()
@@ -34,7 +38,10 @@ class Block(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """The sum of x and the result of three blocks. If shapes differ, x is subsampled and gets channels of zeros."""
+    """The sum of x and the result of three blocks. If shapes differ, x is subsampled and gets channels of zeros.
+
+    `width` is the number of output channels of the first two blocks.
+    """
 
     def __init__(self, inputs: int, width: int, stride: int, block: Callable):
         super().__init__()
@@ -50,7 +57,7 @@ class Bottleneck(nn.Module):
         self.expand = made(width, EXPANSION * width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the unit's output (batch, 4 * width, height / stride, width / stride)."""
+        """Return the unit's output, (batch, 4 * width, H / stride, W / stride), for x (batch, channels, H, W)."""
         short_cut = x
         if self.stride != 1:
             short_cut = x[:, :, :: self.stride, :: self.stride]
@@ -104,7 +111,7 @@ class PreActivationResNet(nn.Module):
         self.linear = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (batch, classes) for images (batch, channels, height, width)."""
+        """Return logits (batch, classes) for images (batch, channels, H, W)."""
         x = self.stages(self.stem(x))
         x = self.pool(self.activation(self.norm(x)))
         return self.linear(torch.flatten(x, 1))

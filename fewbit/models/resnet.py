@@ -1,7 +1,7 @@
 """ResNet-18 to ResNet-152 for images (He et al., 2016), with the `state_dict` keys of torchvision's models.
 
-In a bottleneck the 3x3 convolution has the stride, not the first 1x1 convolution. So it is in torchvision
-("ResNet v1.5").
+In a bottleneck the 3x3 convolution has the stride, not the first 1x1 convolution, as in torchvision ("ResNet v1.5").
+A block's `width` is the number of output channels of its first convolution.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BasicBlock(nn.Module):
         self.downsample = _downsample(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, (batch, expansion * width, height / stride, width / stride)."""
+        """Return the block's output, (batch, width, H / stride, W / stride), for x (batch, channels, H, W)."""
         identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         return self.relu(self.bn2(self.conv2(x)) + identity)
@@ -72,7 +72,7 @@ class Bottleneck(nn.Module):
         self.downsample = _downsample(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output (batch, expansion * width, height / stride, width / stride)."""
+        """Return the block's output, (batch, 4 * width, H / stride, W / stride), for x (batch, channels, H, W)."""
         identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))

@@ -91,7 +91,7 @@ def classification_loss(model, batch) -> torch.Tensor:
 
 
 def masked_loss(model, batch) -> torch.Tensor:
-    """Return the mean cross entropy of predicted masked tokens. The embedding's weight serves as the last layer.
+    """Return the mean cross entropy of predicted masked tokens. The embedding's weight is also the last layer's.
 
     Args:
         model: A model of transformers.
@@ -106,7 +106,7 @@ def masked_loss(model, batch) -> torch.Tensor:
 
 
 def next_token_loss(model, batch) -> torch.Tensor:
-    """Return the mean cross entropy of predicted next tokens. The embedding's weight serves as the last layer.
+    """Return the mean cross entropy of predicted next tokens. The embedding's weight is also the last layer's.
 
     Args:
         model: A model of transformers.

@@ -125,7 +125,7 @@ class Softshrink(TwoValued, nn.Softshrink):
 
 
 class RReLU(TwoValued, nn.RReLU):
-    """A torch.nn.RReLU that computes `fewbit.functional.rrelu`, also exact for the random slopes in training."""
+    """A torch.nn.RReLU that computes `fewbit.functional.rrelu`. Gradients are exact, also for random slopes."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.rrelu, input, self.lower, self.upper, self.training, self.inplace)
@@ -270,7 +270,7 @@ class Laplace(_FewBit, nn.Module):
 
 
 class Pointwise(_FewBit, nn.Module):
-    """A module that applies a user's pointwise callable, computed by `fewbit.functional.pointwise`.
+    """A module that applies a user's pointwise callable with `fewbit.functional.pointwise`.
 
     The callable must have no parameters that need a gradient. Compiled code uses the table with which it was compiled,
     even if the callable changes later.

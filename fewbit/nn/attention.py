@@ -1,4 +1,7 @@
-"""Multi-head attention, which saves the inputs and the results of its projections quantized."""
+"""Multi-head attention, which saves the inputs and the results of its projections quantized.
+
+The module has the arguments of torch's module plus `bits` and `group_size`, as in `fewbit.functional.linear`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
     probabilities are not saved, even if `need_weights` requests them.
 
     Attributes:
-        attention_quantizer: quantizes q, k and v. If None, `quantizer` quantizes them too.
+        quantizer: made from the arguments `bits` and `group_size`; quantizes the inputs of the projections.
+        attention_quantizer: quantizes q, k and v. If it is None, `quantizer` quantizes q, k and v too.
     """
 
     attention_quantizer: Quantizer | None = None

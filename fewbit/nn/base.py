@@ -16,9 +16,9 @@ from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantizer
 class Guarded:
     """A mixin that wraps the forward of its subclasses for two purposes.
 
-    First, torch.fx.symbolic_trace records a call of the layer as one node, as it does for torch's layers. Second, other
-    code may have stored `module.forward` of a converted module. When the model is restored, the stored method runs
-    torch's forward.
+    First, torch.fx.symbolic_trace records a call of the layer as one node, as it does for torch's layers. Second, a
+    method `module.forward` that other code stored before `fewbit.restore_` was called runs torch's forward afterwards,
+    because `restore_` has given the module torch's class again.
     """
 
     def __init_subclass__(cls, **kwargs):

@@ -1,4 +1,7 @@
-"""Convolutions, which save their inputs quantized."""
+"""Convolutions, which save their inputs quantized.
+
+The modules have the arguments of torch's modules plus `bits` and `group_size`, as in `fewbit.functional.conv1d`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Gated units: modules without parameters that compute act(gate) * up and save quantized factors."""
+"""Gated units, which compute act(gate) * up with an activation act, and save quantized tensors.
+
+The modules have no parameters. Their arguments are `bits` and `group_size`, as in `fewbit.functional.swiglu`. GEGLU
+also has `approximate`, as in torch.nn.GELU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Linear layers, which save their inputs quantized."""
+"""Linear layers, which save their inputs quantized.
+
+The modules have the arguments of torch's modules plus `bits` and `group_size`, as in `fewbit.functional.linear`.
+"""
 
 from __future__ import annotations
 

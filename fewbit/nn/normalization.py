@@ -1,4 +1,8 @@
-"""Norms, which save their normalized inputs quantized."""
+"""Norms, which save their normalized inputs quantized.
+
+The modules have the arguments of torch's modules plus `bits`, `group_size` and `copies`, as in
+`fewbit.functional.layer_norm`.
+"""
 
 from __future__ import annotations
 

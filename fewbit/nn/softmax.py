@@ -1,4 +1,7 @@
-"""Softmax and its logarithm, which save the probabilities quantized."""
+"""Softmax and its logarithm, which save the probabilities quantized.
+
+The modules have the arguments of torch's modules plus `bits` and `group_size`, as in `fewbit.functional.softmax`.
+"""
 
 from __future__ import annotations
 

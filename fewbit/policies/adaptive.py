@@ -1,9 +1,10 @@
-"""The policy of `AdaptiveBits` (level L3 of ActNN): tensors and samples that affect the gradient more get more bits.
+"""The policy of `AdaptiveBits`: tensors and samples that affect the gradient more get more bits.
 
-A slot is a tensor that a layer saves in every forward pass, known by the layer's name and the number of the layer's
-input. In some steps a `VarianceProbe` measures how much variance the rounding of each slot adds to the gradient. The
-bits of the following steps solve an optimization problem, ActNN's problem (10): the least variance for a given average
-number of bits (`allocation.py`). All processes choose the same bits, because each uses the measurements summed over all
+The method is that of the paper ActNN, where it has the name L3. A slot is a tensor that a layer saves in every forward
+pass. Its name is (the layer's name, the number of the layer's input). In some steps a `VarianceProbe` measures how much
+variance the rounding of each slot adds to the gradient. From these measurements the policy computes the bits of the
+following steps: the bits that add the least variance for a given average number of bits, which is problem (10) of the
+paper (`allocation.py`). All processes choose the same bits, because each uses the measurements summed over all
 processes.
 """
 
@@ -61,8 +62,10 @@ class SlotVariance(Record):
             same bits.
         sensitivity: the variance that rounding adds to the gradient, times (2^bits - 1)^2.
         at_one: the variance that rounding to 1 bit per element would add.
-        spread: a summary of the numbers by which bits are divided among samples. The numbers are sorted and cut into
-            SPREAD parts of nearly equal size, and each entry is the mean of a part. None if bits are not divided.
+        spread: SPREAD (16) numbers that summarize how sensitive the samples are. Each sample has a sensitivity, which
+            determines the sample's bits. The sensitivities are sorted and cut into SPREAD parts of nearly equal size,
+            and each entry is the mean of a part. If there are fewer samples, zeros follow. None if all samples have
+            the same bits.
         missed: the number of measurements since the slot was last measured.
     """
 
@@ -83,7 +86,7 @@ class SlotVariance(Record):
         return self.is_known and not self.is_fixed
 
     def parts(self) -> list[float]:
-        """Divide the samples into parts with similar bits. Return the fraction of `sensitivity` of each part."""
+        """Divide the samples into parts as in `spread`. Return each part's share of `sensitivity`; the sum is 1."""
         count = min(self.samples, SPREAD) or 1
         points = [] if self.spread is None or count == 1 else self.spread[:count]
         total = sum(points)
@@ -93,7 +96,7 @@ class SlotVariance(Record):
         """Return this measurement, with `sensitivity` and `at_one` averaged with their earlier values.
 
         Args:
-            before: the earlier values, or None.
+            before: the slot's earlier measurement, or None.
         """
         if before is None or not before.is_known:
             return self
@@ -121,7 +124,7 @@ class VarianceKnowledge(Record):
             the budget.
         bits: the average number of bits per element.
         sizes: a row (layer, number of the input, number of elements) for each saved tensor (slot) to which the average
-            applies. None if the average applies to all slots, with the sizes of the latest measurement.
+            applies. None if the average applies to all slots; their sizes are then those of the latest measurement.
         slots: the measurements of each slot by (layer, number of the input), in the order of the forward pass.
     """
 
@@ -137,11 +140,11 @@ class SlotVarianceProbe(VarianceProbe):
     """A probe that returns the measurements of `VarianceProbe` as `SlotVariance` records."""
 
     def results(self) -> dict[tuple[str, int], SlotVariance]:
-        """Wait for the numbers, and return the measured variances by (layer, number of its input)."""
+        """Wait until the variances are on the host, and return them by slot: (layer, number of the layer's input)."""
         return _records(super().results())
 
     def snapshot(self) -> dict[tuple[str, int], SlotVariance]:
-        """Return the variances measured so far, by (layer, number of its input). The measurement continues."""
+        """Return the variances measured so far, by slot, as `results` does. The measurement continues."""
         return _records(super().snapshot())
 
 
@@ -172,8 +175,8 @@ class AdaptivePolicy(ProbingPolicy):
         names: the names of all layers and functions that may save quantized tensors, the same in every process.
         interval: the number of steps from one measurement to the next.
         sizes: {slot: number of elements} in the forward pass that has to fit the budget. The average applies to these
-            slots, and other slots have `bits` bits. None if the average applies to all slots, with the sizes of the
-            latest measurement.
+            slots, and other slots have `bits` bits. None if the average applies to all slots; their sizes are then
+            those of the latest measurement.
         budget: the bytes that the user allows for a forward pass (`Budget`); `bits` and `sizes` were computed from
             them. None if there is no budget.
     """
@@ -194,7 +197,7 @@ class AdaptivePolicy(ProbingPolicy):
         super().__init__(bits, names, interval, VarianceKnowledge(budget, bits, rows, {}))
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"allocation": table of the bits of each saved tensor}."""
+        """Return {"allocation": table of the bits of each saved tensor}. `BitPolicy.tables` explains the arguments."""
         rows = (
             Allocated(
                 *_slot_of(slot),
@@ -219,7 +222,10 @@ class AdaptivePolicy(ProbingPolicy):
         return merge_by_key(results)
 
     def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:
-        """Return the knowledge after one more measurement. A measurement is ignored if all its variances are 0."""
+        """Return the knowledge after one more measurement.
+
+        A measurement in which all variances are 0 is ignored, because it does not say which slots need more bits.
+        """
         if not any(slot.sensitivity > 0 for slot in result.values()):
             return self.knowledge
         known = _in_units_of(result, self.knowledge.slots)
@@ -239,10 +245,14 @@ class AdaptivePolicy(ProbingPolicy):
         self.bits, self.averages = knowledge.bits, averages
 
     def fit(self, knowledge: VarianceKnowledge, settings: Mapping) -> VarianceKnowledge:
-        """Return the knowledge that this policy takes from a controller's state.
+        """Return the knowledge with which this policy continues after a controller's state was loaded.
 
-        A state with the same budget is taken as a whole. From other states the policy takes the measurements alone, and
-        keeps its own average and sizes.
+        If the state is from a policy with the same `Budget`, the result is all of the state's knowledge. Otherwise the
+        result has the state's measurements, and this policy's own budget, average and sizes.
+
+        Args:
+            knowledge: the knowledge in the state.
+            settings: not used.
         """
         own = self.knowledge
         for layer, *_ in (*knowledge.slots, *(knowledge.sizes or ())):
@@ -261,11 +271,11 @@ class AdaptivePolicy(ProbingPolicy):
 def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
     """Return the average bits of each saved tensor (slot), from ActNN's optimization problem (10).
 
-    In the problem each saved tensor is divided into parts of nearly equal size, and each part counts as a tensor of its
-    own. The samples in a part get similar bits.
+    In the problem the samples of each saved tensor are divided into parts of nearly equal size, and each part counts as
+    a tensor of its own. The samples of one part have similar sensitivities.
 
     Returns:
-        {(layer, number of the input): bits per element}, without slots whose bits the policy does not choose.
+        {(layer, number of the input): bits per element} of the slots whose bits the policy chooses.
     """
     sizes = None
     if knowledge.sizes is not None:

@@ -1,4 +1,4 @@
-"""The division of a budget of bits among tensors: the optimization problem (10) of ActNN (section 4.2).
+"""The division of a budget of bits among tensors: the optimization problem (10) of the paper ActNN (section 4.2).
 
     min  sum_i  w_i / (2^b_i - 1)^2     such that     sum_i  d_i b_i <= budget,   least <= b_i <= most
 
@@ -19,9 +19,9 @@ def allocate(sensitivity, elements, budget: int, least=MIN_BITS, most=MAX_BITS, 
     """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n).
 
     All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until
-    the budget is met. If the last step takes more bits than needed, the bits that are left over go to the tensors that
-    gain most. The result is optimal if all tensors have one size and `at_one` is at least .21 of the sensitivity,
-    because each bit then gains less than the one before.
+    the budget is met. If the last step takes more bits than needed, the bits that are left over go to the tensors whose
+    variance falls most. The result is optimal if all tensors have the same size and `at_one` is at least .21 of the
+    sensitivity, because each further bit of a tensor then reduces the variance by less than the bit before.
 
     Args:
         sensitivity: (n,) finite floats, 0 or more: the w of each tensor.
@@ -89,11 +89,12 @@ def _allocate(sensitivity, at_one, elements, budget, least, most):
 
 
 def reference(sensitivity, at_one, elements, budget, least, most):
-    """Compute the result of `allocate` with NumPy, if there is no compiled kernel (which uses a heap).
+    """Return the result of `allocate`, computed with NumPy, as a substitute for the compiled kernel.
 
     The arguments are those of `allocate`. A step of the algorithm takes one bit from one tensor. If `at_one` is at
-    least .21 of the sensitivity, each further bit that a tensor loses adds more variance than the bit before. The steps
-    in the order of their costs are therefore the steps that the greedy algorithm takes, and sorting replaces the heap.
+    least .21 of the sensitivity, each further bit that a tensor loses adds more variance than the bit before. The
+    greedy algorithm then takes the steps in the order of the variance that they add per element. So this function sorts
+    all steps; the compiled kernel finds the next step with a heap.
     """
     n = len(elements)
     steps = np.arange(most, least, -1)

@@ -17,7 +17,7 @@ _SLACK = 4 * words_of_total(32, 1) + SPREAD
 
 
 class SizeProbe:
-    """A probe that counts the elements of all saved tensors whose bits a policy may choose, by slot.
+    """A probe that counts the elements of each slot whose bits a policy may choose.
 
     A slot is a tensor that a layer saves in every forward pass. Tensors that are saved in a checkpointed region are not
     counted, because they no longer exist when the forward pass ends.
@@ -33,7 +33,8 @@ class SizeProbe:
         Args:
             slot: the tensor's slot, with its bits.
             elements: the number of elements.
-            sensitivities: (samples,) the numbers by which bits are divided among samples; None if they are not divided.
+            sensitivities: (samples,) the sensitivities of the samples, which determine the samples' bits; None if all
+                samples have the same bits.
             fp32_min_bytes: the bytes by which the saved tensor grows if the minimums of its groups become float32.
         """
         if in_checkpoint():
@@ -53,7 +54,7 @@ class SizeProbe:
         """Do nothing: sizes do not depend on the rounding."""
 
     def knows(self, name: tuple[str, int]) -> bool:
-        """Return True: all saved tensors are counted."""
+        """Return True, so that no layer is reported as unobserved."""
         return True
 
     def watch(self, outputs) -> None:

@@ -22,7 +22,7 @@ from fewbit.runtime.saved.bit_policy import BitPolicy
 
 @singledispatch
 def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
-    """Create the policy for a configuration. Return None if the configuration fixes the bits.
+    """Return a new policy for a configuration, or None if the configuration fixes the bits.
 
     Users do not call this function: `checked_policy` does. To connect a configuration class of your own to a policy,
     register a function with `make_policy.register`.
@@ -40,17 +40,19 @@ def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
 
 
 def checked_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
-    """Return `make_policy(config, facts)`, after a check that the configuration announces this policy.
+    """Return `make_policy(config, facts)`. Check that the configuration's attributes fit the policy.
 
-    Layers read the configuration's attributes `has_policy` and `adapts`. If `has_policy` is False, layers ignore the
-    policy. If `adapts` is False, layers ignore the bits that the policy chooses for single layers.
+    Layers read the attributes `has_policy` and `adapts` of the configuration. If `has_policy` is False, layers ignore
+    the policy. If `adapts` is False, layers ignore the policy's `averages`, the bits of single slots, so the policy
+    only divides a tensor's bits among samples.
 
     Args:
         config: the configuration.
         facts: the facts about the converted model, such as its layers' names.
 
     Raises:
-        InputError: an attribute does not fit the policy, or no policy is registered for the configuration.
+        InputError: `has_policy` or `adapts` does not fit the policy, or no function is registered for the class of the
+            configuration.
     """
     policy = make_policy(config, facts)
     has_policy = policy is not None

@@ -71,8 +71,8 @@ class ProbeRun:
     def is_ready(self, step: int, path: str) -> bool:
         """Return whether the next stage of the measurement can begin: sending the results, or learning from them.
 
-        If several processes train the model, the result depends on the number of steps alone, so that the stage begins
-        in the same step in all processes.
+        If several processes train the model, the answer depends only on numbers of steps and on the path, so that the
+        stage begins in the same step in all processes.
 
         Args:
             step: the number of steps so far.
@@ -88,8 +88,9 @@ class ProbeRun:
     def is_stale(self, step: int, path: str) -> bool:
         """Return whether to replace this measurement by a new one, because the backward pass has not come.
 
-        The measurement waits until the next forward pass of the same module, and for at most PATIENCE steps. If several
-        processes train the model, no measurement is given up.
+        The measurement waits for PATIENCE (16) steps, or until the same module runs forward again if that is earlier.
+        If several processes train the model, the result is False: `is_ready` then ends the wait, in the same step in
+        all processes.
 
         Args:
             step: the number of steps so far.
@@ -105,7 +106,10 @@ class ProbeRun:
         return self.result if self.probe is None else self.probe.results()
 
     def pending(self) -> ProbeRun | None:
-        """Return this measurement for a state, with the result instead of the probe; None before the backward pass."""
+        """Return a copy of this measurement for a controller's state; None before the backward pass.
+
+        The copy has the probe's result instead of the probe.
+        """
         if self.probe is None or self.is_sent:
             return replace(self, probe=None, result=self.results())
         if not self.probe.has_run():
@@ -116,14 +120,16 @@ class ProbeRun:
 class ProbingPolicy(BitPolicy):
     """A policy that measures some forward passes and learns from the measurements.
 
-    A probe is the object that measures one forward and backward pass. A subclass sets `Knowledge`, the `Record` class
-    of all that the policy learns, and `RESULT_SHAPE`, which checks a probe's result in a controller's state. A subclass
-    implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override `apply_to`.
+    A probe is the object that measures one forward and backward pass. A subclass sets two attributes. `Knowledge` is
+    the `Record` class of all that the policy learns. `RESULT_SHAPE` is a function that checks the pending result in a
+    controller's state. A subclass implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override
+    `apply_to`.
 
     Args:
         bits: the average number of bits per element before the first measurement.
         names: the names of all layers and functions that may save quantized tensors, the same in every process.
-        interval: the number of steps from one measurement to the next. The first ones are in steps 1, 2, 4, 8 ...
+        interval: the number of steps from one measurement to the next. The first measurements are in steps 1, 2, 4,
+            8 and so on.
         knowledge: the knowledge before the first measurement.
     """
 
@@ -187,7 +193,7 @@ class ProbingPolicy(BitPolicy):
         raise NotImplementedError
 
     def apply_to(self, assignment: BitAssignment) -> None:
-        """Set the bits in the assignment of a forward pass."""
+        """Write the policy's bits into the bit assignment of a forward pass."""
         assignment.averages = self.averages
 
     def merge(self, results: list):
@@ -212,13 +218,23 @@ class ProbingPolicy(BitPolicy):
     # -- In a forward pass ---------------------------------------------------------------------------------------
 
     def assign(self, inputs, probe=None) -> BitAssignment:
-        """Return a bit assignment with the present bits, for a forward pass that does not count as a step."""
+        """Return a bit assignment with the present bits, for a forward pass that does not count as a step.
+
+        Args:
+            inputs: the arguments of the forward pass.
+            probe: the caller's probe, which measures the forward pass for the caller; or None.
+        """
         assignment = super().assign(inputs, probe)
         self.apply_to(assignment)
         return assignment
 
     def begin(self, module, inputs) -> BitAssignment:
-        """Return the bit assignment of a forward pass that begins, with a probe if a measurement is due."""
+        """Return the bit assignment of a forward pass that begins, with a probe if a measurement is due.
+
+        Args:
+            module: the module whose call is the forward pass.
+            inputs: the call's arguments.
+        """
         assignment = super().begin(module, inputs)
         if is_capturing() or torch._C._functorch.maybe_current_level() is not None:
             return assignment
@@ -313,10 +329,11 @@ class ProbingPolicy(BitPolicy):
         return {}
 
     def state_dict(self) -> dict:
-        """Return the state: plain numbers and strings, and tensors if the user has numbered the samples.
+        """Return the state, which consists of plain numbers and strings.
 
-        The call waits for numbers that are being copied to the host. The policy does not change, so in a training with
-        several processes it is enough that one of them saves the state.
+        If the user has numbered the samples (`number_samples`), the state also has tensors. The call waits for numbers
+        that are being copied to the host. The policy does not change, so if several processes train the model, it is
+        enough that one of them calls this method.
         """
         with hold(self._lock):
             run = self._loaded if self._run is None else self._run.pending()
@@ -334,7 +351,7 @@ class ProbingPolicy(BitPolicy):
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Continue from a state. The policy chooses bits from the knowledge in the state, by its own settings.
+        """Continue from a state. The policy keeps its own settings, and chooses bits from the knowledge in the state.
 
         Args:
             state: the result of `state_dict`. The whole state is checked before the policy changes.

@@ -12,10 +12,10 @@ All processes have to use the numbers in the same step, so no process may use th
 
 
 def groups_of(module) -> tuple:
-    """Return the process groups over which measurements are gathered, one after the other; () for a single process.
+    """Return the process groups over which measurements are gathered; () for a single process.
 
-    With DistributedDataParallel the result is the process group of the wrapper whose forward pass runs. With
-    fully_shard the result is the groups of the mesh over which the parameters are distributed.
+    With DistributedDataParallel this is the process group of the wrapper whose forward pass runs. With fully_shard
+    these are the groups of the mesh over which the parameters are distributed.
 
     Args:
         module: the module whose forward pass runs.
@@ -60,14 +60,14 @@ def lag_of(module, groups) -> int:
 
 
 def gather(value, groups) -> list:
-    """Return the list of the values of all processes, when all of them have called this function.
+    """Wait until all processes have called this function, and return the list of their values.
 
     Args:
         value: the value of this process.
         groups: the process groups that `groups_of` returned.
 
     Returns:
-        The values, in the same order in all processes.
+        The list, in the same order in all processes.
     """
     values = [value]
     for group in groups:

@@ -120,7 +120,10 @@ class Record:
 
 
 def plain(value):
-    """Return a value as a state stores it. A mapping becomes the list of its values, which contain the keys."""
+    """Return a value as a state stores it.
+
+    A mapping becomes the list of its values. Its keys are not stored, because they follow from the values.
+    """
     if isinstance(value, Record):
         return value.to_plain()
     if isinstance(value, Mapping):
@@ -131,13 +134,24 @@ def plain(value):
 
 
 def vector(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
-    """Return the shape of a list with `least` to `most` entries. The field's value is a tuple."""
+    """Return the shape of a list with `least` to `most` entries. The field's value is a tuple.
+
+    Args:
+        shape: the shape of one entry of the list.
+        least: the fewest entries.
+        most: the most entries.
+    """
     check = listed(shape, least, most)
     return lambda value, where: tuple(check(value, where))
 
 
 def named_tuple(cls: type, *shapes: Shape) -> Shape:
-    """Return the shape of a list with one entry for each field of a NamedTuple. The value is such a tuple."""
+    """Return the shape of a list with one entry for each field of a NamedTuple. The field's value is such a tuple.
+
+    Args:
+        cls: the NamedTuple.
+        shapes: the shape of each entry.
+    """
     check = entries(*shapes)
     return lambda value, where: cls(*check(value, where))
 

@@ -34,7 +34,8 @@ class Schedule(Record):
 
     Args:
         step: the number of forward passes in training so far.
-        is_due: whether a measurement is due. The measurement takes place when the module whose turn it is runs.
+        is_due: whether a measurement is due. The measurement takes place when the training loop calls the module that
+            is next in turn.
         turns: one `Turn` for each module that the training loop calls, by the module's path.
     """
 
@@ -76,7 +77,11 @@ class Schedule(Record):
         return Schedule(step, is_due, {**self.turns, path: turn})
 
     def is_turn_of(self, path: str) -> bool:
-        """Return whether a measurement is due, and no module in use has waited longer than the one at `path`."""
+        """Return whether a measurement is due, and the module at `path` is next in turn.
+
+        Next in turn is the module whose latest measurement is oldest. Modules that were not called in the last PATIENCE
+        (16) steps do not count.
+        """
         own = self.turns[path].measured
         return self.is_due and all(
             turn.measured >= own

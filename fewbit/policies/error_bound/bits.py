@@ -25,10 +25,10 @@ def least_average(squares, samples: int, elements: int, limit: float) -> float |
 
     Args:
         squares: the numbers squares_n, in rising order. If there are more than SPREAD samples, the samples are divided
-            into SPREAD parts of nearly equal size, and `squares` contains the mean of each part. If `samples` is 0, the
-            first number is that of the whole tensor.
-        samples: the number of samples, among which the bits are divided. If it is 0, the tensor has one whole number of
-            bits.
+            into SPREAD (16) parts of nearly equal size, and `squares` contains the mean of each part. If `samples` is
+            0, the first number is the sum for the whole tensor, and the others are not used.
+        samples: the number of samples, among which the bits are divided. If it is 0, all elements have the same whole
+            number of bits.
         elements: the number of elements of the tensor.
         limit: the largest mean squared error of the elements that is allowed.
 
@@ -55,7 +55,10 @@ def least_average(squares, samples: int, elements: int, limit: float) -> float |
 
 
 def sizes(samples: int) -> list[int]:
-    """Return the number of samples in each of the at most SPREAD parts of a tensor; [1] if there are no samples."""
+    """Return the number of samples in each part, if `samples` samples are divided into at most SPREAD (16) parts.
+
+    If `samples` is 0, the whole tensor is one part, and the result is [1].
+    """
     count = min(samples, SPREAD)
     ends = [round(i * samples / count) for i in range(count + 1)] if count else [0, 1]
     return [b - a for a, b in pairwise(ends)]

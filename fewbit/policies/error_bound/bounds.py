@@ -66,7 +66,8 @@ class Bounds(Rows):
 
     Args:
         rows: The rows.
-        e2: The e2 of `ErrorBound`; None with another configuration.
+        e2: The largest allowed squared error of a gradient, divided by the gradient's squared norm (`ErrorBound.e2`);
+            None with another configuration.
         ratio: E|g^|^2 / E|g|^2 over all layers as measured by the monitor; None before the first measurement.
         empty: The line that is shown if there are no rows.
         unobserved: {path of a layer: the reason why the policy cannot measure what the layer saves}. These layers have

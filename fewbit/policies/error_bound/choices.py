@@ -53,7 +53,7 @@ def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int
         given: {name: bits} of few-bit activations whose bits the user gave.
 
     Raises:
-        FewbitError: an activation's function has no table with the parameters that were measured.
+        FewbitError: there is no table for an activation's function with the activation's parameters.
     """
     slots = {
         name: choose_bits(slot, bound)

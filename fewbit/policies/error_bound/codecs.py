@@ -37,10 +37,10 @@ class BoundedCodec:
     """A codec that saves tensors within a bound on the mean squared error of their elements.
 
     Args:
-        name: the name of a codec in `fewbit.runtime.codecs`, which does the work.
+        name: the codec's name in `fewbit.runtime.codecs`.
         bound: the largest mean squared error that is allowed.
-        channels: the largest mean squared error of each channel (dimension 1), which replaces `bound` for tensors with
-            that many channels; or None.
+        channels: the largest mean squared error that is allowed for each channel (dimension 1), or None. These numbers
+            replace `bound` for a tensor that has as many channels as there are numbers.
         stats: the object into which the size of each saved tensor is written.
     """
 

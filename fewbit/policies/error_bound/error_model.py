@@ -54,12 +54,12 @@ class Part(NamedTuple):
     """The error model of one gradient of a layer: its squared error as a function of the saved tensor's error.
 
     Args:
-        place: the position of the gradient's tensor among the inputs of the layer's autograd Function.
+        place: the number of an input of the layer's autograd Function. The gradient is that of this input.
         numbers: 1-D float64 tensors, to be copied to the host.
         finish: a function that returns the `Cost`, given the values of `numbers` as lists and the present mean squared
             error of the saved tensor.
-        repeats: the number of times that a parameter was repeated to form the Function's input, as in instance norms.
-            The parameter's gradient is the sum of that many consecutive parts of the input's gradient.
+        repeats: usually 1. An instance norm repeats its weight for each sample before it calls the Function, and
+            `repeats` is the number of copies. The weight's gradient is the sum over the copies.
     """
 
     place: int

@@ -1,10 +1,11 @@
 """The error-bound policy's knowledge: estimates for each saved tensor and activation, from the last measurements.
 
 A slot is a tensor that a layer saves in every forward pass. A constraint D <= e2 V^2 bounds the squared error D of one
-gradient, where V^2 is the gradient's squared norm. D depends on dx^2, the mean squared error of the slot's elements.
-Squared norms are divided by the sum of all V^2 of their measurement, so a scale factor of the loss changes nothing
-here. Let g be an exact gradient, and g^ the same gradient with errors. The monitor (`monitor.py`) measures |g|^2 and
-|g^|^2 for a few slots at a time.
+gradient. V^2 is the gradient's squared norm, and e2 is the number that the user gives to `ErrorBound`. D depends on
+dx^2, the mean squared error of the slot's elements. A measurement covers one forward and backward pass. All its squared
+norms are divided by the sum of its V^2 over all gradients, so a scale factor of the loss changes nothing here. Let g be
+an exact gradient, and g^ the same gradient with errors. The monitor (`monitor.py`) measures |g|^2 and |g^|^2 for a few
+slots at a time.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def _label_of(estimate: ConstraintEstimate) -> str:
 class TensorEstimate(Record):
     """All that is known of one saved tensor of a layer (a slot).
 
-    The fields up to `dtype_bytes` are those of the latest `TensorNorms`.
+    The fields from `name` to `dtype_bytes` are those of the latest measurement, a `TensorNorms`.
 
     Args:
         spreads: for each measurement, one number for each part of the samples (`parts_of`): the mean of range^2 over
@@ -161,7 +162,11 @@ class TensorEstimate(Record):
     missed: int = entry(whole(0, FORGOTTEN), default=0)
 
     def check(self, where: str) -> None:
-        """Raise InputError if the last of `spreads` has the wrong length, or if `weighed` does not fit `weights`."""
+        """Raise InputError if fields contradict each other.
+
+        The last tuple in `spreads` must have `parts_of(samples)` numbers. `weighed` must be 0 exactly if `weights` is
+        None.
+        """
         parts, last = parts_of(self.samples), len(self.spreads[-1])
         if last != parts:
             raise wrong(f"{where}.spreads", f"{parts} entries in the last one", last)
@@ -177,7 +182,7 @@ class TensorEstimate(Record):
         return replace(self, constraints=constraints)
 
     def deciding(self, e2: float, window: str) -> tuple[float, ConstraintEstimate | None]:
-        """Return (allowed mean squared error, constraint) of the strictest constraint; (infinity, None) without any."""
+        """Return (allowed mean squared error, constraint) of the strictest constraint; (inf, None) if there is none."""
         found = [(made.dx2(e2, window), made) for made in self.constraints.values()]
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
@@ -201,7 +206,7 @@ class TensorEstimate(Record):
         """Return the sum of the `Pair`s of parameters' gradients, and the sum of the `Pair`s of all gradients.
 
         Args:
-            is_exact: whether the tensor is saved exactly. Then both norms of each gradient are those without errors.
+            is_exact: whether the tensor is saved exactly. If so, both norms of each `Pair` are the norm without errors.
         """
         seen = []
         for constraint in self.constraints.values():
@@ -217,8 +222,8 @@ class TensorEstimate(Record):
         """Return the mean of |g^|^2 - limit |g|^2, and the square of the standard error of this mean.
 
         g^ is the gradient with errors, g the exact one. The mean is over the measurements of the monitor
-        (`monitor.py`). If there are fewer than LEAST_SEEN of them, the standard error is taken to be as large as the
-        mean.
+        (`monitor.py`). If there are fewer than LEAST_SEEN (3) measurements, the standard error is unknown, and is taken
+        to be as large as the mean.
 
         Args:
             limit: the largest |g^|^2 / |g|^2 that is allowed.
@@ -267,12 +272,12 @@ class ActivationEstimate(Record):
     def allowed(self, e2: float, window: str) -> float:
         """Return the largest error of the activation's table that the bound on the input's gradient allows.
 
-        The table replaces the activation's derivative f', and its error is the largest absolute difference.
+        The table contains a step function q that replaces the derivative f'. The table's error is max |q - f'|.
 
         Args:
             e2: the squared gradient error that is allowed, divided by the gradient's squared norm.
-            window: "mean" takes the means of the squared norms over the measurements. "max" takes the smallest error
-                that any of the measurements allows.
+            window: "mean" takes the means of the squared norms over the measurements. "max" computes the allowed error
+                from each measurement, and takes the smallest.
         """
         if window == "max":
             return min(allowed_error(row.grad2, e2, row.v2) for row in self.rows)

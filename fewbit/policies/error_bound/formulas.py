@@ -1,7 +1,8 @@
 """The error bounds of AC-GC that the error-bound policy evaluates. docs/theory/ac_gc.md derives them.
 
-AC-GC allows a squared gradient error of at most e2 V2, where V2 is the squared norm of the exact gradient. D is an
-upper bound of the squared gradient error for given errors of a saved tensor. These errors are given as squares, dx2:
+AC-GC allows a squared gradient error of at most e2 V2. V2 is the squared norm of the exact gradient, and e2 is a number
+that the user chooses. D is an upper bound of the squared gradient error. It depends on the errors of a saved tensor,
+whose size is given by a square, dx2:
 
 - worst case (expectation=False): the squared gradient error is at most D if the squared error of each element is at
   most dx2. For linear layers, convolutions and norms it is enough if the mean of the squared errors is at most dx2.
@@ -93,7 +94,10 @@ class Convolution:
         return math.prod(most_reads(*sizes) for sizes in dimensions)
 
     def weight(self, expectation: bool) -> int:
-        """Return the factor w in the bound of `convolution_d`, which is w times the sum over channels of |g|^2 dx2.
+        """Return the factor w in the bound of `convolution_d`.
+
+        The bound is w times the sum of |g|^2 dx2 over the channels of the input. g is the gradient of the output, for
+        the group of channels to which the channel belongs.
 
         Args:
             expectation: whether the bound holds in expectation; otherwise it holds in the worst case.
@@ -128,8 +132,9 @@ def most_reads(taps: int, stride: int, dilation: int = 1, steps: int | None = No
 def convolution_d(dx2, layer: Convolution, grad2, expectation: bool = False) -> float:
     """Return a bound of the squared error of a convolution's weight gradient (docs/theory/ac_gc.md, sections 4 and 5).
 
-    For the worst case it is enough if dx2 bounds the mean squared error of each channel. If dx2 and grad2 are floats,
-    it is enough if dx2 bounds that of each group of channels.
+    The worst case needs less than the module docstring says: it is enough if dx2 bounds the mean squared error of each
+    channel of the input. If dx2 and grad2 are floats, it is enough if dx2 bounds the mean squared error of each group
+    of channels.
 
     Args:
         dx2: the largest squared error of the input's elements: a float, or (channels,).
@@ -179,10 +184,10 @@ def norm_input_coefficients(size: int, scaled2, alignment2=None, expectation: bo
 
     Args:
         size: the number of elements of a set.
-        scaled2: the sum of |g'|^2 / s^2 over the sets: a float, or one sum for each channel. Both results have the same
-            shape.
-        alignment2: the sum of (x~ . g')^2 / s^2 over the sets, with inner products x~ . g'; None: the largest possible
-            sum.
+        scaled2: the sum of |g'|^2 / s^2 over the sets: a float, or one sum for each channel. `first` and `second` have
+            the same shape as `scaled2`.
+        alignment2: the sum of (x~ . g')^2 / s^2 over the sets, where x~ . g' is an inner product. The shape is that of
+            `scaled2`. None: the largest sum that is possible.
         expectation: whether the bound holds in expectation; otherwise it holds in the worst case.
     """
     whole("size", size)
@@ -216,7 +221,7 @@ def tolerance(e2: float, v2: float) -> float:
 
 
 def square(name: str, value: float) -> float:
-    """Return the value as a float. Raise InputError if it is negative. The message contains `name`."""
+    """Return the value as a float. Raise InputError, which calls the value `name`, if it is negative or NaN."""
     value = float(value)
     if not value >= 0:
         raise InputError(f"expected {name} of 0 or more, got {value}")
@@ -224,7 +229,11 @@ def square(name: str, value: float) -> float:
 
 
 def squares(name: str, value) -> float | Tensor:
-    """Return a number as a float, or a vector as float64. Raise InputError for other or negative values."""
+    """Return a number as a float, or a vector as a float64 tensor.
+
+    Raises:
+        InputError: the value is negative or NaN, or a tensor with 2 or more dimensions. The message calls it `name`.
+    """
     if not isinstance(value, Tensor) or value.dim() == 0:
         return square(name, value)
     value = value.detach().double()
@@ -234,16 +243,20 @@ def squares(name: str, value) -> float | Tensor:
 
 
 def whole(name: str, value: int, least: int = 1) -> int:
-    """Return the value unchanged. Raise InputError, with `name`, unless it is an integer of at least `least`."""
+    """Return the value unchanged.
+
+    Raises:
+        InputError: the value is not an integer of at least `least`. The message calls it `name`.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"expected an integer of {least} or more for {name}, got {value!r}")
     return value
 
 
 def quotient(allowed: float, cost) -> float | Tensor:
-    """Return allowed / cost.
+    """Return allowed / cost, the largest error for which error * cost is at most `allowed`.
 
-    A cost of 0 gives infinity, because errors then do not matter. An infinite cost gives 0.
+    If `cost` is 0, the result is infinite, because errors then do not matter. If `cost` is infinite, the result is 0.
     """
     if isinstance(cost, Tensor):
         infinite = torch.full_like(cost, math.inf)

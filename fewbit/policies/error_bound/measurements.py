@@ -49,10 +49,11 @@ class MeasuredGradient:
     Args:
         part: the error model of the gradient: its squared error as a function of the tensor's error.
         label: the gradient's name, such as "weight" (see `GradientConstraint`).
-        kind: "in expectation" if `part` is a formula, "measured" if it was measured.
+        kind: "in expectation" if `part` follows from a formula, "measured" if `part` was measured with noise.
         tensor: the saved tensor from which the gradient is computed.
         size: 0-D, the Euclidean norm of the gradient.
-        exact: 0-D, the Euclidean norm of the same gradient computed from exact values; None if it was not computed.
+        exact: 0-D, the Euclidean norm of the same gradient computed from the exact values of the saved tensor; None if
+            the gradient was not computed from exact values.
     """
 
     part: Part
@@ -67,9 +68,10 @@ class Share(NamedTuple):
     """One gradient of one call of a layer, with the effect of the error of one saved tensor (slot) on this gradient.
 
     Args:
-        found: the gradient.
+        found: the measurements of the gradient.
         cost: the squared error of the gradient as a function of the slot's error.
-        v2: the squared norm of the gradient, minus the expected part that comes from errors.
+        v2: the squared norm that the gradient would have without errors: the measured squared norm, minus the expected
+            squared error.
         slots: the number of slots on which the gradient depends. The allowed error is divided equally among these
             slots.
     """
@@ -81,13 +83,13 @@ class Share(NamedTuple):
 
 
 def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, list[Share]]:
-    """Return, for each slot by its name, one `Share` for each gradient that depends on the slot.
+    """Return {slot's name: list of shares}, with one `Share` for each gradient that depends on the slot.
 
     Gradients on which the slot's error has no effect are left out.
 
     Args:
         host: {id of a tensor of measured numbers: their values}.
-        calls: a list for each call of a layer's backward, with the gradients that the call computed.
+        calls: a list for each call of a layer's backward. The list contains the gradients that the call computed.
     """
     found = {}
     for gradients in calls:
@@ -136,17 +138,18 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
 def constraints_of(
     host, shares: list[Share], tried: float
 ) -> list[tuple[GradientConstraint, list[float] | None]]:
-    """Return the constraints on the error of one slot, each as a pair with the effects of the slot's channels.
+    """Return a list of pairs (constraint on the error of one slot, effects of the slot's channels).
 
-    The effects are numbers in proportion to the parts of the gradient's squared error that come from each channel; None
-    if the slot has no channels. Gradients with the same `label` and the same `kind` come from several calls of one
-    layer, and set one constraint together.
+    Each channel of the slot causes a part of the gradient's squared error. The effects are numbers in proportion to
+    these parts; None if the slot has no channels. Gradients with the same `label` and the same `kind` come from several
+    calls of one layer, and give one constraint together.
 
     Args:
         host: {id of a tensor of measured numbers: their values}.
         shares: one for each gradient that depends on the slot.
-        tried: the variance of the noise with which errors were measured, averaged over all elements of the slot. The
-            slot's tensors are assumed to have errors in the same proportions as this noise.
+        tried: the variance of the noise (`MeasuredTensor.deviation`), averaged over all elements of the slot. If the
+            slot has several tensors, their noise has different variances. Their errors are assumed to remain in these
+            proportions when the bits change.
     """
     by_label = {}
     for share in shares:
@@ -180,7 +183,7 @@ def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) 
     channel. If several gradients depend on the slot, the largest effect counts.
 
     Args:
-        costs: constraints with numbers for the channels, as `constraints_of` returns them.
+        costs: pairs (constraint, effects of the channels), as `constraints_of` returns them.
 
     Returns:
         (channels,) weights; None if there are no channels, or if all channels have the same weight.

@@ -1,10 +1,16 @@
 """The result of a probe of the error-bound policy, in one process or merged over several.
 
-A slot is a tensor that a layer saves in every forward pass. The result has the errors of each slot, and a constraint D
-<= e2 V^2 for each gradient that depends on the slot. V^2 is the squared norm of the gradient, and D is its squared
-error as a function of the slot's error. Processes that train together round independently, so squared errors add up.
-Constraints are merged with the root of the sum of squared coefficients, which gives an upper bound of the sum of all D
-(Minkowski).
+A slot is a tensor that a layer saves in every forward pass. The result has the errors of each slot, and a constraint
+D <= e2 V^2 for each gradient that depends on the slot. V^2 is the squared norm of the gradient, and D is its squared
+error as a function of the slot's error. e2 is the number that the user gives to `ErrorBound`. Each gradient has a
+label: the name of the input or parameter whose gradient it is, such as "weight".
+
+Processes that train together round independently, so squared errors add up. When constraints of several processes are
+merged, each coefficient of D becomes the root of the sum of its squares over the processes. By Minkowski's inequality
+the merged D is an upper bound of the sum of all D.
+
+Bits are divided among the samples of a tensor. If there are more than SPREAD (16) samples, the samples are divided into
+SPREAD parts of nearly equal size, and the result has one number for each part instead of one for each sample.
 """
 
 from __future__ import annotations
@@ -58,17 +64,19 @@ def merged_kind(kinds: list[str]) -> str:
 
 @dataclass(frozen=True)
 class GradientConstraint(Record):
-    """A constraint D <= e2 V^2 that one gradient, with squared error D, sets to the error of one saved tensor (slot).
+    """A constraint D <= e2 V^2 on the squared error D of one gradient, as a limit of the error of one slot.
+
+    A slot is a saved tensor of a layer. D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the
+    slot's elements. If a gradient depends on several slots, its allowed error is divided equally among the slots: D is
+    multiplied by the number of slots.
 
     Args:
         label: the name of the gradient: "weight", "input", "query" ... If the gradient is that of another layer than
             the one that saved the slot, the other layer's name comes first ("block.q_proj: weight").
         kind: EXPECTED if D follows from a formula, MEASURED if D was measured.
         v2: V^2, the squared norm of the gradient without errors, summed over the calls of the layer.
-        first: the coefficient in D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the slot's
-            elements. If a gradient depends on several slots, its error is divided equally among them: D is multiplied
-            by their number.
-        second: the other coefficient of D.
+        first: the coefficient of dx.
+        second: the coefficient of dx^2.
     """
 
     label: str = entry(text)
@@ -79,7 +87,7 @@ class GradientConstraint(Record):
 
 
 class MonitoredNorms(NamedTuple):
-    """The squared norms of one gradient: `hat2` as computed, and `exact2` as computed from exact values.
+    """The squared norms of one gradient: `hat2` with the errors of saved tensors, `exact2` from their exact values.
 
     The two computations start from the same gradient of the layer's result.
     """
@@ -95,7 +103,7 @@ def merge_constraints(values: list[Iterable[GradientConstraint]]) -> tuple:
 
 
 def merge_monitored(values: list[Iterable[MonitoredNorms]]) -> tuple:
-    """Merge the squared norms of all processes. Norms with the same label are summed."""
+    """Merge the squared norms of all processes: add the squared norms of gradients with the same label."""
     sums = [sums_by_label(norms).values() for norms in values]
     return tuple(sums_by_label(norms for process in sums for norms in process).values())
 
@@ -111,10 +119,11 @@ class TensorNorms(Record):
         is_fixed: whether the user gave these bits.
         elements: the number of elements of all tensors of the slot.
         samples: the number of samples among which the bits are divided; 0 if all samples have the same bits.
-        squares: SPREAD numbers in rising order, by which bits are divided among samples. A sample's number is the sum
-            over its groups of length * range^2. If there are more than SPREAD samples, the samples are divided into
-            SPREAD parts of nearly equal size, and each number is the mean of a part. If there are fewer samples, zeros
-            follow. If `samples` is 0, the first number is that of the whole tensor.
+        squares: SPREAD (16) numbers in rising order, from which the samples' bits follow. A sample's number is the sum
+            over its groups of (number of elements) * range^2. If there are more than SPREAD samples, the samples are
+            divided into SPREAD parts of nearly equal size, and each number is the mean of a part. If there are fewer
+            samples, zeros follow. If `samples` is 0, the first number is the sum for the whole tensor, and the others
+            are 0.
         error2: the mean squared error of the elements.
         dtype_bytes: the bytes of an element if it is saved exactly.
         constraints: the constraints of the gradients that depend on the slot; none if no gradient was computed.
@@ -145,7 +154,7 @@ class TensorNorms(Record):
     )
 
     def check(self, where: str) -> None:
-        """Raise InputError if `squares` has fewer numbers than there are parts of samples."""
+        """Raise InputError if `squares` has fewer numbers than the parts into which the samples are divided."""
         parts = parts_of(self.samples)
         if len(self.squares) < parts:
             raise wrong(f"{where}.squares", f"at least {parts} entries", len(self.squares))
@@ -157,7 +166,11 @@ def parts_of(samples: int) -> int:
 
 
 def function_name(value, where: str) -> str:
-    """Return `value` if it names a function in `fewbit.functions`. Else raise InputError, with `where`."""
+    """Return `value`, the name of a function in `fewbit.functions`.
+
+    Raises:
+        InputError: `value` is not such a name. The message begins with `where`.
+    """
     name = text(value, where)
     if name not in functions.names():
         raise wrong(where, "the name of a function that fewbit has", value)
@@ -226,7 +239,7 @@ class ProbeResult(Record):
 
 
 def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientConstraint]:
-    """Return the constraints by label. Constraints with the same label become one, which implies all of them."""
+    """Return the constraints by label. Several constraints with the same label become one that implies all of them."""
     found: dict[str, list[GradientConstraint]] = {}
     for constraint in constraints:
         found.setdefault(constraint.label, []).append(constraint)
@@ -234,7 +247,11 @@ def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientCon
 
 
 def sums_by_label(monitored: Iterable[MonitoredNorms]) -> dict[str, MonitoredNorms]:
-    """Return the squared norms by label. Norms with the same label, from several calls of a layer, are summed."""
+    """Return the squared norms by label.
+
+    If a layer is called several times, its gradients in these calls have the same label, and their squared norms are
+    added.
+    """
     found = {}
     for label, hat2, exact2 in monitored:
         before = found.get(label, MonitoredNorms(label, 0.0, 0.0))
@@ -243,7 +260,7 @@ def sums_by_label(monitored: Iterable[MonitoredNorms]) -> dict[str, MonitoredNor
 
 
 def strictest(constraints: list[GradientConstraint]) -> GradientConstraint:
-    """Return one constraint that allows no larger error than any of these with the same label."""
+    """Return one constraint that implies all of the given constraints, which have the same label."""
     if len(constraints) == 1:
         return constraints[0]
     kind = merged_kind([constraint.kind for constraint in constraints])

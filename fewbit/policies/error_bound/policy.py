@@ -2,8 +2,9 @@
 
 A slot is a tensor that a layer saves in every forward pass, and dx^2 is the mean squared error of its elements. In some
 steps an `ErrorBoundProbe` measures, for every gradient that depends on a slot, the squared norm V^2 and the squared
-error D as a function of dx. As in the paper AC-GC, the equation D = e2 V^2 gives dx*, the error that this gradient
-allows. The smallest dx* of all gradients determines the slot's bits until the next measurement (docs/error_bound.md).
+error D as a function of dx. The user chooses the number e2. As in the paper AC-GC, the equation D = e2 V^2 gives dx*,
+the error that this gradient allows. The smallest dx* of the gradients that depend on a slot determines the slot's bits
+until the next measurement (docs/error_bound.md).
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ class ErrorBoundPolicy(ProbingPolicy):
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"bounds": table of the allowed errors, "allocation": empty table that refers to "bounds"}."""
+        """Return {"bounds": table of the allowed errors, "allocation": empty table that refers to "bounds"}.
+
+        `BitPolicy.tables` explains the arguments.
+        """
         empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
         unobserved = self.unobserved_layers(model)
         return {
@@ -89,7 +93,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def number_samples(self, numbers) -> None:
-        """Raise InputError: this policy does not choose bits by the gradients of single samples."""
+        """Raise InputError: only policies that use the gradients of single samples need the samples' numbers."""
         raise InputError(
             "expected SampleBits or AdaptiveBits for numbers of samples, got ErrorBound, whose bits follow from bounds"
         )
@@ -97,11 +101,11 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- In a forward pass -----------------------------------------------------------------------------------
 
     def new_probe(self) -> ErrorBoundProbe:
-        """Return a probe, which measures a forward pass and exact gradients for the tensors of `monitored`."""
+        """Return a new probe, which also computes exact gradients for the slots that `monitored` returns."""
         return ErrorBoundProbe(self.step, frozenset(self.monitored()))
 
     def apply_to(self, assignment: BitAssignment) -> None:
-        """Set the bits, the codecs and the weights of channels in the assignment of a forward pass."""
+        """Write the bits, the codecs and the weights of channels into the bit assignment of a forward pass."""
         assignment.averages, assignment.codecs = self.averages, self._codecs
         assignment.activations = self.activations
         assignment.channels, assignment.channel_weights = self._channels, self._channel_weights

@@ -1,16 +1,16 @@
 """The probe of the error-bound policy: it measures what AC-GC's bounds need, in one backward pass.
 
 Rounding a saved tensor adds D to the squared error of a gradient that a layer computes from the tensor. The bound
-allows D <= e2 V^2, where V^2 is the squared norm of the exact gradient (docs/theory/ac_gc.md). For the gradients of
-each layer the probe finds V^2 and D:
+allows D <= e2 V^2, where V^2 is the squared norm of the exact gradient and e2 is the number that the user gives to
+`ErrorBound` (docs/theory/ac_gc.md). For the gradients of each layer the probe finds V^2 and D:
 
 - For most layers D follows from the formulas of `error_model.py`, with norms of tensors that the backward pass has
   anyway.
-- For other layers D is measured. Their backward runs again with noise in one of the tensors that it restores. The noise
-  has the variance of the tensor's present errors, or of rounding to 8 bits if that is more.
+- For other layers D is measured. The layer's backward runs again, with noise added to one of its dequantized tensors.
+  The variance of the noise is that of the tensor's present errors or that of rounding to 8 bits, whichever is larger.
 
-Gradients in this backward pass have errors. Their squared norm therefore contains, on average, the D of the present
-errors. The probe subtracts this D to find V^2.
+The gradients of this backward pass have errors. The squared norm of a gradient therefore contains, on average, the D of
+the present errors. The probe subtracts this D to find V^2.
 
 For a few tensors the probe also keeps the exact values, and runs the backward of their layers again with exact values.
 Let g be the gradient from this run, and g^ the gradient with errors. Both runs start from the same gradient of the
@@ -95,11 +95,14 @@ class ErrorBoundProbe(VarianceProbe):
     # -- In the forward pass ---------------------------------------------------------------------------------
 
     def record_rounding(self, slot: TensorSlot, record: QuantizationRecord) -> _Rounding | None:
-        """Measure the rounding errors of a saved tensor. Return the object that the autograd graph holds for it.
+        """Measure the rounding errors of a saved tensor.
 
         Args:
             slot: the tensor's slot, with the name and the bits.
             record: the tensor and its quantized copy.
+
+        Returns:
+            An object with the measurements, for the autograd graph to hold; None if the measurement has ended.
         """
         if not self._is_open:
             return None
@@ -138,7 +141,7 @@ class ErrorBoundProbe(VarianceProbe):
         """Measure the gradients of one layer in its backward pass.
 
         Args:
-            number: the number of the layer's node of the autograd graph.
+            number: the number that this probe gave to the layer's node of the autograd graph.
             backward: the layer's backward function.
             context: the context of the layer's autograd Function.
             grads: the gradients of the layer's results.
@@ -171,7 +174,13 @@ class ErrorBoundProbe(VarianceProbe):
         self._found[number] = found
 
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int) -> torch.Tensor:
-        """Return float32 noise in the shape of `rows`, with the `deviation` of the tensor that `slot` has saved."""
+        """Return random noise to add to dequantized values: float32 in the shape of `rows`.
+
+        Args:
+            rows: the dequantized values, (samples, features).
+            slot: the slot of the values. Its `MeasuredTensor.deviation` is the noise's standard deviation.
+            level: not used.
+        """
         deviation = slot.rounding.tensor.deviation
         return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * deviation)
 

@@ -1,9 +1,10 @@
 """The bits that an activation's table needs so that the table's largest error is within a bound.
 
-Section 8 of docs/theory/ac_gc.md derives the bound. The gradient of an activation's input x is f'(x) g, where g is the
-gradient of the activation's result and f' is its derivative. A table approximates f' by a step
-function q with few values, and the saved codes say which value each element has. The error of q is the same in every
-step and does not average out, so only a worst-case bound holds.
+Section 8 of docs/theory/ac_gc.md derives the bound. The gradient of an activation's input x is f'(x) g, where f' is the
+activation's derivative and g is the gradient of its result. A table approximates f' by a step function q with few
+values, and the saved codes say which value each element has. The error of q is the same in every step of the training
+and does not average out, so only a worst-case bound holds. The default table of a function is the table that fewbit
+uses if the user gives none.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
         table: the table of q. If the table is unbiased, q(x) is the worse of the two levels between which it draws at
             random.
         low: the lower end of the interval, which may lie outside the table's domain.
-        high: the upper end of the interval, which may lie outside too.
+        high: the upper end of the interval, which may lie outside the table's domain too.
 
     Raises:
         InputError: the interval is empty or infinite.

@@ -65,10 +65,13 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
 
 
 def updated(before: Mapping, now: Mapping, update: Callable) -> dict:
-    """Return estimates by name, updated with one measurement. Estimates not updated for long are dropped.
+    """Return estimates by name, updated with one measurement.
+
+    An estimate is dropped if more than FORGOTTEN (8) measurements in a row did not update it.
 
     Args:
-        before: the estimates so far, with the number of measurements since their last update (`missed`).
+        before: the estimates so far. The field `missed` of an estimate is the number of measurements since its last
+            update.
         now: the measured values, by the same names.
         update: a function that returns the new estimate, given the old estimate (or None) and the measured value.
     """

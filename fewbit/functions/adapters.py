@@ -21,10 +21,10 @@ Flat = Callable[[np.ndarray], np.ndarray]
 
 
 def adapted(f: Callable, name: str, domain: tuple[float, float]) -> tuple[Flat, Flat | None]:
-    """Return f as a function of float64 arrays (n,), and the derivative of f by autograd.
+    """Return two functions of float64 arrays (n,): f, and the derivative of f by torch's autograd.
 
-    To find out whether f takes arrays, floats or tensors, f is called with 7 points of the domain. The derivative is
-    None if f does not take tensors. The name is for messages.
+    The derivative is None if f takes arrays or floats instead of tensors. To find out which of these f takes, f is
+    called with 7 points of the domain. The name is for error messages.
     """
     if _is_torch_module(f):
         return _torch_pair(copy.deepcopy(f).double().eval(), name)
@@ -148,7 +148,7 @@ def quiet() -> Iterator[None]:
 
 
 def any_shape(f: Flat) -> Callable[[np.ndarray], np.ndarray]:
-    """Extend f from flat arrays to numbers and arrays of any shape."""
+    """Extend f, which takes flat arrays (n,), to numbers and to arrays of any shape."""
 
     def call(x: np.ndarray) -> np.ndarray:
         x = np.asarray(x, dtype=np.float64)

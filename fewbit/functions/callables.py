@@ -2,19 +2,22 @@
 
 The activation may be written in NumPy, in torch, or for single floats. This module determines:
 
-- the derivative. The user may give it. If not, and if f takes tensors, torch's autograd computes it. Else it is the
-  derivative of a piecewise polynomial that interpolates f (`fewbit.functions.panels`), with an estimated error of at
-  most 1e-10 of max |f'|. The estimate assumes that no feature of f is narrower than twice the distance between samples;
-  this distance is 1/131,072 of the domain. Rounding of f can hide features of f' of about 2e-10 of max |f'|.
-- the kinks, the points at which f' is not smooth. The user may give them. If not, the domain is searched. If f' can be
-  evaluated, its jumps are exact to the float. Otherwise a kink is the point at which polynomials fitted on its two
-  sides meet, rounded to a short decimal if the rounding is smaller than the error of the location. Jumps of f'' are
-  found the same way, so that f' is smooth between kinks.
+- the derivative. The user may give it. If not, torch's autograd computes it, provided that f takes tensors. Otherwise f
+  is interpolated by a piecewise polynomial (`fewbit.functions.panels`), whose derivative is used. The estimated error
+  of this derivative is at most 1e-10 of max |f'|. The estimate assumes that no feature of f is narrower than twice the
+  distance between samples, which is 1/131,072 of the domain. Rounding of f can hide features of f' of about 2e-10 of
+  max |f'|.
+- the kinks, the points at which f' jumps or is not smooth. The user may give them. If not, the domain is searched. If
+  f' can be evaluated, the places of its jumps are exact floats. Otherwise a polynomial is fitted on each side of a
+  kink, and the kink is placed at the point at which the two meet. This point is rounded to a short decimal if the
+  rounding is smaller than the error of the place. Jumps of f'', the derivative of f', are found by polynomials too, so
+  that f' is smooth between kinks.
 - the slopes, the limits of f' at both infinities (`fewbit.functions.numerical.limit_of_slope`).
 
-A derivative that the user gives or that autograd computes is compared with f: between any two neighbors of about
-130,000 points, the integral of the derivative must equal the change of f, within 1e-7 of max |f'| times the distance of
-the points. The derivative is then treated as exact: the certified error of a table is the error for this derivative.
+A derivative that the user gives or that autograd computes is compared with f at about 130,000 points. Between two
+neighboring points, the integral of the derivative must equal the change of f, within 1e-7 of max |f'| times the
+distance of the points. The derivative is then treated as exact: the error and the lower bound of a table are proven for
+this derivative.
 """
 
 import importlib
@@ -58,18 +61,19 @@ def resolve(
     kinks: Sequence[float] | None = None,
     domain: tuple[float, float] | None = None,
 ) -> Function:
-    """Return the Function for a name, an alias, "package.module:function", a callable or a Function.
+    """Return the `Function` for anything that `fewbit.solve` accepts as a function.
 
     Args:
-        function: The name, callable or Function.
-        parameters: Parameters of a named function.
+        function: A name or an alias from `fewbit.functions`, "package.module:function", a callable or a `Function`.
+        parameters: Parameters of a function from `fewbit.functions`.
         derivative: The derivative of a callable, if it is known.
         kinks: The points at which the derivative of a callable is not smooth, if they are known.
-        domain: The interval (low, high) that replaces the function's own domain.
+        domain: The interval (low, high) on which a table approximates f'. By default it is the function's own domain,
+            or [-10, 10] for a callable.
 
     Raises:
-        FunctionError: The function is unknown or cannot be used, or an argument does not apply to a name or to a
-            callable.
+        FunctionError: The function is unknown or cannot be used; or `derivative` or `kinks` is given for a name or a
+            `Function`; or `parameters` are given for anything but a name.
     """
     known = isinstance(function, Function) or (isinstance(function, str) and ":" not in function)
     if known and (derivative is not None or kinks is not None):
@@ -99,13 +103,13 @@ def from_callable(
     """Check an activation f on the domain, and return its `Function`.
 
     Args:
-        f: The activation itself, not its derivative, for float64 NumPy arrays, torch tensors or single floats. A torch
-            module is copied, in float64 and evaluation mode.
+        f: The activation itself, not its derivative, for float64 NumPy arrays, torch tensors or single floats. If f is
+            a torch module, a copy in float64 and evaluation mode is used.
         name: The name; by default `qualified_name` of f.
-        derivative: f', if it is known, for the same kinds of arguments. This derivative is compared with f to 1e-7 of
-            max |f'|, and then treated as exact. By default f' is computed by autograd or numerically. At a kink, a
-            numerical derivative is the limit from the left, and a derivative by autograd has the value of torch's
-            backward pass.
+        derivative: f', if it is known, for NumPy arrays, torch tensors or single floats. Its integrals are compared
+            with f to 1e-7 of max |f'|, and it is then treated as exact. By default f' is computed by autograd or
+            numerically. At a kink, a numerical derivative is the limit from the left, and a derivative by autograd has
+            the value of torch's backward pass.
         kinks: The points at which f' is not smooth, if they are known.
         domain: The interval (low, high) on which f is checked.
 
@@ -154,7 +158,7 @@ def from_callable(
 
 
 def import_callable(path: str) -> Callable:
-    """Import a callable, which runs the code of its module.
+    """Import the module of a callable, which runs the module's code, and return the callable.
 
     Args:
         path: "package.module:function". Modules in the current directory are found too: the directory is added to
@@ -182,14 +186,14 @@ def import_callable(path: str) -> Callable:
 
 
 def misfit_of(f: Callable, arguments: int) -> str:
-    """Explain why f does not accept a number of positional arguments.
+    """Explain why f cannot be called with the given number of positional arguments.
 
     Args:
         f: A callable.
         arguments: The number of arguments.
 
     Returns:
-        The explanation. It is "" if f accepts the arguments, and for built-in functions without a signature.
+        The explanation, or "" if f accepts the arguments or is a built-in function without a signature.
     """
     try:
         inspect.signature(f).bind(*[None] * arguments)
@@ -201,7 +205,10 @@ def misfit_of(f: Callable, arguments: int) -> str:
 
 
 def qualified_name(f: object) -> str:
-    """Return the path with which `import_callable` finds f, or if there is none, its bare name or "callable"."""
+    """Return the path with which `import_callable` finds f.
+
+    If there is no such path, the result is the bare name of f, or "callable" if f has no name.
+    """
     bare = getattr(f, "__name__", None)
     module_name = getattr(f, "__module__", None)
     # In another process, __main__ is another module.

@@ -78,8 +78,8 @@ def _series(x: np.ndarray) -> np.ndarray:
 def gauss(x: np.ndarray) -> np.ndarray:
     """Return exp(-x**2 / 2) for |x| <= 40.
 
-    Rounding x**2 would cause a relative error of up to 1e-13 at large |x|. Therefore x is split into a head of at most
-    18 bits and a rest; head**2 and x - head are exact.
+    Rounding x**2 would cause a relative error of up to 1e-13 at large |x|. Therefore x is split into a head, which has
+    at most 18 bits, and the difference x - head. Then head**2 and x - head are exact.
     """
     head = np.rint(x * 4096.0) / 4096.0
     return np.exp(-0.5 * head * head) * np.exp(-0.5 * (x - head) * (x + head))

@@ -1,4 +1,4 @@
-"""The class `Function`, its construction from formulas for f and its derivative f', and its registration by name."""
+"""The class `Function`, which describes a function f, and helpers that make and register Functions from formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Function:
             infinity gives the limit of f.
         derivative: Computes f' in the same way. At a kink the result is the value of torch's backward pass.
         kinks: The points at which f' jumps or is not smooth, ascending.
-        slopes: The limits of f' at minus and plus infinity: infinite if f' is unbounded, nan if no limit is known.
+        slopes: The limits of f' at minus and plus infinity. A limit is infinite if f' grows without bound, and nan if
+            it is not known.
         domain: The interval (low, high) on which a table approximates f' by default.
         reference: The definition of f: a torch or transformers class, and the paper.
         even_derivative: Whether f'(-x) equals f'(x).
@@ -52,11 +53,11 @@ MODULES: dict[str, str] = {}
 
 
 def named(module: str | None) -> Callable:
-    """Return a decorator that registers the builder of a function under the builder's own name.
+    """Return a decorator that registers a builder, which makes a `Function` from parameters, under its Python name.
 
     Args:
-        module: The name of the function's module class in `fewbit.nn.activations`; None if there is no such class. If
-            torch.nn has a class of this name too, `compress_` converts modules of torch's class.
+        module: The name of the activation's module class in `fewbit.nn.activations`, or None if there is no such class.
+            If torch.nn has a class with the same name, `compress_` converts modules of torch's class.
     """
 
     def register(builder: Callable[..., Function]) -> Callable[..., Function]:
@@ -69,7 +70,14 @@ def named(module: str | None) -> Callable:
 
 
 def require(condition: bool, name: str, expected: str, **got: float) -> None:
-    """Raise FunctionError for the parameters `got` of the function `name` if the condition is false."""
+    """Check parameters of a function, and raise FunctionError if the condition is false.
+
+    Args:
+        condition: Whether the parameters are valid.
+        name: The name of the function, for the message.
+        expected: The valid parameters in words, for the message.
+        **got: The given parameters.
+    """
     if not condition:
         came = ", ".join(f"{key}={number!r}" for key, number in got.items())
         raise FunctionError(f"{name}: expected {expected}, got {came}")
@@ -101,11 +109,12 @@ def make_function(
     domain: tuple[float, float] | None = None,
     even: bool = False,
 ) -> Function:
-    """Make a Function from formulas, without the name and the parameters, which `registry.get` adds.
+    """Make a `Function` from formulas. Its name and its parameters stay empty; `registry.get` fills them in.
 
     Args:
-        value: f for float64 arrays without NaN. The formula must not divide by zero, and must not form inf - inf.
-        derivative: f', under the same conditions.
+        value: The formula of f for float64 arrays without NaN, which may contain infinities. It must not divide by
+            zero, and must not form inf - inf.
+        derivative: The formula of f', under the same conditions.
         slopes: The limits of f' at minus and plus infinity.
         reference: The definition of f.
         kinks: The points at which f' is not smooth, in any order.
@@ -126,6 +135,6 @@ def make_function(
 
 
 def domain_around(*points: float, reach: float = 10.0) -> tuple[float, float]:
-    """Return a symmetric domain that contains [-10, 10], [-reach, reach] and 1.2 times every point."""
+    """Return the smallest symmetric domain that contains [-10, 10], [-reach, reach] and 1.2 times each of `points`."""
     half = max(10.0, reach, *(1.2 * abs(point) for point in points))
     return (-half, half)

@@ -94,7 +94,7 @@ def gelu_fast() -> Function:
 
 @named(module="ClippedGELU")
 def gelu_10() -> Function:
-    """Return `gelu` clipped to [-10, 10]."""
+    """Return `gelu` with its result clipped to [-10, 10]."""
     value, derivative = _gated(_gelu_lower, _gelu_lower_slope)
     return make_function(
         lambda x: np.minimum(value(x), 10.0),  # gelu is never as low as -10

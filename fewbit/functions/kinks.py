@@ -1,11 +1,11 @@
 """Find the kinks of a function of one number: the points at which the function or one of its derivatives jumps.
 
-Jumps of a function that can be evaluated are found exactly, by halving intervals (`jumps`).
+`jumps` finds the jumps of a function that can be evaluated, to the exact float, by halving intervals.
 
-Jumps of a derivative are found when the domain is cut into panels, on each of which a polynomial approximates the
-function (`fewbit.functions.panels`). Around a kink a gap remains, because no polynomial approximates a corner, however
-narrow the panel. A smooth bend leaves no gap, because narrow panels resolve it, however steep it is. The kink in a gap
-is the point at which polynomials fitted on both sides of the gap meet (`find_bends`).
+`find_bends` finds the jumps of a derivative when the domain is cut into panels, on each of which a polynomial approximates the
+function (`fewbit.functions.panels`). Around a kink a gap remains, because no polynomial approximates a corner, even if
+the panel is very narrow. A smooth bend leaves no gap, even if it is sharp, because narrow panels resolve it. A
+polynomial is fitted on each side of a gap, and the kink is placed at the point at which these two polynomials meet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _ROUNDS = 4
 
 
 def segments(domain: tuple[float, float], points: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the closed intervals into which the points divide the domain, without the points themselves."""
+    """Return the intervals (start, end) into which the points divide the domain.
+
+    A start or end that is one of the points is moved to the next float inside, so that no interval contains a point.
+    """
     low, high = domain
     inside = sorted(point for point in points if low <= point <= high)
     starts = [low, *(math.nextafter(point, math.inf) for point in inside)]
@@ -50,12 +53,12 @@ def wide_mesh(low: float, high: float) -> np.ndarray:
 
 
 def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[float]:
-    """Find the points at which g jumps by more than `least` (default: 1e-7 of max |g|), exact to the float.
+    """Find the points at which g jumps by more than `least` (default: 1e-7 of max |g|).
 
     The points of `wide_mesh` divide the range from low to high into intervals. Every interval is halved repeatedly, and
-    each time the half in which g changes more is kept. If g is smooth, the change tends to 0. At a jump, the change
-    remains until the ends of the interval are adjacent floats. Of these two floats, the one with the shorter decimal is
-    returned.
+    each time the half in which g changes more is kept. If g is smooth, the change of g tends to 0. At a jump, the
+    change remains large until the ends of the interval are adjacent floats. Of these two floats, the one with the
+    shorter decimal is returned.
     """
     mesh = wide_mesh(low, high)
     y = g(mesh)
@@ -105,12 +108,13 @@ def find_bends(
         g: A function that is continuous between the known points.
         known: The points at which g need not be smooth.
         domain: The interval to search.
-        accuracy: The largest error of the polynomials, as the `tolerance` of `fewbit.functions.panels.resolve_panels`.
-        order: 1 if the derivative of g must be that accurate, 0 if the values of g must be.
+        accuracy: The largest allowed error of the polynomials that approximate g or its derivative, relative to the
+            largest |g| (order 0) or the largest derivative (order 1).
+        order: 0 to limit the error of the polynomials, 1 to limit the error of their derivatives.
 
     Returns:
-        (found, panels). `found` maps each point to the order of the lowest derivative of g that jumps there, 1 to 3, or
-        to 1 if g itself jumps. `panels` are the polynomials that approximate g between all points.
+        (found, panels). `found` maps each found point to the order of the lowest derivative of g that jumps there, 1 to
+        3, or to 1 if g itself jumps. `panels` are the polynomials that approximate g between known and found points.
 
     Raises:
         Unresolved: If order is 1 and polynomials cannot approximate the derivative of g closely enough near some x.

@@ -23,10 +23,10 @@ _ROUNDINGS = 8.0
 
 
 def numerical_derivative(f: Flat, panels: Panels, domain: tuple[float, float]) -> Flat:
-    """Return f' as the derivative of the polynomials (`panels`) that approximate f on the domain.
+    """Return a function that computes f' as the derivative of the polynomials (`panels`) that approximate f.
 
-    Outside the domain, f' at a point is the slope of a polynomial that interpolates f around the point. Its error there
-    is not estimated.
+    At a point outside the domain, f' is the slope of a polynomial that interpolates f around this point. The error of
+    this slope is not estimated.
     """
     low, high = domain
     slopes = panels.derivative()
@@ -61,7 +61,7 @@ def with_flat_pieces(
         pieces: The intervals between the kinks, ascending.
 
     Returns:
-        (f', its estimated largest error).
+        (f', estimated largest error of f').
     """
     flat = []
     accuracy = panels.error
@@ -113,9 +113,9 @@ def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
 def limit_of_slope(value: Flat, slope: Flat, sign: float) -> float:
     """Return the limit of f' at sign * infinity, estimated from f' at sign times 1e3, 1e4, 1e5 and 1e6.
 
-    The limit is the number to which the four values, or their Aitken extrapolations, settle, if f' at other points is
-    close to this number. If the values keep growing, or f overflows, the result is an infinity. In all other cases it
-    is nan.
+    If the four values, or their Aitken extrapolations, settle to a number, and f' is close to this number at some
+    points between too, this number is the result. If the values keep growing, or if f or f' overflows, the result is an
+    infinity. In all other cases it is nan.
 
     Args:
         value: f.
@@ -154,7 +154,7 @@ def _short(x: float, within: float) -> float:
 
 
 def is_even(slope: Flat, kinks: list[float], domain: tuple[float, float], accuracy: float) -> bool:
-    """Return whether f'(-x) equals f'(x) on a mesh of the domain, up to twice the error `accuracy` of f'.
+    """Return whether f'(-x) equals f'(x) on a mesh of the domain, up to twice `accuracy`, the largest error of f'.
 
     Kinks are left out of the mesh, because f' has two limits at a kink.
     """

@@ -7,8 +7,8 @@ are spread over the panel and a quarter of its width on both sides, but not beyo
 A panel is kept if the two interpolants, or their derivatives, agree, and if the second interpolant agrees with samples
 of f that were not used for the interpolation: with f at every sample of an even mesh in the panel, and with the change
 of f between neighboring samples. Otherwise the panel is halved. The distance between the two interpolants is no proven
-bound of the error of either, but it reveals both causes of error: a degree that is too low, and rounding of f, which
-narrower panels do not reduce.
+bound on the error of an interpolant. But it is large for both causes of error: a degree that is too low, and rounding
+of f. Narrower panels help only against the first cause.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class Panels:
     """Polynomials that approximate a function f on adjacent intervals of the domain, the panels.
 
     Attributes:
-        left: The panels' lower ends (n,), ascending. The common end of two panels belongs to the right one; a point in
-            a gap between two panels belongs to the left one.
+        left: The panels' lower ends (n,), ascending. A point at which two panels meet belongs to the panel on its
+            right. A point in a gap between two panels belongs to the panel on its left.
         right: The panels' upper ends (n,).
         center: (n,). Every polynomial is a Chebyshev series in t = (x - center) / half.
         half: (n,). Half of the length of the interval from t = -1 to t = 1, which contains the panel.
         coefficients: The Chebyshev series, (terms, n).
         error: The estimated largest error of the polynomials, or of their derivatives if `resolve_panels` got order 1.
         allowed: The largest error that was allowed for a panel.
-        unresolved: bool (n,). True for a panel that was kept although its polynomial does not agree with f, because the
-            panel is narrow or the error is due to rounding.
+        unresolved: bool (n,). True for a panel that was kept although its polynomial does not agree with f. This
+            happens if the panel is as narrow as allowed, or if rounding of f causes the error.
     """
 
     left: np.ndarray
@@ -90,8 +90,8 @@ class Panels:
     def gaps(self, narrow: float) -> list[tuple[float, float]]:
         """Return the intervals in which a kink of f is suspected.
 
-        Adjacent panels that are at most `narrow` wide or are `unresolved` form a group. Every group gives one interval,
-        from the first to the last of its narrowest panels.
+        A panel is suspect if it is at most `narrow` wide or is `unresolved`. Adjacent suspect panels form a group. Every
+        group gives one interval, which reaches from the first to the last of the group's narrowest panels.
         """
         found: list[tuple[float, float]] = []
         width = self.right - self.left
@@ -115,12 +115,12 @@ class Panels:
         return float(np.abs(self(x)).max())
 
     def contain(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return whether each interval (m,) lies within a single panel."""
+        """Return a bool array (m,): whether the interval from left[i] to right[i] lies within a single panel."""
         at = self._at(left)
         return (self.left[at] <= left) & (right <= self.right[at])
 
     def integrals(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the integrals of the polynomials over intervals (m,), each of which lies within a single panel."""
+        """Return the integrals (m,) over the intervals from left[i] to right[i], which each lie within one panel."""
         at = self._at(left)
         series = _integrated(self.coefficients)[:, at]
         ends = ((x - self.center[at]) / self.half[at] for x in (right, left))
@@ -150,9 +150,12 @@ def resolve_panels(
         f: Maps float64 (m,) to float64 (m,), finite on every segment.
         segments: The closed intervals on which f is smooth, ascending.
         tolerance: The largest error, as a fraction of the largest |f| (order 0) or |f'| (order 1).
-        order: 0 if the values of the polynomials have to be that accurate, 1 if their derivatives have to be.
-        narrowest: Panels narrower than this fraction of the domain are kept although their polynomial is inaccurate.
-            This allows f to have kinks, near which no polynomial is accurate.
+        order: 0 if `tolerance` limits the error of the polynomials, 1 if it limits the error of their derivatives.
+        narrowest: Panels that are at most this fraction of the domain wide are kept even if their polynomial is
+            inaccurate. So f may have kinks, near which no polynomial is accurate.
+
+    Returns:
+        The `Panels`.
 
     Raises:
         Unresolved: If a panel would have to be narrower than floats allow, or more than 8,192 panels would be needed.
@@ -261,9 +264,9 @@ class Side:
 
     Attributes:
         center: The polynomial is a Chebyshev series in t = (x - center) / half.
-        half: Half of the length of the interval from t = -1 to t = 1.
+        half: Half of the length of the interval of x from t = -1 to t = 1.
         coefficients: The Chebyshev series, (terms,).
-        errors: The estimated errors of f and f'.
+        errors: The estimated errors of the polynomial and of its derivative.
         size: The largest |f| that was found in the interval.
     """
 
@@ -274,7 +277,7 @@ class Side:
     size: float
 
     def slope(self, x: float, order: int) -> float:
-        """Return the derivative of the given order at x."""
+        """Return the derivative of the given order of the polynomial at x; order 0 is its value."""
         series = self.coefficients
         for _ in range(order):
             series = _differentiated(series)
@@ -283,7 +286,7 @@ class Side:
         )
 
     def noise(self, order: int) -> float:
-        """Estimate the error of the derivative of the given order at an end of the interval."""
+        """Estimate the error of `slope` with the same order, at an end of the interval."""
         amplified = _MORE**2 / self.half
         rounding = 4.0 * _EPS * (self.size + abs(self.center) + self.half)
         return (
@@ -293,10 +296,11 @@ class Side:
 
 
 def one_sided(f, near: float, far: float, allowed: float, order: int) -> Side | None:
-    """Interpolate f by one polynomial on the longest interval from `near` towards `far` on which it is accurate.
+    """Interpolate f by one polynomial on an interval that starts at `near` and reaches towards `far`.
 
-    The polynomial is accurate if the estimated error of f (order 0) or of f' (order 1) is at most `allowed`. The result
-    is None if no interval gives an accurate polynomial.
+    The interval is the longest one that was tried on which the polynomial is accurate: the estimated error of the
+    polynomial (order 0) or of its derivative (order 1) is at most `allowed`. The result is None if there is no such
+    interval.
     """
     ends = near + (far - near) * 0.5 ** np.arange(40.0)
     ends = ends[np.abs(ends - near) > 1e-12 * (1.0 + abs(near))]

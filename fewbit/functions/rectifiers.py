@@ -60,7 +60,7 @@ def leaky_relu(negative_slope: float = 0.01) -> Function:
 
 @named(module="RReLU")
 def rrelu(lower: float = 1.0 / 8.0, upper: float = 1.0 / 3.0) -> Function:
-    """Return the randomized ReLU in evaluation mode, whose negative slope is the mean of `lower` and `upper`."""
+    """Return the randomized ReLU in evaluation mode, whose slope for x < 0 is the mean of `lower` and `upper`."""
     require(lower <= upper, "rrelu", "lower <= upper", lower=lower, upper=upper)
     return _two_slopes(
         (lower + upper) / 2.0, "torch.nn.RReLU in evaluation mode; Xu et al., arXiv:1505.00853"

@@ -1,4 +1,4 @@
-"""Functions by name, with aliases and default parameters."""
+"""The functions of this folder by name, with aliases and default parameters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def names() -> tuple[str, ...]:
 
 
 def modules() -> Mapping[str, str]:
-    """Return a mapping from names of activation modules, in `fewbit` and `fewbit.nn`, to names of their functions."""
+    """Return a mapping from the class names of activation modules in `fewbit.nn` to the names of their functions."""
     return MappingProxyType(MODULES)
 
 
@@ -87,8 +87,8 @@ def get(name: str, parameters: Mapping[str, float] | None = None) -> Function:
 
     Args:
         name: A canonical name or an alias.
-        parameters: Parameters by torch's names. A parameter that is not given has torch's default. `threshold`, which
-            has no defaults in torch, gets threshold=0 and value=0, and is then equal to relu.
+        parameters: Parameters by torch's names. A parameter that is not given has torch's default. The function
+            `threshold` has no defaults in torch; here they are threshold=0 and value=0, which make it equal to relu.
 
     Raises:
         FunctionError: The name or a parameter is unknown, or the value of a parameter is not finite, not allowed for

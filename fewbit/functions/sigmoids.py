@@ -192,8 +192,8 @@ def _last_below(threshold: float, beta: float) -> float:
 def sqrtsoftplus() -> Function:
     """Return the function sqrt(softplus(x)), which is sqrt(x) for x > 20, as with torch's softplus.
 
-    softplus(x) underflows to 0 at x = -745, but its root only at -1490. For x < 0 the factor e^(x / 2) is therefore
-    taken out of the root. This avoids the 0 / 0 of torch's backward pass.
+    softplus(x) underflows to 0 below x = -745, but its root would underflow only below -1490. For x < 0 the factor
+    e^(x / 2) is therefore taken out of the root. This avoids the 0 / 0 of torch's backward pass.
     """
 
     def lower(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -3,8 +3,8 @@
 The domain is cut at points that are called nodes, and a cell is the interval between two neighboring nodes. `Cells`
 stores for each cell the mass (the integral of the weight w), the weighted mean of f', the spread (the integral of the
 squared deviation of f' from this mean, times w), and the limits of f' at the ends of the cell from inside. Integrals
-are computed by Gauss-Legendre quadrature. Kinks (points at which f' is not smooth), extrema of f' and jumps of w are
-always nodes, so the integrands are smooth. Cells without mass are left out.
+are computed by Gauss-Legendre quadrature. Kinks (points at which f' jumps or is not smooth), extrema of f' and jumps of
+w are always nodes, so the integrands are smooth. The solver's grid has no cells without mass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAST_SLOPE = 1e-140
 
 @dataclass(frozen=True)
 class Cells:
-    """Cells in ascending x. All attributes are float64 (n,).
+    """n cells in ascending x. Every attribute is float64 (n,), with one number for each cell.
 
     Attributes:
         left: The left ends.
@@ -38,8 +38,8 @@ class Cells:
         mass: The integral of w.
         mean: The weighted mean of f'.
         spread: The integral of (f' - mean)**2 w.
-        lowest: The smallest value of f'.
-        highest: The largest value of f'.
+        lowest: The smallest value of f', among the two limits and the points of the quadrature.
+        highest: The largest of these values.
     """
 
     left: np.ndarray
@@ -56,22 +56,27 @@ class Cells:
         return len(self.left)
 
     def take(self, index):
-        """Return the cells with the given indices, or the cells for which a bool mask is true."""
+        """Return the cells that `index` selects: an array of indices, or a bool mask (n,)."""
         return Cells(*(getattr(self, f.name)[index] for f in fields(self)))
 
     @property
     def second_moment(self):
-        """The integral of f'**2 w."""
+        """The integral of f'**2 w over all cells."""
         return float(np.sum(self.mass * self.mean**2 + self.spread))
 
 
 def concatenate(parts):
-    """Join several `Cells`."""
+    """Return one `Cells` with the cells of all `parts`, in the given order."""
     return Cells(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Cells)))
 
 
 def merge(cells, nodes):
-    """Merge all cells between neighboring nodes. Kinks, extrema of f' and jumps of the weight must be nodes."""
+    """Merge the cells between each two neighboring nodes into one cell.
+
+    Args:
+        cells: The `Cells`.
+        nodes: The ends of the new cells, ascending points. All kinks, extrema of f' and jumps of w must be included.
+    """
     group = np.searchsorted(nodes, 0.5 * (cells.left + cells.right))
     starts = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     ends = np.append(starts[1:], len(cells)) - 1
@@ -118,13 +123,16 @@ class Landscape:
     extrema: np.ndarray
 
     def cells(self, count):
-        """Return about `count` cells, without cells that have no mass. The method `nodes` chooses their ends."""
+        """Cut the domain at `nodes(count)`, and return the cells that have mass."""
         nodes = self.nodes(count)
         cells = self.integrate(nodes[:-1], nodes[1:])
         return cells.take(cells.mass > 0)
 
     def nodes(self, count):
-        """Return about `count` nodes, denser where w f''**2 is large, since a step function has large errors there.
+        """Return about `count` nodes, ascending points.
+
+        The nodes are closer together at points at which w f''**2 is large, because a step function has large errors
+        there. (f'' is the derivative of f'.)
 
         Raises:
             SolveError: The weight has no mass on the domain.
@@ -152,7 +160,14 @@ class Landscape:
         return np.union1d(forced, wanted[gap > 1e-12 * (1 + np.abs(wanted))])
 
     def integrate(self, left, right):
-        """Return the cells with the given ends, float64 (n,). Kinks, extrema of f' and jumps of w must be ends."""
+        """Return the n cells with the given ends, and compute their integrals.
+
+        No kink, extremum of f' or jump of w may lie inside a cell.
+
+        Args:
+            left: float64 (n,), the left ends.
+            right: float64 (n,), the right ends.
+        """
         half = 0.5 * (right - left)
         x = 0.5 * (left + right)[:, None] + half[:, None] * _GAUSS[0]
         weight = self.density(x) * (half[:, None] * _GAUSS[1])
@@ -169,7 +184,7 @@ class Landscape:
         return Cells(left, right, value_left, value_right, mass, mean, spread, lowest, highest)
 
     def split(self, cells, points):
-        """Return cells that are split at the given points. Points that are not inside a cell have no effect."""
+        """Split cells at the given points, and return all cells. Points that are not inside a cell have no effect."""
         inside = np.searchsorted(cells.left, points, side="right") - 1
         ok = inside >= 0
         points, inside = points[ok], inside[ok]
@@ -204,7 +219,8 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
         weight: A weight from `make_weight`.
         domain: The two ends of the domain.
         name: The name of f, for error messages.
-        panels: If f' is approximated by polynomials, the ends of the intervals with one polynomial each (panels).
+        panels: The ascending ends of the intervals on each of which one polynomial approximates f' (panels). Empty if
+            f' is not approximated.
         accuracy: The largest error of `derivative`; 0 if it is exact.
 
     Raises:

@@ -1,20 +1,24 @@
-"""One layer of the dynamic program: out[i] = min over j of previous[j] + cost(columns[j], rows[i]).
+"""One layer of the dynamic program that cuts a sequence of items into segments with the smallest total cost.
 
-A sequence of items is cut into segments, and the sum of the segments' costs is to be minimal. A layer adds one segment:
-a row is the position at which the segment ends, a column the position at which it starts, and previous[j] is the least
-cost of the items before column j. Rows and columns ascend. There are two exact searches:
+A layer adds one segment. A row is a position at which this segment may end, a column is a position at which it may
+start, and previous[j] is the least cost of the items before column j. The layer computes
+
+    out[i] = min over j of previous[j] + cost(columns[j], rows[i]).
+
+Rows and columns ascend. There are two exact searches:
 
 divide: for costs that satisfy the quadrangle inequality (Monge). The best column never moves left as the row moves
     right, so divide and conquer takes O((rows + columns) log rows).
-scan: for any cost that does not shrink when its segment grows. Columns are visited in descending order, from the row. A
-    run of columns is skipped if the cost of its shortest segment, plus the smallest of its previous values, is not
-    below the best total found so far. In the worst case every column is visited.
+scan: for any cost that does not shrink when the segment gets longer. Blocks of neighboring columns are visited from
+    right to left, starting at the row. A block is skipped if the cost of the shortest segment that starts in the block,
+    plus the smallest `previous` in the block, is not below the best total found so far. In the worst case every column
+    is visited.
 
 Both release the interpreter lock, and `run_layer` divides the rows among threads.
 
-With `slack = 1` a column may be one position after the row; such a segment is empty and costs 0. The pruning bounds of
-`fewbit.solver.partition` need this. `flip = n`, the number of items, runs the layer on the reversed sequence, in which
-position p means n - p.
+With `slack = 1` a segment may start one position after its end. Such a segment is empty and costs 0. The pruning bounds
+of `fewbit.solver.partition` need this for two breaks in one block. With `flip = n`, the number of items, the layer runs
+on the reversed sequence: position p of rows and columns means position n - p of the items.
 """
 
 from __future__ import annotations
@@ -45,11 +49,13 @@ class Costs:
 
     Args:
         items: The `Items`.
-        kind: `SQUARED_DEVIATION`: the cost of replacing the items start <= i < stop by their mean. `RANDOM_CHOICE`: the
-            expected squared error of a random choice. Each item strictly between start and stop becomes the value of
-            item start or of item stop, and the probabilities keep its mean. The cost is the sum of w (v -
-            v_start)(v_stop - v), with w the mass and v the value of an item.
-        forced: Values that must be levels. The `RANDOM_CHOICE` cost of a segment across such a value is infinite.
+        kind: With `SQUARED_DEVIATION`, the cost of a segment is the squared error if the items start <= i < stop are
+            replaced by their mean. With `RANDOM_CHOICE`, it is the expected squared error if the values of the items
+            start and stop are levels, and each item between these two becomes one of the two levels at random, such
+            that its expected value is kept. This cost is the sum of w (v - v_start)(v_stop - v) over the items between,
+            with w the mass and v the value of an item.
+        forced: Values that must be levels, for `RANDOM_CHOICE`. If such a value is strictly between the values of the
+            items start and stop, the cost is infinite.
     """
 
     def __init__(self, items, kind=SQUARED_DEVIATION, forced=()):
@@ -60,27 +66,28 @@ class Costs:
 
     @property
     def arguments(self):
-        """The first seven arguments of the compiled functions."""
+        """The first seven arguments of this module's compiled functions: the arrays of the items, `forced` and `kind`."""
         moments, references, level_of = self.items.table
         spread = self.items.spread
         return moments, references, level_of, spread, self.values, self.forced, self.kind
 
 
 def run_layer(costs, columns, previous, rows, *, monge, slack=0, flip=-1, threads=1):
-    """Compute one layer, which adds a segment: the least cost of every row.
+    """Compute one layer, which adds a segment.
 
     Args:
         costs: The `Costs`.
         columns: int64, ascending positions at which the segment may start.
-        previous: float64, the value of the previous layer at every column.
+        previous: float64, for every column the least cost of the items before it.
         rows: int64, ascending positions at which the segment may end.
         monge: Whether the costs satisfy the quadrangle inequality, so that the search "divide" is used.
-        slack: The number of positions that a column may be after the row, 0 or 1.
-        flip: The number of items if the sequence is reversed, else -1.
+        slack: 0, or 1 to allow a segment to start one position after its end.
+        flip: The number of items to run on the reversed sequence, or -1.
         threads: The number of threads.
 
     Returns:
-        The least cost of every row, and the number of the row's best column, -1 if no column is valid.
+        Two arrays with an entry for every row: float64, the least cost; and int64, the index in `columns` of the best
+        column. If every column is too far right, these are infinity and -1.
     """
     out = np.full(len(rows), np.inf)
     best = np.full(len(rows), -1, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Make the first pieces of form "intervals", and complete an optimum: add outer pieces, and choose the sides of breaks.
+"""Steps before and after the refinement of a step function q: first pieces, outer pieces, and the sides of breaks.
 
-The pieces are the intervals on which a step function q has one value, a level. The breaks are the points between
-pieces.
+The pieces are the intervals on which q has one value, a level. The breaks are the points between pieces. The side of a
+break says which of its two pieces contains the break itself.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from fewbit.solver.steps import Steps, relabel, tidy
 
 
 def contiguous_start(relaxed, landscape, pinned):
-    """Return the optimum of the discrete problem of form "intervals" without its empty pieces.
+    """Return the pieces from which the refinement of form "intervals" starts.
+
+    They are the pieces that are optimal for the discrete problem (`fewbit.solver.relaxation`), without empty ones.
 
     Args:
-        relaxed: The optimum, a `Relaxed` with breaks.
+        relaxed: The optimum of the discrete problem, a `Relaxed` with breaks.
         landscape: f' and the weight.
-        pinned: Whether the first and the last level are pinned; these stay even if their pieces are empty.
+        pinned: Whether the first and the last level are pinned. Pinned levels stay even if their pieces are empty.
 
     Returns:
         The levels (K,), a bool mask (K,) of the pinned levels, and the pieces as `Steps`.
@@ -42,17 +44,18 @@ def contiguous_start(relaxed, landscape, pinned):
 def with_outer_pieces(levels, steps, request, landscape, f):
     """Add pieces beyond the ends of the domain, and drop unused levels.
 
-    Pieces are added for two reasons. With tails "pinned", q has the limits of f' outside the domain. And inputs may be
-    equal to an end of the domain, as many outputs of ReLU are equal to 0. If this end is a kink, at which f' has
-    another value than inside the domain, a piece with this value is added. This requires that a level has the value, or
-    that one more level is allowed.
+    With tails "pinned", the added pieces have the limits of f' at both infinities as levels. With tails "free", a piece
+    is added beyond an end of the domain that is a kink, because inputs may be equal to this end, as many outputs of
+    ReLU are equal to 0. The level of this piece is torch's derivative at the end, if it differs from the level inside.
+    The piece is left out if it would need a new level although q has as many levels as allowed.
 
     Args:
         levels: float64 (K,).
         steps: The pieces inside the domain.
-        request: The number of levels, the form, and the pinned slopes or None.
+        request: An object with three attributes: `count`, the largest number of levels; `form`; and `slopes`, the
+            limits of f' at both infinities if tails are pinned, else None.
         landscape: f' and the weight.
-        f: The function.
+        f: The activation, a `Function`.
 
     Returns:
         The new levels and the new `Steps`.
@@ -101,7 +104,9 @@ def _with_end(levels, steps, request, end, last, f):
 def closed_sides(f, steps, levels):
     """Return the side of every break, as in `Table.closed`.
 
-    A break at a kink belongs to the piece whose level is nearer to torch's derivative there. Other breaks have "right".
+    "right" means that the break belongs to the piece on its left, "left" that it belongs to the piece on its right. A
+    break at a kink belongs to the piece whose level is nearer to torch's derivative at the kink. All other breaks have
+    "right".
     """
     closed = np.full(len(steps.breaks), "right", dtype=object)
     at = np.flatnonzero(np.isin(steps.breaks, f.kinks))
@@ -113,7 +118,11 @@ def closed_sides(f, steps, levels):
 
 
 def closed_sides_of_knots(f, stand_in):
-    """Return the side of every knot, as in `Knots.closed`. A jump has the value nearer to torch's derivative."""
+    """Return the side of every knot of a stand-in, as in `Knots.closed`.
+
+    A jump consists of two knots with equal x. "right" means that the stand-in has the value of the first knot at this
+    x, "left" that it has the value of the second. The value that is nearer to torch's derivative is chosen.
+    """
     points, values = stand_in.points, stand_in.values
     closed = ["right"] * len(points)
     for i in np.flatnonzero(points[1:] == points[:-1]):

@@ -1,11 +1,12 @@
 """Find the step function q with the smallest maximum of |f' - q|, by solving covering problems.
 
-The step function q has K levels. In form "levels", in which several pieces of the domain may have the same level, a
-radius r is sufficient if K intervals of length 2r cover the values of f'. In form "intervals", in which every piece has
-its own level, r is sufficient if the domain can be cut into K pieces on which f' varies by at most 2r. Greedy covering
-from one end needs the fewest intervals, so it decides exactly whether a radius is sufficient. The optimum is the
-smallest sufficient radius, found by bisection to the last bit. The lower bound is the largest radius that was found to
-be insufficient. In each cell of the domain f' is monotone, so only the values at the ends of the cell matter.
+The step function q has K levels. A radius r is called sufficient if some q has |f' - q| <= r on the whole domain. In
+form "levels", in which several pieces of the domain may have the same level, this is the case if K intervals of length
+2r cover all values of f'. In form "intervals", in which every piece has its own level, it is the case if the domain can
+be cut into K pieces on each of which f' varies by at most 2r. Covering greedily from one end needs the fewest
+intervals or pieces, so this method decides exactly whether a radius is sufficient. The optimum is the smallest
+sufficient radius, found by bisection to the last bit. The lower bound is the largest radius that was found to be
+insufficient. In each cell of the domain f' is monotone, so only the values at the ends of the cell matter.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def minimax_levels(landscape, cells, count, pinned):
         pinned: Values that must be among the levels, ascending.
 
     Returns:
-        The levels (K,), the pieces, and the lower bound.
+        The levels (K,), the pieces as `Steps`, and a lower bound on the maximum.
     """
     low, high = _merged_ranges(cells)
     free = count - len(pinned)
@@ -46,10 +47,10 @@ def minimax_intervals(landscape, cells, count, slopes):
         landscape: f' and the weight.
         cells: The cells of the domain.
         count: The number of pieces.
-        slopes: The levels of the first and the last piece if these are given, else None.
+        slopes: The levels of the first and the last piece if they are pinned, else None.
 
     Returns:
-        The levels (K,), the pieces, and the lower bound.
+        The levels (K,), the pieces as `Steps`, and a lower bound on the maximum.
     """
     path = np.stack([cells.value_left, cells.value_right], axis=1)
     pinned = np.array([] if slopes is None else slopes)
@@ -68,7 +69,7 @@ def minimax_intervals(landscape, cells, count, slopes):
 
 
 def largest_deviation(landscape, cells, steps, levels):
-    """Return the largest |f' - q| over the cells, for the step function q with these pieces and levels."""
+    """Return the largest |f' - q| over the cells, for the step function q with the pieces `steps` and the levels."""
     parts = landscape.split(cells, steps.breaks)
     level = levels[steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]]
     return float(np.maximum(np.abs(parts.lowest - level), np.abs(parts.highest - level)).max())
@@ -156,7 +157,7 @@ def _cover_path(path, radius, slopes, count):
     Args:
         path: (n, 2), the values of f' at both ends of every cell.
         radius: Half of the largest variation of f' on a piece.
-        slopes: The levels of the first and the last piece if these are given, else None.
+        slopes: The levels of the first and the last piece if they are pinned, else None.
         count: The largest number of pieces.
 
     Returns:

@@ -1,23 +1,25 @@
 """The optimal partition of a weighted sequence into K segments, and of weighted values into K levels.
 
-`form="intervals"` cuts the sequence in its own order (Few-bit Backward, eq. 9). `form="levels"` sorts the values first;
-then the problem is weighted one-dimensional k-means, and the costs of segments are Monge: they satisfy the quadrangle
-inequality. With D_k(i) the least cost of k segments of the first i items, both forms use the same dynamic program
+`form="intervals"` cuts the sequence in its given order (Few-bit Backward, eq. 9). `form="levels"` sorts the values
+first. Then the problem is weighted one-dimensional k-means, and the costs of segments are Monge: they satisfy the
+quadrangle inequality. Let D_k(i) be the least cost of k segments of the first i items. Both forms use the same dynamic
+program, which finds the exact optimum:
 
     D_k(i) = min over j <= i of D_{k-1}(j) + cost(j, i)
 
-and its optimum is exact. Time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels; memory
-O(n (K + log n)).
+The time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels. The memory is O(n (K + log n)).
 
-Pruning (`prune=True`) makes both much faster, and does not change the result. Positions are grouped into blocks. If the
-break k - 1 is in block [a_h, b_h] and break k in block [a_g, b_g], the segment between them contains the items from b_h
-to a_g. A segment costs at least as much as any part of the segment, so with
+Pruning (`prune=True`) makes both forms much faster, and does not change the result. Positions are grouped into blocks.
+If break k - 1 is in block h, the positions [a_h, b_h], and break k is in block g, the positions [a_g, b_g], then the
+segment between the two breaks contains at least the items from b_h to a_g. A segment costs at least as much as any part
+of it. So let
 
     L_k(g) = min over h <= g of L_{k-1}(h) + cost(b_h, a_g)
 
-and R_k(g) the same bound for the segments after break k, every partition whose break k is in block g costs at least
-L_k(g) + R_k(g). A block whose bound exceeds the cost of a known partition is dropped, and the others are divided, until
-single positions remain or few blocks are dropped. The remaining positions are searched exactly.
+and let R_k(g) be the same bound for the segments after break k. Every partition whose break k is in block g costs at
+least L_k(g) + R_k(g). A block whose bound exceeds the cost of a known partition is dropped. The remaining blocks are
+divided into smaller ones, and so on, until the blocks are single positions or a round drops few blocks. The remaining
+positions are searched exactly.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ _MARGIN = 1e-9
 
 @dataclass(frozen=True)
 class Effort:
-    """The number of threads of a search, and a function that reports the progress.
+    """How a search runs: the number of threads, and a function that reports the progress.
 
     Attributes:
         threads: The number of threads.
-        progress: A function that is called as `progress(stage, done, total)`.
+        progress: A function that is called as `progress(stage, done, total)`: the name of the stage, and how much of
+            its work is done.
     """
 
     threads: int = field(default_factory=thread_count)
@@ -57,10 +60,12 @@ class Partition:
 
     Attributes:
         cost: The sum of the segments' costs.
-        breaks: int64 (K-1,), ascending positions; segment k contains the items breaks[k-1] <= i < breaks[k].
+        breaks: int64 (K-1,), ascending positions; segment k contains the items breaks[k-1] <= i < breaks[k]. In form
+            "levels" the items are the sorted values.
         means: float64 (K,), the segments' weighted means; nan for a segment without mass.
-        order: The permutation that sorted weighted values for form "levels", else None.
-        candidates: The number of positions that the final search tried, summed over breaks; about n K without pruning.
+        order: If form is "levels" and weights were given, the indices that sort the values; else None.
+        candidates: The sum over all breaks of the number of positions that the final search tried for this break. It is
+            about n K without pruning.
     """
 
     cost: float
@@ -134,8 +139,7 @@ def best_breaks(items, count, *, monge, prune=True, effort):
         effort: The threads and the progress function.
 
     Returns:
-        The cost, the breaks int64 (count - 1,), and the number of positions that the final search tried, summed over
-        breaks.
+        The cost, the breaks int64 (count - 1,), and the number `candidates` of `Partition`.
     """
     n = len(items)
     count_used = min(count, n)
@@ -163,7 +167,7 @@ class LayeredSearch:
         monge: Whether the costs satisfy the quadrangle inequality.
         effort: The threads and the progress function.
         columns: int64 (m,), the positions at which the first segment may start; by default only position 0.
-        values: float64 (m,), the cost of the items before each of these positions; by default 0.
+        values: float64 (m,), for each of these positions the total cost of all items before it; by default 0.
     """
 
     def __init__(self, costs, monge, effort, *, columns=None, values=None):
@@ -173,7 +177,7 @@ class LayeredSearch:
         self._trail = []
 
     def step(self, rows):
-        """Add a segment that ends at one of the positions `rows`, which ascend."""
+        """Add a layer, whose segment may end at any of the positions `rows` (ascending)."""
         rows = np.ascontiguousarray(rows, dtype=np.int64)
         out, best = run_layer(
             self.costs, self.columns, self.values, rows, monge=self.monge, threads=self.threads
@@ -182,14 +186,14 @@ class LayeredSearch:
         self.columns, self.values = rows, out
 
     def trace(self, at, layer=None):
-        """Return the starts of the best segments that lead to a position.
+        """Return the starts of the best segments, of which the last one ends at a given position.
 
         Args:
-            at: The index of the position in the `rows` of the layer.
-            layer: The number of layers, from 1; by default all.
+            at: The index of this position in the `rows` of the last segment's layer.
+            layer: The number of segments, which is the number of this layer counted from 1; by default all layers.
 
         Returns:
-            int64, ascending, one start for each segment.
+            int64 (layer,), ascending, the start of each segment.
         """
         starts = []
         for columns, best in reversed(self._trail[:layer]):
@@ -209,9 +213,9 @@ def _search(costs, candidates, monge, effort):
 
 
 def surviving_breaks(items, count, *, monge, effort):
-    """Return, for every break, the positions that remain after pruning. The module's docstring describes the bounds.
+    """Return a list with the positions that remain after pruning, one int64 array for every break.
 
-    The arguments have the same meaning as in `best_breaks`.
+    The arguments have the same meaning as in `best_breaks`. The module's docstring describes the method.
     """
     n = len(items)
     first = min(n, max(512, 4 * count))

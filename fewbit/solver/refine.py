@@ -1,6 +1,7 @@
-"""Refine the levels of the dynamic program to a stationary point of the continuous problem.
+"""Move the levels of a step function to a stationary point of the error.
 
-The levels y are the values of a step function q, and the pieces are the intervals on which q has one value. The error
+The first levels are the optimum of a discrete problem (`fewbit.solver.relaxation`), which is close to the best levels
+for f' itself. The levels y are the values of a step function q, and the pieces are the intervals on which q has one value. The error
 L(y) is the integral of (f' - q)^2 w (Few-bit Backward, eq. 4). If the pieces are optimal for the levels, the error has
 the gradient
 
@@ -12,10 +13,11 @@ e_k,
 
     H = 2 diag(M) - 1/2 sum over breaks of (w / |f''|) |y_r - y_l| (e_l + e_r)(e_l + e_r)^T.
 
-Newton steps are tried first, then Lloyd's step, the exact minimizer for the current pieces, which cannot raise the
-error. A step is accepted if it lowers the error, or if it changes the error by rounding only and lowers the gradient.
-At a stationary point y_k is the mean of f' over the pieces of level k, and f' at every break is the mean of the two
-levels: the gradient in the breaks (eq. 5) is zero.
+Newton steps are tried first. Then Lloyd's step is tried: it moves every level to the exact minimizer for the current
+pieces, and cannot raise the error. A step is accepted if it lowers the error, or if it changes the error by rounding
+only and makes the gradient smaller. At a stationary point y_k is the mean of f' over the pieces of level k, and f' at
+every break is the mean of the levels on the two sides. So the derivatives of the error with respect to the breaks (eq.
+5) are zero too.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class NearestPieces:
         self.landscape, self.cells = landscape, cells
 
     def steps(self, levels, _previous):
-        """Return the pieces for the levels; None if the levels do not ascend."""
+        """Return the pieces for the levels, or None if a step has made the levels not strictly ascending."""
         if (np.diff(levels) <= 0).any():
             return None
         return nearest_steps(self.landscape, self.cells, levels)
@@ -74,7 +76,7 @@ class ContiguousPieces:
         self.landscape, self.cells = landscape, cells
 
     def steps(self, levels, previous):
-        """Return the pieces for the levels, found by moving the previous breaks; None if breaks would coincide."""
+        """Return the pieces for the levels, found by moving the previous breaks, or None if two breaks would be equal."""
         cells = self.cells
         breaks, density = previous.breaks.copy(), np.zeros(len(previous.breaks))
         codes = previous.codes

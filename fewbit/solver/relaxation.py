@@ -2,15 +2,15 @@
 
 The continuous problem asks for the step function, with K levels y, that has the least error for f'. The discrete
 problem replaces f' on each cell of the domain by one or two values with a mass, called atoms. The mass of a cell is the
-integral of the weight w.
+integral of the weight w. f' is monotone in a cell, and neighboring cells meet at a node.
 
 Objective "mse" minimizes the squared error. Let a cell have mass W, mean m, spread S (the integral of (f' - m)**2 w)
 and values of f' in [a, b]. Move its mass to two atoms, at a and b, with the same mean; their spread is W (m - a)(b - m)
 >= S. For any levels y write
 
-    min_k (v - y_k)**2 = v**2 - h(v),   h(v) = max_k (2 v y_k - y_k**2), convex.
+    min_k (v - y_k)**2 = v**2 - h(v),   h(v) = max_k (2 v y_k - y_k**2).
 
-On [a, b], h is below the chord of h from a to b, and the mean of the chord over the cell is the mean of h over the two
+The function h is convex. On [a, b], h is below the chord of h from a to b, and the mean of the chord over the cell is the mean of h over the two
 atoms, so
 
     integral over the cell of min_k (f' - y_k)**2 w  >=  sum over its atoms of min_k (atom - y_k)**2
@@ -21,22 +21,23 @@ the total excess spread, is a lower bound on the least error of the continuous p
 for any number K of levels, and also if some levels are pinned to given values.
 
 In form "intervals" every piece has its own level. The two atoms of a cell are in the order in which f' passes a and b,
-since f' is monotone in a cell. Suppose that a break inside a cell goes from level y to level z against the direction of
-f'. Then the error as a function of the break is concave, so moving the break to one end of its range in the cell does
-not raise the error. At the breaks that remain inside a cell, levels change in the direction of f', and the best
-assignment of levels to the two atoms is one that contiguous segments of atoms can have. The same bound follows.
+since f' is monotone in a cell. Suppose that q changes from level y to level z at a break inside a cell, and that this
+is against the direction of f': one of them rises and the other falls. Then the error as a function of the break's place
+is concave, so the break can be moved to one end of the cell, or to the next break, without raising the error. At breaks
+that remain inside a cell, q changes in the direction of f'. So the best level for the first atom does not come after
+the best level for the second atom, and contiguous segments of atoms can have these levels. The same bound follows.
 Neighboring atoms of equal value are merged, which changes no error. With n cells, the bounds of both forms differ from
 the optimum by O(n**-2).
 
-With objective "unbiased" one of the levels next to a value v is drawn at random, such that the expected value is v. The
-expected squared error at v is (v - y_k)(y_{k+1} - v) = H(v) - v**2. H is the piecewise linear interpolant of v**2 at
-the levels, which is convex. By Jensen's inequality the mean of H over a cell is at least H(m). So the optimum for one
-atom per cell, at the mean m, minus the total spread of the cells, is a lower bound. The optimal levels of a discrete
-problem can be chosen among its values, since the error is linear in a level between values, so the discrete search is
-exact.
+With objective "unbiased", a value v becomes one of the two levels next to it at random, such that the expected value is
+v. The expected squared error at v is (v - y_k)(y_{k+1} - v) = H(v) - v**2. H is the piecewise linear interpolant of
+v**2 at the levels, and is convex. By Jensen's inequality the mean of H over a cell is at least H(m). So the optimum for
+one atom per cell, at the mean m, minus the total spread of the cells, is a lower bound. As a level moves from one
+atom's value to the next, the error of the atoms changes linearly. So there are optimal levels among the values of the
+atoms, and the search among these values is exact.
 
-The proofs assume that f' is monotone in each cell, that is, between neighboring nodes. The extrema of f' are located
-first and become nodes, and [a, b] includes the values at the quadrature points inside a cell.
+All these proofs need a monotone f' in each cell. The extrema of f' are therefore located first and become nodes, and
+[a, b] includes the values at the quadrature points inside a cell.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Relaxed:
     Attributes:
         levels: float64 (K,), ascending for form "levels", in the order of the pieces for "intervals".
         fixed: bool (K,), the levels that are pinned.
-        lower_bound: A lower bound on the continuous optimum, not negative.
+        lower_bound: A lower bound on the optimum of the continuous problem, not negative.
         breaks: float64 (K-1,), the points between the pieces for form "intervals", else None.
     """
 
@@ -75,7 +76,7 @@ class Atoms:
         x: float64 (n,), ascending, the place of every atom.
         value: float64 (n,), the value of f' at every atom.
         mass: float64 (n,), the mass of every atom.
-        excess: The total spread of the atoms minus that of the cells.
+        excess: The total excess spread of the cells.
     """
 
     x: np.ndarray
@@ -90,7 +91,8 @@ def two_point_atoms(cells):
     The two atoms are in the order in which f' passes their values. Neighboring atoms of equal value are merged.
 
     Returns:
-        The `Atoms`, and float64 (n,): for every atom, the largest x of the atoms from which it was merged.
+        The `Atoms`, and a float64 array (n,). If several atoms were merged into one, `Atoms.x` has the smallest x of
+        these, and the array has the largest.
     """
     low, high = cells.lowest, cells.highest
     width = high - low
@@ -123,8 +125,8 @@ def relax_levels(cells, count, pinned, effort, most=None):
         count: The number of levels.
         pinned: Distinct values that must be among the levels.
         effort: The threads and the progress function.
-        most: The largest number of atoms, or None for no limit. If there are more, atoms of similar value are merged
-            first.
+        most: The largest number of atoms to search, or None for no limit. If there are more atoms, atoms of similar
+            value are merged before the search.
 
     Returns:
         A `Relaxed`.
@@ -181,8 +183,8 @@ def _fewer_atoms(value, mass, most):
 def _relax_pinned_levels(value, mass, excess, count, pinned, effort):
     """Find the best levels if some are pinned.
 
-    The pinned levels divide the values into zones. The problem of each zone is solved for every number of levels that
-    are not pinned. Then these levels are divided among the zones such that the total cost is smallest.
+    The pinned levels divide the values into zones. The problem of each zone is solved for every number of free levels,
+    those that are not pinned. Then the free levels are divided among the zones such that the total cost is smallest.
 
     Args:
         value: float64 (n,), the values of the atoms, ascending.
@@ -258,7 +260,7 @@ def relax_unbiased(cells, count, fixed, effort):
     Args:
         cells: The cells of the piecewise linear function that replaces f'.
         count: The number of levels.
-        fixed: The pinned levels, ascending, the first and the last one included.
+        fixed: The pinned levels, ascending. The smallest and the largest level are always pinned.
         effort: The threads and the progress function.
 
     Returns:
@@ -283,14 +285,15 @@ def relax_unbiased(cells, count, fixed, effort):
 
 
 class Zone:
-    """The search for contiguous segments of items, of which the first and the last one may have given levels.
+    """Searches the best contiguous segments of items if the level of the first or the last segment is given.
 
-    The other segments are called free.
+    A segment whose level is not given is called free. Pinned levels divide the values of f' into zones, and each zone
+    is searched separately.
 
     Args:
-        items: The `Items`.
-        first: The level of the first segment, or None.
-        last: The level of the last segment, or None.
+        items: The `Items` of the zone.
+        first: The level of the first segment, or None if all segments but the last are free.
+        last: The level of the last segment, or None if all segments but the first are free.
         effort: The threads and the progress function.
         monge: Whether the items are sorted by value.
     """
@@ -320,7 +323,7 @@ class Zone:
         return values + self.after[positions]
 
     def costs(self, most):
-        """Return the smallest cost for every number of free segments from 0 to `most`, float64 (most + 1,)."""
+        """Return the smallest total cost for every number of free segments from 0 to `most`, float64 (most + 1,)."""
         nodes = np.arange(len(self.items) + 1)
         while len(self.layers) <= most:
             self.search.step(nodes)
@@ -329,7 +332,7 @@ class Zone:
         return np.array([self._ending(k).min() for k in range(most + 1)])
 
     def partition(self, k):
-        """Return the k + 1 breaks around the k free segments, and the levels of these segments."""
+        """Return the k + 1 positions at which the k free segments start or end, and the levels of these segments."""
         at = int(np.argmin(self._ending(k)))
         stop = self.layers[k][0][at]
         breaks = np.concatenate([self.search.trace(at, layer=k), [stop]]).astype(np.int64)
@@ -337,7 +340,7 @@ class Zone:
         return breaks, means
 
     def levels(self, k):
-        """Return the levels of the k free segments, without those of empty segments."""
+        """Return the levels of the k free segments. Segments without mass have no level."""
         if k == 0 or len(self.items) == 0:
             return np.empty(0)
         means = self.partition(k)[1]

@@ -1,4 +1,4 @@
-"""Determine the number of levels and the domain of a requested table, without importing the solver."""
+"""Determine the number of levels and the domain of a requested table. This module does not import the solver."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def count_levels(bits, levels):
     """Return the largest number of levels and the number of bits of a requested table.
 
     Args:
-        bits: 1 to 8, or None.
-        levels: 2 to 256, or None.
+        bits: 1 to 8, or None to use as few bits as `levels` needs.
+        levels: 2 to 256, or None to use 2**bits.
 
     Raises:
         SolveError: Both are None, one is out of range, or there are more levels than bits allow.
@@ -47,7 +47,7 @@ def check_choice(name, value, choices):
 
 
 def check_request(form, objective, tails, parameters):
-    """Raise SolveError if form, objective or tails is unknown, or if parameters are neither None nor a mapping."""
+    """Raise SolveError if form, objective or tails is unknown, or if `parameters` is neither None nor a mapping."""
     check_choice("form", form, FORMS)
     check_choice("objective", objective, OBJECTIVES)
     check_choice("tails", tails, TAILS)
@@ -61,7 +61,7 @@ def is_integer(value):
 
 
 def checked_domain(domain):
-    """Return a domain as two floats, or None for None. Raises SolveError for an invalid domain."""
+    """Return a domain as two floats; None stays None. Raise SolveError if the domain is invalid."""
     if domain is None:
         return None
     try:
@@ -76,12 +76,13 @@ def checked_domain(domain):
 
 
 def domain_of(f, weight, asked):
-    """Return the domain of a table: the requested one, else the weight's, else the function's.
+    """Return the domain of a table.
 
-    For a normal weight, the function's domain is extended to 8 standard deviations on both sides of the mean.
+    It is the requested domain if there is one, else the weight's if there is one, else the function's. For a normal
+    weight, the function's domain is extended to 8 standard deviations on both sides of the mean.
 
     Args:
-        f: The function, whose `domain` is the default.
+        f: The `Function`.
         weight: A weight from `make_weight`.
         asked: The requested domain as two floats, or None.
 

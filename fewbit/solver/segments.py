@@ -2,21 +2,21 @@
 
 An item has a mass, a mean and a spread (the sum of weighted squared deviations from the mean). A sequence of items is
 cut into segments. The cost of a segment is the weighted sum of squared deviations from the segment's weighted mean,
-including the spreads. The paper computes a cost from three prefix sums, as `F2 - F1**2 / W` (Few-bit Backward, appendix
-G, eq. 11). This difference loses all digits if the values are large: two clusters at a distance of 1e9 have prefix sums
-of 1e18 and costs of 1.
+including the spreads. The paper computes a cost as `F2 - F1**2 / W` from prefix sums of the weights (W), of the
+weighted values (F1) and of their weighted squares (F2) (Few-bit Backward, appendix G, eq. 11). This difference loses
+all digits if the values are large: two clusters at a distance of 1e9 have prefix sums of 1e18 and costs of 1.
 
-Here a segment is joined from two runs of items that meet at a point, from which each run was summed outwards (a
-disjoint sparse table). For every l, the sequence is cut into blocks of 2**(l+1) items. For every item, the table stores
-the mass W, the mean M and the spread S of the run of items between this item and the middle of the block. For every
-segment there is an l at which the middle of a block divides the segment into two such runs, so
+Here a table stores sums over runs of items (a disjoint sparse table), and a segment is the union of two runs. For every
+l, the sequence is cut into blocks of 2**(l+1) items. For every l and every item, the table stores the mass W, the mean
+M and the spread S of the run of items between this item and the middle of its block. For every segment of at least two
+items there is an l at which the middle of a block divides the segment into two such runs, so
 
     cost = S_left + S_right + W_left W_right / (W_left + W_right) (M_left - M_right)**2,
 
-a sum of non-negative terms (Chan, Golub, LeVeque 1983). The mean of an item is given as `anchor + offset`, and the
-means of runs are stored relative to the anchor of one item of the block, so that differences of means are accurate even
-if all means are large. This item has mass if possible, since the value of an item without mass is arbitrary. Memory is
-O(n log n).
+a sum of non-negative terms (Chan, Golub, LeVeque 1983). The mean of an item is given as `anchor + offset`. The means of
+the runs in a block are stored relative to the anchor of one item of the block, so that differences of means are
+accurate even if all means are large. For this anchor an item with mass is taken if there is one, since the value of an
+item without mass is arbitrary. Memory is O(n log n).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Items:
         mass: float64 (n,), not negative, the weights of the items.
         anchor: float64 (n,). The mean of item i is anchor[i] + offset[i].
         offset: float64 (n,), by default 0.
-        spread: float64 (n,), the sum of weighted squared deviations inside the item, by default 0.
+        spread: float64 (n,), for each item the weighted sum of squared deviations from its mean; by default 0.
     """
 
     def __init__(self, mass, anchor, offset=None, spread=None):
@@ -58,9 +58,11 @@ class Items:
         """The disjoint sparse table, as the module's docstring describes it.
 
         Returns:
-            moments: float64 (depth, n, 3): for every l and item, the mass, the relative mean and the spread of a run.
-            references: float64 (depth, blocks): for every l and block, the number that was subtracted from the means.
-            level_of: uint8: the l at which a block's middle divides a segment, by (first item XOR last item).
+            moments: float64 (depth, n, 3). For every l and item: the mass, the mean and the spread of the run between
+                the item and the middle of its block. The mean is relative to the block's entry in `references`.
+            references: float64 (depth, blocks). For every l and block: the anchor that was subtracted from the means.
+            level_of: uint8. Its entry at index (first item XOR last item) of a segment is the l at which the middle of
+                a block divides the segment.
         """
         if self._table is None:
             n = max(len(self), 1)
@@ -91,12 +93,12 @@ class Items:
         return np.where(runs.mass > 0, runs.mean, np.nan)
 
     def compress(self, nodes):
-        """Return new `Items`, with the items between neighboring nodes (ascending positions from 0 to n) merged."""
+        """Merge the items between each two neighboring `nodes` (ascending positions from 0 to n). Return new `Items`."""
         return merge_runs(self.mass, self.anchor, self.offset, self.spread, nodes)
 
 
 def merge_runs(mass, anchor, offset, spread, nodes):
-    """Return new `Items`, each of which merges a run of items.
+    """Return new `Items`, in which every item is a merged run of the given items.
 
     Args:
         mass: float64 (n,), as in `Items`.
@@ -194,7 +196,7 @@ def _add(w, m, s, mass, mean, spread):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def segment_cost(moments, level_of, spread, start, stop):
-    """Return the cost of the items start <= i < stop, from two arrays of `Items.table` and the spreads of the items."""
+    """Return the cost of the segment start <= i < stop. `moments` and `level_of` are from `Items.table`."""
     last = stop - 1
     if start >= last:
         return spread[start] if start == last else 0.0

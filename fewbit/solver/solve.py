@@ -1,9 +1,9 @@
 """The function `solve`, which makes a table for a function f, with a proven lower bound on the error of any such table.
 
-Each stage has its own module: the weight (`weight`), the cells of the domain (`cells`), the discrete problem that
-bounds the continuous one, with its exact optimum (`relaxation`, which uses `partition`, `dynamic_program` and
-`segments`), and the refinement to a stationary point of the continuous problem (`refine` and `unbiased`; `minimax`
-needs none).
+Each stage has its own module. `weight` makes the weight, and `cells` cuts the domain into cells. `relaxation` solves a
+discrete problem exactly, with the help of `partition`, `dynamic_program` and `segments`. Its optimum gives the lower
+bound and the first levels. `refine` or, for objective "unbiased", `unbiased` improves these levels until the error is
+stationary. Objective "minimax" needs only `minimax`, which finds the optimum directly.
 """
 
 from __future__ import annotations
@@ -79,27 +79,29 @@ def solve(
         form: "levels" (pieces may share a level) or "intervals" (as in the paper: every piece has its own level).
         weight: The density by which squared errors count: "uniform", "normal", "normal:MEAN,STD", samples or a
             callable. `fewbit.solver.weight.make_weight` lists all possibilities.
-        domain: The interval (a, b) on which errors are measured; by default that of the weight, or else of the
-            function.
+        domain: The interval (a, b) on which errors are measured. By default it is the range of the samples or histogram
+            if the weight is one, else the function's own domain, which a normal weight extends to 8 standard deviations
+            on both sides of its mean.
         objective: What is minimized: "mse" (the squared error), "minimax" (the largest error), or "unbiased" (the
-            squared error of random draws between two levels, whose mean is f').
-        tails: "free", or "pinned" to give the outermost pieces the limits of f' at infinity.
+            squared error if one of two levels is drawn at random such that the mean of the draw is f').
+        tails: "pinned" to give the outermost pieces the limits of f' at both infinities as levels, "free" not to.
         levels: The number of levels, 2 to 256, instead of `bits`.
         grid: The number of cells into which the domain is cut to get the first levels and the lower bound. More cells
             narrow the gap between error and lower bound.
         refine: Whether to improve the first levels until the error is stationary.
         parameters: Parameters of a named function.
-        derivative: The derivative f' of a callable f. fewbit compares it with f, to 1e-7 of max |f'|, and then treats
-            it as exact: `error` and `lower_bound` hold for the given derivative.
+        derivative: The derivative f' of a callable f. fewbit checks that its integrals agree with f to 1e-7 of max |f'|.
+            Then it is treated as exact: `error` and `lower_bound` hold for the given derivative.
         kinks: The points at which the derivative of a callable is not smooth.
         threads: The largest number of threads; by default the processors of this process.
         progress: A function that is called as `progress(stage, done, total)` while the first levels are computed.
 
     Returns:
         A `fewbit.Table`. Its `error` and `lower_bound` hold on the whole domain, not only at points of a grid. Its
-        `solver` is a dict with version, grid, seconds and status: "exact" (error 0), "stationary" (the gradient is
-        below 1e-10), "optimal" (minimax, to the last bit), "unrefined" or "stalled" (no further step lowered the
-        error).
+        `solver` is a dict with version, grid, seconds and status. The status is "exact" if the error is 0. Otherwise it
+        is "optimal" for objective "minimax", whose optimum is found to the last bit, and "unrefined" if `refine` is
+        false. After a refinement it is "stationary" if the gradient is at most about 1e-10, and "stalled" if no step
+        lowered the error before that.
 
     Raises:
         FunctionError: The function cannot be used.

@@ -1,7 +1,8 @@
 """Step functions over cells: the breaks of q for given levels or thresholds, and the error of a given q.
 
-A step function q has M pieces, with M-1 ascending breaks between them. The code of a piece is the number of the piece's
-level. To compute the masses and means of f' over the pieces, cells that contain a break are split first.
+A step function q has M pieces, with M-1 ascending breaks between them. The code of a piece is the index of the piece's
+level. A threshold is a value of f' at which q changes from one level to the next. To compute the masses and means of f'
+over the pieces, cells that contain a break are split first.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ class Steps:
 
     Attributes:
         breaks: float64 (M-1,), ascending.
-        codes: int64 (M,), the number of every piece's level.
-        slope_density: float64 (M-1,), w / |f''| at the breaks: the mass that passes to the other side of a break if the
-            value of f' at the break changes by a small amount, divided by this amount. It is 0 at a jump of f'.
+        codes: int64 (M,), the index of every piece's level.
+        slope_density: float64 (M-1,), w / |f''| at the breaks, with f'' the derivative of f'; 0 at a jump of f'. If the
+            threshold of a break changes by a small number d, the break moves, and the mass w / |f''| d passes from one
+            of its pieces to the other.
     """
 
     breaks: np.ndarray
@@ -51,11 +53,11 @@ def nearest_steps(landscape, cells, levels):
 def threshold_steps(landscape, cells, thresholds):
     """Return the step function whose code at x is the number of thresholds below f'(x).
 
-    If the weight is 0 between two cells, the break is in the middle of the gap.
+    If the weight is 0 between two cells and the code changes there, the break is in the middle between these cells.
 
     Args:
         landscape: f' and the weight.
-        cells: The cells of the domain.
+        cells: The cells of the domain that have mass.
         thresholds: float64, ascending values of f'.
     """
     code_left = np.searchsorted(thresholds, cells.value_left, side="right")
@@ -80,7 +82,10 @@ def threshold_steps(landscape, cells, thresholds):
 
 
 def tidy(steps):
-    """Return the same step function with strictly ascending breaks, without pieces that rounding made empty."""
+    """Return the same step function with strictly ascending breaks.
+
+    Pieces that rounding has made empty are dropped, and neighboring pieces of equal code are merged.
+    """
     breaks, codes, density = steps.breaks, steps.codes, steps.slope_density
     while True:
         # If several breaks are equal, only the last one remains.
@@ -100,8 +105,8 @@ def relabel(steps, levels, fixed):
 
     Args:
         steps: The pieces.
-        levels: (K,), any order.
-        fixed: bool (K,), the levels that are pinned.
+        levels: float64 (K,), in any order.
+        fixed: bool (K,), true for pinned levels.
 
     Returns:
         The new `steps`, `levels` and `fixed`.
@@ -120,11 +125,11 @@ def crossing_points(landscape, cells, cell, threshold):
     Args:
         landscape: f' and the weight.
         cells: All cells.
-        cell: int64 (n,), the numbers of the cells.
-        threshold: float64 (n,), the value of f' to find in each of these cells.
+        cell: int64 (n,), the indices of the given cells.
+        threshold: float64 (n,), for each of these cells the value of f' to find.
 
     Returns:
-        float64 (n,).
+        float64 (n,), the x.
     """
     a, b = cells.left[cell], cells.right[cell]
     fa, fb = cells.value_left[cell] - threshold, cells.value_right[cell] - threshold
@@ -153,7 +158,7 @@ def crossing_points(landscape, cells, cell, threshold):
 
 
 def slope_density(landscape, cells, cell, at):
-    """Return w / |f''| at points inside cells, float64 (n,). f'' is estimated by a difference of f' inside the cell.
+    """Return w / |f''| at points inside cells, float64 (n,). f'' is estimated by a difference of f' in the cell.
 
     Args:
         landscape: f' and the weight.

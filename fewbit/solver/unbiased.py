@@ -1,16 +1,17 @@
 """Make the stand-in, a piecewise linear function that replaces f', and find the levels for objective "unbiased".
 
 Let v be the stand-in and y_k the levels. At run time, an element x gets one of the two levels next to v(x). The level
-is drawn at random such that its mean is v(x). With the weight w, the expected squared error E is
+is drawn at random such that its mean is v(x). With the weight w, the expected squared error is
 
-    integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1},
+    E = integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1}.
 
-Only the first of the two terms depends on the levels. For levels other than the first and the last, the gradient is
+Only the first term in the brackets depends on the levels. For levels other than the first and the last, the gradient is
 
     dE/dy_k = integral over (y_{k-1}, y_k) of (v - y_{k-1}) w - integral over (y_k, y_{k+1}) of (y_{k+1} - v) w.
 
-ZipML (Zhang et al., ICML 2017) finds optimal quantization points for unbiased rounding with a quadratic discrete
-search. The costs of this search satisfy the quadrangle inequality (QUIVER, 2024), so divide and conquer is used here.
+ZipML (Zhang et al., ICML 2017) finds optimal quantization points for unbiased rounding with a discrete search in
+quadratic time. The costs of this search satisfy the quadrangle inequality (QUIVER, 2024), so the solver uses the faster
+divide and conquer.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class StandIn:
     """The stand-in: a piecewise linear function v that replaces f'.
 
     Attributes:
-        points: float64 (n,), ascending; two equal points are a jump.
-        values: float64 (n,).
+        points: float64 (n,), the x of the corners, ascending; two equal points are a jump.
+        values: float64 (n,), the values of v at the points.
         error: A bound on |f' - v|.
     """
 
@@ -55,7 +56,7 @@ class StandIn:
 
 
 def with_tails(stand_in, slopes):
-    """Return the stand-in with jumps, at the ends of the domain, to the limits of f' at both infinities (`slopes`)."""
+    """Add jumps at the ends of the domain to the `slopes`, the limits of f' at both infinities. Return a stand-in."""
     points, values = list(stand_in.points), list(stand_in.values)
     if values[0] != slopes[0]:
         points.insert(0, points[0])
@@ -69,12 +70,12 @@ def with_tails(stand_in, slopes):
 def build_stand_in(landscape, count):
     """Make the stand-in, a piecewise linear function that is close to f'.
 
-    Lines join the values of f' at the ends of the domain, at kinks and at extrema. A line is replaced by two lines,
-    which meet at f' in its middle, until the error is small.
+    Lines join the values of f' at the ends of the domain, at kinks and at extrema. If a line is not close enough to f',
+    its interval is halved, and two lines that meet at the value of f' in the middle replace the line.
 
     Args:
         landscape: f' and the weight.
-        count: The number of levels, on which the allowed error depends.
+        count: The number of levels. The allowed error is a small share of the average distance of levels.
 
     Returns:
         A `StandIn`.
@@ -139,10 +140,10 @@ def _bend(value, line):
 
 
 def refine_unbiased(landscape, cells, levels, fixed, most_steps=100):
-    """Improve levels by Newton's method, except for pinned ones. The error never rises.
+    """Improve the levels that are not pinned by Newton's method. The error never rises.
 
-    If a level equals f' on a whole piece, the gradient jumps from negative to positive at this level. Such a level is
-    optimal and stays.
+    The stand-in may be constant on an interval. If a level has the value of this constant, the derivative of the error
+    with respect to this level may jump there from negative to positive. Such a level is optimal and stays.
 
     Args:
         landscape: The stand-in and the weight.
@@ -152,7 +153,8 @@ def refine_unbiased(landscape, cells, levels, fixed, most_steps=100):
         most_steps: The largest number of steps.
 
     Returns:
-        The levels, and the residual: the largest |dE/dy_k|, minus the part that rounding a level can cause.
+        The levels, and the residual: the largest |dE/dy_k| of the levels that may move, after the part that rounding a
+        level can cause is subtracted.
     """
     state = _evaluate(landscape, cells, levels)
     mass = cells.mass.sum()
@@ -193,7 +195,7 @@ class _State:
 
 
 def variance(landscape, cells, levels):
-    """Return the variance of the draws, the integral of (v - y_k)(y_{k+1} - v) w."""
+    """Return the integral of the variance of the draws, (v - y_k)(y_{k+1} - v) w."""
     return _evaluate(landscape, cells, levels).error
 
 

@@ -1,8 +1,8 @@
 """The weight w(x), the density by which the squared error of a table counts at x (Few-bit Backward, eq. 3).
 
-There are four kinds: "uniform" (w = 1 on the domain), "normal" (the density, not renormalized on the domain),
-"histogram" (a piecewise constant density, normalized to 1, which may be made of raw samples) and "callable" (any
-density). docs/table_schema.md describes the JSON document of each kind.
+There are four kinds: "uniform" (w = 1 on the domain), "normal" (the normal density, whose integral over the domain may
+be less than 1), "histogram" (a piecewise constant density with integral 1, which may be made of raw samples) and
+"callable" (any function that a user gives). docs/table_schema.md describes the JSON document of each kind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Weight:
     """The base class of weights.
 
     Attributes:
-        domain: The interval on which the weight is not 0, or None if the weight does not limit the domain.
+        domain: The interval outside which w is 0, or None if no such interval is known.
     """
 
     domain = None
@@ -40,11 +40,11 @@ class Weight:
         raise NotImplementedError
 
     def edges(self, domain):
-        """Return the points of the domain at which w jumps, ascending."""
+        """Return the points at which w jumps, ascending. Points outside the domain may be included."""
         return np.empty(0)
 
     def mesh(self, domain):
-        """Return points that are dense enough to resolve w, ascending."""
+        """Return points, ascending, between which w changes little, or none if w varies slowly everywhere."""
         return np.empty(0)
 
     def document(self):
@@ -84,7 +84,7 @@ class Normal(Weight):
         return self.mean + self.std * np.linspace(-9, 9, 721)
 
     def document(self):
-        """Return a dict of the kind, the mean and the standard deviation."""
+        """Return a dict with "kind": "normal", the mean and the standard deviation."""
         return {"kind": "normal", "mean": self.mean, "std": self.std}
 
 
@@ -92,8 +92,8 @@ class Histogram(Weight):
     """A piecewise constant density whose integral is 1.
 
     Args:
-        edges: (n+1,), ascending.
-        density: (n,), the heights, not negative and not all 0.
+        edges: (n+1,), the ends of the bins, ascending.
+        density: (n,), the heights of the bins, not negative and not all 0. They are divided by their integral.
 
     Raises:
         WeightError: The edges or heights are not as described.
@@ -122,7 +122,10 @@ class Histogram(Weight):
 
     @classmethod
     def from_samples(cls, samples):
-        """Make a histogram of up to 512 equally likely bins, and bins with fewer samples at both ends.
+        """Make a histogram of samples.
+
+        It has up to 512 bins with about equally many samples. The outermost bins are divided further, so that an outlier gets
+        its own bin.
 
         Args:
             samples: Finite values of any shape, at least two of them different.
@@ -171,7 +174,7 @@ class Histogram(Weight):
         return self._edges
 
     def document(self):
-        """Return a dict of the kind, the edges and the heights."""
+        """Return a dict with "kind": "histogram", the edges and the heights."""
         return {
             "kind": "histogram",
             "edges": self._edges.tolist(),
@@ -184,7 +187,7 @@ class Density(Weight):
 
     Args:
         function: The callable.
-        name: Its name, for messages and documents.
+        name: The name of the callable, for error messages and the JSON document.
     """
 
     def __init__(self, function, name):
@@ -213,7 +216,7 @@ class Density(Weight):
         return mesh[1:][steep & (np.nextafter(mesh[:-1], np.inf) >= mesh[1:])]
 
     def mesh(self, domain):
-        """Return points between which the density changes by at most 1/32 of its largest value, or jumps."""
+        """Return points, ascending. Between neighbors the density jumps or changes by at most 1/32 of its largest value."""
         mesh = np.linspace(*domain, 4097)
         value = self.density(mesh)
         for _ in range(64):
@@ -228,7 +231,7 @@ class Density(Weight):
         return mesh
 
     def document(self):
-        """Return a dict of the kind and the name."""
+        """Return a dict with "kind": "callable" and the name of the user's function."""
         return {"kind": "callable", "name": self._name}
 
 
@@ -236,10 +239,11 @@ def make_weight(spec):
     """Make a weight from a specification.
 
     Args:
-        spec: A string "uniform", "normal" or "normal:MEAN,STD"; None, which means "uniform"; the path of a .npy file
-            with raw samples, or of a .npz file with one array of samples or with `edges` and either `counts` or
-            `density`; a tuple (edges, density); an array of raw samples; the dict of a table document; a callable
-            density; a `Weight`.
+        spec: One of the following. A string: "uniform", "normal" or "normal:MEAN,STD". None, which means "uniform". An
+            array of raw samples. A tuple (edges, density) of a histogram. A callable density. The path of a .npy file
+            with raw samples. The path of a .npz file with one array of samples, or with two arrays of a histogram:
+            `edges`, and `counts` or `density`. A dict that `Weight.document` returned, except one of kind "callable".
+            A `Weight`.
 
     Returns:
         A `Weight`.

@@ -2,9 +2,9 @@
 
 `jumps` finds the jumps of a function that can be evaluated, to the exact float, by halving intervals.
 
-`find_bends` finds the jumps of a derivative when the domain is cut into panels, on each of which a polynomial approximates the
-function (`fewbit.functions.panels`). Around a kink a gap remains, because no polynomial approximates a corner, even if
-the panel is very narrow. A smooth bend leaves no gap, even if it is sharp, because narrow panels resolve it. A
+`find_bends` finds the jumps of a derivative. It cuts the domain into panels, on each of which a polynomial approximates
+the function (`fewbit.functions.panels`). Around a kink a gap remains, because no polynomial approximates a corner, even
+if the panel is very narrow. A smooth bend leaves no gap, even if it is sharp, because narrow panels resolve it. A
 polynomial is fitted on each side of a gap, and the kink is placed at the point at which these two polynomials meet.
 """
 

@@ -90,8 +90,8 @@ class Panels:
     def gaps(self, narrow: float) -> list[tuple[float, float]]:
         """Return the intervals in which a kink of f is suspected.
 
-        A panel is suspect if it is at most `narrow` wide or is `unresolved`. Adjacent suspect panels form a group. Every
-        group gives one interval, which reaches from the first to the last of the group's narrowest panels.
+        A panel is suspect if it is at most `narrow` wide or is `unresolved`. Adjacent suspect panels form a group.
+        Every group gives one interval, which reaches from the first to the last of the group's narrowest panels.
         """
         found: list[tuple[float, float]] = []
         width = self.right - self.left

@@ -2,12 +2,12 @@
 
 Let |f' - g| be at most delta on the domain, and W the integral of the weight w. The error of a step function q is the
 square of the norm of f' - q, that is, the integral of (f' - q)**2 w. For every q the norms of f' - q and g - q differ
-by at most delta sqrt(W). So two numbers that were computed for g become valid for f' if the square root of the error is
-raised by delta sqrt(W), and the square root of the lower bound is lowered by delta sqrt(W). The same is true for
-objective "unbiased", because there the error depends on f' only through the distance between f' and the piecewise
+by at most delta sqrt(W). So an error and a lower bound that were computed for g become valid for f' if the square root
+of the error is raised by delta sqrt(W), and the square root of the bound is lowered by delta sqrt(W). The same is true
+for objective "unbiased", because there the error depends on f' only through the distance between f' and the piecewise
 linear function that replaces f'. For objective "minimax", the error is raised and the bound is lowered by delta.
 
-The code uses three times this delta, because the solver ignores small changes of direction of g (`_DELTAS`).
+The code raises and lowers by three times as much, because the solver ignores small changes of direction of g.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Costs:
 
     @property
     def arguments(self):
-        """The first seven arguments of this module's compiled functions: the arrays of the items, `forced` and `kind`."""
+        """The first seven arguments of this module's compiled functions: arrays of the items, `forced` and `kind`."""
         moments, references, level_of = self.items.table
         spread = self.items.spread
         return moments, references, level_of, spread, self.values, self.forced, self.kind

@@ -1,7 +1,8 @@
 """Move the levels of a step function to a stationary point of the error.
 
 The first levels are the optimum of a discrete problem (`fewbit.solver.relaxation`), which is close to the best levels
-for f' itself. The levels y are the values of a step function q, and the pieces are the intervals on which q has one value. The error
+for f' itself. The levels y are the values of a step function q. The pieces are the intervals on which q has one value,
+and the breaks are the points between pieces. The weight w is the density by which squared errors count. The error
 L(y) is the integral of (f' - q)^2 w (Few-bit Backward, eq. 4). If the pieces are optimal for the levels, the error has
 the gradient
 
@@ -76,7 +77,7 @@ class ContiguousPieces:
         self.landscape, self.cells = landscape, cells
 
     def steps(self, levels, previous):
-        """Return the pieces for the levels, found by moving the previous breaks, or None if two breaks would be equal."""
+        """Return the pieces for the levels, found by moving the previous breaks, or None if breaks become equal."""
         cells = self.cells
         breaks, density = previous.breaks.copy(), np.zeros(len(previous.breaks))
         codes = previous.codes

@@ -10,8 +10,8 @@ and values of f' in [a, b]. Move its mass to two atoms, at a and b, with the sam
 
     min_k (v - y_k)**2 = v**2 - h(v),   h(v) = max_k (2 v y_k - y_k**2).
 
-The function h is convex. On [a, b], h is below the chord of h from a to b, and the mean of the chord over the cell is the mean of h over the two
-atoms, so
+The function h is convex. On [a, b], h is below the chord of h from a to b, and the mean of the chord over the cell is
+the mean of h over the two atoms, so
 
     integral over the cell of min_k (f' - y_k)**2 w  >=  sum over its atoms of min_k (atom - y_k)**2
                                                           - (W (m - a)(b - m) - S).
@@ -285,15 +285,15 @@ def relax_unbiased(cells, count, fixed, effort):
 
 
 class Zone:
-    """Searches the best contiguous segments of items if the level of the first or the last segment is given.
+    """The search for the best contiguous segments of items if the level of the first or the last segment is given.
 
     A segment whose level is not given is called free. Pinned levels divide the values of f' into zones, and each zone
     is searched separately.
 
     Args:
         items: The `Items` of the zone.
-        first: The level of the first segment, or None if all segments but the last are free.
-        last: The level of the last segment, or None if all segments but the first are free.
+        first: The level of the first segment, or None if this segment is free.
+        last: The level of the last segment, or None if this segment is free.
         effort: The threads and the progress function.
         monge: Whether the items are sorted by value.
     """

@@ -93,7 +93,7 @@ class Items:
         return np.where(runs.mass > 0, runs.mean, np.nan)
 
     def compress(self, nodes):
-        """Merge the items between each two neighboring `nodes` (ascending positions from 0 to n). Return new `Items`."""
+        """Return new `Items`: the items between neighboring `nodes` (ascending positions from 0 to n) are merged."""
         return merge_runs(self.mass, self.anchor, self.offset, self.spread, nodes)
 
 

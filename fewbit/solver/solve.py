@@ -79,9 +79,9 @@ def solve(
         form: "levels" (pieces may share a level) or "intervals" (as in the paper: every piece has its own level).
         weight: The density by which squared errors count: "uniform", "normal", "normal:MEAN,STD", samples or a
             callable. `fewbit.solver.weight.make_weight` lists all possibilities.
-        domain: The interval (a, b) on which errors are measured. By default it is the range of the samples or histogram
-            if the weight is one, else the function's own domain, which a normal weight extends to 8 standard deviations
-            on both sides of its mean.
+        domain: The interval (a, b) on which errors are measured. By default it is the range of the samples, if the
+            weight is made of samples or a histogram, and else the function's own domain. A normal weight extends this
+            domain to 8 standard deviations on both sides of the mean.
         objective: What is minimized: "mse" (the squared error), "minimax" (the largest error), or "unbiased" (the
             squared error if one of two levels is drawn at random such that the mean of the draw is f').
         tails: "pinned" to give the outermost pieces the limits of f' at both infinities as levels, "free" not to.
@@ -90,8 +90,8 @@ def solve(
             narrow the gap between error and lower bound.
         refine: Whether to improve the first levels until the error is stationary.
         parameters: Parameters of a named function.
-        derivative: The derivative f' of a callable f. fewbit checks that its integrals agree with f to 1e-7 of max |f'|.
-            Then it is treated as exact: `error` and `lower_bound` hold for the given derivative.
+        derivative: The derivative f' of a callable f. fewbit checks that its integrals agree with f, to 1e-7 of
+            max |f'|. Then it is treated as exact: `error` and `lower_bound` hold for the given derivative.
         kinks: The points at which the derivative of a callable is not smooth.
         threads: The largest number of threads; by default the processors of this process.
         progress: A function that is called as `progress(stage, done, total)` while the first levels are computed.

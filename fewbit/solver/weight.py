@@ -124,8 +124,8 @@ class Histogram(Weight):
     def from_samples(cls, samples):
         """Make a histogram of samples.
 
-        It has up to 512 bins with about equally many samples. The outermost bins are divided further, so that an outlier gets
-        its own bin.
+        It has up to 512 bins with about equally many samples. The outermost bins are divided further, so that an
+        outlier gets its own bin.
 
         Args:
             samples: Finite values of any shape, at least two of them different.
@@ -216,7 +216,7 @@ class Density(Weight):
         return mesh[1:][steep & (np.nextafter(mesh[:-1], np.inf) >= mesh[1:])]
 
     def mesh(self, domain):
-        """Return points, ascending. Between neighbors the density jumps or changes by at most 1/32 of its largest value."""
+        """Return ascending points between which the density jumps or changes by at most 1/32 of its largest value."""
         mesh = np.linspace(*domain, 4097)
         value = self.density(mesh)
         for _ in range(64):

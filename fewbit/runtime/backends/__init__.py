@@ -5,18 +5,21 @@ one element. A backend is an object with these attributes, which the module `ref
 
     name                         the name in reports: "reference", "cuda" or an instruction set of the CPU
     pack, unpack                 store codes as bit-planes in int32 words, and read them back
-    encode, decode_mul           get the codes that a few-bit activation saves, and the gradient from these codes
+    encode                       get the codes that a few-bit activation saves
+    decode_mul                   get the gradient of the activation's input from these codes
     forward                      get the activation's result and its codes in one pass over memory
     quantize, dequantize         the group quantizer: get codes and ranges of groups, and approximate values from them
-    squares                      get the numbers by which a tensor's bits are divided among its samples
+    squares                      get the numbers that decide how a tensor's bits are shared among its samples
     forward_quantized            `forward`, and `quantize` of the result, in one pass over memory
-    grid_fixed, encode_fixed     get the fixed-point codes of a norm's normalized input, and the values they stand for
-    decode_fixed, mask_fixed     get values from fixed-point codes, and a ReLU's gradient from the signs in the codes
+    grid_fixed                   get the grid: the values that the fixed-point codes of a norm's channels stand for
+    encode_fixed                 get the fixed-point codes of a norm's normalized input
+    decode_fixed                 get approximate values from fixed-point codes
+    mask_fixed                   get a ReLU's gradient from the signs in fixed-point codes
 
 Every function takes and returns tensors of one device, and has the signature that it has in `reference`. All backends
 return the same codes, ranges and values, bit for bit. They differ in two ways only. `forward` and `forward_quantized`
-return None in a backend that has no such pass. Only some backends know a tensor's smallest and largest element without
-waiting for the device (`results.QuantizedGroups.spread`).
+return None in a backend that has no such pass. And `quantize` returns the tensor's smallest and largest element only if
+the host need not wait for them (`results.QuantizedGroups.spread`).
 
 To add a backend, write a new file here and let `_choose` select it by device. This folder may import `runtime.format`
 and `runtime.interop`.
@@ -34,7 +37,10 @@ _chosen: dict[torch.device, object] = {}
 
 
 def of(tensor: torch.Tensor):
-    """Return the backend of the tensor's device: the compiled kernels, or the reference backend after one warning."""
+    """Return the backend of the tensor's device: the compiled kernels, or else the reference backend.
+
+    If compiled kernels exist for this type of device but cannot run, the first call for the device warns.
+    """
     device = tensor.device
     backend = _chosen.get(device)
     if backend is None:

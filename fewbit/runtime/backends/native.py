@@ -31,7 +31,7 @@ class Kernels:
     the size of a buffer is not the size that the kernel reads or writes.
 
     Args:
-        kernels: the object of the extension module that has the kernels.
+        kernels: the object that contains the kernels, an attribute of the extension module `fewbit._kernels`.
         where: a function. where(tensor) returns the arguments that say where a kernel runs: on the CPU the number of
             threads, on CUDA the index of the device and the stream.
         streams: a function. streams(widths) returns (tensors, arguments) for a call of the group quantizer. The

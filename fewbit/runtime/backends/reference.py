@@ -1,4 +1,4 @@
-"""The reference backend: plain torch for any device. Every other backend has to return the same bits.
+"""The reference backend: plain torch for any device. The results of all other backends must equal its results exactly.
 
 A few-bit activation f saves a code of a few bits for each element of its input x. The *encoding* says which code an
 element gets, and which value a code stands for in place of the derivative f'(x). Inputs are dense: their elements fill

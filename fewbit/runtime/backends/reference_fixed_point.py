@@ -1,9 +1,9 @@
-"""Fixed-point codes of a norm's normalized input, in plain torch for any device. Compiled kernels return the same bits.
+"""Fixed-point codes of a norm's normalized input, in plain torch for any device.
 
 A norm computes y = gamma x~ + beta from its normalized input x~. Each element of x~ is saved as a code of a few bits,
 which contains the exact sign of y. The *grid* says which values the codes of each channel stand for. The module
-`fewbit.runtime.ops.fixed_point` defines codes and grid. Operations on elements are in float32, and in the order of
-csrc/common/fixed_point.h.
+`fewbit.runtime.ops.fixed_point` defines codes and grid. The results equal those of the compiled kernels exactly,
+because operations on elements are in float32 and in the order of csrc/common/fixed_point.h.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
         bits: the bits of a code, 1 to 8.
         inner: the number of consecutive elements of one channel. Element number e, in storage order, belongs to channel
             (e div inner) mod channels.
-        normalize: None if x is x~. Else (mean or None, rstd, inner) with which to compute x~ from x, see
-            `reference_quantizer.quantize`.
+        normalize: None if x is x~. Otherwise (mean, rstd, count), from which x~ is computed. `count` is the number of
+            consecutive elements with the same entry of mean and rstd, see `inner` in `reference_quantizer.quantize`.
 
     Returns:
         (bits * ceil(n / 32),) int32.
@@ -104,10 +104,10 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
         bits: the bits of a code, 1 to 8.
         inner: the number of consecutive elements of one channel, see `encode_fixed`.
         out: a dense tensor of a floating dtype.
-        slope: None to write values of x~. A number to write values of y, with values that are not positive multiplied
-            by this number: 1 for y itself, the slope for LeakyReLU(y), 0 for ReLU(y).
-        scale: None, or (vector, inner) to multiply values of x~ by the vector's entries: element number e, in storage
-            order, by entry (e div inner) mod (number of entries). Ignored if a slope is given.
+        slope: None to write values of x~. If it is a number, y is computed, and each y that is not positive is
+            multiplied by this number. Pass 1 for y itself, 0 for ReLU(y), and the slope of a LeakyReLU(y).
+        scale: None, or (vector, inner) to write x~ * vector[i]. Element number e, in storage order, has entry
+            i = (e div inner) mod (number of entries). Ignored if a slope is given.
     """
     entry = Entry("decode_fixed", out)
     entry.check_numbers("out", out)
@@ -136,7 +136,8 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
 def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
     """Write the gradient of ReLU(y) or LeakyReLU(y) with respect to y to `out`.
 
-    An element is grad if y is positive, else grad * slope. With slope 0, the latter is 0 even if grad is not finite.
+    An element of `out` is the element of `grad` if y is positive there, else this element times `slope`. A slope of 0
+    gives 0, even if grad is not finite.
 
     Args:
         grad: the gradient of the activation's result, with the strides and dtype of `out`.

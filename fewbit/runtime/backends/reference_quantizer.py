@@ -1,8 +1,10 @@
-"""The group quantizer (docs/quantizer.md) in plain torch, for any device. The compiled kernels return the same bits.
+"""The group quantizer (docs/quantizer.md) in plain torch, for any device.
 
-A *group* is a run of elements that share a minimum and a range. An element is saved as a code from 0 to 2^bits - 1: its
-distance from the minimum, in units of range / (2^bits - 1), rounded at random so that the mean is exact. A *sample* is
-a slice of a tensor along dimension 0, and its elements are called features.
+The results equal those of the compiled kernels exactly. A *group* is a run of elements that share a minimum and a
+range. An element is saved as a code from 0 to 2^bits - 1: its distance from the minimum, in units of
+range / (2^bits - 1), rounded at random so that the mean is exact. A *sample* is a slice of a tensor along dimension 0,
+and its elements are called features. A group never crosses samples of 64 features or more. Shorter samples are
+concatenated, and groups run across them.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ def quantize(
         fp32_min: whether the groups' minimums are float32; if not, they are bfloat16.
         widths: (N,) uint8, the bits per element of each of N samples, or None.
         words: only if `widths` is given: the number of int32 words to allocate for all codes.
-        normalize: None to quantize x itself. (mean or None, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed
-            in float32. mean and rstd are 1-D contiguous float32 vectors. Element number e, in storage order, has entry
-            i = (e div inner) mod (number of entries).
+        normalize: None to quantize x itself. (mean, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed in
+            float32. If mean is None, nothing is subtracted. mean and rstd are 1-D contiguous float32 vectors. Element
+            number e, in storage order, has entry i = (e div inner) mod (number of entries).
 
     Returns:
         The packed codes, the ranges, and the smallest and largest element as two 0-D float32 tensors.
@@ -75,13 +77,13 @@ def quantize(
 def squares(x, group_size, normalize=None):
     """Return, for each sample, the sum over its groups of (number of elements) * range^2.
 
-    The bits of a tensor are divided among its samples by these numbers. The ranges are exact, not rounded to bfloat16.
-    Every sample is cut into groups by itself, even if it has fewer than 64 features.
+    These numbers decide how the bits of a tensor are shared among its samples. The ranges are exact, not rounded to
+    bfloat16. Unlike in `quantize`, groups never cross samples, even if samples have fewer than 64 features.
 
     Args:
         x: a dense tensor of a floating dtype, with samples outermost in storage.
         group_size: the number of elements in a group.
-        normalize: None, or (mean or None, rstd, inner) to normalize x first, see `quantize`.
+        normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
 
     Returns:
         (N,) float32; NaN for a sample with an element that is not finite.
@@ -113,9 +115,10 @@ def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) 
         group_size: the number of elements in a group.
         out: a dense tensor of a floating dtype, with the size of the quantized tensor and samples outermost in storage.
         widths: (N,) uint8, the bits per element of each of N samples, or None.
-        affine: None, or (scale or None, shift or None, inner) to write values * scale[i] + shift[i], computed in
-            float32 before rounding. Element number e, in storage order, has entry i = (e div inner) mod (number of
-            entries). Not possible if `widths` is given and samples have fewer than 64 features.
+        affine: None, or (scale, shift, inner) to write values * scale[i] + shift[i], computed in float32 before
+            rounding. If scale or shift is None, that step is left out. Element number e, in storage order, has entry
+            i = (e div inner) mod (number of entries). Must be None if `widths` is given and samples have fewer than 64
+            features: groups then contain samples that do not lie side by side.
     """
     entry = Entry("dequantize", out)
     entry.check_numbers("out", out)
@@ -144,7 +147,8 @@ def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) 
 def in_dtype(values, dtype):
     """Convert dequantized values to dtype.
 
-    For float16, the values are clamped to +-65504 first, because a range that was rounded up can exceed this maximum.
+    For float16, the values are clamped to +-65504 first, the largest finite numbers. Ranges are rounded up, so a value
+    close to this maximum could otherwise become infinite.
     """
     if dtype == torch.float16:
         most = torch.finfo(dtype).max
@@ -219,7 +223,11 @@ def _restored(packed, ranges, bits, group_size, samples, features):
 
 
 def limits_of(ranges):
-    """Return the minimums and ranges of groups, each (groups,) float32, from `ranges`, (groups, 2 or 3) bfloat16."""
+    """Return the minimum of each group and the range of each group, as two tensors, (groups,) float32.
+
+    Args:
+        ranges: the ranges that `quantize` returned, (groups, 2 or 3) bfloat16.
+    """
     bits = ranges.view(torch.int16).to(torch.int64) & 0xFFFF
     minimum = bits[:, 0] << 16
     if ranges.shape[1] == groups.FP32_MIN_COLUMNS:
@@ -230,9 +238,10 @@ def limits_of(ranges):
 def draws(seed, group, group_size):
     """Return the random 16-bit numbers by which the elements of groups are rounded.
 
-    Element i of group g gets random number e = g * (group_size rounded up to a multiple of 256) + i. The Philox
-    generator yields four 32-bit words for a counter, or eight halves of words, with the lower half of each word first.
-    Random number e is half number (e div 32) mod 8 of counter 32 (e div 256) + e mod 32.
+    The random numbers are numbered. Element i of group g gets the one with index e = g * P + i, where P is group_size
+    rounded up to a multiple of 256. The Philox generator yields four 32-bit words for each counter. Each word is cut
+    into two 16-bit numbers, the lower half first, so a counter has eight numbers. Index e means the number at position
+    (e div 32) mod 8 of counter 32 (e div 256) + e mod 32.
 
     Args:
         seed: (1,) int64.

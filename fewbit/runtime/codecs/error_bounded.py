@@ -71,8 +71,8 @@ class ErrorBounded(Codec):
 class Predicted(NamedTuple):
     """The spec of a tensor that SZ3 compressed.
 
-    The payload's tensors are SZ3's output, 1-D uint8, and the steps by which elements were divided before, (1,) or (C,)
-    float64.
+    The payload's tensors are SZ3's output, 1-D uint8, and the steps, (1,) or (C,) float64. Before SZ3 compressed the
+    elements, they were divided by the step of the tensor or of their channel.
 
     Attributes:
         size: the size of the compressed tensor.

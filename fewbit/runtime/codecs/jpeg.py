@@ -44,10 +44,11 @@ A tensor with a larger one is saved exactly, because it would not become smaller
 class Jpeg(Codec):
     """A codec that applies the cosine transform to blocks of 8 by 8 elements and rounds the coefficients at random.
 
-    A coefficient becomes a multiple of a step. Values are exact in expectation. The expected squared error is computed
-    from the coefficients. On average over the tensor, or over each channel if each has its own bound, the expected
-    squared error is at most the bound. Tensors must have shape (N, C, H, W); others raise InputError. Compressed sizes
-    depend on the data, so the host waits for the device several times.
+    A coefficient becomes a multiple of a step. Values are exact in expectation. The bound limits the expected squared
+    error, averaged over the tensor. If channels have bounds of their own, the average is over each channel. The codec
+    computes this error from the coefficients, to choose a step as long as possible. Tensors must have shape
+    (N, C, H, W); others raise InputError. Compressed sizes depend on the data, so the host waits for the device several
+    times.
     """
 
     name = "jpeg"
@@ -85,7 +86,7 @@ class Transformed(NamedTuple):
     Attributes:
         size: the size of the compressed tensor, (N, C, H, W).
         dtype: the dtype of the compressed tensor.
-        nonzeros: numbers of nonzero integers, see `streams.write`.
+        nonzeros: the counts of nonzero integers that `streams.write` returned.
     """
 
     size: tuple[int, ...]

@@ -46,7 +46,7 @@ class Payload(NamedTuple):
     def codec(self) -> str:
         """The name of the codec that made the payload, or EXACT if the tensor was saved exactly.
 
-        A codec may return a payload of another codec, such as `quant+zvc` one of `quant`.
+        A codec may return a payload of another codec. For example, `quant+zvc` may return a payload of `quant`.
         """
         return codec_of(self.spec)
 
@@ -73,7 +73,8 @@ class Codec(ABC):
         """Compress a tensor within a bound, and return its payload.
 
         A tensor is saved exactly if a number in it is not finite, if it would not become smaller, or if it cannot be
-        compressed within the bound. If a tensor that is saved exactly is a part of a larger storage, it is copied.
+        compressed within the bound. If a tensor that is saved exactly is a part of a larger storage, it is copied, so
+        that the payload does not keep the whole storage alive.
 
         Args:
             tensor: float32, float64, float16 or bfloat16, of any shape and strides, in eager mode.
@@ -215,12 +216,13 @@ def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
 
 
 def left_over(limits, magnitude, dtype: torch.dtype, roundings: int = 3) -> torch.Tensor:
-    """Return the part of the bounds that is left for quantization if the rounding errors of the dtypes are subtracted.
+    """Subtract the rounding errors of float32 and `dtype` from bounds. Return what is left for quantization.
 
     The error of a value is the sum of three errors: of quantization, of computing in float32, and of rounding to
     `dtype` in the end. The root mean square of a sum of errors is at most the sum of their root mean squares. Rounding
     to `dtype` moves a value by at most half the distance between neighboring numbers at the largest magnitude. Rounding
-    also moves a value by at most the value's error, because the exact value is a number of that dtype.
+    also moves a value by no more than the value's error before: the exact value is itself a number of `dtype`, and the
+    value moves to the nearest such number.
 
     Args:
         limits: the bounds on the squared error, the result of `checked`.

@@ -29,10 +29,10 @@ FIRST_BITS = 4
 class Quant(Codec):
     """A codec that saves codes of 1 to 8 bits, with a minimum and a range for each group of 256 elements.
 
-    Values are exact in expectation (docs/quantizer.md). On average over the tensor, or over each channel if each has
-    its own bound, the expected squared error is at most the bound. This holds for any data, because the variance of a
-    rounding error is at most a quarter of the squared distance between the values of neighboring codes. The host waits
-    once for the ranges, to choose the fewest bits.
+    Values are exact in expectation (docs/quantizer.md). The bound limits the expected squared error, averaged over the
+    tensor. If channels have bounds of their own, the average is over each channel. The bound holds for any data,
+    because the variance of a rounding error is at most a quarter of the squared distance between the values of
+    neighboring codes. The host waits once for the ranges, to choose the fewest bits.
     """
 
     name = "quant"
@@ -96,8 +96,9 @@ class ByChannel(NamedTuple):
 def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> list[Piece]:
     """Quantize a tensor in pieces, each with the fewest bits that keep the bound.
 
-    If each channel has its own limit, the channels that get the same number of bits are one piece. Otherwise the whole
-    tensor is one piece.
+    If each channel has its own bound, the channels that get the same number of bits are one piece. Otherwise the whole
+    tensor is one piece. If channels have fewer than 64 elements, groups contain several channels. The whole tensor is
+    then one piece, and the smallest bound holds for all channels.
 
     Args:
         x: any tensor that `Codec.compress` takes.
@@ -143,7 +144,7 @@ def widths_for(ranges, size, limits, dtype) -> list[int]:
     Args:
         ranges: the minimum and range of each group, from `quantizer_ops.quantize`.
         size: the size of the quantized tensor. If there is more than one limit, each sample (slice along dimension 0)
-            must have 64 elements or more.
+            must have 64 elements or more, so that no group contains elements of several samples.
         limits: the bounds on the squared error: (samples,) float64, or (1,) to get one number of bits for all samples.
         dtype: the dtype of the values.
 

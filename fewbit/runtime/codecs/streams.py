@@ -1,6 +1,7 @@
-"""Pack rows of small integers. Each row gets as few bits as its integers need, and many zeros in a row are left out.
+"""Pack rows of small integers, each row with as few bits as its integers need.
 
-The *width* of a row is the number of bits of each of its integers.
+The *width* of a row is the number of bits of each of its integers. If it takes fewer bits, only the nonzero integers of
+a row are packed, together with a mask that says which integers are zero.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def write(numbers: torch.Tensor):
             format).
         widths: (C, K) uint8, the width of each row, plus SPARSE if zeros are left out. In that case a mask, one bit for
             each integer, comes before the nonzero integers.
-        nonzeros: a tuple with the number of nonzero integers for each width in `widths` that includes SPARSE, in
-            ascending order of widths.
+        nonzeros: a tuple of counts of nonzero integers. It has one entry for each width with SPARSE that occurs in
+            `widths`, in ascending order: the count in all rows of this width.
     """
     # 0, 1, -1, 2, -2 ... become 0, 1, 2, 3, 4 ...
     folded = 2 * numbers.abs() - (numbers > 0).to(torch.int32)
@@ -57,7 +58,7 @@ def read(words, widths, n: int, nonzeros) -> torch.Tensor:
         words: the packed integers that `write` returned.
         widths: the widths that `write` returned.
         n: the number of integers in a row.
-        nonzeros: the numbers of nonzero integers that `write` returned.
+        nonzeros: the counts of nonzero integers that `write` returned.
     """
     flat, nonzeros = widths.reshape(-1), iter(nonzeros)
     rows = torch.zeros(len(flat), n, dtype=torch.int32, device=words.device)

@@ -18,7 +18,7 @@ from fewbit.runtime.saved import offload
 
 
 class ZeroValue(Codec):
-    """A codec that saves one bit for each element, which says whether it is zero, and the codes of the other elements.
+    """A codec that saves a mask, with one bit for each element, and codes only for elements that are not zero.
 
     Values are those of `quant` with the same seed, except that zeros are exactly zero, so the bound holds as for
     `quant`. If leaving out zeros would not make the payload smaller, the payload is that of `quant`. The size depends
@@ -34,8 +34,8 @@ class ZeroValue(Codec):
 class Sparse(NamedTuple):
     """The spec of a tensor that is saved without its zeros.
 
-    The payload's tensors are the mask, packed with one bit for each element, which is 0 for a zero; the packed codes of
-    the other elements; and the ranges of the groups.
+    The payload's tensors are the packed mask, in which a zero has bit 0 and any other element bit 1; the packed codes
+    of the elements with bit 1; and the ranges of the groups.
 
     Args:
         inner: the spec that `quant` gives the tensor.

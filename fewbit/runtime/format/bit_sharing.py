@@ -13,14 +13,16 @@ _GAINS = [before - after for before, after in zip(_NOISE, _NOISE[1:], strict=Fal
 
 
 def share_bits(squares: torch.Tensor, total: int) -> torch.Tensor:
-    """Return the bits of each sample that minimize the sum over the samples of squares / (2^bits - 1)^2.
+    """Return the bits of each of N samples, `total` bits in all, with which rounding adds the least variance.
 
+    Up to a factor, this variance is the sum of square / (2^bits - 1)^2 over the samples, with `square` from `squares`.
     Each further bit of a sample lowers the sum by less than the bit before. The minimum is therefore reached if every
     sample first gets one bit, and then those `total` - N single bits are added that lower the sum most. No computation
     here waits for a device.
 
     Args:
-        squares: (N,) float32, the squared ranges of the samples, possibly times the samples' squared gradient norms.
+        squares: (N,) float32, for each sample the sum over its groups of (number of elements) * range^2, possibly times
+            the sample's squared gradient norm.
         total: the sum of all samples' bits, from N to 8 N.
 
     Returns:

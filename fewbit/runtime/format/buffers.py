@@ -34,12 +34,12 @@ class Entry:
         self.device = like.device
 
     def check(self, name: str, tensor, count: int, dtype, is_least: bool = False) -> None:
-        """Raise ValueError unless a tensor is dense, on the device, and has that dtype and number of elements.
+        """Raise ValueError unless a tensor is dense, on the device of `like`, and of the given dtype and element count.
 
         Args:
             name: The name of the argument, for the message.
             tensor: The tensor. None is an error.
-            count: The number of elements that the tensor must have, or the least number if is_least.
+            count: The number of elements that the tensor must have, or the least number if `is_least` is True.
             dtype: The dtype that the tensor must have.
             is_least: Whether the tensor may have more elements.
         """
@@ -53,7 +53,7 @@ class Entry:
         raise ValueError(f"{self.name}: {name}: expected {expected}, got {_described(tensor)}")
 
     def check_numbers(self, name: str, tensor) -> None:
-        """Raise ValueError unless a tensor is dense, on the device, and of a floating dtype that backends take."""
+        """Raise ValueError unless a tensor is dense, on the device of `like`, and of a dtype in FLOATING."""
         if tensor.dtype not in FLOATING:
             raise ValueError(
                 f"{self.name}: {name}: expected float32, float64, float16 or bfloat16, got {_described(tensor)}"
@@ -110,9 +110,9 @@ class Entry:
         self.check("ranges", ranges, rows * ranges.shape[1], torch.bfloat16, is_mixed)
 
     def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:
-        """Return the number of words and the number of groups for samples whose bits per element are `widths`.
+        """Return the number of int32 words that the samples' codes need, and the number of groups.
 
-        Raises ValueError unless each sample has 1 to 8 bits.
+        Each sample has the bits per element that `widths` says. Raises ValueError unless these are 1 to 8.
         """
         self.check("widths", widths, samples, torch.uint8)
         widths = widths.tolist()

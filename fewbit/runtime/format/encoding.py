@@ -39,8 +39,11 @@ class Draw(NamedTuple):
     function's value at x, at random, so that the mean is this value.
 
     Args:
-        points: (n,), the corners of the piecewise linear function, adjusted so that x is beyond a corner if x > point.
-        origins: (n,), the corners without adjustment. Between corners, the value is values + (x - origins) * slopes.
+        points: (n,), the corners of the piecewise linear function, for comparisons: x lies right of corner j if
+            x > points[j]. A corner that belongs to the interval on its right is therefore replaced by the next lower
+            number.
+        origins: (n,), the corners themselves. From corner j to corner j + 1, the function's value is
+            values[j] + (x - origins[j]) * slopes[j].
         values: (n,), the values of the function at the corners.
         slopes: (n-1,), the slopes of the function between the corners.
         levels: (K,), the levels, ascending.
@@ -65,13 +68,13 @@ class Encoding:
 
     Args:
         bits: the bits of a code.
-        levels: (K,) float64, the values of q.
-        breaks: (M-1,) float64, ascending.
+        levels: (K,) float64, the K values of q.
+        breaks: (M-1,) float64, ascending, the breaks between the M pieces.
         codes: (M,) int64, the number of the level of each piece, from 0 to K-1.
         closed: for each break, "right" if the piece on its left contains it, as in (a, b], or "left" if the piece on
             its right does, as in [b, c).
-        knots: for an unbiased table, the corners of the piecewise linear function that random codes have as their mean;
-            else None.
+        knots: for an unbiased table, the corners of the piecewise linear function that is the mean of the randomly
+            drawn levels; else None.
     """
 
     bits: int
@@ -83,7 +86,7 @@ class Encoding:
 
     @classmethod
     def of(cls, table: Table) -> Encoding:
-        """Return the encoding of a table. Tables that are equal at run time get the same object."""
+        """Return the encoding of a table. Tables with the same levels, pieces and knots get the same object."""
         return Encoding.parse(_text(table))
 
     @classmethod
@@ -93,7 +96,7 @@ class Encoding:
 
     @cached_property
     def text(self) -> str:
-        """The encoding as one line of JSON. An exported program needs only this line, an argument of ops."""
+        """The encoding as one line of JSON. Ops take it as an argument, and an exported program contains it."""
         return _text(self)
 
     def __reduce__(self):
@@ -113,23 +116,24 @@ class Encoding:
 
     @cached_property
     def breaks64(self) -> np.ndarray:
-        """The breaks for float64 inputs, (m,) float64, finite.
+        """The breaks for float64 inputs, (M-1,) float64, all finite.
 
-        The breaks are adjusted so that x is beyond a break if x > break.
+        An input x is beyond a break if x > break. A break that belongs to the piece on its right is therefore replaced
+        by the next lower number.
         """
         return _strict(self.breaks, self.closed)
 
     @cached_property
     def flips(self) -> np.ndarray:
-        """The bits of the code that change at each break, (m,) uint8."""
+        """The bits of the code that change at each break, (M-1,) uint8."""
         codes = gray(self.codes)
         return (codes[1:] ^ codes[:-1]).astype(np.uint8)
 
     @cached_property
     def breaks32(self) -> np.ndarray:
-        """The breaks for inputs of 16 and 32 bits, (m,) float32, finite.
+        """The breaks for inputs of 16 and 32 bits, (M-1,) float32, all finite.
 
-        The breaks are adjusted so that x is beyond a break if x > break.
+        As in `breaks64`, an input x is beyond a break if x > break.
         """
         return _strict(round_breaks(self.breaks, self.closed), self.closed)
 

@@ -32,14 +32,14 @@ def samples_of(shape) -> tuple[int, int]:
 
 
 def group_count(samples: int, features: int, group_size: int) -> int:
-    """Return the number of groups, if all samples are packed with the same bits per element."""
+    """Return the number of groups if all samples have the same number of bits per element."""
     if features >= LEAST_FEATURES:
         return samples * -(-features // group_size)
     return -(-(samples * features) // group_size)
 
 
 def most_groups(samples: int, features: int, group_size: int) -> int:
-    """Return the largest possible number of groups, if samples have several numbers of bits per element.
+    """Return the largest possible number of groups if different samples may have different bits per element.
 
     A group that runs across short samples ends where the number of bits changes.
     """
@@ -51,7 +51,7 @@ def most_groups(samples: int, features: int, group_size: int) -> int:
 def mixed_words(widths: Iterable[int], features: int) -> int:
     """Return the number of int32 words that samples take if sample n has widths[n] bits per element.
 
-    The codes of all samples with the same bits are padded to whole words together.
+    The codes of all samples that have the same number of bits are packed together, and padded once to whole words.
     """
     counts = [0] * 9
     for width in widths:
@@ -62,8 +62,9 @@ def mixed_words(widths: Iterable[int], features: int) -> int:
 def words_of_total(total: int, features: int) -> int:
     """Return a number of int32 words that suffices for samples whose bits per element add up to `total`.
 
-    The number suffices however the bits are divided among the samples. The codes of all samples with the same bits are
-    padded to whole blocks of 32 codes together, which adds at most 1 + 2 + ... + 8 = 36 words.
+    The number suffices however the bits are divided among the samples. The codes of all samples that have the same
+    number of bits are packed together, and padded once to a whole block of 32 codes. A block of b-bit codes has b
+    words, so padding adds at most 1 + 2 + ... + 8 = 36 words.
     """
     return -(-total * features // BLOCK) + sum(range(1, 9))
 

@@ -42,7 +42,7 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of `dense(x)`.
 
-    If x is contiguous, strides that mean nothing, of dimensions of size 0 and 1, are replaced by torch's usual ones.
+    If x is contiguous, the result is `contiguous_stride`, whatever strides x has in dimensions of size 0 and 1.
     """
     whole = contiguous_stride(x.shape)
     return whole if x.is_contiguous() or not is_dense(x) else _stride(x)

@@ -13,7 +13,7 @@ def rows(x):
 
 
 def over_rows(x, dims: int = 1):
-    """Return the sum of x over all dimensions but the last ones, `dims` in number."""
+    """Return the sum of x over all dimensions except the last `dims`."""
     leading = list(range(x.dim() - dims))
     return x.sum(leading) if leading else x
 

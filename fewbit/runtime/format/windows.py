@@ -25,8 +25,8 @@ class Windows(NamedTuple):
         out: the size of the result: the number of windows.
         extent: the number of elements of the longest window.
         dilation: the distance between neighboring elements of a window.
-        stride, padding: the stride and padding of fixed windows; None for adaptive windows, which start at floor(o *
-            size / out).
+        stride, padding: the stride and padding of fixed windows; None for adaptive windows, whose places follow from
+            `size` and `out`.
     """
 
     size: tuple[int, ...]

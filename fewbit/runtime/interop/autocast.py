@@ -12,9 +12,9 @@ from fewbit.runtime.interop.interrupts import undo_after
 def as_torch_casts():
     """Return a context manager within which torch's functions cast their inputs for autocast, but without a cache.
 
-    autocast's cache holds cast weights. A weight that is cast inside an autograd Function has no autograd graph. The
-    cache would pass that weight to other layers, whose gradients would be lost.
-    The layers do not save cast weights either: their backward passes cast the parameters again.
+    autocast's cache holds cast weights. A weight that is cast inside an autograd Function has no autograd graph. If
+    other layers got this cast weight from the cache, the parameter would get no gradient from these layers.
+    fewbit's layers do not save cast weights: their backward passes cast the parameters again.
     """
     # A compiler traces the casts, and its partitioner chooses the tensors to save.
     if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():

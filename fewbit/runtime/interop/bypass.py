@@ -1,4 +1,4 @@
-"""Switch off the compression of functions while some modules run, or change its settings for other modules.
+"""Within some modules, switch off the compression of functions, or change the settings of this compression.
 
 `fewbit/convert/functions.py` compresses functions that modules call, such as `torch.nn.functional.gelu`. The *mode* of
 a module says what happens to such calls within the module. True: functions stay torch's own. False: functions are

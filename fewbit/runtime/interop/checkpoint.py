@@ -3,8 +3,8 @@
 A *region* is the part of a forward pass inside one call of torch.utils.checkpoint, which runs the part again in the
 backward pass. torch has no public link from the recomputation of a region to its first run. fewbit therefore recognizes
 a region by an object that exists once for each region (docs/decisions/0014). With `use_reentrant=False`, that object is
-the frame that the region's hooks on saved tensors hold. With `use_reentrant=True`, it is the autograd context of
-`CheckpointFunction`.
+the region's frame: torch's `_CheckpointFrame`, to which the region's hooks on saved tensors refer. With
+`use_reentrant=True`, it is the autograd context of `CheckpointFunction`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import torch
 def notify_traced(subject) -> None:
     """Call `subject.was_traced()` when Dynamo traces this call; do nothing in eager mode.
 
-    The call adds no operation, no guard and no break to the graph. With other tracers, or if a later Dynamo represents
-    objects differently, `was_traced` is not called.
+    The call adds no operation, no guard and no break to the graph. Other tracers do not call `was_traced`. A later
+    version of Dynamo might not call it either, because `subject` is found through a private interface of Dynamo.
     """
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime

@@ -30,9 +30,9 @@ _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made 
 
 
 def leave_to_interpreter(code: CodeType) -> None:
-    """Exclude a function from compilation on its own. torch.compile still traces the function as a part of its callers.
+    """Let torch.compile trace a function only as a part of the function's callers, and never compile it by itself.
 
-    Otherwise Dynamo would compile the function, and could run the code that was compiled for one call in another call.
+    Otherwise Dynamo could reuse the code that it has compiled for one call of the function in a different call.
     """
     if hasattr(eval_frame, "skip_code"):  # torch 2.6
         eval_frame.skip_code(code)
@@ -43,7 +43,7 @@ def leave_to_interpreter(code: CodeType) -> None:
 
 
 def is_compiled_code() -> bool:
-    """Return whether torch.compile traces the running code, or has compiled the caller, or is about to compile it."""
+    """Return whether torch.compile traces the running code, has compiled the caller or compiles what is called next."""
     return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
 
 
@@ -168,7 +168,7 @@ def graph_class_of(module: nn.Module) -> type | None:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the module had before `track`, under which tables of module classes list the module."""
+    """Return the class that the module had before `track`. Lookups of a module by class need it."""
     return vars(type(module)).get("_fewbit_base", type(module))
 
 

@@ -1,8 +1,8 @@
 """The functions of torch.nn.functional as they were when fewbit was imported.
 
-A user may replace a function of torch by a wrapper that calls the original. If fewbit compresses the functions that a
-model calls, fewbit's function runs in place of the original within the wrapper. fewbit's function must then call the
-original, and not the wrapper again.
+A user may replace a function of torch by a wrapper that calls the original. In a converted model, fewbit intercepts
+that call of the original and runs its own function instead. If fewbit's function then called the wrapper, the wrapper
+would call fewbit's function again, without end. fewbit's functions therefore call those in `functional`.
 """
 
 from __future__ import annotations

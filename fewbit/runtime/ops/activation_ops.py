@@ -8,8 +8,9 @@ element gets, and which value a code stands for in place of the derivative f'(x)
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
 
-An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. `one` is a
-tensor of value 1. The activation multiplies f(x) by `one`, so that a compiler has to run the op in the forward pass.
+An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. `encode_kept`
+does the same as `encode`, but a compiler saves its results for the backward pass. `one` is a tensor of value 1. The
+activation multiplies f(x) by `one`, so that a compiler has to run the op in the forward pass.
 The function f itself is no op, so that a compiler can fuse torch's own function with neighboring operations and
 recompute f(x). With an op that returns f(x) and codes at once, a compiler could not do so (docs/decisions/0004).
 """

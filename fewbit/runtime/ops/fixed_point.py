@@ -1,23 +1,26 @@
 """The fixed-point code of a norm's normalized input x~, which contains the exact sign of the norm's result y.
 
-Let y = gamma x~ + beta, with x~ of mean 0 and standard deviation 1. The paper BLPA (Chakrabarti and Moseley, 2019, eq.
-9 and 10) saves K bits for an element. They stand for one of L = 2^K values, called levels, between beta - 3 |gamma| and
-beta + 3 |gamma|. Let z = sign(gamma) x~, with sign(0) = +1, so that y = |gamma| z + beta. In terms of z, each level is
-the middle of a cell (edge, edge + D] with D = 6 / L, and the code is the number of the cell. The result y is 0 at
-z0 = -beta / |gamma|, which is a multiple of D away from the first edge. The code of this module differs from the
-paper's in four points (docs/decisions/0012-sign-of-a-clipped-pre-activation.md):
+Let y = gamma x~ + beta, with x~ of mean 0 and standard deviation 1. Let z = sign(gamma) x~, with sign(0) = +1, so that
+y = |gamma| z + beta. The values of z from -3 to 3 are divided into L = 2^K cells (edge, edge + D] of width D = 6 / L. A
+code has K bits, and is the number of the cell that contains z. It stands for the middle of the cell. Values of z below
+all cells get the first code, and values above all cells the last. The result y is 0 at z = z0 = -beta / |gamma|. If
+|z0| <= 3, all cells are shifted, by at most D, so that z0 is the edge between two cells. No cell then contains values
+of y with both signs.
 
-- Cells do not contain their lower edge, so that y = 0 counts as not positive, as in ReLU's derivative.
-- If z0 is outside the range of the levels, one code is reserved for the values beyond z0: code 0 if z0 is below the
-  range, code L - 1 if z0 is above. All other values get other codes. Without this rule, values beyond z0 would be
-  clipped to the range, and so lose the sign of y.
-- If gamma is 0, or so small that z0 is not finite, all values of y have the sign of beta, and cells divide the range of
-  z from -3 to 3.
-- If gamma < 0, the cells are those of -gamma.
+This is the method of the paper BLPA (Chakrabarti and Moseley, 2019, eq. 9 and 10), with four changes
+(docs/decisions/0012-sign-of-a-clipped-pre-activation.md):
+
+- Cells contain their upper edge. In the paper they contain their lower edge, so that y = 0 counts as positive. Here it
+  counts as not positive, as in ReLU's derivative.
+- If |z0| > 3, one code is reserved for the values of z beyond z0: code 0 if z0 < -3, code L - 1 if z0 > 3. All other
+  values of z get other codes. In the paper, values beyond z0 are clipped to the nearest cell, which is on the other
+  side of z0, and so lose the sign of y.
+- If gamma is 0, or so small that z0 is not finite, all values of y have the sign of beta, and cells are not shifted.
+- The paper's formula needs gamma > 0. Here z contains the sign of gamma, so gamma may be negative.
 
 Whether an element is above z0 is decided by the sign of the y that the forward pass computed, however y was rounded. An
-element with y > 0 therefore always has a code that means y > 0, and an element with y <= 0 never has. If |z0| <= 3, an
-element in the range is dequantized with an error of at most D / 2 in z, so the error of y is at most 3 |gamma| / 2^K
+element therefore has a code that means y > 0 if and only if its y is positive. If |z0| <= 3 and a cell contains an
+element, the element is dequantized with an error of at most D / 2 in z. The error of y is then at most 3 |gamma| / 2^K
 (eq. 11).
 """
 
@@ -41,9 +44,9 @@ def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
 
     Returns:
         (7, channels) float32, contiguous; (7, 1) if weight and bias are None. With z = sign(gamma) x~, the rows are:
-        (0) the lower edge of the first cell, in z; (1) the first code that means y > 0; (2) the smallest z for which
-        such a code can stand; (3) the largest z for which any other code can stand; (4) the sign of gamma; (5) |gamma|;
-        (6) beta.
+        (0) the lower edge of the first cell, in z; (1) the first code that means y > 0; (2) a lower bound of the
+        z for which codes that mean y > 0 stand; (3) an upper bound of the z for which the other codes stand; (4) the
+        sign of gamma; (5) |gamma|; (6) beta. The bounds are infinite unless z0 is finite and |z0| > 3.
     """
     gamma, beta = _vectors(weight, bias, device)
     if is_abstract(gamma):

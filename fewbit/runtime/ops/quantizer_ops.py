@@ -36,7 +36,7 @@ def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=No
         fp32_min: whether groups have float32 minimums, or None. On the CPU, None means True if `is_offset` is true for
             the minimum and maximum of x, else False. On CUDA, None means False, because the host would have to wait for
             the minimum and maximum; `saved/min_dtype.py` decides before the call.
-        normalize: None, or (mean or None, rstd, inner) to quantize (x - mean) * rstd, see
+        normalize: None, or (mean, rstd, inner) to quantize (x - mean) * rstd, see
             `reference_quantizer.quantize`. If given, `layout.is_by_sample(x)` must be true.
         widths: (N,) uint8, the bits per element of each sample, or None.
         words: only if `widths` is given: the number of int32 words to allocate for the codes, at least
@@ -72,8 +72,8 @@ def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normaliz
 
     Returns:
         packed and ranges, the results of `quantize`; widths, (samples,) uint8, the bits per element of each sample; and
-        sensitivities, (samples,) float32, the numbers by which the bits were divided: a sample with a larger number
-        gets more bits.
+        sensitivities, (samples,) float32, the numbers that decided how the bits were shared: a sample with a larger
+        number gets more bits.
     """
     source = _by_samples(x, samples)
     features = source.numel() // samples
@@ -86,7 +86,7 @@ def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normaliz
 
 
 def sensitivities(x, slot, samples, group_size, fp32_min=None, normalize=None):
-    """Return the numbers by which `quantize_samples` would divide bits among samples, (samples,) float32.
+    """Return the numbers that decide how `quantize_samples` shares bits among samples, (samples,) float32.
 
     The arguments are those of `quantize_samples`. `fp32_min` is not used.
     """
@@ -177,7 +177,7 @@ def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=Non
         stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
         dtype: the dtype of the values.
         widths: (N,) uint8, the bits per element of each sample, or None.
-        affine: None, or (scale or None, shift or None, inner), a linear map to apply to the values, see
+        affine: None, or (scale, shift, inner), a linear map to apply to the values, see
             `reference_quantizer.dequantize`.
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)

@@ -1,6 +1,7 @@
-"""torch's own computation of every function in `fewbit.functions`, for inputs without gradient or fused kernel.
+"""torch's own computation of every function in `fewbit.functions`.
 
-A function is called with its input and then its parameters, in the order of `fewbit.functions`.
+It is used for inputs that need no gradient, and if no kernel computes the function together with its codes. A function
+is called with its input and then its parameters, in the order of `fewbit.functions`.
 """
 
 from __future__ import annotations

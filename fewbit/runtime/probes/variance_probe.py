@@ -6,26 +6,32 @@ variance to the gradients of all layers below, that is, nearer to the model's in
 version, section 3), the variances of all slots add up.
 
 In the autograd graph, a gradient arrives at a *node* and leaves through the node's *edges* to the nodes and parameters
-below. Three kinds of numbers are measured, each from one random draw:
+below. Three kinds of numbers are measured:
 
-- A layer runs its backward again, with noise added to one of its dequantized tensors. The noise has the variance of
-  rounding. The changes of the layer's gradients, as sums of squares, are own[p] for a parameter p of the layer and
-  out[e] for an edge e.
-- The layer runs its backward once more, with random signs on the incoming gradient. The sums of squares of the results,
-  divided by that of the incoming gradient, are gain[e] for an edge e and gain[p] for a parameter p. They tell how noise
-  in the incoming gradient propagates. But if the incoming gradient comes directly from a layer above, the change of
-  that gradient by noise in the layer above is passed on as it is, since it can be far from random signs. For example,
-  the noise of batch norm is a multiple of the convolution's result in each channel.
+- A layer runs its backward again, with noise added to one of its dequantized tensors. The noise is drawn once, with the
+  variance of rounding. It changes the layer's gradients. The sum of squares of a change is called own[p] for the
+  gradient of a parameter p of the layer, and out[e] for the gradient that leaves through an edge e.
+- The layer runs its backward once more, with random signs on the incoming gradient. The sum of squares of a resulting
+  gradient, divided by that of the incoming gradient, is called gain[p] for a parameter p and gain[e] for an edge e.
+  These numbers tell how noise in the incoming gradient propagates.
 - At every other node of the graph, gain[e] is measured on the gradient itself: the sum of squares of the gradient that
   leaves through the edge, divided by that of the incoming gradient.
 
-Noise from different sources is uncorrelated, so sums of squares add up along the graph. With
+There is one exception. If an edge of a layer leads directly to another layer, the gains of the lower layer are not
+used for the noise of the upper layer, because this noise can be far from random signs. For example, noise in a batch
+norm changes the gradient of the convolution below by a multiple of the convolution's result in each channel. Instead,
+the lower layer runs its backward with this very change as the incoming gradient.
+
+Noise from different sources is uncorrelated, so sums of squares add up along the graph. Let S(node) be the sum of
+squares that noise in the incoming gradient of a node causes at all parameters below, divided by the sum of squares of
+the noise itself. Then
 
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
-the variance that rounding the slot adds in all is  sum of own[p] + sum of out[e] S(node below e)  (docs/controller.md).
-This number is measured at two *levels*. Level 1 stands for rounding to 1 bit, whose noise is least like that of other
-numbers of bits. Level 2 stands for rounding to the slot's own bits, but at least 2.
+and the variance that rounding the slot adds in all is  sum of own[p] + sum of out[e] S(node below e)
+(docs/controller.md). This variance is measured at two *levels*. Level 1 stands for rounding to 1 bit. It is measured
+separately, because the noise of 1 bit differs most from that of other numbers of bits. Level 2 stands for rounding to
+the slot's own bits, but at least 2.
 """
 
 from __future__ import annotations
@@ -69,10 +75,11 @@ class RoundingEffect:
         sensitivity: the variance that rounding adds to the gradient, times (2^bits - 1)^2; 0 if no gradient reached the
             layer.
         at_one: the variance that rounding to 1 bit adds to the gradient.
-        spread: SPREAD numbers that summarize the samples' numbers by which bits are divided. These numbers are sorted
-            and cut into SPREAD equal parts. Each entry is the mean of one part. If there are fewer samples, the entries
-            are the samples' numbers, followed by zeros. If several tensors were saved for the slot, the results for
-            these tensors are added. None if bits were not divided among samples.
+        spread: SPREAD numbers that summarize the `sensitivities` that `VarianceProbe.record_saved` got, one for each
+            sample. The sensitivities are sorted and cut into SPREAD equal parts. Each entry is the mean of one part. If
+            there are fewer samples, the entries are the sorted sensitivities, followed by zeros. If several tensors
+            were saved for the slot, the results for these tensors are added. None if bits were not divided among
+            samples.
         is_known: False if the backward pass reached the layer by a path that the probe did not watch, or if the layer
             cannot be probed.
     """
@@ -171,8 +178,8 @@ class VarianceProbe:
         Args:
             slot: the tensor's slot.
             elements: the number of elements.
-            sensitivities: (samples,) float32, the numbers by which bits are divided among samples; None if they are not
-                divided.
+            sensitivities: (samples,) float32, the numbers that decide how bits are shared among samples; None if the
+                bits are not shared in this way.
             fp32_min_bytes: not used.
         """
         if not self._is_open:
@@ -195,8 +202,8 @@ class VarianceProbe:
             record: the tensor and its quantized copy, a `QuantizationRecord`.
 
         Returns:
-            {bits: variance of an element, as a mean for each sample, (samples,) float32}, for 1 and 2 bits. None after
-            `end` was called.
+            {bits: variance of an element, as a mean for each sample, (samples,) float32}, for 1 and 2 bits. `noise`
+            computes the variance for more bits from that for 2 bits. None after `end` was called.
         """
         if not self._is_open:
             return None
@@ -433,7 +440,8 @@ class VarianceProbe:
         """Return the measurements, {slot's name: RoundingEffect}, after waiting until they are on the host.
 
         A slot has sensitivity 0 if no backward pass reached its layer. The result is {} if the probe is void or if a
-        gradient was not finite. The second case occurs in training with a scaled loss, which skips such a step.
+        gradient was not finite. Gradients that are not finite occur in training with a scaled loss, and the loss scaler
+        then skips the step.
         """
         return self._summed_up(self._host_copy.values())
 

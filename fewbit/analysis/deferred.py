@@ -61,8 +61,8 @@ class Noise:
     def number_saved(self) -> tuple[str, int]:
         """Count a tensor that is saved now. Return (name of its context, its number in the context).
 
-        Numbers count 1, 2, 3 ... in the forward. If a checkpoint recomputes tensors in a backward pass, they get the
-        numbers -1, -2, -3 ... in every backward pass.
+        In the forward, the tensors of a context get the numbers 1, 2, 3 ... If a checkpoint recomputes tensors in a
+        backward pass, these tensors get the numbers -1, -2, -3 ... in every backward pass.
         """
         path, sign = self.path(), 1 if self._draws is None else -1
         numbers = self.contexts if self._draws is None else self._again

@@ -2,7 +2,8 @@
 
 g^ is random, because rounding is. E|g^|^2 is a mean over several passes with independent rounding, which are called
 draws. g is the gradient of a copy of the model that is not compressed. So the ratio shows the errors of all layers
-together, including their effect on the gradients of earlier layers.
+together, including their effect on the gradients of earlier layers. e2 is the argument of `ErrorBound`: the largest
+allowed squared error of a gradient, divided by the gradient's squared norm.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Measured:
             yield value
 
     def value(self, batch) -> torch.Tensor:
-        """Return the loss of a batch. Raise InputError if the loss function uses the model or the batch as a tensor."""
+        """Return the loss of a batch. Raise InputError if `loss` takes the model or the batch for a tensor."""
         try:
             return self.loss(self.model, batch)
         except (TypeError, AttributeError) as error:
@@ -145,7 +145,7 @@ def sampling(exact: Measured, parts) -> np.ndarray:
     The mean over pairs estimates the variance of the gradient between minibatches.
 
     Args:
-        exact: the model without compression.
+        exact: the `Measured` of the model without compression.
         parts: the minibatches. The first and the second are a pair, the third and the fourth, and so on.
 
     Returns:
@@ -166,7 +166,7 @@ def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.
     more.
 
     Args:
-        exact: the model without compression.
+        exact: the `Measured` of the model without compression.
         batch: the argument `batch` of the user.
         batches: the list that `batches_of` returned for this argument.
         chunks: the number of chunks of a single batch.

@@ -102,6 +102,8 @@ class Measurement:
     def max_batch(self, saved: float, device_bytes: int) -> int:
         """Return the largest batch whose saved bytes fit on a device together with COPIES times the bytes of the model.
 
+        COPIES is 4: the parameters, the gradients and the two moments of Adam.
+
         Args:
             saved: The bytes that a forward with `batch` samples saves.
             device_bytes: The memory of the device in bytes.
@@ -110,7 +112,10 @@ class Measurement:
 
 
 def paper_activation(name):
-    """Return the activation of the model that the paper measured: "gelu" in place of ReLU; None for the model's own."""
+    """Return the activation with which the paper measured the model `name`.
+
+    This is "gelu" for a model with ReLU. None stands for the model's own activation.
+    """
     return "gelu" if models.family(name).has_relu else None
 
 
@@ -126,7 +131,7 @@ def measure(
 
     Args:
         name: One of the names that :func:`fewbit.models.names` returns.
-        size: The side of the images in pixels, or the number of tokens; 256 by default.
+        size: The side of the images in pixels, or the number of tokens. Both are 256 by default.
         batch: The number of samples.
         activation: A key of ``fewbit.models.activations.FACTORIES``; None for the architecture's own activation. With
             ``"paper"``, GELU replaces ReLU.

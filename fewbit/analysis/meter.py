@@ -49,8 +49,8 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
     counted as one module. docs/meter.md says what is counted.
 
     Args:
-        model: A torch.nn.Module, or any callable. The modules to which a callable refers by its closure, globals or
-            attributes are counted by name.
+        model: A torch.nn.Module, or any callable. If a callable refers to modules by its closure, globals or
+            attributes, bytes are counted for each of these modules.
         *inputs: The arguments of the model.
         **kwargs: The keyword arguments of the model.
 

@@ -37,8 +37,9 @@ class VarianceProfile(Document):
     All tensors that one module saves of its inputs are called the module's context. The P modules are those that own
     parameters. A variance of a module is summed over all elements of the module's parameters, in units of the gradient
     squared. Arrays are float64 NumPy arrays. Each array has an array of standard errors, with the same shape and a name
-    that ends in `_error`. A standard error is NaN if there was only one measurement. `sampling_error` shows how
-    minibatches differ. All other standard errors show how draws of the rounding differ on the given batches.
+    that ends in `_error`. A standard error is NaN if there was only one measurement. `sampling_error` is computed from
+    the differences between minibatches. All other standard errors are computed from the differences between draws of
+    the rounding on the given batches.
 
     Attributes:
         model: The class name of the model.
@@ -81,7 +82,7 @@ class VarianceProfile(Document):
 
     @property
     def quantization_error(self) -> np.ndarray:
-        """The standard error of `quantization`, (P,), from terms with independent errors."""
+        """The standard error of `quantization`, (P,). The errors of the terms are taken as independent."""
         return np.sqrt(np.square(self.terms_error).sum(0))
 
     def total(self) -> np.ndarray:
@@ -117,7 +118,7 @@ class VarianceProfile(Document):
         return _ratio(self.own.sum(), self.quantization.sum())
 
     def to_dict(self) -> dict:
-        """Return the document as a dict of plain values. Standard errors that are not known become None."""
+        """Return the profile as a dict of plain values. Standard errors that are not known become None."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         return {"schema": VARIANCE_PROFILE} | values
 

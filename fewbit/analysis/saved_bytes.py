@@ -53,8 +53,8 @@ class Entry:
         shape: The shape of the first saved tensor in this storage.
         dtype: The dtype of the first saved tensor.
         device: The device of the first saved tensor.
-        bytes: The size of the whole storage. If an earlier module saved the storage, it is counted there, and 0 here.
-        viewed_bytes: An upper bound of the bytes in the storage that belong to saved tensors of any module.
+        bytes: The size of the whole storage; 0 if an earlier module saved the storage, whose entry has the size.
+        viewed_bytes: An upper bound of the bytes of the storage that the saved tensors of all modules occupy.
         saves: The number of tensors in this storage that this module saved.
         node: The name of an autograd node that holds the storage, "" if no such node is known.
         first_saver: The earlier module that saved the storage, or None.

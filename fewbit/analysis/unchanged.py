@@ -19,7 +19,8 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 def alone(value):
     """Return a copy of the value if it is a tensor in a larger storage, else the value itself.
 
-    The copy has a storage of its own. The meter counts whole storages, so it would count too much for the larger one.
+    The copy has a storage of its own. The meter counts whole storages, so without the copy it would count the whole
+    larger storage.
     """
     if not is_plain(value) or not layout.is_part(value):
         return value

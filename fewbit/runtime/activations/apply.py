@@ -66,7 +66,7 @@ def _is_strided(x) -> bool:
 
 
 def takes(x) -> bool:
-    """Return whether x is a tensor to which `apply` can give a few-bit derivative."""
+    """Return whether x is a tensor with a dtype that `apply` accepts."""
     return isinstance(x, torch.Tensor) and x.dtype in FLOATING
 
 

@@ -1,10 +1,10 @@
 """The state that a callable's values depend on, as far as it can be found without calling the callable.
 
 The state is a list of everything that can be reached from the callable: the parameters, buffers and attributes of a
-module; the attributes of any other object; the enclosed variables, the defaults and the named globals of a function.
-Numbers and text are compared by value. Tensors are compared by identity and by version, the number of their in-place
-changes. CPU tensors of at most 64 elements are also compared by value, because a change through `.data` or NumPy leaves
-the version as it is. Nothing is read from a GPU, so nothing synchronizes.
+module; the attributes of any other object; the enclosed variables and the defaults of a function, and the global
+variables that its code names. Numbers and text are compared by value. Tensors are compared by identity and by version,
+the number of their in-place changes. CPU tensors of at most 64 elements are also compared by value, because a change
+through `.data` or NumPy leaves the version as it is. Nothing is read from a GPU, so nothing synchronizes.
 
 If the content of an object cannot be listed (an array, or an object that has __slots__ or comes from a C extension),
 the state counts as unknown. A state with more than 1000 entries counts as unknown, too. Class attributes, and the code

@@ -72,8 +72,8 @@ def name_of(function) -> str:
 def check_result(function, result) -> None:
     """Raise FunctionError unless the callable's result is a tensor that needs no gradient.
 
-    The callable was called with an input that needs no gradient. If the result needs one, a parameter of the callable
-    does.
+    The callable was called with an input that needs no gradient. If the result needs a gradient, a parameter of the
+    callable needs a gradient, too.
     """
     if not isinstance(result, torch.Tensor):
         raise FunctionError(

@@ -17,8 +17,8 @@ from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, map_affine
 class SlotCodec(Protocol):
     """The interface of objects that save the tensors of one slot.
 
-    A checkpoint quantizes a tensor again in the backward pass, so a slot codec must return the same result for the same
-    tensor and seed.
+    If a checkpointed region is recomputed in the backward pass, its tensors are quantized again. So a slot codec must
+    return the same result for the same tensor and seed.
     """
 
     def quantize(self, x: torch.Tensor, seed: torch.Tensor):
@@ -34,12 +34,12 @@ class SlotCodec(Protocol):
 
 
 class CodecSpec(NamedTuple):
-    """The spec of tensors that a slot codec has saved, with the interface of `QuantizedTensorSpec`.
+    """The spec of tensors that a slot codec has saved. It has the interface of `QuantizedTensorSpec`.
 
     Args:
         inner: the spec that the slot codec returned.
-        place: a spec that describes the size, strides, dtype and slot of the same tensor. The bits in `place` have no
-            effect.
+        place: the spec that the group quantizer would make. It gives the size, strides, dtype and slot. Its bits have
+            no effect.
     """
 
     inner: object
@@ -76,15 +76,15 @@ class CodecSpec(NamedTuple):
         return self.place.slot
 
     def with_slot(self, slot) -> CodecSpec:
-        """Return a copy of this spec with another slot."""
+        """Return this spec with another slot."""
         return self._replace(place=self.place.with_slot(slot))
 
     def for_consumer(self, name: str) -> CodecSpec:
-        """Return a copy of this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
+        """Return this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
         return self._replace(place=self.place.for_consumer(name))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return approximate values of the saved tensor. The arguments are as in `QuantizedTensorSpec`."""
+        """Return approximate values of the saved tensor. Arguments: see `QuantizedTensorSpec.dequantize`."""
         values = restoring.restored(self.dequantize_exact(tensors), self, tensors[0])
         return map_affine(values, affine).to(dtype or self.dtype)
 

@@ -53,7 +53,7 @@ class PackedIntegersSpec(NamedTuple):
     stride: tuple[int, ...]
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in the spec's size and strides, as uint8, or in a wider dtype above 8 bits."""
+        """Return the integers in the spec's size and strides, in uint8 if `bits` <= 8, else in a wider dtype."""
         return self.flat(tensors).as_strided(self.size, self.stride)
 
     def flat(self, tensors) -> torch.Tensor:
@@ -68,7 +68,7 @@ class PackedIntegersSpec(NamedTuple):
 
 
 class NarrowIntegersSpec(NamedTuple):
-    """The spec of integers that `narrow` has saved. `dtype` is the dtype that the integers had before."""
+    """The spec of integers that `narrow` has saved. `dtype` is the dtype of the integers before `narrow`."""
 
     dtype: torch.dtype
 
@@ -94,7 +94,10 @@ def pack(values: torch.Tensor, count: int) -> SavedTensors:
 
 
 def narrow(values: torch.Tensor, count: int) -> SavedTensors:
-    """Convert integers in [0, count) to the narrowest dtype that holds them, unless their own is as narrow."""
+    """Convert integers in [0, count) to the narrowest dtype that holds them.
+
+    Integers are saved unchanged if their own dtype is no wider.
+    """
     dtype = dtype_of(count)
     if dtype.itemsize >= values.dtype.itemsize:
         return SavedTensors((values,), NarrowIntegersSpec(values.dtype))

@@ -40,7 +40,7 @@ class AffineResultSpec(NamedTuple):
         return self.normalized.dequantize(saved, dtype or self.dtype, affine)
 
     def for_consumer(self, name: str) -> AffineResultSpec:
-        """Return a copy of this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
+        """Return this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
         return self._replace(normalized=self.normalized.for_consumer(name))
 
     def _inner(self) -> int | None:
@@ -57,7 +57,7 @@ class AffineResultSpec(NamedTuple):
 
 
 def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None) -> None:
-    """Let layers of the same model that would save the norm's result y use the norm's copy of x~ instead.
+    """Let other layers of the model use the norm's copy of x~ if they would save the norm's result y.
 
     Args:
         quantizer: the quantizer of the norm.
@@ -89,7 +89,7 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
         mean: the mean of x, which broadcasts to x, or None if the norm subtracts no mean.
         rstd: the reciprocal standard deviation of x, which broadcasts to x.
         inner: the number of elements, one after the other in memory, that have the same mean and rstd; None if that
-            number varies. `Quantizer.quantize_normalized` defines it.
+            number varies. See `Quantizer.quantize_normalized`.
         copies: 1, or 2 for two independently rounded copies.
         quantizer: the quantizer of the norm.
 
@@ -102,7 +102,9 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
 
 
 def dequantize_copies(ctx, saved):
-    """Return a pair of dequantized x~, from two independent copies. If `save_copies` made one copy, both are the same.
+    """Return two dequantized x~, from two independent copies.
+
+    If `save_copies` made one copy, the two results are the same tensor.
 
     Args:
         ctx: the context of the norm's autograd Function, as `save_copies` left it.
@@ -116,7 +118,8 @@ def dequantize_copies(ctx, saved):
 def dequantize_scaled(ctx, saved, rstd, dtype):
     """Return dequantized x~ divided by rstd, an approximation of x - mean.
 
-    torch's own backward functions of norms give the same gradients for x - mean, with mean 0, as for x.
+    torch's own backward functions of norms can be called with this result in place of x, and with 0 in place of the
+    mean. They give the same gradients as for x and its mean.
 
     Args:
         ctx: the context of the norm's autograd Function, as `save_copies` left it.

@@ -3,12 +3,12 @@
 A *fixed-point copy* contains the norm's normalized input x~ as K-bit fixed-point numbers in one packed tensor. The
 norm's result is y = gamma x~ + beta, with the norm's weight gamma and bias beta. x~, y and the ReLU of y can all be
 dequantized from the copy. A norm, an activation and a linear layer or convolution in this order are called a
-pre-activation block (BLPA, section 3.2).
+pre-activation block (section 3.2 of BLPA, a paper that docs/preactivation.md cites).
 
-The norm makes the copy and puts it into the cache of the forward pass under y. The activation, a ReLU or LeakyReLU,
-needs only the sign of y, which the copy contains. The activation puts the same copy into the cache under its own
-result. The linear layer or convolution finds the copy there and dequantizes its input from it. The layers need not know
-each other, because the cache finds a copy by the tensor that a layer wants to save.
+The *cache* of a forward pass finds a copy by the tensor that a layer wants to save, so the layers need not know each
+other. The norm makes the copy and puts it into the cache as the copy of y. The activation, a ReLU or LeakyReLU, needs
+only the sign of y, which the copy contains. The activation puts the same copy into the cache again, as the copy of its
+own result. The linear layer or convolution finds this copy and dequantizes its input from it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FixedPointSpec(NamedTuple):
         return 3
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return approximate values of x~ in y's size and strides. The arguments are as in `QuantizedTensorSpec`."""
+        """Return approximate values of x~ in y's size and strides. Arguments: see `QuantizedTensorSpec.dequantize`."""
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
             return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
@@ -105,7 +105,7 @@ def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
     """Return whether a norm can save a fixed-point copy.
 
     The norm cannot if the quantizer's attribute `fuse` is false, if the norm needs two independently rounded copies, if
-    a compiler traces, or if the statistics have a 16-bit dtype.
+    a compiler traces, or if `rstd` has a 16-bit dtype.
 
     Args:
         quantizer: the quantizer of the norm.
@@ -123,7 +123,7 @@ def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
 def save_fixed_point(
     quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None
 ):
-    """Save the normalized input x~ of a norm as a fixed-point copy, and put the copy into the cache under the result y.
+    """Save the normalized input x~ of a norm as a fixed-point copy, and put it into the cache as the copy of y.
 
     Args:
         quantizer: the quantizer of the norm.
@@ -132,7 +132,7 @@ def save_fixed_point(
         mean: the mean of x, which broadcasts to x.
         rstd: the reciprocal standard deviation of x, which broadcasts to x.
         inner: the number of elements, one after the other in memory, that have the same mean and rstd; None if that
-            number varies. `Quantizer.quantize_normalized` defines it.
+            number varies. See `Quantizer.quantize_normalized`.
         weight: the weight of the norm, or None.
         bias: the bias of the norm, or None.
         channels: the dimension of y along which weight and bias lie; None if they lie along the last dimensions.
@@ -165,10 +165,10 @@ def save_fixed_point(
 
 
 def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
-    """Apply a ReLU or LeakyReLU that saves nothing, because x has a fixed-point copy in the cache.
+    """Apply a ReLU or LeakyReLU to the result x of a norm, if the cache has a fixed-point copy of x.
 
-    The copy contains the sign of x, which is all that the gradient needs. The copy is also put into the cache under the
-    result, for the layer after the activation.
+    The gradient needs only the sign of x, which the copy contains, so the activation saves nothing else. The copy is
+    also put into the cache as the copy of the activation's result, for the layer after the activation.
 
     Args:
         x: the input of the activation.
@@ -178,8 +178,8 @@ def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
         inplace: whether to write the result to x.
 
     Returns:
-        The result. None if x has no such copy, or if the activation is not a ReLU or LeakyReLU with its exact
-        derivative.
+        The result. None if the cache has no such copy, if the activation is neither ReLU nor LeakyReLU, or if
+        `encoding` is not its exact derivative.
     """
     if function not in ("relu", "leaky_relu"):
         return None

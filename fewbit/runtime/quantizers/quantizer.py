@@ -5,7 +5,8 @@ group of elements. `QuantizedTensorSpec.dequantize` computes approximate values 
 
 A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots in training. A
 *probe* measures for the policy how rounding the slots changes the gradients. A *fixed-point copy* is the copy that a
-norm makes for itself and for the layers after it (`preactivation.py`).
+norm makes for itself and for the layers after it (`preactivation.py`). The *cache* of a model contains the copies of
+the present forward pass, so that several layers can use one copy (`saved/cache.py`).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Quantizer:
         self._selector = MinDtypeSelector()
 
     def copy_for(self, name: str, **changes) -> Quantizer:
-        """Return a quantizer for another layer with all settings of this one.
+        """Return a quantizer with all settings of this quantizer, for another layer.
 
         Args:
             name: the other layer's name.
@@ -112,8 +113,8 @@ class Quantizer:
     def fixed_point_context(self) -> ForwardContext | None:
         """The context in whose cache norms put fixed-point copies, and in which the layers after the norms find them.
 
-        While a pre-activation block runs, it is the block's own context. `self.context` would be wrong for a layer that
-        is in several blocks, because its quantizer has the context of the last of these blocks.
+        While a pre-activation block runs, the result is the block's own context, else `self.context`. If a layer is in
+        several blocks, `self.context` is the context of the block that was made last, so it may be the wrong one.
         """
         running = current()
         return running if running is not None and running.is_private else self.context
@@ -124,7 +125,7 @@ class Quantizer:
         Args:
             x: a floating tensor of any shape and strides. A transposed view is quantized in the order of its memory.
             shared: whether several layers that save x in the same forward pass may use one copy.
-            slot: the number of x among the layer's inputs, from 0.
+            slot: the number of x among the layer's inputs, from 0. With the layer's name, it identifies the slot.
         """
         order = layout.storage_permutation(x)
         if order is not None:
@@ -284,17 +285,17 @@ class Quantizer:
         return self._selector.poll(), True
 
     def quantize_with_activation(self, run, y) -> tuple | None:
-        """Quantize an activation's result y in the same pass that computes y and the activation's codes.
+        """Compute an activation's result y, the activation's codes and the copy of y in one pass over memory.
 
         Args:
             run: a function. run(seed, bits, group_size, fp32_min) writes y and returns a
-                `backends.results.QuantizedForward`. It returns None, and writes nothing, if the backend has no kernel
-                that does so.
+                `backends.results.QuantizedForward`. If the backend has no kernel for this, run returns None and writes
+                nothing.
             y: the memory of the result: an ordinary dense tensor in eager mode, samples outermost.
 
         Returns:
-            (the activation's codes, SavedTensors of y). SavedTensors is replaced by None if y needs float32 minimums,
-            because its minimum is large relative to its range. The whole result is None if nothing was written.
+            (the activation's codes, SavedTensors of y). The second entry is None if y needs float32 minimums, because
+            its minimum is large relative to its range. None instead of the pair if nothing was written.
         """
         if self._policy is not None:
             return None
@@ -315,8 +316,9 @@ class Quantizer:
     def key(self) -> tuple:
         """The settings that two layers must have in common to share a copy.
 
-        `ForwardContext.seed_of_result` hashes seeds from the key. To keep the seeds of existing quantizers, append a
-        new setting to the key only if it changes the copy, and only while it differs from its default value.
+        Some seeds are hashes of the key (`ForwardContext.seed_of_result`). A new setting must not change the seeds of
+        existing quantizers. So append the setting's value to the key only if it differs from the default value. A
+        setting that does not change copies is no part of the key.
         """
         bits = self.bits
         if self._policy is not None:
@@ -332,7 +334,7 @@ class Quantizer:
         return SavedTensors((packed, ranges), spec, None if is_abstract(x) else one)
 
     def was_traced(self) -> None:
-        """Tell the policy that the layer runs inside torch.compile, so that no probe can measure it."""
+        """Tell the policy that no probe can measure the layer, because the layer runs inside torch.compile."""
         # A quantizer that is made in the traced code has no attributes yet.
         if "context" in vars(self) and self._policy is not None and not self.is_fixed:
             self._policy.report_unobserved(self.name, COMPILED)
@@ -398,8 +400,8 @@ def quantizer_of(bits: int, group_size: int) -> Quantizer:
 def is_differentiated(*tensors) -> bool:
     """Return whether fewbit's layer has to run for these inputs, to save tensors for a backward pass.
 
-    torch's own layer runs instead if no gradient is needed, if an input is complex, nested or not strided, and within
-    transforms of torch.func and torch.jit.trace.
+    torch's own layer runs instead if no gradient is needed, if an input is complex, nested or not strided, if a
+    transform of torch.func is at work, or if torch.jit.trace traces.
 
     Args:
         *tensors: the inputs and parameters of the layer. None is ignored.

@@ -53,7 +53,7 @@ class QuantizedTensorSpec(NamedTuple):
             affine: None, or (scale, shift, inner) to return values * scale + shift, computed before the result is
                 rounded to dtype. scale and shift broadcast to the values, and either may be None. inner is the number
                 of elements, one after the other in memory, that have the same scale and shift, or None if that number
-                varies; `Quantizer.quantize_normalized` defines it.
+                varies. See `Quantizer.quantize_normalized`.
         """
         *vectors, inner = affine or (None, None)
         if all(vector is None for vector in vectors):
@@ -65,11 +65,11 @@ class QuantizedTensorSpec(NamedTuple):
         return in_dtype(map_affine(self.dequantize(tensors), affine), dtype or self.dtype)
 
     def with_slot(self, slot: TensorSlot) -> QuantizedTensorSpec:
-        """Return a copy of this spec with another slot."""
+        """Return this spec with another slot."""
         return self._replace(slot=slot)
 
     def for_consumer(self, name: str) -> QuantizedTensorSpec:
-        """Return a copy of this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
+        """Return this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
         slot = self.slot
         if slot is None or slot.rounding is None or slot.name[0] == name:
             return self
@@ -155,7 +155,7 @@ class QuantizationRecord(NamedTuple):
     normalize: tuple | None
 
     def variance(self, bits: int, generator) -> torch.Tensor:
-        """Estimate the variance that rounding to `bits` adds to an element, as a mean for each sample.
+        """Estimate the variance that rounding to `bits` adds to an element, as a mean over the elements of each sample.
 
         Args:
             bits: the bits per element, 1 to 8.

@@ -12,8 +12,9 @@ is because rounding adds step^2 / 6 to the variance of an element on average, wi
 
     squares_n / 6 / (2^bits_n - 1)^2,   with squares_n = sum over the sample's groups of (elements in group) * range^2.
 
-The bits are chosen so that the sum of these variances is small. If the squared norm of a sample's gradient is known,
-the sample's variance is multiplied by this squared norm first.
+The *sensitivity* of sample n is squares_n. If the squared norm of the sample's gradient is known, the sensitivity is
+squares_n times this squared norm. The bits are chosen so that the sum of sensitivity_n / (2^bits_n - 1)^2 over all
+samples is small.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class TensorSlot(NamedTuple):
     user: str | None = None
 
     def total(self, samples: int) -> int:
-        """Return the bits per element of each sample, summed over `samples` samples."""
+        """Return the sum of the bits per element over `samples` samples."""
         bits = self._whole(self.average * samples)
         return min(max(bits, MIN_BITS * samples), MAX_BITS * samples)
 
@@ -87,8 +88,8 @@ class Probe(Protocol):
         Args:
             slot: the tensor's slot.
             elements: the number of elements.
-            sensitivities: (samples,) float32, the numbers in proportion to which rounding a sample adds variance; None
-                if the bits are not divided among samples.
+            sensitivities: (samples,) float32, the samples' sensitivities; None if the bits are not divided among
+                samples.
             fp32_min_bytes: the bytes by which the saved tensor grows if the minimums of its groups become float32.
         """
 
@@ -114,7 +115,7 @@ class Probe(Protocol):
         """
 
     def reached(self, slots) -> None:
-        """Record that a layer's backward dequantized the tensors of these slots without a call of `probe` for them."""
+        """Record that a layer's backward dequantized tensors of these slots, and that `probe` cannot measure them."""
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
         """Measure one layer in the backward pass.
@@ -140,7 +141,7 @@ class Probe(Protocol):
 
 
 class ChannelWeights:
-    """The weights by which bits are divided among a layer's channels, on every device that needs them.
+    """The weights of a layer's channels: a channel with a larger weight gets more bits.
 
     Args:
         weights: a number for each channel, with mean 1.
@@ -160,7 +161,7 @@ class ChannelWeights:
 
 @dataclass(eq=False)
 class BitAssignment:
-    """The bits of all slots in one forward pass, and in every checkpointed region of that pass that is recomputed.
+    """The bits of all slots in one forward pass. They also apply if a checkpointed region of the pass is recomputed.
 
     Args:
         averages: {slot's name: average bits per element} of slots for which the policy replaces the layer's own
@@ -173,11 +174,12 @@ class BitAssignment:
         activations: {activation's name: bits} of few-bit activations for which the policy replaces the activation's own
             bits.
         channels: {layer's name: number of channels} of layers whose bits are divided among the channels of each sample.
-        channel_weights: {layer's name: weights} by which bits are divided among such channels.
-        least_features: if a tensor has fewer elements per sample, its bits are not divided among samples.
+        channel_weights: {layer's name: weights of these channels}.
+        least_features: the least number of elements per sample with which a tensor's bits are divided among samples.
         rounds_up: whether averages that are not fixed are rounded up to whole bits. Otherwise they are rounded down.
-        unobserved: the reason why no probe can measure this forward pass's tensors, REENTRANT or ALONE; "" if a probe
-            can measure them.
+        unobserved: the reason why no probe can measure this forward pass's tensors: REENTRANT (they are saved in a
+            checkpoint with use_reentrant=True) or ALONE (a layer was called outside a forward pass of the model); ""
+            if a probe can measure them.
     """
 
     averages: Mapping[tuple[str, int], float]
@@ -215,7 +217,7 @@ class BitAssignment:
         return self.activations.get(name, default)
 
     def sensitivities(self, slot: TensorSlot, squares: torch.Tensor) -> torch.Tensor:
-        """Return the numbers in proportion to which rounding a sample adds variance. They determine the samples' bits.
+        """Return the sensitivities of the samples, which determine the samples' bits.
 
         Args:
             slot: the slot of the tensor.

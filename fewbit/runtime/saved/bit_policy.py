@@ -30,8 +30,8 @@ class BitPolicy:
     The base class gives every slot the average of its layer, and divides the bits of each tensor among the tensor's
     samples.
 
-    To add a policy, write a subclass in a new file. All methods have defaults, so a subclass may do no more than set
-    `kind` and fill `averages`. The runtime calls `begin`, `assign` and `report_unobserved`. The controller, the
+    To add a policy, write a subclass in a new file. All methods have defaults, so it is enough if a subclass sets
+    `kind` and fills `averages`. The runtime calls `begin`, `assign` and `report_unobserved`. The controller, the
     object that `fewbit.compress_` returns, calls the other methods.
 
     Args:
@@ -67,7 +67,8 @@ class BitPolicy:
             inputs: the call's arguments.
 
         Raises:
-            InputError: the user has numbered the samples (`number_samples`), but not as many as this forward pass has.
+            InputError: the user has numbered the samples (`number_samples`), but this forward pass has fewer or more
+                samples than there are numbers.
         """
         assignment = self.assign(inputs)
         numbers, self._numbers = self._numbers, None
@@ -93,13 +94,16 @@ class BitPolicy:
 
         Args:
             layer: the layer's name.
-            reason: COMPILED, REENTRANT or ALONE, see `assignment.py`.
+            reason: COMPILED, REENTRANT or ALONE: the layer is compiled, is in a checkpoint with use_reentrant=True, or
+                was called outside a forward pass of the model.
         """
 
     # -- The controller asks ---------------------------------------------------------------------------------
 
     def tables(self, model, ended: str) -> dict[str, Rows]:
-        """Return {name: table} of the policy's choices, named as the controller's property: "allocation" or "bounds".
+        """Return {name: table} of the policy's choices.
+
+        A table's name is "allocation" or "bounds", which is also the name of the controller's property that shows it.
 
         Args:
             model: the compressed model, or None if it no longer exists.
@@ -110,7 +114,7 @@ class BitPolicy:
     def number_samples(self, numbers) -> None:
         """Set the numbers of the samples in the next forward pass of training.
 
-        A sample has the same number in every epoch, so the policy recognizes the sample.
+        The policy recognizes a sample by its number, so the sample must have the same number in every epoch.
 
         Args:
             numbers: (N,) integers on the CPU, one for each sample.
@@ -148,7 +152,7 @@ def wrong_state(kind: str, state: Mapping) -> InputError:
     """Return the InputError for a state that is from a controller with another configuration.
 
     Args:
-        kind: the name of the configuration's class of the controller that should load the state.
+        kind: the class name of the configuration whose controller should load the state.
         state: the state.
     """
     return InputError(f"expected the state of a controller of {kind}, got one {_origin(state)}")

@@ -3,10 +3,11 @@
 A *copy* is the quantized form of a tensor, which a layer saves for the backward pass. If several layers save the same
 tensor, such as the input of the projections q, k and v or of a residual branch, the tensor is quantized once. The cache
 finds a copy by the tensor's storage, place in the storage, and version. torch increases the version with every in-place
-change, so a changed tensor does not get an old copy. The cache does not keep the storage alive, but prevents torch from
-giving its address to another storage. Writes through `x.data` or `x.numpy()` do not change the version, so on the CPU a
-checksum of the content is compared as well. The cache drops its copies when the forward pass ends. Copies that were
-made in a checkpointed region are dropped when the region ends.
+change, so a changed tensor does not get an old copy. The cache has a weak reference to the storage. The reference does
+not keep the memory, but no other storage object gets the same address while the reference exists. Writes through
+`x.data` or `x.numpy()` do not change the version, so on the CPU a checksum of the content is compared as well. The
+cache drops its copies when the forward pass ends. Copies that were made in a checkpointed region are dropped when the
+region ends.
 
 A layer that saves an activation's result is called the *consumer* of the activation. Once the cache has seen a
 consumer, the activation makes the copy for the consumer in later forward passes, because one pass over memory can
@@ -68,7 +69,8 @@ class SavedTensorCache:
         """Return the copy of x that was put into the cache with this key, or None.
 
         Args:
-            x: the tensor. Its memory, shape, strides, dtype and version must be the same as when the copy was put.
+            x: the tensor. Its memory, shape, strides, dtype and version must be the same as those of the tensor
+                that `put` received.
             key: the settings of the copy: `Quantizer.key` of the layer that looks for the copy.
 
         Returns:

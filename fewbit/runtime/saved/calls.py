@@ -1,8 +1,8 @@
 """Run the calls of a converted model's modules, and restore the state of the thread after each call.
 
 A call may end with an exception. Python may raise KeyboardInterrupt at any bytecode, even while state is being
-restored. All restoring is therefore idempotent and done twice after an exception (docs/decisions/0013). The order of
-the statements matters.
+restored. All restoring is therefore idempotent and done twice after an exception (docs/decisions/0013). Because an
+exception may occur between any two statements, do not change the order of the statements here.
 """
 
 from __future__ import annotations

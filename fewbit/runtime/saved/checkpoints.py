@@ -45,9 +45,10 @@ class CheckpointRegions:
     def is_over(self) -> bool:
         """Return whether cached copies of regions can be dropped when the outermost call of a module ends.
 
-        They can be dropped if no region runs, or if the running region contains a whole forward pass. A recomputation
-        gets the answer of the region's first run, because a call inside another call may become the outermost call when
-        the region is recomputed.
+        They can be dropped if no region runs, or if the running region contains the whole forward pass that ends. In
+        a recomputation, the answer is that of the region's first run. The recomputation alone cannot tell: if a region
+        contains only a part of a forward pass, the outermost call in the recomputation was inside another call in the
+        first run.
         """
         if not in_checkpoint():
             return True

@@ -1,9 +1,9 @@
 """The context of a model: the object that gives the model's layers bits, seeds and shared copies in each forward pass.
 
 A *copy* is the quantized form of a tensor that layers save. A *call* is a call of one of the model's modules, which
-`CallGuard` (`calls.py`) runs. The outermost call is a forward pass. A *region* is a part of a forward pass that
-`torch.utils.checkpoint` recomputes, that is, runs again in the backward pass. A *probe* measures a forward pass for the
-policy, which chooses bits.
+`CallGuard` (`calls.py`) runs, and also the object that represents the call while it runs. The outermost call is a
+forward pass. A *region* is a part of a forward pass that `torch.utils.checkpoint` recomputes, that is, runs again in
+the backward pass. A *probe* measures a forward pass for the policy, which chooses bits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def current() -> ForwardContext | None:
 
 @contextmanager
 def measuring(observation=None):
-    """Run the block so that forward passes of this thread do not count as steps of training.
+    """Return a context manager in whose block forward passes of this thread do not count as steps of training.
 
     Args:
         observation: the probe that measures these forward passes, or None. If `measuring` blocks are nested, only the
@@ -61,7 +61,7 @@ def is_measuring() -> bool:
 class ForwardContext:
     """The state that the layers of one converted model share with each other, but not with other models.
 
-    A deep copy, like an unpickled context, has the arguments of the constructor but no other state.
+    A deep copy or an unpickled context is constructed anew with the same arguments. Other state is not copied.
 
     Args:
         contexts: context managers that are entered around each forward pass in training, in this order.
@@ -88,14 +88,14 @@ class ForwardContext:
     # -- For CallGuard -----------------------------------------------------------------------------------
 
     def calls(self) -> tuple:
-        """Return weak references to this thread's innermost call of any model, and innermost call of this model.
+        """Return weak references to two calls: this thread's innermost call of any model, and that of this model.
 
-        They are the arguments `running` and `own` of `set_calls`.
+        The two references are the arguments `running` and `own` of `set_calls`.
         """
         return getattr(_running, "call", None), self._local.call
 
     def set_calls(self, running, own) -> None:
-        """Set this thread's innermost call of any model, `running`, and innermost call of this model, `own`."""
+        """Set this thread's innermost call of any model, `running`, and of this model, `own`, as weak references."""
         self._local.call, _running.call = own, running
 
     def begin_forward(self, module, inputs) -> None:
@@ -149,10 +149,10 @@ class ForwardContext:
         return _innermost(self._local) is not None
 
     def recomputes_alike(self) -> bool:
-        """Return whether a recomputation of the present code would run within this model's calls again.
+        """Return whether the code that runs now would run within a call of this model again if it is recomputed.
 
-        The answer is yes if no region runs, or if the present call of a module began inside the region. The answer is
-        no if the region began inside the call, so that only a part of the call is recomputed.
+        The answer is yes if no region runs, or if the innermost call began inside the region, so that the whole call is
+        recomputed. The answer is no if the region began inside the call.
         """
         hook, call = checkpoint_hook(), _innermost(self._local)
         return hook is None or (call is not None and call.hook is hook)
@@ -173,7 +173,7 @@ class ForwardContext:
 
     @contextmanager
     def activation(self, path: str):
-        """Run the block with the record that it computes the activation of the module at `path`."""
+        """Return a context manager in whose block the activation of the module at `path` counts as running."""
         local, before = self._local, self._local.activation
         with undo_after(lambda: setattr(local, "activation", before)):
             local.activation = path
@@ -185,7 +185,7 @@ class ForwardContext:
         """Return the bit assignment of the forward pass in which a layer saves x; None if all bits are fixed.
 
         A layer that is called outside a forward pass of the model gets an assignment for x alone. Within a recomputed
-        region, the result is the assignment of the region's first run, so tensors must have the same shapes as then.
+        region, the result is the assignment of the region's first run, so that both runs save the same copies.
         """
         if self._is_outside():
             return self._unobserved_assignment((x,), ALONE)
@@ -228,7 +228,7 @@ class ForwardContext:
         Args:
             x: the tensor that a layer saves.
             name: the name of the layer.
-            slot: the number of x among the layer's inputs.
+            slot: the number of x among the layer's inputs, from 0.
 
         Returns:
             (1,) int64 on x's device.

@@ -1,9 +1,10 @@
 """Decide whether the minimums of groups are float32 or bfloat16, for one layer on a GPU.
 
-The group quantizer saves a minimum and a range for each group of elements. If a tensor's elements are far from zero
-compared with their range, a minimum in bfloat16 is too coarse and would enlarge the range. On the CPU the dtype is
-decided for every tensor. On a GPU the host would have to wait for the decision, so a layer uses the decision about one
-of its earlier tensors. Dequantized values are exact in expectation with either dtype, but their variance differs.
+The group quantizer saves a minimum and a range for each group of elements. A minimum in bfloat16 is rounded down, and
+the range is enlarged to reach the greatest element. If a tensor's elements are far from zero compared with their range,
+this makes the range, and so the rounding errors, much larger. On the CPU the dtype is decided for every tensor. On a
+GPU the host would have to wait for the decision, so a layer uses the decision about one of its earlier tensors.
+Dequantized values are exact in expectation with either dtype, but their variance differs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from fewbit.runtime.format.groups import STEPS
 
 
 class MinDtypeSelector:
-    """Selects the dtype of minimums for one layer. It examines tensors number 1, 2, 4, 8 ... and every 256th.
+    """Selects the dtype of minimums for one layer.
+
+    It examines the tensors whose number, counted from 1, is a power of two or a multiple of 256.
 
     Attributes:
         is_large: the latest answer that has arrived: whether minimums must be float32.
@@ -44,7 +47,7 @@ class MinDtypeSelector:
         """Start to compute whether a tensor needs float32 minimums, without waiting for the GPU.
 
         Args:
-            ranges: (groups, 2 or 3) bfloat16, the minimums and ranges of the tensor's groups.
+            ranges: (groups, 2 or 3) bfloat16, for each group its minimum, in 1 or 2 columns, and its range.
         """
         if torch.cuda.is_current_stream_capturing() or not ranges.numel():
             return
@@ -66,7 +69,7 @@ def is_large(ranges: torch.Tensor) -> torch.Tensor:
     least element.
 
     Args:
-        ranges: (groups, 2 or 3) bfloat16, the minimums and ranges of the tensor's groups.
+        ranges: (groups, 2 or 3) bfloat16, for each group its minimum, in 1 or 2 columns, and its range.
     """
     minimum, extent = limits_of(ranges)
     least, greatest = minimum.min(), (minimum + extent).max()

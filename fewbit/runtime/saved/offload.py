@@ -3,8 +3,8 @@
 Layers mark the tensors that they make for the backward pass. Within an `Offload`, hooks on saved tensors replace a
 marked tensor by a *handle*, and the tensor's bytes are copied to the host while the forward pass continues. Here a
 *copy* is such a copy of bytes on the host. The backward pass turns handles into tensors again, in the reverse order.
-When the backward pass asks for the tensors of one layer, copies of the layers that it needs next are started, ahead of
-time.
+When the backward pass asks for the tensors of one layer, `Offload` starts to copy the tensors of the next layers back
+to the device.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ def is_active() -> bool:
 class Offload:
     """A context manager around a forward pass that moves tensors saved by fewbit to the host until the backward pass.
 
-    Nothing is moved during a backward pass, within other hooks on saved tensors (those of `fewbit.saved_bytes`,
-    `save_on_cpu` or a checkpoint), and while a CUDA graph is captured.
+    No tensor is moved to the host during a backward pass, within other hooks on saved tensors (those of
+    `fewbit.saved_bytes`, `save_on_cpu` or a checkpoint), or while a CUDA graph is captured.
 
     Args:
         least: the size in bytes of the smallest storage that is moved.
         ahead: the number of layers whose tensors are copied at the same time. In the forward pass, the tensors of the
-            latest `ahead` layers may still be on the device. At its end they stay there, because the backward pass
-            begins with these layers. In the backward pass, the tensors of the next `ahead` layers are copied back in
-            advance.
+            latest `ahead` layers may still be on the device. The tensors of the last `ahead` layers stay on the device,
+            because the backward pass begins with these layers. In the backward pass, the tensors of the next `ahead`
+            layers are copied back in advance.
         transfers: {device type: class that copies to and from the host}. The default is `TRANSFERS`.
 
     Raises:
@@ -116,7 +116,10 @@ class Offload:
         self.cut(len(_running.entered) - 1)
 
     def depth_outside(self) -> int:
-        """Return the number of `Offload` blocks, of any model, that this thread is in; `cut` takes this number."""
+        """Return the number of `Offload` blocks, of any model, that this thread is in.
+
+        `cut` with this number exits the blocks that were entered later.
+        """
         return len(_running.entered)
 
     def cut(self, depth: int) -> None:

@@ -40,7 +40,7 @@ class SampleIndices:
 
 
 class SampleNumbering:
-    """The assignment of rows in tables to the numbers of samples, in the order in which the numbers first occurred."""
+    """The rows of samples in the tables. A sample gets the next free row when its number first occurs."""
 
     def __init__(self):
         self._of: dict[int, int] = {}
@@ -89,7 +89,7 @@ class SampleNumbering:
 
 
 class GradientMagnitudes:
-    """The squared norms of samples' gradients, in a table for each slot that has a row for each sample."""
+    """The squared norms of samples' gradients. There is a table for each slot. A table has a row for each sample."""
 
     def __init__(self):
         self._tables: dict[tuple, torch.Tensor] = {}  # float32; NaN: the sample was not seen
@@ -104,7 +104,7 @@ class GradientMagnitudes:
 
         Args:
             name: the slot's name.
-            numbers: the samples' rows.
+            numbers: the rows of the samples in the table.
         """
         if name not in self._tables:
             return None
@@ -118,7 +118,7 @@ class GradientMagnitudes:
 
         Args:
             name: the slot's name.
-            numbers: the samples' rows.
+            numbers: the rows of the samples in the table.
             grad: the gradient of the layer's result, with samples along dimension 0.
         """
         count = len(numbers)

@@ -67,7 +67,7 @@ class CudaTransfers:
         self.current().wait_event(event)
 
     def hold(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Prevent freed memory from being reused before a stream has done the work that it has got so far.
+        """Prevent memory from being reused before a stream has done all work that it had when the memory was freed.
 
         Args:
             memory: the tensor whose memory is protected.
@@ -81,8 +81,8 @@ class OnDevice:
 
     The bytes are in memory that belongs to the stream that was current when this object was made, the home stream. Once
     the home stream has waited for the event, freed memory can be reused at once, because the next use comes later in
-    the home stream. Otherwise `CudaTransfers.hold` must delay the reuse until the device has reached the event. Because
-    the host runs far ahead of the device, more memory would be allocated in the meantime.
+    the home stream. Otherwise `CudaTransfers.hold` must delay the reuse until the device has reached the event. This
+    delay costs memory: the host runs far ahead of the device, and allocates other memory in the meantime.
 
     Args:
         transfers: the `CudaTransfers` of the device.

@@ -1,4 +1,8 @@
-"""The errors of optimal tables, compared with the figures that the paper prints (`fewbit/catalog/paper.py`)."""
+"""The errors of optimal tables, compared with those that the paper prints (`fewbit/catalog/paper.py`).
+
+Tables have two forms. In form "levels" several pieces of the step function q may share a level. In form "intervals",
+the paper's, every piece has a level of its own.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +32,13 @@ class ComparisonRow:
         discrete: The least error of the paper's discrete problem (eq. 9), in which q changes only at points of a grid.
             None if the paper prints no error.
         reproduced: Whether `discrete`, rounded, is the printed error. None if the paper prints no error.
-        intervals: The least error in form "intervals" (every piece of q has its own level), without the grid.
+        intervals: The least error in form "intervals", if q may change at any point.
         intervals_lower_bound: A proven lower bound on the error in form "intervals".
-        levels: The least error in form "levels" (pieces of q may share a level), without the grid.
+        levels: The least error in form "levels", if q may change at any point.
         levels_lower_bound: A proven lower bound on the error in form "levels".
         ratio: `intervals` / `levels`; None if `levels` is 0.
-        parity: Whether f' is even, so that the intervals divide |x|, as in the paper. `intervals` then adds the errors
-            of both halves of the domain.
+        parity: Whether f' is even. As in the paper, all pieces in form "intervals" then lie in the half x >= 0 of the
+            domain, and q(-x) = q(x). `intervals` is the sum of the errors in both halves.
     """
 
     function: str

@@ -151,5 +151,5 @@ def names_of(functions: str | Iterable[str] | None) -> list[str]:
 
 
 def as_tuple(value, kind: type) -> tuple:
-    """Return a tuple of the values; a single value of the given type is a tuple of one."""
+    """Return the values as a tuple. A value of type `kind` is a single one, and becomes a tuple of one item."""
     return (value,) if isinstance(value, kind) else tuple(value)

@@ -60,7 +60,7 @@ def counterpart(table):
 
 
 def same_digits(error, printed):
-    """Return whether an error, rounded to four decimals as in the paper, equals the figure that the paper prints."""
+    """Return whether an error, rounded to four decimals as in the paper, equals the number that the paper prints."""
     return round(error, DECIMALS) == printed
 
 
@@ -71,7 +71,8 @@ def discrete_optimum(function, bits, cells=CELLS):
     The paper's functions have kinks at 0 only.
 
     Args:
-        function: The canonical name of a function. If it is in PARITY, the intervals divide |x|.
+        function: The canonical name of a function. For the functions with an even f' in PARITY, the intervals divide
+            only the half x >= 0 of the domain, and q(-x) = q(x).
         bits: The number of bits.
         cells: The number of equal parts of the domain.
 

@@ -74,8 +74,8 @@ def verify(path, *, function=None, weight=None):
 
     Args:
         path: The path of a file of tables.
-        function: A callable or `package.module:name`, for tables of a function that is not built in. A function that
-            only the file names is never imported.
+        function: A callable or `package.module:name`, for tables of a function that is not built in. A name in the file
+            is never imported.
         weight: The density by which errors count, for tables whose weight is a callable.
 
     Returns:

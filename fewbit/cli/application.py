@@ -1,4 +1,7 @@
-"""The click application of the command `fewbit`: exit codes, and errors and warnings on one line of standard error."""
+"""The click application of the command `fewbit`.
+
+It determines the exit codes, and prints each error and each warning on one line of standard error.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def given(**options):
 
 
 def is_file(source):
-    """Return whether an argument NAME|FILE is the path of a file, which ends in .json or has a slash."""
+    """Return whether an argument NAME|FILE is meant as a FILE: whether it ends in .json or has a slash."""
     return source.endswith(".json") or "/" in source or os.sep in source
 
 
@@ -100,10 +100,10 @@ def _unique(ctx, option, pairs):
 
 
 def output_options(what, *endings, required=False):
-    """Return a decorator that adds `--output` and `--force`.
+    """Return a decorator that adds the options `--output` and `--force` to a command.
 
-    Before the command runs, the path is checked: its ending, whether the file can be written, and for a picture whether
-    matplotlib is installed.
+    Before the command runs, three things are checked: that the path has an allowed ending, that the file can be
+    written, and, if the file is a picture, that matplotlib is installed.
 
     Args:
         what: The content of the file, as the help text names it.
@@ -157,7 +157,7 @@ def number(name, help, metavar="N", type=int):
 
 
 def several_bits(name="--bits", of="", default="1 to 4", type=int):
-    """Return an option for a number of bits. The user may repeat the option. `of` begins its help text."""
+    """Return an option for a number of bits. The user may repeat the option. Its help text begins with `of`."""
     return click.option(
         name,
         type=type,
@@ -214,7 +214,7 @@ _REQUEST = (
 
 
 def table_options(command):
-    """Add the options that describe a table to a command. They have the names of arguments of `fewbit.load_table`."""
+    """Add to a command the options that describe a table. They are named like the arguments of `fewbit.load_table`."""
     for option in reversed(_REQUEST):
         command = option(command)
     return command

@@ -17,7 +17,7 @@ def print_json(value):
 
 
 def print_result(result, as_json, *saved):
-    """Print a result: as JSON if `as_json` is true, else as text for people, with the paths of the files `saved`."""
+    """Print a result: as JSON if `as_json` is true, else as `print_report` does."""
     if not as_json:
         print_report(result, *saved)
     elif hasattr(result, "to_dict"):
@@ -27,11 +27,11 @@ def print_result(result, as_json, *saved):
 
 
 def print_report(report, *saved):
-    """Print a result for people.
+    """Print a result as text for people. If the command has written files, the last line names them.
 
     Args:
         report: An object that rich can print.
-        saved: The paths of the files that were written; None for an option that was not given.
+        saved: The values of the command's options for output files: a path, or None if an option was not given.
     """
     from rich.console import Console
 
@@ -43,7 +43,7 @@ def print_report(report, *saved):
 
 @contextmanager
 def needs_torch(command):
-    """Raise FewbitError if an import inside the `with` block fails because torch is not installed."""
+    """Return a context manager. If torch is not installed, an import of torch in its block raises FewbitError."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -7,7 +7,7 @@ import threading
 
 
 class Progress:
-    """A bar that appears on a terminal after a second; on other outputs nothing appears.
+    """A bar that appears if the work takes longer than 1 second. If standard error is no terminal, nothing appears.
 
     An instance is passed to functions of the library as the argument `progress`, which they call as
     `progress(stage, done, total)`.

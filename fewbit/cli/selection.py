@@ -13,11 +13,12 @@ def select_tables(source, request, function, several):
     Args:
         source: The name of a function, or the path of a file.
         request: The options that describe a table, as {name: value}. The value is None if the option was not given.
-        function: The function of a file's tables as `package.module:name`, or None.
+        function: If `source` is a file: the activation function of its tables, as `package.module:name`. It is used for
+            tables whose function is not built into fewbit. None if the option was not given.
         several: Whether more than one table may be selected.
 
     Raises:
-        FewbitError: No table is selected, or several although only one may be.
+        FewbitError: No table is selected, or more than one although `several` is false.
     """
     if is_file(source):
         tables = _tables_in_file(source, request, function)

@@ -1,4 +1,4 @@
-"""Standard streams that survive closed and full outputs, and characters that cannot be shown."""
+"""Standard streams that handle closed and full outputs, and replace characters that cannot be shown."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class _Errors(_Output):
 def secure() -> None:
     """Replace sys.stdout and sys.stderr. A failed write raises `OutputLost` on stdout, and is ignored on stderr.
 
-    A character that the encoding lacks is shown as a question mark. If a standard stream is closed, its file
-    descriptor is opened on the null device, so that no file that is opened later gets the number of this descriptor.
+    A character that the encoding lacks is shown as a question mark. If a standard stream is closed, the null device is
+    opened in its place. Otherwise the next file to be opened would get the number of the stream's file descriptor.
     """
     closed = {number for number in (0, 1, 2) if _is_closed(number)}
     sys.stdout = _stream(_Output(-1 if 1 in closed else 1), sys.stdout)

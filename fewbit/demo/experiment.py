@@ -1,4 +1,4 @@
-"""The experiment of the demo: the same training exactly, with few-bit GELU, and with all layers compressed.
+"""The experiment of the demo: training with exact layers, with few-bit GELUs, and with all layers compressed.
 
 An arm of the experiment is one setting, trained from several seeds.
 """
@@ -68,22 +68,22 @@ def run_demo(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     processes: int = 1,
 ) -> Demo:
-    """Train the transformer exactly, with few-bit GELUs and with all layers compressed, from the same seeds 0, 1, ...
+    """Train the transformer with exact layers, with few-bit GELUs, and with all layers compressed.
 
-    An arm is one setting, trained from every seed.
+    An arm is one setting, trained from every seed: 0, 1, ... The first arm is the exact one.
 
     Args:
-        bits: The bits of few-bit GELUs, one arm for each number.
-        everything: The bits of the inputs that layers save, one arm for each number. `compress_` converts these
-            models, with 3 bits for GELUs and at least 4 for attention.
-        average: Average bits of these inputs, one arm for each number, at level L3 of ActNN, which divides bits among
-            layers and samples (`AdaptiveBits`).
+        bits: Numbers of bits. Each gives an arm whose GELUs save this many bits per element.
+        everything: Numbers of bits. Each gives an arm whose model `compress_` converts, so that all layers save their
+            inputs with this many bits per element. GELUs have 3 bits, and attention has at least 4.
+        average: Average numbers of bits. Each gives an arm like those of `everything`, but at level L3 of ActNN, which
+            divides the bits among layers and samples (`AdaptiveBits`).
         seeds: The number of seeds.
-        settings: The settings of every training; by default those of the results in STORED.
+        settings: The settings of every training; by default `Settings()`, those of benchmarks/results/demo.json.
         corpus: The text; by default the help texts that come with Python.
         progress: Called as `progress(name of the arm, steps done, steps in all)`.
-        processes: The number of trainings that run at a time, each with one thread. One is enough for small tensors,
-            and then the same seed gives the same losses on any number of cores.
+        processes: The number of trainings that run at a time. Each uses one thread of torch, so that a seed gives the
+            same losses on any number of cores. The tensors are so small that more threads would hardly help.
 
     Returns:
         The arms with their losses, saved bytes and times.

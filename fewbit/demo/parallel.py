@@ -1,4 +1,7 @@
-"""A function that runs tasks in several processes and reports their progress."""
+"""A function that runs tasks in several processes and reports their progress.
+
+A task reports each step that it has done by calling a function `step`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _worker = None
 
 
 class Stopped(Exception):
-    """The exception that `step` raises in a worker process, to end a task whose result the parent no longer wants."""
+    """Raised by `step` in a worker process, to end the task after another task failed or the user interrupted."""
 
 
 def run_all(

@@ -37,7 +37,7 @@ class Arm:
         model_bytes: The bytes that the whole model saves.
         runs: The trainings, in the order of the seeds.
         seconds: The time of all trainings of the arm together, in seconds.
-        everything: The bits of the inputs that layers save if `compress_` has converted the whole model, else None.
+        everything: If `compress_` has converted the whole model, the bits of the inputs that layers save; else None.
         level: The level of ActNN at which `compress_` has converted the model. Meaningless if `everything` is None.
     """
 
@@ -93,7 +93,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The standard deviation of the exact arm's final loss over seeds, to which losses of other arms are compared.
+    """The unit of differences between losses: the standard deviation of the exact arm's final loss over seeds.
 
     Attributes:
         std: The standard deviation, in nats per character.
@@ -141,9 +141,9 @@ class Demo(Result):
 
     @property
     def yardstick(self) -> Yardstick | None:
-        """The standard deviation of the exact arm's final loss: over the seeds, or the stored one if there is one seed.
+        """The standard deviation of the exact arm's final loss over the seeds.
 
-        None if there is one seed and no stored result.
+        If there is only one seed, this is the stored standard deviation, or None if there are no stored results.
         """
         if self.exact.std is not None:
             return Yardstick(self.exact.std, self.seeds, stored=False)

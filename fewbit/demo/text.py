@@ -15,7 +15,7 @@ HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text whose characters are numbers.
+    """A text in which a number stands for each character.
 
     Attributes:
         alphabet: All characters of the text, sorted. A character's number is its position in the alphabet.
@@ -59,7 +59,7 @@ class Corpus:
 
 
 def python_topics() -> Corpus:
-    """Return the corpus of the texts of Python's `help("topics")`, in alphabetical order of their names.
+    """Return the corpus of the help texts that Python lists by `help("topics")`, in alphabetical order of the topics.
 
     Raises:
         FewbitError: This Python comes without these texts.

@@ -1,4 +1,4 @@
-"""A small causal transformer over characters, with norms before each layer (pre-norm), in plain torch.nn."""
+"""A small causal transformer over characters, in plain torch.nn. Norms precede attention and MLPs (pre-norm)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, 4 * width wide, each with a layer norm before it and a residual connection."""
+    """Causal self-attention, then an MLP with 4 * width hidden units.
+
+    Each has a layer norm before it and a residual connection around it.
+    """
 
     def __init__(self, width: int, heads: int, activation: Callable[[], nn.Module]):
         super().__init__()
@@ -42,7 +45,7 @@ class CharTransformer(nn.Module):
         width: The width of the residual stream.
         depth: The number of blocks.
         heads: The number of attention heads in a block.
-        activation: Called without arguments; returns the activation module of an MLP, such as `torch.nn.GELU`.
+        activation: The class of the activation modules, such as `torch.nn.GELU`, or a function that makes one.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 """`fewbit.plan`: compare settings of `compress_` by memory and gradient error before a training run.
 
-This folder may import `fewbit.compress` and everything that `fewbit.compress` may import. Only the command line imports
-this folder.
+This folder may import `fewbit.compress` and everything that `fewbit.compress` may import. Among the other folders, only
+`fewbit/cli` imports it.
 """

@@ -38,11 +38,11 @@ class Candidate:
 
     Attributes:
         policy: the name of the curve to which the point belongs.
-        bits: the argument `bits` of `fewbit.compress_`: a configuration, a number or None. It is stored as a
-            configuration.
+        bits: the argument `bits` of `fewbit.compress_`: a configuration, a number or None. A number or None is
+            converted to the configuration that it stands for.
         options: other keyword arguments of `fewbit.compress_`.
         activations_only: whether to call `replace_activations_` instead of `compress_`, so that only activations save
-            fewer bytes; `bits` is then a whole number.
+            fewer bytes. `bits` is then their number of bits, a whole number.
     """
 
     policy: str
@@ -82,7 +82,7 @@ class Candidate:
         return f"fewbit.compress_(model, {self.bits!r}{options})"
 
     def apply(self, model: nn.Module) -> Controller | None:
-        """Convert the model in place, after an earlier conversion of the model is undone.
+        """Undo an earlier conversion of the model, if any, and convert the model in place.
 
         Returns:
             The controller; None with `activations_only`, because `replace_activations_` makes no controller.
@@ -107,7 +107,7 @@ class Candidate:
         """Make a candidate from the values that `to_dict` returned.
 
         Raises:
-            InputError: the configuration is not one of fewbit's, or has other fields.
+            InputError: the configuration has an unknown kind or an unknown field, or lacks a field.
         """
         options = {
             name: LayerSettings.from_dict(value)
@@ -152,7 +152,7 @@ def default_candidates(
 ) -> tuple[Candidate, ...]:
     """Return the candidates that `fewbit.plan` measures if none are given.
 
-    Their names in `policy` are:
+    The attribute `policy` of a candidate is one of these names:
 
     - "fixed": all layers have the same bits (`FixedBits`).
     - "shared": bits are divided among layers and samples (`AdaptiveBits`).
@@ -162,8 +162,8 @@ def default_candidates(
       activations has only two values, as for ReLU, there is one candidate with 1 bit, which is exact.
 
     Args:
-        model: the model for which the candidates are.
-        policies: the names that are wanted; None: all that suit the model.
+        model: the model that the candidates will convert.
+        policies: the names whose candidates are returned. None: all names that suit the model.
 
     Raises:
         InputError: `policies` has a name that does not exist or does not suit this model.

@@ -30,11 +30,11 @@ MARKERS = "osD^vP"
 
 
 def draw_plan(figure, plan: TrainingPlan) -> None:
-    """Draw a curve for each policy into an empty figure: gradient error over saved bytes, both axes logarithmic.
+    """Draw a curve for each policy into an empty figure: gradient error against saved bytes, both axes logarithmic.
 
-    A horizontal line marks the variance between minibatches, and another one the largest error of a recommended
-    candidate. A ring marks the candidate that is recommended. Errors that are 0 or too small for the picture are drawn
-    at the lower edge.
+    A solid horizontal line marks the variance between minibatches. A dashed one marks the largest error with which a
+    candidate may be recommended (`plan.limit`). A ring marks the recommended candidate. Errors that are 0 or too small
+    for the picture are drawn at the lower edge.
     """
     from matplotlib.colors import to_rgb
 

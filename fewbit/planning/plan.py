@@ -8,7 +8,7 @@ pass, because rounding is random. The error of the setting is
 in units of the gradient squared. The plan compares the error with the variance of g between minibatches. If the error
 is small relative to that variance, the setting hardly changes the information in a step of stochastic gradient descent
 (ActNN, section 3.2). The error is not divided by |g|^2 of its batch. Once a model is trained, |g|^2 differs much more
-from batch to batch than the error does, and hardly correlates with it.
+from batch to batch than the error does, and the two hardly correlate.
 """
 
 from __future__ import annotations
@@ -81,15 +81,16 @@ def plan(
             several batches. Give 4 batches or more, so that standard errors show how errors differ between batches. If
             the model has batch norm, give several batches in any case: parts of a single batch have batch statistics of
             their own, so the variance between minibatches comes out too large.
-        loss: Called as ``loss(model, batch)`` with the copy. It returns a scalar tensor, a mean over the samples, as
-            ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
+        loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, the mean of the
+            loss over the samples, such as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         candidates: The settings to measure; by default `default_candidates(model)`.
-        share: The largest error of a recommended candidate, divided by the variance between minibatches.
+        share: The largest error with which a candidate may be recommended, as a multiple of the variance between
+            minibatches.
         draws: The number of passes with independent rounding for each candidate and batch, at least 2.
         chunks: The number of equal parts of a single batch from which the variance between minibatches is estimated, an
             even number of at least 4. If there are several batches, the variance between these is measured, and
             `chunks` has no effect.
-        seed: The seed of the rounding, and of dropout, which is the same in all passes over a batch.
+        seed: The seed of the rounding and of dropout. All passes over a batch have the same dropout.
         progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
 
     Returns:

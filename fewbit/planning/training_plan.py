@@ -33,10 +33,11 @@ class Planned:
         saved_bytes: The bytes that one forward saves for backward, as `fewbit.saved_bytes` counts them.
         error: |g^ - g|^2, including bias.
         error_error: The standard error of `error`, NaN if not known.
-        variance: The part of `error` that differs from draw to draw.
+        variance: The variance of g^ over draws, which is one part of `error`.
         variance_error: The standard error of `variance`, NaN if not known.
-        bias: The rest of `error`: the squared bias. The estimate has no bias itself, and may therefore be below 0.
-        seconds: The median time of a forward and backward pass, in seconds. The candidates take turns, batch by batch.
+        bias: An estimate of |E g^ - g|^2, the other part of `error`, with E the mean over draws. It may be negative.
+        seconds: The median time of a forward and backward pass, in seconds. The candidates take turns, batch by batch,
+            so that a temporary load of the machine affects all of them.
         seconds_least: The shortest time of a pass, in seconds.
         seconds_most: The longest time of a pass, in seconds.
     """
@@ -75,11 +76,11 @@ class TrainingPlan(Document):
         batches: The number of batches.
         batch_size: The number of samples in a batch.
         draws: The number of passes with independent rounding for each candidate and batch.
-        share: The largest error of a recommended candidate, divided by `sampling`.
+        share: The largest error with which a candidate may be recommended, as a multiple of `sampling`.
         exact_bytes: The bytes that the model saves without compression.
         exact_seconds: The median time of a forward and backward pass without compression, in seconds.
-        exact_seconds_least: The shortest of these times.
-        exact_seconds_most: The longest of these times.
+        exact_seconds_least: The shortest time of such a pass, in seconds.
+        exact_seconds_most: The longest time of such a pass, in seconds.
         gradient: The mean of |g|^2 over the batches.
         sampling: The variance of g between minibatches.
         sampling_error: The standard error of `sampling`, NaN if not known.
@@ -107,14 +108,15 @@ class TrainingPlan(Document):
 
     @property
     def limit(self) -> float:
-        """The largest error of a recommended candidate: `share` * `sampling`."""
+        """The largest error with which a candidate may be recommended: `share` * `sampling`."""
         return self.share * self.sampling
 
     @property
     def recommended(self) -> Planned | None:
-        """The candidate that saves the fewest bytes, of those with an error of at most `limit`; None if there is none.
+        """The candidate with the fewest `saved_bytes`, of those with an error of at most `limit`.
 
-        Candidates that save as many bytes as the exact model, or more, are not considered.
+        Candidates with as many `saved_bytes` as the exact model, or more, are not considered. None if no candidate
+        remains.
         """
         fitting = [
             row
@@ -125,9 +127,9 @@ class TrainingPlan(Document):
 
     @property
     def closest(self) -> Planned:
-        """The candidate with the smallest error, of those that save fewer bytes than the exact model.
+        """The candidate with the smallest error, of those with fewer `saved_bytes` than the exact model.
 
-        If no candidate saves fewer bytes, all of them are considered.
+        If there is no such candidate, all candidates are considered.
         """
         known = [row for row in self.rows if math.isfinite(row.error)] or self.rows
         saving = [row for row in known if row.saved_bytes < self.exact_bytes] or known

@@ -12,16 +12,16 @@ from fewbit.schema.documents import parse_json, read_text
 
 
 class Document(Result):
-    """A result that `to_json` and `save` write as JSON, and `from_json` and `load` read, without loss of precision.
+    """A result that can be saved as JSON and loaded again without loss of precision.
 
-    A subclass defines `_schema`, the name of its JSON Schema, the method `to_dict`, which returns the document as a
-    dict, and the class method `_of_document`, which makes a result from such a dict.
+    A subclass defines the name of its JSON Schema, `_schema`. It also defines the method `to_dict`, which returns the
+    document as a dict, and the class method `_of_document`, which makes a result from such a dict.
     """
 
     _schema: ClassVar[str]
 
     def document(self) -> dict:
-        """Return the plain values that `to_json` writes, which are those of `to_dict`."""
+        """Return the plain values that `to_json` writes. They are those that `to_dict` returns."""
         return self.to_dict()
 
     @classmethod

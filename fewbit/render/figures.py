@@ -37,7 +37,8 @@ def draw(fill: Callable, path: str | os.PathLike | None = None, force: bool = Fa
     """Draw a figure in the common style, and save it if a path is given.
 
     Args:
-        fill: A function that gets the matplotlib Figure and draws into it. For a new figure it also sets the size.
+        fill: A function that gets the matplotlib Figure and draws into it. If `figure` is None, the Figure is new, and
+            `fill` should also set its size.
         path: The file to write, if any. Its name ends in .png or .svg.
         force: Whether to replace the file if it exists.
         figure: The figure to draw into, by default a new one.
@@ -87,7 +88,7 @@ def render(figure, format: str = "png", dpi: int = 160) -> bytes:
 
 
 def literal(text: str) -> str:
-    """Escape dollar signs, so that matplotlib does not parse text from a file as a formula."""
+    """Escape the dollar signs of a text, between which matplotlib would otherwise parse a formula."""
     return text.replace("$", r"\$")
 
 

@@ -13,13 +13,18 @@ def module_name(path: str) -> str:
 
 
 def unit_of(size: int, most: str = "GiB") -> tuple[str, int]:
-    """Return (name, bytes) of the largest unit, up to `most`, that is not larger than `size` bytes."""
+    """Return the largest unit that is not larger than `size` bytes, as (name, bytes).
+
+    Args:
+        size: A number of bytes.
+        most: The name of the largest unit that may be returned.
+    """
     units = UNITS[[name for name, _ in UNITS].index(most) :]
     return next((unit for unit in units if size >= unit[1]), units[-1])
 
 
 def amount(size: int, unit: tuple[str, int] | None = None) -> str:
-    """Format a number of bytes as `12.34 MiB`, or as `12.34` if the unit, (name, bytes), is given."""
+    """Format a number of bytes as `12.34 MiB`. If `unit`, (name, bytes), is given, format it in this unit: `12.34`."""
     name, scale = unit or unit_of(size)
     text = f"{size / scale:,.2f}" if scale > 1 else f"{size:,d}"
     return text if unit else f"{text} {name}"
@@ -32,7 +37,11 @@ def share(part: float, whole: float) -> str:
 
 
 def short(value: float) -> str:
-    """Format a number in at most 7 characters: with four decimals, as in the paper, if that is precise enough."""
+    """Format a number of at least 0 in at most 7 characters.
+
+    Numbers from 0.001 to 10 have four decimals, as in the paper. Larger ones have five digits, and the smallest and the
+    largest numbers an exponent.
+    """
     if value == 0:
         return "0"
     if 1e-3 <= value < 10:
@@ -43,7 +52,10 @@ def short(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Format a number with 3 significant digits, or 2 if 3 take too much room. Format infinity and NaN as "-"."""
+    """Format a number with 3 significant digits, or with 2 if 3 take more than 6 characters or an exponent.
+
+    Infinity and NaN become "-".
+    """
     if not math.isfinite(value):
         return "-"
     text = f"{value:.3g}"

@@ -1,4 +1,7 @@
-"""Views as HTML, for notebooks and files. Each function returns HTML in which the view's texts are escaped."""
+"""Views as HTML, for notebooks and files. Each function returns HTML in which the view's texts are escaped.
+
+A view (`View`) describes how a result is shown: its title, table, notes and picture.
+"""
 
 from __future__ import annotations
 

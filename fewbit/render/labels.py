@@ -1,4 +1,4 @@
-"""Labels beside the points of a figure, at places that cover nothing else."""
+"""Labels beside the points of a figure. They cover neither points nor each other."""
 
 from __future__ import annotations
 

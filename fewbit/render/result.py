@@ -79,7 +79,7 @@ class Result:
         return _written(text, path, force)
 
     def save(self, path: str | os.PathLike, force: bool = False) -> None:
-        """Write the result as CSV, HTML, PNG or SVG if the file name has this ending, else as JSON.
+        """Write the result to a file, as CSV, HTML, PNG or SVG according to the file name's ending, else as JSON.
 
         The arguments and errors are those of `to_csv`. For a picture, the errors are those of `plot`.
         """

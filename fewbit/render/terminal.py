@@ -1,4 +1,7 @@
-"""Views as text: tables that fit the width of a terminal. rich is imported only when something is shown."""
+"""Views as text: tables that fit the width of a terminal. rich is imported only when something is shown.
+
+A view (`View`) describes how a result is shown: its title, table, notes and picture.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def shown(view: View, width: int) -> Iterator:
 
 
 def grid(view: View, width: int) -> tuple:
-    """Return a rich table that fits `width` characters, and the list of the titles of columns that are left out."""
+    """Return a rich table that fits `width` characters, and a list of the titles of the columns that are left out."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -87,10 +90,11 @@ def _is_repeated(columns: Sequence[Column], lines: Sequence[Line], number: int, 
 
 
 def fit(columns: Sequence[Column], rows: Sequence[tuple[str, ...]], width: int) -> tuple:
-    """Choose the columns and the widths that fit `width` characters, and shorten names.
+    """Choose columns and their widths so that the table fits `width` characters, and shorten names.
 
-    First, columns that may be left out are dropped, in the order of their attribute `drop`. Then names and texts get
-    narrower, the widest first. Names are shortened so that different names stay different, if there is room for that.
+    First, columns that may be left out are dropped, in the order of their attribute `drop`. Then columns of the kinds
+    "name" and "text" get narrower, the widest first. Names are shortened so that different names stay different, if
+    there is room for that.
 
     Args:
         columns: All columns of the table.
@@ -139,7 +143,10 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def shortened_alike(names: Sequence[str], room: int) -> Sequence[str]:
-    """Shorten names to `room` characters, all after the same number of characters, so that most stay different."""
+    """Shorten names to `room` characters. An ellipsis replaces the middle, at the same place in all names.
+
+    The place is chosen such that as many names as possible stay different.
+    """
     if max(map(len, names)) <= room:
         return names
     heads = range((room - 1) // 3, room - 1)
@@ -171,5 +178,5 @@ def plain(renderable, width: int = LEAST_WIDTH) -> str:
 
 
 def plain_width() -> int:
-    """Return the characters per line of `str(result)`: the width of the terminal, or $COLUMNS, but at least 80."""
+    """Return the characters per line of `str(result)`: $COLUMNS if set, else the terminal's width, but at least 80."""
     return max(LEAST_WIDTH, shutil.get_terminal_size((FILE_WIDTH, 24)).columns)

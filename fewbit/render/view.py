@@ -9,16 +9,17 @@ from typing import Any, Literal, NamedTuple
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, which makes the text of its cells from rows.
+    """A column of a table. It makes the texts of its cells from the objects that stand for rows.
 
     Args:
         title: The text of the header.
         cell: A function that makes the text of a cell from a row.
-        kind: "number" or "word": a narrow terminal shows the column in full or not at all. "name": it shortens the
-            cells. "text": it wraps them. Numbers are right-aligned.
+        kind: What a narrow terminal does with the column. "number" or "word": the column is shown in full or not at
+            all. "name": the cells are shortened. "text": the cells are wrapped. Numbers are right-aligned.
         drop: If the terminal is narrow, columns are left out in the order of this number, 1 first. A column with 0 is
             never left out.
-        least: The number of characters that a "name" or "text" keeps as long as other columns can be left out instead.
+        least: For a "name" or "text": the width in characters below which the column shrinks only after all columns
+            that may be left out have been left out.
         once: Whether a terminal leaves a cell empty if its value equals the value above.
         style: A function that makes the style of a cell, as rich names styles, from a row.
     """
@@ -57,15 +58,15 @@ class View:
     Args:
         title: One line, or "".
         columns: The columns of the table. Without columns there is no table.
-        rows: Any objects that the columns make text from.
+        rows: One object, of any class, for each row of the table. The columns make the texts of cells from it.
         notes: Lines of text below the table.
         total: A row for the last line, if any.
-        rest: A function that sums up, in one row, the rows that a long table does not show. If None, all rows are
-            shown.
+        rest: A function that gets the rows for which a long table has no room, and returns one row that sums them up.
+            If None, all rows are shown.
         bar: (label, fraction of the whole, color) for each part of a bar, for HTML.
         figure: A function that makes a matplotlib Figure, for HTML.
         more: Further views, which are shown below this view.
-        is_folded: Whether HTML shows only the title until the reader opens the rest.
+        is_folded: Whether HTML shows only the title until the reader opens the view.
         code: A Python expression to paste, shown below the title; or "".
     """
 
@@ -87,7 +88,10 @@ class View:
         return shown(self, options.max_width)
 
     def lines(self, most: int) -> Iterator[Line]:
-        """Yield the lines of the table. If `rest` is set, at most `most` + 1 rows are shown in full."""
+        """Yield the lines of the table.
+
+        If `rest` is set and there are more than `most` + 1 rows, the rows after the first `most` share one line.
+        """
         # If only one row were left out, the line that says "1 more" would take as much room as the row.
         is_cut = self.rest is not None and len(self.rows) > most + 1
         count = most if is_cut else len(self.rows)

@@ -49,7 +49,7 @@ def whole(least: int = 0, most: int = MOST_STEPS) -> Shape:
 
 
 def real(least: float = 0.0, most: float = MOST_NUMBER) -> Shape:
-    """Make a validator for numbers from `least` to `most`. It returns floats, and 0 for sizes below LEAST_NUMBER."""
+    """Make a validator for numbers from `least` to `most`. It returns floats; absolute values below 1e-100 become 0."""
 
     def check(value, where):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -141,7 +141,7 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
     Args:
         name: The name in the state.
         names: The names of the model's layers or modules.
-        kind: "layer", or another noun for the message.
+        kind: The noun before the name in the message, such as "layer".
     """
     if name not in names:
         raise InputError(
@@ -150,5 +150,9 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
 
 
 def capped(value: float, most: float = MOST_NUMBER) -> float:
-    """Return min(value, most), since training that continues from an extreme state can exceed the allowed range."""
+    """Return min(value, most).
+
+    Policies use this for numbers that they will save. Training that continues from a state with numbers close to `most`
+    could otherwise save a state that cannot be loaded.
+    """
     return min(value, most)

@@ -3,10 +3,10 @@
 A function `checked_*` returns the value in the form in which a table stores it. All functions raise TableError, with
 one line that names the field and the index.
 
-A table has levels, the values of a step function q, and breaks, the points at which q changes. The pieces are the
-intervals between breaks, and the code of a piece is the index of its level. In an unbiased table, a piecewise linear
-function, the stand-in, replaces the derivative that q approximates, and each code is the index of the level below the
-stand-in.
+A table has levels, the values of a step function q, and breaks, the points at which q changes. The M pieces are the
+intervals between breaks, and the code of a piece is the index of its level. q approximates the derivative f' of an
+activation function. In an unbiased table, a piecewise linear function replaces f'. It is called the stand-in, and the
+code of a piece is the index of the level below it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def checked_function(value) -> str:
 def checked_numbers(
     field: str, value, limit: float = math.inf, most: int = MOST_BINS + 1
 ) -> np.ndarray:
-    """Check a list of up to `most` finite numbers of at most `limit` in size. Return a read-only float64 array (n,)."""
+    """Check a list of up to `most` finite numbers from -limit to limit. Return a read-only float64 array (n,)."""
     try:
         numbers = np.array(value, np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -135,7 +135,7 @@ def checked_sides(field: str, value, length: int, what: str) -> tuple[str, ...]:
         field: The name of the field, for messages.
         value: The list, or None for "right" in all places.
         length: The required number of strings.
-        what: The name of the other field that determines `length`, for messages.
+        what: The name of the field with which `length` must agree, for messages.
     """
     if value is None:
         return ("right",) * length
@@ -214,7 +214,7 @@ def checked_knots_error(value) -> float:
 
 
 def check_length(field: str, value, length: int, what: str) -> None:
-    """Check that a field has `length` items. `what` names the field that determines this length, for the message."""
+    """Check that a field has `length` items. `what` is the field with which the length must agree, for the message."""
     if len(value) != length:
         raise wrong(field, f"{counted(length, 'item')} to match {what}", len(value))
 

@@ -1,8 +1,12 @@
-"""The pieces of a step function q, and the stand-in, the piecewise linear function for f' in an unbiased table.
+"""The pieces of a step function q, and the stand-in of an unbiased table.
 
-The breaks are the points at which q changes, and the pieces are the intervals between breaks. The corners of the
-stand-in are called knots. Backends compute with float32 numbers, so breaks are rounded to float32. The rounding moves
-no float32 x to another piece.
+The breaks are the points at which q changes, and the M pieces are the intervals between breaks. A "right" break belongs
+to the piece before it, which is closed on the right; a "left" break belongs to the piece after it. K is the number of
+levels, the values of q.
+
+The stand-in is the piecewise linear function that replaces f' in an unbiased table. Its n corners are called knots.
+Backends compute with float32 numbers, so breaks are rounded to float32. The rounding moves no float32 x to another
+piece.
 """
 
 from __future__ import annotations
@@ -26,13 +30,12 @@ from fewbit.table.checks import (
 
 
 def locate(x, breaks, closed: Sequence[str] | None = None) -> np.ndarray:
-    """Return the index of the piece that contains x: the number of breaks below x.
+    """Return the index of the piece that contains x.
 
     Args:
         x: Numbers of any shape.
         breaks: float64 (M-1,), ascending.
-        closed: M-1 strings. With "right" x == break belongs to the piece on the left, with "left" to the piece on the
-            right. None means "right" for all.
+        closed: M-1 strings, "right" or "left": the kind of each break. None means "right" for all.
 
     Returns:
         int64 of x's shape in [0, M-1]. NaN is in the last piece.
@@ -75,7 +78,7 @@ class Rounded(NamedTuple):
     Attributes:
         breaks: (M-1,), rounded by `round_breaks`.
         levels: (K,).
-        points: The x of the knots (n,), rounded like breaks. This and all following attributes are None for a table
+        points: The x of the knots (n,), rounded like breaks. `points` and all attributes below it are None for a table
             without knots.
         values: The values of the stand-in at the knots (n,).
         slopes: The slopes of the stand-in between knots (n-1,).
@@ -105,13 +108,15 @@ def interpolate(x, segment, points, values, slopes) -> np.ndarray:
 
     Args:
         x: Numbers of any shape.
-        segment: The number of points below each x, an integer array of x's shape.
+        segment: The index of the interval between points that contains each x, as `locate` returns it: 0 is the
+            interval before the first point.
         points: (n,), ascending.
         values: (n,), the function's values at the points.
         slopes: (n-1,), the slopes between neighboring points.
 
     Returns:
-        values[i] + (x - points[i]) * slopes[i] with i = segment - 1, of x's shape.
+        The function at x, of x's shape. Between points this is values[i] + (x - points[i]) * slopes[i] with
+        i = segment - 1.
     """
     i = np.clip(segment - 1, 0, len(slopes) - 1)
     with np.errstate(
@@ -126,11 +131,11 @@ class Knots:
     """The stand-in of an unbiased table: a piecewise linear function that replaces f', given by its corners.
 
     Attributes:
-        points: float64 (n,), n >= 2, ascending, read-only. Two equal neighbors are a jump.
-        values: float64 (n,), read-only.
-        closed: n strings. At a jump, "right" means that x == points[i] has the value of the left knot, and "left" that
-            it has the value of the right knot. Both knots of a jump have the same string. The default is "right" for
-            all.
+        points: The x of the knots, float64 (n,), n >= 2, ascending, read-only. Two equal neighbors are a jump.
+        values: The value at each knot, float64 (n,), read-only.
+        closed: n strings, by default all "right". At the point of a jump, the stand-in has the value of the first of
+            the two knots with "right", and the value of the second with "left". Both knots of a jump must have the same
+            string.
 
     Raises:
         TableError: An invariant does not hold. The message names the field.
@@ -206,8 +211,8 @@ def _check_knots(knots: Knots) -> None:
 def lower_pieces(levels, knots: Knots) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """Return the breaks, codes and closed sides of an unbiased table.
 
-    The code of a piece is the index of the level below the stand-in. A break is a point at which the stand-in crosses a
-    level, or jumps across a level, other than the lowest and the highest one.
+    The code of a piece is the index of the level below the stand-in. A break is a point at which the stand-in crosses
+    one of the levels, or jumps across it. The lowest and the highest level make no breaks.
 
     Args:
         levels: (K,), ascending, K >= 2.
@@ -250,8 +255,9 @@ def _crossings(levels: np.ndarray, knots: Knots) -> dict[float, str]:
 
 
 def lower_level(mean, levels: np.ndarray) -> np.ndarray:
-    """Return the index of the level below every value of the stand-in (`mean`), clipped to [0, K-2].
+    """Return, for every value of the stand-in in `mean`, the index of the level below it, clipped to [0, K-2].
 
-    The highest level, K-1, is excluded so that a draw can always choose between the level and the next one.
+    The highest level has the index K-1. It is excluded, because a draw chooses between the level of this index and the
+    next one.
     """
     return np.clip(np.searchsorted(levels, mean, side="right") - 1, 0, len(levels) - 2)

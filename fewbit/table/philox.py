@@ -1,6 +1,7 @@
 """Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011), in NumPy.
 
-A random number depends only on the seed and the element's index, so it is the same in every backend and in any order.
+The random number of a tensor's element depends only on the seed and the element's index. So it is the same in every
+backend and in any order of the elements.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def seed_key(seed) -> tuple[np.ndarray, np.ndarray]:
 
 
 def uniform(seed, index) -> np.ndarray:
-    """Draw uniform numbers in [0, 1): the top 24 bits of the first word, times 2**-24.
+    """Draw uniform numbers in [0, 1): the top 24 bits of the first word of `philox4x32`, times 2**-24.
 
     The counter of element e is (e mod 2**32, e div 2**32, 0, 0), and the key is (seed mod 2**32, seed div 2**32).
 

@@ -38,9 +38,10 @@ class Step(NamedTuple):
 
 
 def window(table: Table, function=None) -> tuple[float, float]:
-    """Return the ends of the part of the domain in which f' changes, with a margin. If f' is unknown, q is used.
+    """Return the ends of the part of the domain to draw: the part in which f' changes, with a margin.
 
-    If f' changes only in a small part, the margin extends it to about a fifth of the domain.
+    If f' is unknown (`function` is None), q is used instead. Unless an end of the domain is near, the margin makes the
+    part at least a fifth of the domain wide.
     """
     low, high = table.domain
     x = np.linspace(low, high, 4001)
@@ -76,7 +77,7 @@ def derivative_curve(function, low: float, high: float, n: int = 2000) -> Curve:
 
 
 def steps(table: Table, low: float, high: float) -> list[Step]:
-    """Return the pieces of q that overlap [low, high], cut off at its ends."""
+    """Return the pieces of q that overlap [low, high], each cut off at `low` and `high`."""
     edges = [-np.inf, *table.breaks.tolist(), np.inf]
     pieces = zip(
         edges, edges[1:], table.levels[table.codes].tolist(), table.codes.tolist(), strict=False
@@ -89,7 +90,7 @@ def steps(table: Table, low: float, high: float) -> list[Step]:
 
 
 def value_limits(table: Table, curve: Curve | None) -> tuple[float, float]:
-    """Return limits for the vertical axis that include all levels, and values of f' that are not far from levels."""
+    """Return limits of the vertical axis. They include all levels, and the values of f' not far from the levels."""
     low, high = float(table.levels.min()), float(table.levels.max())
     slack = (high - low) or 1.0
     if curve is not None and np.isfinite(curve.y).any():
@@ -118,7 +119,7 @@ def _finite(y: np.ndarray) -> np.ndarray:
 
 
 def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, force: bool = False):
-    """Draw f' and q, and below them the difference at every x. Return the matplotlib Figure.
+    """Draw f' and q, and below them the difference of the two. Return the matplotlib Figure.
 
     If f' is not known, q alone is drawn.
 

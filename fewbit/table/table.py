@@ -65,13 +65,13 @@ SCALARS = (
 class Table:
     """A step function q with few levels that approximates the derivative f' of an activation function; immutable.
 
-    Arrays are stored as read-only copies. Two tables are equal if their documents are equal except for the solver's
-    seconds. docs/table_schema.md describes the fields in detail.
+    K is the number of levels, and M the number of pieces. Arrays are stored as read-only copies. Two tables are equal
+    if their documents are equal except for the solver's seconds. docs/table_schema.md describes the fields in detail.
 
     Attributes:
         function: The name of f.
         parameters: The parameters of f.
-        bits: Bits per element, 1 to 8. The number of levels K is at most 2**bits.
+        bits: Bits per element, 1 to 8. K is at most 2**bits.
         form: "levels" (pieces may share a level) or "intervals" (every piece has its own).
         objective: "mse", "unbiased" or "minimax".
         weight: The density w(x) by which squared errors count, as the dict of a table document.
@@ -79,14 +79,16 @@ class Table:
         tails: "pinned" if q has the limits of f' at infinity outside the domain, else "free".
         levels: float64 (K,), ascending for form "levels", in the order of the pieces for "intervals".
         breaks: float64 (M-1,), ascending: the points at which q changes.
-        codes: int64 (M,): the index in `levels` of every piece's level. In an unbiased table, the index of the lower
-            one of the two levels between which draws choose.
+        codes: int64 (M,): the index in `levels` of every piece's level. In an unbiased table, draws choose between the
+            level of this index and the next one.
         error: The integral of (f' - q)**2 w over the domain. For "minimax": the largest |f' - q|. For "unbiased": the
             integral of the expected squared error of a draw, times w.
-        lower_bound: A proven lower bound on the error of any table for the same request.
+        lower_bound: A proven lower bound on the error of any table with the same function, form, number of levels,
+            weight, domain, tails and objective.
         relative_error: The square root of: error / (the integral of f'**2 w). For "minimax": error / (the largest
             |f'|).
-        solver: The version of fewbit and the number of grid cells; also the status and the seconds, if they are known.
+        solver: A dict about the solver's run: the version of fewbit, and the number of cells into which the solver cut
+            the domain (`grid`). It may also have the status and the seconds.
         revision: The revision of a shipped table, which is raised when the table's numbers change.
         closed: M-1 strings, by default all "right". A break belongs to the piece before it if its string is "right"
             (this piece is closed on the right), and to the piece after it if its string is "left".
@@ -157,7 +159,7 @@ class Table:
     def code(self, x) -> np.ndarray:
         """Return the index of the level at every x, int64 of x's shape.
 
-        In an unbiased table, this is the lower one of the two levels between which draws choose.
+        In an unbiased table, this is the index of the lower of the two levels between which draws choose.
         """
         if self.objective == "unbiased":
             return lower_level(self(x), self.levels)
@@ -228,8 +230,9 @@ class Table:
     def activation(self):
         """The `fewbit.functions.Function` whose derivative q approximates, or None if the function is not known.
 
-        This is the function for which the table was solved or that `with_activation` set, else fewbit's built-in
-        function of the table's name. A name in a table is never imported, since the file may be untrusted.
+        This is the function that `with_activation` set, or the one for which this object was solved. If there is
+        neither, it is the built-in function whose name is in the field `function`. A name in a table is never imported,
+        since the file may be untrusted.
         """
         if self._function is not None:
             return self._function

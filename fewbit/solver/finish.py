@@ -1,4 +1,6 @@
-"""Steps before and after the refinement of a step function q: first pieces, outer pieces, and the sides of breaks.
+"""What the solver does before and after the refinement, which improves the breaks and levels of a step function q.
+
+Before it, the pieces are chosen from which it starts. After it, the outer pieces and the sides of breaks are set.
 
 The pieces are the intervals on which q has one value, a level. The breaks are the points between pieces. The side of a
 break says which of its two pieces contains the break itself.

@@ -58,7 +58,7 @@ MOST_PARAMETER = 1e6
 
 
 def merged_kind(kinds: list[str]) -> str:
-    """Return the kind of a constraint that is merged from constraints of these kinds: MEASURED if any is."""
+    """Return the kind of the constraint that several are merged to: MEASURED if one of `kinds` is, else EXPECTED."""
     return MEASURED if MEASURED in kinds else EXPECTED
 
 

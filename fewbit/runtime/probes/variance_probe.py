@@ -285,9 +285,9 @@ class VarianceProbe:
     def reached(self, slots) -> None:
         """Record that a backward pass dequantized tensors of these slots in a layer without measuring the layer.
 
-        The effects of these slots become unknown (`RoundingEffect.is_known`). If the backward pass runs while the
-        forward pass is not over, the effects become unknown only if the backward pass of the training step does not
-        measure them later.
+        The effects of these slots become unknown (`RoundingEffect.is_known`). There is one exception: a model may call
+        `torch.autograd.grad` within its forward pass. The effects that such a call reaches become unknown only if the
+        training step's own backward pass, which runs later, does not measure them.
         """
         names = {slot.name for slot in slots} & self.slots.keys()
         if not self._is_open:

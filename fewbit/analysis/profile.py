@@ -48,7 +48,7 @@ class VarianceProfile(Document):
         parameters: The paths of the P modules that own parameters which require grad, in the order of the forward.
         terms: (C, P), the variance that rounding a context adds to a module's gradient.
         sampling: (P,), the variance of the exact gradient between minibatches.
-        direct: (P,), the variance that rounding all contexts at once adds, to compare with `quantization`.
+        direct: (P,), the variance that rounding all contexts at once adds, to compare with the sum of `terms` over contexts.
         bias: (P,), the squared norm of the difference between the mean compressed gradient and the exact gradient. The
             bias of few-bit activations is included. The estimate may be below 0, because only its expectation is exact.
         bits: The bits per element of quantized tensors.

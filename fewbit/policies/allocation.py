@@ -91,10 +91,10 @@ def _allocate(sensitivity, at_one, elements, budget, least, most):
 def reference(sensitivity, at_one, elements, budget, least, most):
     """Return the result of `allocate`, computed with NumPy, as a substitute for the compiled kernel.
 
-    The arguments are those of `allocate`. A step of the algorithm takes one bit from one tensor. If `at_one` is at
-    least .21 of the sensitivity, each further bit that a tensor loses adds more variance than the bit before. The
-    greedy algorithm then takes the steps in the order of the variance that they add per element. So this function sorts
-    all steps; the compiled kernel finds the next step with a heap.
+    The arguments are those of `allocate`. A step of the algorithm takes one bit from one tensor. If the variance
+    at 1 bit (`at_one`) is at least .21 of the sensitivity, each further bit that a tensor loses adds more variance than
+    the bit before. The greedy algorithm then takes the steps in the order of the variance that they add per element. So
+    this function sorts all steps; the compiled kernel finds the next step with a heap.
     """
     n = len(elements)
     steps = np.arange(most, least, -1)

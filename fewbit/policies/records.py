@@ -36,7 +36,10 @@ def root_sum_square(values: list) -> float:
 
 
 def vector_sum(values: list[tuple | None]) -> tuple | None:
-    """Return the sum of vectors, with zeros appended to shorter ones. None is skipped. No vectors give None."""
+    """Return the sum of vectors, with zeros appended to shorter ones. Skip arguments that are `None`.
+
+    If no argument is a vector, the result is None.
+    """
     vectors = [vector for vector in values if vector is not None]
     length = max(map(len, vectors), default=0)
     padded = [(*vector, *[0.0] * (length - len(vector))) for vector in vectors]
@@ -44,7 +47,10 @@ def vector_sum(values: list[tuple | None]) -> tuple | None:
 
 
 def vector_mean(values: list[tuple | None]) -> tuple | None:
-    """Return the mean of vectors. None is skipped. No vectors, or vectors of different lengths, give None."""
+    """Return the mean of vectors. Skip arguments that are `None`.
+
+    If no argument is a vector, or if the vectors have different lengths, the result is None.
+    """
     vectors = [vector for vector in values if vector is not None]
     if len(set(map(len, vectors))) != 1:
         return None

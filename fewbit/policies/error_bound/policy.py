@@ -81,7 +81,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"bounds": table of the allowed errors, "allocation": empty table that refers to "bounds"}.
+        """Return {"bounds": table of the allowed errors, "allocation": table without rows, whose text names "bounds"}.
 
         `BitPolicy.tables` explains the arguments.
         """

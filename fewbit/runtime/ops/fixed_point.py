@@ -44,9 +44,9 @@ def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
 
     Returns:
         (7, channels) float32, contiguous; (7, 1) if weight and bias are None. With z = sign(gamma) x~, the rows are:
-        (0) the lower edge of the first cell, in z; (1) the first code that means y > 0; (2) a lower bound of the
-        z for which codes that mean y > 0 stand; (3) an upper bound of the z for which the other codes stand; (4) the
-        sign of gamma; (5) |gamma|; (6) beta. The bounds are infinite unless z0 is finite and |z0| > 3.
+        (0) the lower edge of the first cell, in z; (1) the first code that means y > 0; (2) a lower bound of
+        the values that are dequantized from codes with y > 0; (3) an upper bound of the values that are dequantized
+        from the other codes; (4) the sign of gamma; (5) |gamma|; (6) beta. The bounds are infinite unless z0 is finite and |z0| > 3.
     """
     gamma, beta = _vectors(weight, bias, device)
     if is_abstract(gamma):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
 from fewbit.errors import FewbitError, InputError
 from fewbit.sizes import UNITS, parse_size
+from fewbit.text import shorten
 
 MIN_BITS, MAX_BITS = 1, 8
 """The smallest and the largest number of bits per element of a quantized tensor."""
@@ -39,7 +40,10 @@ def plain_number(value):
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
-    return int(value) if value == value // 1 else float(value)
+    try:
+        return int(value) if value == value // 1 else float(value)
+    except OverflowError:  # a fraction beyond the range of floats
+        return value
 
 
 def check_bits(bits, name: str = "bits") -> None:
@@ -58,6 +62,7 @@ def check_group_size(group_size, name: str = "group_size") -> int:
 
     The message calls the group size `name`.
     """
+    group_size = plain_number(group_size)
     is_multiple = _is_whole(group_size, BLOCK, LARGEST_GROUP) and group_size % BLOCK == 0
     expected = f"a multiple of {BLOCK} from {BLOCK} to {LARGEST_GROUP}"
     return _require(is_multiple, expected, name, group_size)
@@ -68,6 +73,7 @@ def check_copies(copies, name: str = "copies") -> int:
 
     `copies` says how often a norm layer saves its input, each time with its own random rounding.
     """
+    copies = plain_number(copies)
     return _require(_is_whole(copies, 1, 2), "1 or 2", name, copies)
 
 
@@ -76,13 +82,14 @@ def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
 
     `min_dtype` says in which dtype groups save their minimums. The message calls the value `name`.
     """
-    return _require(min_dtype in MIN_DTYPES, "auto, bfloat16 or float32", name, min_dtype)
+    is_known = isinstance(min_dtype, str) and min_dtype in MIN_DTYPES
+    return _require(is_known, "auto, bfloat16 or float32", name, min_dtype)
 
 
 def _require(is_good: bool, expected: str, name: str, value):
     """Return `value`, the value of the field `name`. Raise InputError if `is_good` is False."""
     if not is_good:
-        raise InputError(f"expected {expected} for {name}, got {value!r}")
+        raise InputError(f"expected {expected} for {name}, got {shorten(value)}")
     return value
 
 
@@ -106,13 +113,18 @@ def _average(value, name: str) -> float:
 
 
 def _interval(value, name: str) -> int:
+    value = plain_number(value)
     return _require(_is_whole(value, 1), "a positive whole number", name, value)
 
 
 def _positive(value, name: str) -> float:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    is_good = is_number and 0 < value < math.inf
-    return float(_require(is_good, "a finite number above 0", name, value))
+    try:
+        number = float(value) if is_number else math.nan
+    except OverflowError:
+        number = math.inf
+    _require(0 < number < math.inf, "a finite number above 0", name, value)
+    return number
 
 
 def _flag(value, name: str) -> bool:
@@ -178,7 +190,8 @@ class _Config:
             if name not in names:
                 raise InputError(f"expected {', '.join(names)} for {cls.__name__}, got {name!r}")
         for field in fields(cls):
-            if field.default is MISSING and field.name not in values:
+            has_default = field.default is not MISSING or field.default_factory is not MISSING
+            if not has_default and field.name not in values:
                 raise InputError(f"expected a value of {field.name} for {cls.__name__}, got none")
         return cls(**values)
 
@@ -208,6 +221,9 @@ class BitConfig(_Config):
         bits_of_activations: the bits of few-bit activations if `LayerSettings` does not give them.
     """
 
+    _kinds: ClassVar[dict[str, type[BitConfig]]] = {}
+    """{kind: class} of all subclasses."""
+
     kind: ClassVar[str]
     has_policy: ClassVar[bool] = True
     adapts: ClassVar[bool] = True
@@ -215,17 +231,40 @@ class BitConfig(_Config):
     fuses_norms: ClassVar[bool] = False
     bits_of_activations: ClassVar[int] = 3
 
+    def __init_subclass__(cls, **options):
+        """Register the class if it sets `kind`, so that `from_dict` finds it.
+
+        Raises:
+            InputError: another class has this kind.
+        """
+        super().__init_subclass__(**options)
+        if "kind" not in vars(cls):
+            return
+        other = cls._kinds.setdefault(cls.kind, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise InputError(
+                f"expected a new kind for {cls.__name__}, got {cls.kind!r}, that of {other.__name__}"
+            )
+        cls._kinds[cls.kind] = cls  # a class can be defined again, as in a notebook
+
     @property
     def initial_bits(self) -> float:
-        """The average bits per element until a policy chooses bits. The default is the value of the first field."""
-        return getattr(self, fields(self)[0].name)
+        """The average bits per element until a policy chooses bits: the value of the first field, 4 without fields."""
+        names = [field.name for field in fields(self)]
+        return getattr(self, names[0]) if names else FixedBits.bits
 
     def describe(self) -> str:
         """Return the text with which the report says how bits are chosen, or "" if the repr says this already."""
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {"kind": kind, field: value, ...} with plain JSON values."""
+        """Return {"kind": kind, field: value, ...} with plain JSON values.
+
+        Raises:
+            InputError: the class does not set `kind`.
+        """
+        if "kind" not in vars(type(self)):
+            raise InputError(f"expected a kind of its own for {type(self).__name__}, got none")
         return {"kind": self.kind, **super().to_dict()}
 
     @classmethod
@@ -236,10 +275,10 @@ class BitConfig(_Config):
             InputError: `values` is not a mapping, has no known kind or an unknown field, or lacks a field that has no
                 default value.
         """
-        kinds = {known.kind: known for known in BitConfig.__subclasses__()}
+        kinds = BitConfig._kinds
         kind = values.get("kind") if isinstance(values, Mapping) else None
         if not isinstance(kind, str) or kind not in kinds:
-            raise InputError(f"expected a kind out of {', '.join(kinds)}, got {kind!r}")
+            raise InputError(f"expected a kind out of {', '.join(kinds)}, got {shorten(kind)}")
         rest = {name: value for name, value in values.items() if name != "kind"}
         return super(BitConfig, kinds[kind]).from_dict(rest)
 
@@ -441,9 +480,12 @@ class Level(BitConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.name == "L0" and self.bits is not None:
+        if self.bits is None:
+            return
+        if self.name == "L0":
             raise InputError("expected no bits at level L0, which compresses nothing")
-        _ = self.config
+        check = check_bits if self.name in ("L1", "L2") else check_average
+        check(self.bits)
 
     @property
     def config(self) -> BitConfig | None:
@@ -453,6 +495,16 @@ class Level(BitConfig):
         classes = {"L1": FixedBits, "L2": FixedBits, "L2.5": SampleBits}
         cls = classes.get(self.name, AdaptiveBits)
         return cls() if self.bits is None else cls(self.bits)
+
+    @property
+    def has_policy(self) -> bool:
+        """The value of the configuration for which the level stands."""
+        return self.config is not None and self.config.has_policy
+
+    @property
+    def adapts(self) -> bool:
+        """The value of the configuration for which the level stands."""
+        return self.config is not None and self.config.adapts
 
     @property
     def convolutions_only(self) -> bool:
@@ -486,13 +538,13 @@ def as_config(bits) -> BitConfig:
     """
     if bits is None:
         return FixedBits()
-    if isinstance(bits, BitConfig):
+    if isinstance(bits, BitConfig) and is_dataclass(bits):
         return bits
     bits = plain_number(bits)
     if isinstance(bits, bool) or not isinstance(bits, int | float) or bits != bits:
         raise InputError(
             "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(1.75), "
-            f"got {bits!r}"
+            f"got {shorten(bits)}"
         )
     check_average(bits)
     return FixedBits(bits) if isinstance(bits, int) else AdaptiveBits(bits)
@@ -518,7 +570,7 @@ def _byte_count(size) -> int:
         number = plain_number(size)
     if not isinstance(number, int) or isinstance(number, bool) or number <= 0:
         raise InputError(
-            f"budget: expected bytes, or a size such as '6 GiB' (powers of 1024), got {size!r}"
+            f"budget: expected bytes, or a size such as '6 GiB' (powers of 1024), got {shorten(size)}"
         )
     return number
 
@@ -587,7 +639,7 @@ class LayerSettings(_Config):
         if isinstance(bits, bool) or not isinstance(bits, int | float):
             names = ", ".join(field.name for field in fields(cls))
             raise InputError(
-                f"expected bits, fewbit.LayerSettings, a mapping of {names}, or None, got {change!r}"
+                f"expected bits, fewbit.LayerSettings, a mapping of {names}, or None, got {shorten(change)}"
             )
         return cls(bits, bits if isinstance(bits, int) else None, bits)
 

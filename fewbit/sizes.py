@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 from fewbit.errors import FewbitError
+from fewbit.text import shorten
 
 MB, GB = 2**20, 2**30
+LONGEST_SIZE = 60  # characters
 UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
 
 
@@ -33,10 +35,12 @@ def parse_size(text: str) -> int:
         The number of bytes, rounded down.
 
     Raises:
-        FewbitError: The text has another form.
+        FewbitError: The text has another form, or the size is less than one byte.
     """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
-    unit = match and match[2].upper().replace("I", "")
-    if not match or unit not in UNITS or float(match[1]) <= 0:
-        raise FewbitError(f"expected a size such as 32GB or 11264MB, got {text!r}")
-    return int(float(match[1]) * UNITS[unit])
+    match = None
+    if len(text) <= LONGEST_SIZE:
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(b|[kmgt]i?b)", text.strip().lower())
+    size = int(float(match[1]) * UNITS[match[2].upper().replace("I", "")]) if match else 0
+    if size < 1:
+        raise FewbitError(f"expected a size such as 32GB or 11264MB, got {shorten(text)}")
+    return size

@@ -5,6 +5,13 @@ The text may come from a file, an argument or another program, and may contain c
 
 from __future__ import annotations
 
+import reprlib
+
+_REPR = reprlib.Repr()  # formats only the beginning of a large value
+_REPR.maxlevel, _REPR.maxother = 6, 200
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = _REPR.maxarray = 20
+_REPR.maxstring = _REPR.maxlong = 120
+
 
 def printable(text: str) -> str:
     r"""Escape every character that a terminal would interpret, or that a reader cannot see or could misread.
@@ -37,3 +44,12 @@ def one_line(error: BaseException, limit: int = 160) -> str:
         message = ""
     name = type(error).__name__
     return f"{name}: {message[:limit]}" if message else name
+
+
+def shorten(value, limit: int = 60) -> str:
+    """Describe a value by its `repr` on one printable line of at most `limit` characters."""
+    try:
+        text = printable(" ".join(_REPR.repr(value).split()))
+    except ValueError:  # an integer with more digits than Python converts to a string
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -21,7 +21,7 @@ from fewbit.convert import kinds
 from fewbit.errors import InputError
 from fewbit.functions.callables import misfit_of
 from fewbit.runtime.interop.module_calls import is_compiled
-from fewbit.schema import shorten
+from fewbit.text import shorten
 
 Loss = Callable[[nn.Module, object], torch.Tensor]
 

@@ -17,6 +17,7 @@ from fewbit.config import (
     BitConfig,
     Budget,
     ErrorBound,
+    FixedBits,
     HostOffload,
     LayerSettings,
     Level,
@@ -96,6 +97,7 @@ def compress_(
     settings = None if config is None else _settings(given, config, layers)
     check_sample(sample)
     if config is None:
+        resolve(FixedBits(), layers)  # raises for settings that no level takes
         restore_(model)
         report = Report((), (), notes=(f"{given!r}",))
         return _reported(Controller(model, report, ForwardContext(), None, given), verbose)
@@ -124,10 +126,9 @@ def _without_level(
         raise InputError(f"offload: expected fewbit.HostOffload, got {offload!r}")
     if not isinstance(config, Level):
         return config, offload
-    if config.offload is not None and offload is not None:
-        raise InputError(
-            f"offload: expected none with {config!r}, which has its own, got {offload!r}"
-        )
+    if offload is not None and (config.offload is not None or config.config is None):
+        why = "which compresses nothing" if config.config is None else "which has its own"
+        raise InputError(f"offload: expected none with {config!r}, {why}, got {offload!r}")
     return config.config, offload or config.offload
 
 

@@ -30,6 +30,10 @@ from fewbit.errors import InputError
 from fewbit.nn.preactivation import NORMS
 from fewbit.render.formats import amount
 from fewbit.sizes import counted
+from fewbit.text import shorten
+
+_UNSHOWN = {"sample", "verbose"}
+"""Options that do not distinguish candidates. A file does not contain them."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,10 @@ class Candidate:
             converted to the configuration that it stands for.
         options: other keyword arguments of `fewbit.compress_`.
         activations_only: whether to call `replace_activations_` instead of `compress_`, so that only activations save
-            fewer bytes. `bits` is then their number of bits, a whole number.
+            fewer bytes. `bits` is then their number of bits, a whole number (None: 3).
+
+    Raises:
+        InputError: `policy` is not a text, `options` is not a mapping, or `bits` cannot be used.
     """
 
     policy: str
@@ -51,32 +58,46 @@ class Candidate:
     activations_only: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "bits", as_config(self.bits))
+        if not isinstance(self.policy, str) or not isinstance(self.options, Mapping):
+            raise InputError(
+                "candidates: expected a name and a mapping of options, "
+                f"got {shorten(self.policy)} and {shorten(self.options)}"
+            )
+        usual = FixedBits.bits_of_activations if self.activations_only else None
+        bits = usual if self.bits is None else self.bits
+        object.__setattr__(self, "bits", as_config(bits))
+        if self.activations_only and not isinstance(self.bits, FixedBits):
+            raise InputError(
+                f"bits: expected a whole number from 1 to 8 with activations_only, got {self.bits!r}"
+            )
 
     @property
     def label(self) -> str:
         """A text that distinguishes the candidate from others with the same `policy`, such as `2 bits` or `e2=0.01`."""
-        first, *others = fields(self.bits)
-        value = getattr(self.bits, first.name)
-        if first.name in ("bits", "average"):
+        values = {field.name: getattr(self.bits, field.name) for field in fields(self.bits)}
+        usual = {field.name: field.default for field in fields(self.bits)}
+        first = next(iter(values), None)
+        value = values.pop(first, None)
+        if first in ("bits", "average"):
             shown = [counted(value, "bit")]
         elif isinstance(self.bits, Budget):
             shown = [f"budget={amount(value)}"]
         elif isinstance(self.bits, Level):
             shown = [f"level {value}"]
         else:
-            shown = [f"{first.name}={_short(value)}"]
-        changed = {field.name: getattr(self.bits, field.name) for field in others}
-        usual = {field.name: field.default for field in others}
-        rest = {name: value for name, value in changed.items() if value != usual[name]}
-        rest |= self.options
+            shown = [f"{first}={_short(value)}" if first else type(self.bits).__name__]
+        rest = {name: value for name, value in values.items() if value != usual[name]}
+        rest |= {name: value for name, value in self.options.items() if name not in _UNSHOWN}
         shown += [f"{name}={_short(value)}" for name, value in rest.items()]
         return ", ".join(shown)
 
     @property
     def call(self) -> str:
         """The Python expression that converts a model named `model` with the settings of this candidate."""
-        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        shown = {name: repr(self.options[name]) for name in self.options if name not in _UNSHOWN}
+        if isinstance(self.bits, Budget) or "sample" in self.options:
+            shown["sample"] = "sample"
+        options = "".join(f", {name}={value}" for name, value in shown.items())
         if self.activations_only:
             return f"fewbit.replace_activations_(model, {self.bits.initial_bits}{options})"
         return f"fewbit.compress_(model, {self.bits!r}{options})"
@@ -94,11 +115,13 @@ class Candidate:
         return None
 
     def to_dict(self) -> dict:
-        """Return the candidate as plain JSON values. Options that JSON cannot represent become text."""
+        """Return the candidate as plain JSON values, without a sample. Options that JSON cannot represent become text."""
         return {
             "policy": self.policy,
             "bits": self.bits.to_dict(),
-            "options": {name: _plain(value) for name, value in self.options.items()},
+            "options": {
+                name: _plain(value) for name, value in self.options.items() if name not in _UNSHOWN
+            },
             "activations_only": self.activations_only,
         }
 
@@ -107,16 +130,28 @@ class Candidate:
         """Make a candidate from the values that `to_dict` returned.
 
         Raises:
-            InputError: the configuration has an unknown kind or an unknown field, or lacks a field.
+            InputError: a value is missing or has the wrong type, or the configuration has an unknown kind or an unknown
+                field, or lacks a field.
         """
-        options = {
-            name: LayerSettings.from_dict(value)
-            if name == "layers" and isinstance(value, dict)
-            else value
-            for name, value in values["options"].items()
-        }
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, Mapping) or not all(name in values for name in names):
+            raise InputError(f"expected a candidate's {', '.join(names)}, got {shorten(values)}")
+        options = values["options"]
+        if isinstance(options, Mapping):
+            options = {name: _read(name, value) for name, value in options.items()}
         bits = BitConfig.from_dict(values["bits"])
         return cls(values["policy"], bits, options, values["activations_only"])
+
+
+def _read(name: str, value):
+    """Return the option for which `_plain` returned a value."""
+    if name == "layers" and isinstance(value, Mapping):
+        return LayerSettings.from_dict(value)
+    if name == "overrides" and isinstance(value, Mapping):
+        return {glob: LayerSettings.of(change) for glob, change in value.items()}
+    if name == "offload" and isinstance(value, Mapping):
+        return HostOffload.from_dict(value)
+    return value
 
 
 class Curve(NamedTuple):
@@ -217,11 +252,6 @@ def check_candidates(candidates) -> tuple[Candidate, ...]:
             raise InputError(
                 f"candidates: expected instances of fewbit.Candidate, got {type(candidate).__name__}"
             )
-        if not isinstance(candidate.policy, str) or not isinstance(candidate.options, Mapping):
-            raise InputError(
-                "candidates: expected a name and a mapping of options, "
-                f"got {candidate.policy!r} and {candidate.options!r}"
-            )
     return found
 
 
@@ -233,6 +263,8 @@ def _plain(value):
     """Return a value in a form that JSON can represent: a configuration as its fields, and unknown objects as text."""
     if isinstance(value, LayerSettings | HostOffload):
         return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):

@@ -24,7 +24,6 @@ from fewbit.runtime.interop.interrupts import hold
 from fewbit.runtime.interop.module_calls import PATH
 from fewbit.runtime.saved.assignment import BitAssignment
 from fewbit.runtime.saved.bit_policy import SAMPLES, BitPolicy, wrong_state
-from fewbit.schema import shorten
 from fewbit.schema.shapes import (
     MOST_STEPS,
     Shape,
@@ -37,6 +36,7 @@ from fewbit.schema.shapes import (
     text,
     whole,
 )
+from fewbit.text import shorten
 
 VERSION = 1
 RESULT = {"path": text, "since": whole(), "is_summed": flag}

@@ -7,8 +7,9 @@ from typing import ClassVar, Self
 
 from fewbit.errors import InputError
 from fewbit.render.result import Result
-from fewbit.schema import find_error, format_path, shorten
+from fewbit.schema import find_error, format_path
 from fewbit.schema.documents import parse_json, read_text
+from fewbit.text import shorten
 
 
 class Document(Result):

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import json
 import pkgutil
-import reprlib
 from collections.abc import Callable
 from functools import cache
 
 from fewbit.sizes import counted
-from fewbit.text import printable
+from fewbit.text import shorten
 
 TABLE = "fewbit.table/1"
 TABLES = "fewbit.tables/1"
 VARIANCE_PROFILE = "fewbit.variance_profile/1"
 PLAN = "fewbit.plan/2"
-
-_REPR = reprlib.Repr()  # formats only the beginning of a large value
-_REPR.maxlevel, _REPR.maxother = 6, 200
-_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = _REPR.maxarray = 20
-_REPR.maxstring = _REPR.maxlong = 120
 
 FILES = {
     TABLE: "table-1.json",
@@ -73,15 +67,6 @@ def format_path(parts) -> str:
     """Join the parts of a path, such as `["tables", 3, "codes", 5]`, to `tables[3].codes[5]`."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return path.removeprefix(".")
-
-
-def shorten(value, limit: int = 60) -> str:
-    """Describe a value by its `repr` on one printable line of at most `limit` characters."""
-    try:
-        text = printable(" ".join(_REPR.repr(value).split()))
-    except ValueError:  # an integer with more digits than Python converts to a string
-        text = f"a huge {type(value).__name__}"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 # --------------------------------------------------------------------------------------------------------- A validator

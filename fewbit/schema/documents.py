@@ -10,7 +10,7 @@ import stat
 from typing import Any, BinaryIO
 
 from fewbit.errors import FewbitError
-from fewbit.schema import shorten
+from fewbit.text import shorten
 
 MOST_BYTES = 2**23
 """Largest size of a document's text in bytes; the largest shipped file, with 20 tables, has a hundredth of this."""

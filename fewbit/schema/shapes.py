@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fewbit.errors import InputError
-from fewbit.schema import shorten
+from fewbit.text import shorten
 
 Shape = Callable[[object, str], object]
 

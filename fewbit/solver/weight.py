@@ -16,6 +16,7 @@ import numpy as np
 from fewbit.errors import FewbitError, WeightError
 from fewbit.schema.documents import open_regular
 from fewbit.table import MOST_BINS
+from fewbit.text import shorten
 
 # A sample is cut into at most 512 equally likely bins of at least 32 values.
 _MOST_BINS = 512
@@ -359,9 +360,4 @@ def _floats(what, values):
             raise TypeError
         return np.asarray(array, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
-        raise WeightError(f"{what}: expected numbers, got {_shorten(values)}") from None
-
-
-def _shorten(value):
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        raise WeightError(f"{what}: expected numbers, got {shorten(values)}") from None

@@ -19,8 +19,8 @@ import numpy as np
 
 from fewbit import schema
 from fewbit.errors import TableError
-from fewbit.schema import shorten
 from fewbit.sizes import counted
+from fewbit.text import shorten
 
 FORMS = ("levels", "intervals")
 OBJECTIVES = ("mse", "unbiased", "minimax")

@@ -20,7 +20,6 @@ import numpy as np
 from fewbit import functions, schema
 from fewbit.errors import FewbitError, TableError
 from fewbit.files import write_atomic
-from fewbit.schema import shorten
 from fewbit.schema.documents import parse_json, read_text
 from fewbit.sizes import counted
 from fewbit.table import philox
@@ -53,6 +52,7 @@ from fewbit.table.knots import (
     round_breaks,
     to_float32,
 )
+from fewbit.text import shorten
 
 SCALARS = (
     *(("bits", int), ("revision", int), ("form", str), ("objective", str), ("tails", str)),

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -112,7 +113,8 @@ def test_numbers_stand_for_configurations(given, expected):
         (lambda: fewbit.Level("L9"), "expected one of L0, L1, L2, L2.5, L3, L4, L5 for a level, got 'L9'"),
         (lambda: fewbit.Level(3), "expected one of L0, L1, L2, L2.5, L3, L4, L5 for a level, got 3"),
         (lambda: fewbit.Level("L0", 2), "expected no bits at level L0"),
-        (lambda: fewbit.Level("L2", 1.75), "expected a whole number for FixedBits, got 1.75"),
+        (lambda: fewbit.Level("L2", 1.75), "expected a whole number from 1 to 8 for bits, got 1.75"),
+        (lambda: fewbit.Level("L3", 9), "expected a number from 1 to 8 for bits, got 9"),
         (lambda: fewbit.LayerSettings(bits=9), "expected a number from 1 to 8 for bits, got 9"),
         (lambda: fewbit.LayerSettings(group_size=33), "expected a multiple of 32 from 32 to 65536"),
         (lambda: fewbit.LayerSettings(min_dtype="int8"), "expected auto, bfloat16 or float32 for min_dtype"),
@@ -124,12 +126,56 @@ def test_numbers_stand_for_configurations(given, expected):
         (lambda: fewbit.BitConfig.from_dict([]), "expected a kind out of fixed, samples, adaptive"),
         (lambda: fewbit.BitConfig.from_dict({"kind": "fixed", "bit": 2}), "expected bits for FixedBits, got 'bit'"),
         (lambda: fewbit.BitConfig.from_dict({"kind": "budget"}), "expected a value of bytes for Budget, got none"),
+        (lambda: fewbit.FixedBits(10**5000), "expected a whole number from 1 to 8 for bits, got a huge int"),
+        (lambda: fewbit.FixedBits("x" * 10000), "expected a whole number from 1 to 8 for bits, got 'xxxx"),
+        (lambda: fewbit.ErrorBound(10**400), "expected a finite number above 0 for e2, got 1000"),
+        (lambda: fewbit.ErrorBound(Fraction(1, 10**400)), "expected a finite number above 0 for e2, got Fraction"),
+        (lambda: fewbit.Budget("0.1 B"), "budget: expected bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.LayerSettings(min_dtype=np.array(["auto"] * 2)), "expected auto, bfloat16 or float32 for min_dtype"),
+        (lambda: as_config(fewbit.BitConfig()), "bits: expected a number from 1 to 8, or a configuration"),
+        (lambda: own_config("fixed"), "expected a new kind for Own, got 'fixed', that of FixedBits"),
+        (lambda: own_config(base=fewbit.ErrorBound)().to_dict(), "expected a kind of its own for Own, got none"),
         (lambda: fewbit.LayerSettings.from_dict(3), "expected a mapping of the fields of LayerSettings, got int"),
     ],
 )  # fmt: skip
 def test_values_that_cannot_be_used(make, message):
     with pytest.raises(InputError) as error:
         make()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def own_config(kind=None, base=fewbit.BitConfig):
+    """Define a configuration class."""
+    body = {} if kind is None else {"kind": kind}
+    return type("Own", (base,), {"__module__": __name__, **body})
+
+
+def test_a_class_can_be_defined_again_and_derive_from_another():
+    first, second = (
+        dataclasses.dataclass(frozen=True)(own_config("own", fewbit.ErrorBound)) for _ in range(2)
+    )
+    assert second is not first
+    assert type(fewbit.BitConfig.from_dict(second(e2=0.1).to_dict())) is second
+
+
+def test_a_level_has_the_attributes_of_its_configuration():
+    for name in config.LEVELS[1:]:
+        level = fewbit.Level(name)
+        assert (level.has_policy, level.adapts) == (level.config.has_policy, level.config.adapts)
+    assert not fewbit.Level("L0").has_policy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": {"copies": 3}}, "expected 1 or 2 for copies, got 3"),
+        ({"offload": fewbit.HostOffload()}, "offload: expected none with fewbit.Level('L0')"),
+    ],
+)
+def test_settings_that_cannot_be_used_at_level_0(options, message):
+    with pytest.raises(InputError) as error:
+        fewbit.compress_(nn.Linear(4, 4), fewbit.Level("L0"), verbose=False, **options)
     assert message in str(error.value)
 
 

@@ -335,7 +335,7 @@ def test_a_batch_without_samples(batch):
         (1.5, {}, "1.5 bits"),
         (1, {"layers": fewbit.LayerSettings(copies=2)}, "1 bit, layers=fewbit.LayerSettings(copies=2)"),
         (fewbit.ErrorBound(1e-3, window="max"), {}, "e2=0.001, window=max"),
-        (fewbit.Budget("6 GiB", interval=50), {"sample": None}, "budget=6.00 GiB, interval=50, sample=None"),
+        (fewbit.Budget("6 GiB", interval=50), {"sample": torch.ones(2)}, "budget=6.00 GiB, interval=50"),
         (fewbit.Level("L3"), {}, "level L3"),
         (fewbit.Level("L2.5", 2), {}, "level L2.5, bits=2"),
         (None, {}, "4 bits"),
@@ -351,6 +351,48 @@ def test_the_call_of_a_candidate_can_be_pasted(candidate):
     eval(candidate.call, {"fewbit": fewbit, "model": model})
     other, _ = converted(candidate, net())
     assert fewbit.saved_bytes(model, x).total == fewbit.saved_bytes(other, x).total
+
+
+OPTIONS = [
+    {"layers": fewbit.LayerSettings(copies=2)},
+    {"overrides": {"0": fewbit.LayerSettings(bits=8), "1": None}},
+    {"offload": fewbit.HostOffload(True)},
+    {"include": ["0"], "verbose": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+def test_a_candidate_comes_back_from_json(options):
+    candidate = Candidate("own", 2, options)
+    loaded = Candidate.from_dict(json.loads(json.dumps(candidate.to_dict())))
+    assert loaded.bits == candidate.bits
+    assert loaded.options == {name: value for name, value in options.items() if name != "verbose"}
+    loaded.apply(net())
+
+
+def test_the_call_of_a_candidate_names_the_sample():
+    candidate = Candidate("own", fewbit.Budget("1 MB"), {"sample": torch.ones(4, 32)})
+    assert candidate.call == "fewbit.compress_(model, fewbit.Budget('1 MB'), sample=sample)"
+    assert Candidate.from_dict(candidate.to_dict()).call == candidate.call
+
+
+def test_activations_have_3_bits_unless_they_are_given():
+    assert "(model, 3)" in Candidate("activations", activations_only=True).call
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Candidate("a", 3, 5), "expected a name and a mapping of options, got 'a' and 5"),
+        (lambda: Candidate("a", fewbit.ErrorBound(), activations_only=True), "whole number from 1 to 8 with activations_only"),
+        (lambda: Candidate.from_dict({}), "expected a candidate's policy, bits, options, activations_only, got {}"),
+        (lambda: Candidate.from_dict(3), "expected a candidate's policy, bits, options, activations_only, got 3"),
+    ],
+)  # fmt: skip
+def test_candidates_that_cannot_be_made(make, message):
+    with pytest.raises(InputError) as error:
+        make()
+    assert message in str(error.value)
 
 
 # --- bad input --------------------------------------------------------------------------------------
@@ -435,10 +477,6 @@ def test_bad_options_of_a_profile(changes, message):
         ({"candidates": []}, "candidates: expected a Candidate or several, got none"),
         ({"candidates": [{"bits": 2}]}, "expected instances of fewbit.Candidate, got dict"),
         ({"candidates": 4}, "expected instances of fewbit.Candidate, got int"),
-        (
-            {"candidates": [Candidate("a", 3, 5)]},
-            "expected a name and a mapping of options, got 'a' and 5",
-        ),
         (
             {"candidates": [Candidate("a", 4, {"layers": {"copies": 3}})]},
             "candidates: a, 4 bits, layers=.*: layers: expected 1 or 2 for copies, got 3",

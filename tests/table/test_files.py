@@ -164,7 +164,24 @@ def test_sizes_in_other_spellings(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "7", "GB", "-1GB", "0GB", "1 XB", "1e3GB", "nan"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "7",
+        "GB",
+        "-1GB",
+        "0GB",
+        ".1 B",
+        "1 XB",
+        "1 iGB",
+        "1e3GB",
+        "nan",
+        "9" * 400 + " GB",
+        "9" * 40000 + "!",
+    ],
+    ids=lambda text: text[:9],
+)
 def test_text_that_is_no_size(text):
     with pytest.raises(FewbitError, match="^expected a size such as 32GB"):
         parse_size(text)

@@ -85,10 +85,10 @@ def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normaliz
     return *tensors, widths, of_samples
 
 
-def sensitivities(x, slot, samples, group_size, fp32_min=None, normalize=None):
+def sensitivities(x, slot, samples, group_size, normalize=None):
     """Return the numbers that decide how `quantize_samples` shares bits among samples, (samples,) float32.
 
-    The arguments are those of `quantize_samples`. `fp32_min` is not used.
+    The arguments are those of `quantize_samples`.
     """
     return _sensitivities(_by_samples(x, samples), slot, group_size, normalize)
 

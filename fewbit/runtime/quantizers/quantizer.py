@@ -233,7 +233,8 @@ class Quantizer:
         if codec is not None:
             tensors, spec = _quantize_by_codec(codec, x, seed, spec, settings, input_dtype)
             if samples is not None and probe is not None:
-                sensitivities = quantizer_ops.sensitivities(x, slot, samples, *settings)
+                group_size, _, normalize = settings
+                sensitivities = quantizer_ops.sensitivities(x, slot, samples, group_size, normalize)
         elif samples is None:
             tensors = quantizer_ops.quantize(x, seed, bits, *settings)
         else:

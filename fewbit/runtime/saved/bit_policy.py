@@ -13,9 +13,8 @@ from fewbit.config import MAX_BITS
 from fewbit.errors import InputError
 from fewbit.runtime.saved.assignment import BitAssignment, Probe, batch_size
 from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes, SampleNumbering
-from fewbit.schema import shorten
 from fewbit.sizes import counted
-from fewbit.text import printable
+from fewbit.text import printable, shorten
 
 if TYPE_CHECKING:
     from fewbit.render.rows import Rows

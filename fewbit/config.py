@@ -62,7 +62,6 @@ def check_group_size(group_size, name: str = "group_size") -> int:
 
     The message calls the group size `name`.
     """
-    group_size = plain_number(group_size)
     is_multiple = _is_whole(group_size, BLOCK, LARGEST_GROUP) and group_size % BLOCK == 0
     expected = f"a multiple of {BLOCK} from {BLOCK} to {LARGEST_GROUP}"
     return _require(is_multiple, expected, name, group_size)
@@ -73,7 +72,6 @@ def check_copies(copies, name: str = "copies") -> int:
 
     `copies` says how often a norm layer saves its input, each time with its own random rounding.
     """
-    copies = plain_number(copies)
     return _require(_is_whole(copies, 1, 2), "1 or 2", name, copies)
 
 
@@ -100,21 +98,21 @@ def _is_whole(value, least: int, most: float = math.inf) -> bool:
 # Checks of fields. Each function takes the value and the name of a field, and returns the value that the field stores.
 
 
-def _bits(value, name: str) -> int:
-    value = plain_number(value)
-    check_bits(value, name)
-    return value
+def _number(check: Callable) -> Callable:
+    """Return a check for a field that stores the result of `plain_number`, which `check` tests."""
+
+    def checked(value, name: str):
+        value = plain_number(value)
+        check(value, name)
+        return value
+
+    return checked
 
 
-def _average(value, name: str) -> float:
-    value = plain_number(value)
-    check_average(value, name)
-    return value
-
-
-def _interval(value, name: str) -> int:
-    value = plain_number(value)
-    return _require(_is_whole(value, 1), "a positive whole number", name, value)
+_bits, _average = _number(check_bits), _number(check_average)
+_interval = _number(
+    lambda value, name: _require(_is_whole(value, 1), "a positive whole number", name, value)
+)
 
 
 def _positive(value, name: str) -> float:
@@ -508,7 +506,7 @@ class Level(BitConfig):
 
     @property
     def convolutions_only(self) -> bool:
-        """Whether only convolutions are converted."""
+        """True if only convolutions are converted."""
         return self.name == "L1"
 
     @property
@@ -606,9 +604,9 @@ class LayerSettings(_Config):
         "bits": _optional(_average),
         "activation_bits": _optional(_bits),
         "attention_bits": _optional(_average),
-        "group_size": _optional(check_group_size),
+        "group_size": _optional(_number(check_group_size)),
         "min_dtype": _optional(check_min_dtype),
-        "copies": _optional(check_copies),
+        "copies": _optional(_number(check_copies)),
         "functional": _optional(_flag),
     }
 

@@ -68,7 +68,7 @@ class GradientRatio(Result):
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether the ratio is above the limit by more than `chance`. False without a limit."""
+        """True if the ratio is above the limit by more than `chance`. False without a limit."""
         return self.limit is not None and self.ratio > self.limit + self.chance
 
     @property

@@ -81,7 +81,7 @@ class Measurement:
 
     @property
     def like_paper(self) -> bool:
-        """Whether the settings are those of the paper's appendix B."""
+        """True if the settings are those of the paper's appendix B."""
         size = SEQUENCE_LENGTH if models.family(self.model).is_text else IMAGE_SIZE
         own = self.activation == paper_activation(self.model)
         return self.model in PAPER and own and self.size == size and not self.dropout

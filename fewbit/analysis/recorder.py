@@ -231,7 +231,7 @@ def _tokens_of(node) -> Iterator[Token]:
             except RuntimeError:  # freed by a backward inside the forward
                 continue
             for item in saved if isinstance(saved, tuple | list) else (saved,):
-                # What other hooks have packed is not unpacked, because unpacking may recompute a forward.
+                # Tensors that other hooks have packed are not unpacked, because unpacking may recompute a forward.
                 token = getattr(item, "data", None)
                 if isinstance(token, Token):
                     yield token

@@ -1,4 +1,4 @@
-"""What the solver does before and after the refinement, which improves the breaks and levels of a step function q.
+"""The steps before and after the refinement, which improves the breaks and levels of a step function q.
 
 Before it, the pieces are chosen from which it starts. After it, the outer pieces and the sides of breaks are set.
 

@@ -42,7 +42,7 @@ _MARGIN = 1e-9
 
 @dataclass(frozen=True)
 class Effort:
-    """How a search runs: the number of threads, and a function that reports the progress.
+    """The way in which a search runs: the number of threads, and a function that reports the progress.
 
     Attributes:
         threads: The number of threads.

@@ -181,7 +181,7 @@ class Emulation:
         return packed.checked(), ranges.checked().view(rows, columns)
 
     def squares(self, x, group_size, normalize=None, offset=0):
-        """Of each group, of an x of (samples, features)."""
+        """Return the squares of each group of an x of shape (samples, features)."""
         samples, features = x.shape
         out = Guarded(groups.group_count(samples, features, group_size), torch.float32, offset)
         self.call(
@@ -303,7 +303,7 @@ def _vectors(given):
 
 
 def _streams(widths):
-    """What keeps the arrays alive, and order and counts, as fewbit.runtime.backends.native makes them."""
+    """Return the arrays to keep alive, and order and counts, as fewbit.runtime.backends.native makes them."""
     return native_streams(widths) if widths is not None else (None, (_or_null(None),) * 2)
 
 
@@ -406,7 +406,7 @@ def inputs(n, dtype, encoding, seed=0, offset=0):
 
 
 def product(grad, packed, encoding):
-    """What decode_mul returns, from the reference's codes."""
+    """Return the result of decode_mul, computed from the reference's codes."""
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     lut = torch.from_numpy(encoding.lut64 if wide == torch.float64 else encoding.lut32)
     codes = reference.unpack(packed, encoding.bits, grad.numel()).long()

@@ -37,7 +37,7 @@ def test_breaks_anywhere_are_never_worse_than_breaks_on_a_grid(comparison):
     for row in comparison.rows:
         if row.discrete is not None:
             assert row.intervals <= row.discrete * (1 + 1e-12), row
-    # What the continuous optimum rounds to differs from the print in these two, downwards.
+    # In these two cases the rounded continuous optimum is below the printed value.
     differing = {
         (row.function, row.bits): round(row.paper - round(row.intervals, 4), 4)
         for row in comparison.rows

@@ -119,6 +119,8 @@ def test_numbers_stand_for_configurations(given, expected):
         (lambda: fewbit.LayerSettings(group_size=33), "expected a multiple of 32 from 32 to 65536"),
         (lambda: fewbit.LayerSettings(min_dtype="int8"), "expected auto, bfloat16 or float32 for min_dtype"),
         (lambda: fewbit.LayerSettings(copies=3), "expected 1 or 2 for copies, got 3"),
+        (lambda: fewbit.nn.Linear(4, 4, group_size=256.0), "expected a multiple of 32 from 32 to 65536 for group_size, got 256.0"),
+        (lambda: fewbit.nn.LayerNorm(4, copies=1.0), "expected 1 or 2 for copies, got 1.0"),
         (lambda: fewbit.LayerSettings(functional="yes"), "expected True or False for functional, got 'yes'"),
         (lambda: fewbit.HostOffload(1), "expected True or False for expandable_segments, got 1"),
         (lambda: fewbit.BitConfig.from_dict({"kind": "none"}), "expected a kind out of fixed, samples, adaptive"),
@@ -143,6 +145,13 @@ def test_values_that_cannot_be_used(make, message):
         make()
     assert message in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_fields_store_whole_numbers_of_any_type_as_integers():
+    settings = fewbit.LayerSettings(4.0, 3.0, np.int64(4), group_size=np.int64(64), copies=2.0)
+    assert settings == fewbit.LayerSettings(4, 3, 4, group_size=64, copies=2)
+    given = settings.group_size, settings.copies, fewbit.AdaptiveBits(interval=100.0).interval
+    assert all(type(number) is int for number in given)
 
 
 def own_config(kind=None, base=fewbit.BitConfig):

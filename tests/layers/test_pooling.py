@@ -116,7 +116,7 @@ def test_compiled_with_places_of_no_bits_and_of_16(device, layer):
     (ours, ours_grad), (theirs, theirs_grad) = step(compiled, x), step(layer.theirs(), x)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(ours_grad, theirs_grad)
-    # Of a few elements the unpacked ones are smaller, and the partitioner finds them.
+    # If there are only a few elements, unpacked ones are smaller, and the partitioner finds them.
     count = ours[0].numel()
     assert bytes_by(compiled, x.requires_grad_()) <= min(
         layer.expected_bytes(8, ours[0]), 4 * count

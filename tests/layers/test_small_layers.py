@@ -405,7 +405,7 @@ def step_of(x, bits):
 
 
 def moved_by(terms, dims):
-    """How far independent errors within a step, of mean 0, move sum(terms * errors), in steps.
+    """Return the distance, in steps, by which independent errors of mean 0 within a step move sum(terms * errors).
 
     The sum of all, or six deviations: the deviation of an error within a step is half of one at most.
     """

@@ -321,7 +321,7 @@ def test_other_dtypes(dtype, e2):
         for parameter in model.parameters()
     )
     if e2 == 1e-12:
-        # What is normalized is kept in the model's own precision.
+        # Normalized tensors are saved in the model's own precision.
         kept = fewbit.saved_bytes(model, x).total
         fewbit.restore_(model)
         assert kept < 1.3 * fewbit.saved_bytes(model, x).total

@@ -250,7 +250,7 @@ def test_the_tensors_of_others_stay(place):
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_layers_come_back_before_they_are_asked_for(late, ahead):
-    """Of n layers the last `ahead` stay. At layer i the layers down to i - ahead are on their way back."""
+    """The last `ahead` of n layers stay. At layer i the layers down to i - ahead are on their way back."""
     n, sizes, seen = 7, [], {}
     around = late.offload(least=1, ahead=ahead)
     x = torch.ones(8, requires_grad=True)

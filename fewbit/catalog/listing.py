@@ -12,11 +12,12 @@ from fewbit.render.view import Column, View
 
 
 class FunctionList(Result):
-    """The list of all built-in activation functions f, for a terminal or a file."""
+    """The list of all built-in functions f, for a terminal or a file."""
 
     def records(self) -> list[dict]:
         """Return a dict that JSON can represent for each function. Limits of f' that are not finite are strings."""
-        return [_record(functions.get(name)) for name in functions.names()]
+        names = (*functions.names(), *functions.solver_names())
+        return [_record(functions.get(name)) for name in names]
 
     def view(self) -> View:
         """Return the table of functions."""

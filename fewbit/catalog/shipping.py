@@ -1,7 +1,8 @@
 """Make the shipped tables: `python -m fewbit.catalog.shipping [NAME ...]` (`make tables`).
 
-For every function with default parameters there are tables of form "levels" with 1 to 8 bits and uniform and normal
-weight, and tables of form "intervals" (as in the paper) with 1 to 4 bits and uniform weight.
+For every activation function with default parameters there are tables of form "levels" with 1 to 8 bits and uniform and
+normal weight, and tables of form "intervals" (as in the paper) with 1 to 4 bits and uniform weight. For the function
+`value`, which is no activation, there are tables of form "levels" with normal weight. `normal_levels` reads them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from fewbit.solver.solve import solve
 from fewbit.table import load_file, save_tables
 
 
-def requests():
-    """Return the keyword arguments of `solve` for every table that is shipped for a function."""
+def requests(name):
+    """Return the keyword arguments of `solve` for every table that is shipped for a function.
+
+    Args:
+        name: The canonical name of the function.
+    """
     wanted = [("levels", "uniform", 8), ("levels", "normal", 8), ("intervals", "uniform", 4)]
+    if name in functions.solver_names():
+        wanted = [("levels", "normal", 8)]
     return [
         {"form": form, "weight": weight, "bits": bits}
         for form, weight, most in wanted
@@ -38,16 +45,33 @@ def make(name, request):
         warnings.simplefilter("ignore")  # warnings about unbounded derivatives
         table = solve(name, **request)
     solver = {key: value for key, value in table.solver.items() if key != "seconds"}
-    return replace(table, solver=solver)
+    table = replace(table, solver=solver)
+    return symmetric(table) if name in functions.solver_names() else table
+
+
+def symmetric(table):
+    """Return the table with levels and breaks that are symmetric about 0 to the last bit.
+
+    The solver's own levels deviate from symmetry by about 1e-12. The error is stationary in them, so it changes by about
+    the square of this deviation, which rounds to 0. The lower bound holds for all tables.
+
+    Args:
+        table: A table of an odd derivative and a symmetric weight, with the same number of pieces as of levels.
+    """
+    return replace(
+        table,
+        levels=0.5 * (table.levels - table.levels[::-1]),
+        breaks=0.5 * (table.breaks - table.breaks[::-1]),
+    )
 
 
 def main(names):
     """Make the tables of the named functions, or of all functions if `names` is empty, and write one file for each."""
     directory = tables_directory()
-    for name in names or functions.names():
+    for name in names or (*functions.names(), *functions.solver_names()):
         name = functions.canonical(name)
         path = directory / f"{name}.json"
-        tables = [make(name, request) for request in requests()]
+        tables = [make(name, request) for request in requests(name)]
         if path.exists():
             tables = _with_revisions(tables, load_file(path))
         save_tables(path, name, tables, force=True)

@@ -11,9 +11,12 @@ cancellation: the part of f or f' near each infinity is computed from a quantity
 PReLU and xIELU are left out, because they have learned parameters. GLU and softmax are left out, because they are not
 pointwise. This folder may import files in the root of the package, but no other folder. It imports torch only if a
 user's function needs torch.
+
+The functions of `solver_names` are no activations: no layer has them, and tables are designed for them only to quantize
+numbers.
 """
 
 from fewbit.functions.function import Function
-from fewbit.functions.registry import aliases, canonical, get, modules, names
+from fewbit.functions.registry import aliases, canonical, get, modules, names, solver_names
 
-__all__ = ["Function", "aliases", "canonical", "get", "modules", "names"]
+__all__ = ["Function", "aliases", "canonical", "get", "modules", "names", "solver_names"]

@@ -11,10 +11,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from fewbit.errors import FunctionError
-from fewbit.functions import gated, rectifiers, sigmoids
+from fewbit.functions import gated, rectifiers, sigmoids, values
 from fewbit.functions.function import BUILDERS, MODULES, Function, require
 
-_FAMILIES = rectifiers, gated, sigmoids
+_FAMILIES = rectifiers, gated, sigmoids, values
 _BUILDERS = {
     name: builder
     for family in _FAMILIES
@@ -46,8 +46,16 @@ _ALIASES: dict[str, str] = {
 
 
 def names() -> tuple[str, ...]:
-    """Return the canonical names of all functions, with related functions next to each other."""
-    return tuple(_BUILDERS)
+    """Return the canonical names of all activation functions, with related functions next to each other."""
+    others = solver_names()
+    return tuple(name for name in _BUILDERS if name not in others)
+
+
+def solver_names() -> tuple[str, ...]:
+    """Return the names of the functions that are no activations. Only the solver and its commands use them."""
+    return tuple(
+        name for name, builder in _BUILDERS.items() if builder.__module__ == values.__name__
+    )
 
 
 def modules() -> Mapping[str, str]:

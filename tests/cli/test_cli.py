@@ -634,7 +634,7 @@ def test_a_terminal_that_lacks_the_characters_still_gets_the_numbers():
 def test_list_names_every_function(shipped):
     out = succeed("list").stdout
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert set(functions.names()) <= set(rows)
+    assert {*functions.names(), *functions.solver_names()} <= set(rows)
     assert max(map(len, out.splitlines())) <= 80
     assert "swish" in rows["silu"]
     assert "negative_slope=0.01" in rows["leaky_relu"]
@@ -645,7 +645,7 @@ def test_list_names_every_function(shipped):
 
 def test_list_as_json(shipped):
     known = {record["function"]: record for record in json.loads(succeed("list", "--json").stdout)}
-    assert list(known) == list(functions.names())
+    assert list(known) == [*functions.names(), *functions.solver_names()]
     aliases = {alias: name for name, record in known.items() for alias in record["aliases"]}
     assert aliases == dict(functions.aliases())
     assert known["elu"]["parameters"] == {"alpha": 1.0}

@@ -24,6 +24,9 @@ GROUP_SIZE, LARGEST_GROUP = 256, 1 << 16
 BLOCK = 32
 """The number of elements whose codes are packed together. Group sizes are multiples of this number."""
 MIN_DTYPES = ("auto", "bfloat16", "float32")
+UNIFORM, ROTATED = "uniform", "rotated"
+QUANTIZERS = (ROTATED, UNIFORM)
+"""The kinds of quantized copies (docs/quantizer.md). The first one is the default of layers."""
 CODECS = ("quant", "quant+zvc", "error-bounded", "jpeg")
 WINDOWS = ("mean", "max")
 LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
@@ -82,6 +85,15 @@ def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
     """
     is_known = isinstance(min_dtype, str) and min_dtype in MIN_DTYPES
     return _require(is_known, "auto, bfloat16 or float32", name, min_dtype)
+
+
+def check_quantizer(quantizer, name: str = "quantizer") -> str:
+    """Return `quantizer`. Raise InputError if `quantizer` is not "rotated" or "uniform".
+
+    `quantizer` says which kind of quantized copies a layer makes. The message calls the value `name`.
+    """
+    is_known = isinstance(quantizer, str) and quantizer in QUANTIZERS
+    return _require(is_known, "rotated or uniform", name, quantizer)
 
 
 def _require(is_good: bool, expected: str, name: str, value):

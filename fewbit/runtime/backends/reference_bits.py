@@ -56,12 +56,12 @@ def philox_words(seed: torch.Tensor, counter: torch.Tensor):
 
     Args:
         seed: (1,) int64.
-        counter: int64 of any shape.
+        counter: int64 of any shape, whose bits are those of an unsigned number.
 
     Returns:
         Four int64 tensors of the shape of `counter`, with numbers below 2**32.
     """
-    c0, c1 = counter & _MASK32, counter >> 32
+    c0, c1 = counter & _MASK32, (counter >> 32) & _MASK32
     c2 = c3 = torch.zeros_like(counter)
     k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
     m0, m2, w0, w1 = map(int, (*philox.MULTIPLIERS, *philox.WEYL))

@@ -1,8 +1,9 @@
 """The group quantizer (docs/quantizer.md) in plain torch, for any device.
 
-The results equal those of the compiled kernels exactly. A *group* is a run of elements that share a minimum and a
-range. An element is saved as a code from 0 to 2^bits - 1: its distance from the minimum, in units of
-range / (2^bits - 1), rounded at random so that the mean is exact. A *sample* is a slice of a tensor along dimension 0,
+The results equal those of the compiled kernels exactly. A *group* is a run of elements that are quantized together. An
+element is saved as a code from 0 to 2^bits - 1. In a uniform copy, a group has a minimum and a range, and the code is
+the element's distance from the minimum, in units of range / (2^bits - 1), rounded at random so that the mean is exact.
+For rotated copies see `reference_rotated.py`. A *sample* is a slice of a tensor along dimension 0,
 and its elements are called features. A group never crosses samples of 64 features or more. Shorter samples are
 concatenated, and groups run across them.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from fewbit.config import ROTATED, UNIFORM
+from fewbit.runtime.backends import reference_rotated
 from fewbit.runtime.backends.reference_bits import entries_of, pack, philox_words, unpack
 from fewbit.runtime.backends.results import QuantizedGroups
 from fewbit.runtime.format import groups
@@ -23,21 +26,24 @@ _BLOCK = 256  # this many elements get their random numbers from 32 counters, 8 
 
 
 def quantize(
-    x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None
+    x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None, kind=UNIFORM
 ) -> QuantizedGroups:
-    """Quantize a tensor: compute the codes of its elements, and the minimum and the range of each group.
+    """Quantize a tensor: compute the codes of its elements, and two numbers for each group.
+
+    The two numbers are the minimum and the range in a uniform copy, the mean and the scale in a rotated copy.
 
     Args:
         x: a dense tensor of a floating dtype, with samples outermost in storage.
         seed: (1,) int64, the seed of the random rounding.
         bits: the bits per element of all samples, 1 to 8. Ignored if `widths` is given.
         group_size: the number of elements in a group.
-        fp32_min: whether the groups' minimums are float32; if not, they are bfloat16.
+        fp32_min: whether the groups' minimums or means are float32; if not, they are bfloat16.
         widths: (N,) uint8, the bits per element of each of N samples, or None.
         words: only if `widths` is given: the number of int32 words to allocate for all codes.
         normalize: None to quantize x itself. (mean, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed in
             float32. If mean is None, nothing is subtracted. mean and rstd are 1-D contiguous float32 vectors. Element
             number e, in storage order, has entry i = (e div inner) mod (number of entries).
+        kind: the kind of the copy, "uniform" or "rotated".
 
     Returns:
         The packed codes, the ranges, and the smallest and largest element as two 0-D float32 tensors.
@@ -58,7 +64,7 @@ def quantize(
     if normalize is not None:
         rows = _normalized(rows, *normalize)
     if widths is None:
-        packed, ranges = _stream(rows, seed, bits, group_size, fp32_min, 0)
+        packed, ranges = _stream(rows, seed, bits, group_size, fp32_min, kind, 0)
     else:
         packed = torch.zeros(words, dtype=torch.int32, device=x.device)
         most = groups.most_groups(samples, features, group_size)
@@ -66,24 +72,28 @@ def quantize(
         word = group = 0
         for width in range(1, 9):
             stream = rows[widths == width]
-            codes, limits = _stream(stream, seed, width, group_size, fp32_min, group)
+            codes, limits = _stream(stream, seed, width, group_size, fp32_min, kind, group)
             packed[word : word + len(codes)] = codes
             ranges[group : group + len(limits)] = limits
             word, group = word + len(codes), group + len(limits)
+    if kind == ROTATED:
+        ranges = torch.cat([ranges, _seed_rows(seed, ranges.shape[1])])
     spread = tuple(rows.aminmax()) if rows.numel() else (rows.new_zeros(()),) * 2
     return QuantizedGroups(packed, ranges, spread)
 
 
-def squares(x, group_size, normalize=None):
-    """Return, for each sample, the sum over its groups of (number of elements) * range^2.
+def squares(x, group_size, normalize=None, kind=UNIFORM):
+    """Return, for each sample, a sum over its groups to which the variance of rounding is proportional.
 
-    These numbers decide how the bits of a tensor are shared among its samples. The ranges are exact, not rounded to
-    bfloat16. Unlike in `quantize`, groups never cross samples, even if samples have fewer than 64 features.
+    For uniform copies, a group adds (number of elements) * range^2. For rotated copies, it adds the sum of the squares
+    of its elements minus their mean. These numbers decide how the bits of a tensor are shared among its samples.
+    Ranges and means are exact, not rounded to bfloat16. Unlike in `quantize`, groups never cross samples, even if samples have fewer than 64 features.
 
     Args:
         x: a dense tensor of a floating dtype, with samples outermost in storage.
         group_size: the number of elements in a group.
         normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
+        kind: the kind of the copy, "uniform" or "rotated".
 
     Returns:
         (N,) float32; NaN for a sample with an element that is not finite.
@@ -96,6 +106,9 @@ def squares(x, group_size, normalize=None):
     if not rows.numel():
         return rows.new_zeros(samples)
     per_row = -(-features // group_size)
+    if kind == ROTATED:
+        cut, exists = _cut_rows(rows, group_size)
+        return reference_rotated.energies(cut, exists).view(samples, per_row).sum(1)
     last = rows[:, -1:].expand(samples, per_row * group_size - features)
     cut = torch.cat([rows, last], 1).view(samples, per_row, group_size)
     length = torch.full((per_row,), float(group_size), device=rows.device)
@@ -105,7 +118,9 @@ def squares(x, group_size, normalize=None):
     return torch.where(finite, length * (extent * extent), torch.nan).sum(1)
 
 
-def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
+def dequantize(
+    packed, ranges, bits, group_size, out, widths=None, affine=None, kind=UNIFORM
+) -> None:
     """Write the values that codes stand for to `out`, rounded once to the dtype of `out`.
 
     Args:
@@ -119,15 +134,19 @@ def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) 
             rounding. If scale or shift is None, that step is left out. Element number e, in storage order, has entry
             i = (e div inner) mod (number of entries). Must be None if `widths` is given and samples have fewer than 64
             features: groups then contain samples that do not lie side by side.
+        kind: the kind of the copy, "uniform" or "rotated".
     """
     entry = Entry("dequantize", out)
     entry.check_numbers("out", out)
-    entry.check_copy(packed, ranges, bits, group_size, out.shape, widths)
+    entry.check_copy(packed, ranges, bits, group_size, out.shape, widths, kind)
     samples, features = groups.samples_of(out.shape)
     if affine is not None and widths is not None and features < groups.LEAST_FEATURES:
         raise ValueError("expected no affine map for short samples of several widths")
+    seed = None
+    if kind == ROTATED:
+        ranges, seed = ranges[: -groups.SEED_ROWS], seed_of(ranges)
     if widths is None:
-        rows = _restored(packed, ranges, bits, group_size, samples, features)
+        rows = _restored(packed, ranges, bits, group_size, samples, features, kind, seed, 0)
     else:
         rows = torch.empty(samples, features, dtype=torch.float32, device=out.device)
         word = group = 0
@@ -137,7 +156,8 @@ def dequantize(packed, ranges, bits, group_size, out, widths=None, affine=None) 
             n_words = packed_words(count * features, width)
             n_groups = groups.group_count(count, features, group_size)
             stream = packed[word : word + n_words], ranges[group : group + n_groups]
-            rows[chosen] = _restored(*stream, width, group_size, count, features)
+            place = group_size, count, features
+            rows[chosen] = _restored(*stream, width, *place, kind, seed, group)
             word, group = word + n_words, group + n_groups
     if affine is not None:
         rows = _mapped(rows, *affine)
@@ -172,7 +192,7 @@ def _mapped(rows, scale, shift, inner):
     return rows if shift is None else rows + shift
 
 
-def _stream(rows, seed, bits, group_size, fp32_min, first_group):
+def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
     """Quantize samples that all have the same bits per element.
 
     Args:
@@ -180,14 +200,29 @@ def _stream(rows, seed, bits, group_size, fp32_min, first_group):
         seed: (1,) int64, the seed of the random rounding.
         bits: the bits per element, 1 to 8.
         group_size: the number of elements in a group.
-        fp32_min: whether the groups' minimums are float32.
+        fp32_min: whether the groups' minimums or means are float32.
+        kind: the kind of the copy.
         first_group: the number of the first group. The random numbers of a group depend on its number.
 
     Returns:
         The packed codes and the ranges.
     """
-    top = 2**bits - 1
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
+    if kind == ROTATED:
+        groups_of = cut, exists, seed, bits, fp32_min, first_group
+        codes, minimum, extent = reference_rotated.quantize_groups(*groups_of)
+    else:
+        codes, minimum, extent = _uniform(cut, exists, seed, bits, fp32_min, first_group, group_size)
+    packed = pack(codes[exists].to(torch.uint8), bits)
+    columns = [_upper(minimum), _upper(extent)]
+    if fp32_min:
+        columns.append(_lower(minimum))
+    return packed, torch.stack(columns, 1).view(torch.bfloat16)
+
+
+def _uniform(cut, exists, seed, bits, fp32_min, first_group, group_size):
+    """Return the codes, minimums and ranges of the groups of a uniform copy."""
+    top = 2**bits - 1
     low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
     high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
     # Adding 0 turns -0 into +0, since amin may find either zero.
@@ -203,27 +238,53 @@ def _stream(rows, seed, bits, group_size, fp32_min, first_group):
     scale = torch.where(extent > 0, steps.clamp(max=2.0**111), 0.0) * 65536.0
     fixed = ((cut - minimum[:, None]) * scale[:, None]).round().clamp(0, top * 65536.0)
     fixed = torch.where(finite[:, None], fixed, 0.0).to(torch.int64)
-    group = torch.arange(first_group, first_group + len(cut), device=rows.device)
-    codes = (fixed + draws(seed, group, group_size)) >> 16
-    packed = pack(codes[exists].to(torch.uint8), bits)
-    columns = [_upper(minimum), _upper(extent)]
-    if fp32_min:
-        columns.append(_lower(minimum))
-    return packed, torch.stack(columns, 1).view(torch.bfloat16)
+    group = torch.arange(first_group, first_group + len(cut), device=cut.device)
+    return (fixed + draws(seed, group, group_size)) >> 16, minimum, extent
 
 
-def _restored(packed, ranges, bits, group_size, samples, features):
-    """Return minimum + range * (code * (1 / (2**bits - 1))) for samples of equal bits, (samples, features) float32."""
+def _seed_rows(seed, columns):
+    """Return the rows of `ranges` that have the seed of a rotated copy, (2, columns) bfloat16."""
+    words = torch.zeros(groups.SEED_ROWS * columns, dtype=torch.int16, device=seed.device)
+    words[:4] = seed.view(torch.int16)
+    return words.view(groups.SEED_ROWS, columns).view(torch.bfloat16)
+
+
+def seed_of(ranges):
+    """Return the seed of a rotated copy, (1,) int64, from the last rows of its ranges."""
+    words = ranges[-groups.SEED_ROWS :].contiguous().view(torch.int16).view(-1)
+    return words[:4].clone().view(torch.int64)
+
+
+def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, first_group):
+    """Return the values of samples of equal bits, (samples, features) float32.
+
+    Args:
+        packed: the packed codes.
+        ranges: the two numbers of each group, without the rows of the seed.
+        bits: the bits per element.
+        group_size: the number of elements in a group.
+        samples: the number of samples.
+        features: the number of elements of a sample.
+        kind: the kind of the copy.
+        seed: the seed of a rotated copy.
+        first_group: the number of the first group.
+    """
     codes = unpack(packed, bits, samples * features).view(samples, features)
     cut, exists = _cut(codes.to(torch.float32), group_size)
     minimum, extent = limits_of(ranges)
+    if kind == ROTATED:
+        cut = cut.to(torch.int64)
+        groups_of = cut, exists, minimum, extent, seed, bits, first_group
+        return reference_rotated.restore_groups(*groups_of)[exists].view(samples, features)
     part = cut * torch.tensor(1.0 / (2**bits - 1), dtype=torch.float32, device=cut.device)
     values = minimum[:, None] + extent[:, None] * part
     return values[exists].view(samples, features)
 
 
 def limits_of(ranges):
-    """Return the minimum of each group and the range of each group, as two tensors, (groups,) float32.
+    """Return the two numbers of each group, as two tensors, (groups,) float32.
+
+    These are the minimum and the range in a uniform copy, the mean and the scale in a rotated copy.
 
     Args:
         ranges: the ranges that `quantize` returned, (groups, 2 or 3) bfloat16.
@@ -270,11 +331,16 @@ def _cut(rows, group_size):
         The elements, (groups, group_size), with shorter groups padded by zeros; and a bool mask of that shape, False
         for padding.
     """
-    samples, features = rows.shape
+    features = rows.shape[1]
     if features < groups.LEAST_FEATURES:
         rows = rows.reshape(1, -1)
         if not rows.numel():
             rows = rows.reshape(0, 1)
+    return _cut_rows(rows, group_size)
+
+
+def _cut_rows(rows, group_size):
+    """Cut each row into groups, see `_cut`."""
     length = rows.shape[1]
     per_row = -(-length // group_size)
     cut = torch.nn.functional.pad(rows, (0, per_row * group_size - length))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from fewbit.config import UNIFORM
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.encoding import packed_words
 
@@ -79,7 +80,9 @@ class Entry:
         check_bits(bits)
         self.check("packed", packed, packed_words(n, bits), torch.int32)
 
-    def check_copy(self, packed, ranges, bits, group_size, shape, widths) -> None:
+    def check_copy(
+        self, packed, ranges, bits, group_size, shape, widths, kind=UNIFORM
+    ) -> None:
         """Raise ValueError unless packed codes and ranges have the sizes that a tensor of the given shape needs.
 
         Args:
@@ -90,6 +93,7 @@ class Entry:
             shape: The shape of the quantized tensor.
             widths: (N,) uint8, the bits per element of each sample, or None. With widths, `packed` and `ranges` may be
                 larger than needed.
+            kind: The kind of the copy, "uniform" or "rotated".
         """
         samples, features = groups.samples_of(shape)
         if ranges.dim() != 2 or ranges.shape[1] not in (
@@ -105,6 +109,7 @@ class Entry:
             rows = groups.group_count(samples, features, group_size)
         else:
             words, rows = self.check_widths(widths, samples, features, group_size)
+        rows += groups.seed_rows(kind)
         is_mixed = widths is not None
         self.check("packed", packed, words, torch.int32, is_mixed)
         self.check("ranges", ranges, rows * ranges.shape[1], torch.bfloat16, is_mixed)

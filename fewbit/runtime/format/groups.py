@@ -1,6 +1,6 @@
 """The groups that a tensor is cut into, and the bytes of the tensor's quantized copy (docs/quantizer.md).
 
-A *group* is a run of elements that share a minimum and a range. A *sample* is a slice along dimension 0. Samples of 64
+A *group* is a run of elements that are quantized together. A *sample* is a slice along dimension 0. Samples of 64
 features or more are cut into groups one by one. Shorter samples are concatenated, and groups run across them. Nothing
 here needs torch.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from fewbit.config import BLOCK, GROUP_SIZE
+from fewbit.config import BLOCK, GROUP_SIZE, ROTATED, UNIFORM
 from fewbit.runtime.format.encoding import packed_words
 
 LEAST_FEATURES = 64
@@ -21,6 +21,8 @@ FP32_MIN_COLUMNS = 3
 The columns are the upper half of the minimum, the range, and the lower half of the minimum. If minimums are bfloat16,
 there are 2 columns.
 """
+SEED_ROWS = 2
+"""The number of rows at the end of the `ranges` of a rotated copy that have the copy's seed."""
 STEPS = 8
 """Minimums are float32 if a tensor's range is below this many distances between bfloat16 numbers at the minimum."""
 
@@ -29,6 +31,11 @@ def samples_of(shape) -> tuple[int, int]:
     """Return (number of samples, features of a sample) of a tensor of the given shape."""
     n = shape[0] if len(shape) else 1
     return n, prod(shape[1:])
+
+
+def seed_rows(kind: str) -> int:
+    """Return the number of rows of `ranges` that have a copy's seed."""
+    return SEED_ROWS if kind == ROTATED else 0
 
 
 def group_count(samples: int, features: int, group_size: int) -> int:
@@ -69,13 +76,20 @@ def words_of_total(total: int, features: int) -> int:
     return -(-total * features // BLOCK) + sum(range(1, 9))
 
 
-def quantized_bytes(shape, bits: int, group_size: int = GROUP_SIZE, fp32_min: bool = False) -> int:
+def quantized_bytes(
+    shape,
+    bits: int,
+    group_size: int = GROUP_SIZE,
+    fp32_min: bool = False,
+    kind: str = UNIFORM,
+) -> int:
     """Return the bytes of the quantized copy of a tensor.
 
-    The codes of n elements take 4 * bits * ceil(n / 32) bytes. Each group takes 4 bytes, or 6 with float32 minimums.
+    The codes of n elements take 4 * bits * ceil(n / 32) bytes. Each group takes 4 bytes, or 6 with float32 minimums. The
+    seed of a rotated copy takes as much as two groups.
     """
     samples, features = samples_of(shape)
-    groups = group_count(samples, features, group_size)
+    groups = group_count(samples, features, group_size) + seed_rows(kind)
     return 4 * packed_words(samples * features, bits) + (6 if fp32_min else 4) * groups
 
 

@@ -1,10 +1,11 @@
 """The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
 
-    quantize(x, stride, seed, bits, group_size, fp32_min) -> packed, ranges, one
-    dequantize(packed, ranges, bits, group_size, size, stride, dtype) -> the values, with the strides `stride`
+    quantize(x, stride, seed, bits, group_size, fp32_min, kind) -> packed, ranges, one
+    dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind) -> the values, with the strides `stride`
 
-The group quantizer cuts a tensor into groups of elements. It saves a minimum and a range for each group, and a code of
-1 to 8 bits for each element. A *sample* is a slice of a tensor along dimension 0. Both ops take the same strides, which
+The group quantizer cuts a tensor into groups of elements. It saves two numbers for each group, called its *ranges*, and
+a code of 1 to 8 bits for each element. The two numbers are the minimum and the range in a uniform copy, the mean and the
+scale in a rotated copy (docs/quantizer.md). A *sample* is a slice of a tensor along dimension 0. Both ops take the same strides, which
 define the order of the elements. `one` is a tensor of value 1. The layer multiplies its result by `one`, so that a
 compiler has to run the op in the forward pass.
 """
@@ -16,6 +17,7 @@ import math
 import torch
 from torch.library import register_fake
 
+from fewbit.config import UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.bit_sharing import share_bits
@@ -23,8 +25,18 @@ from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.ops.library import define, save_results
 
 
-def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=None, words=None):
-    """Quantize a tensor. Return (packed, ranges): packed codes, and the minimum and range of each group.
+def quantize(
+    x,
+    seed,
+    bits,
+    group_size,
+    fp32_min=None,
+    normalize=None,
+    widths=None,
+    words=None,
+    kind=UNIFORM,
+):
+    """Quantize a tensor. Return (packed, ranges): packed codes, and two numbers for each group.
 
     docs/quantizer.md describes the method and the format.
 
@@ -33,7 +45,7 @@ def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=No
         seed: (1,) int64 on x's device.
         bits: the bits per element of all samples, 1 to 8, unless `widths` is given.
         group_size: the number of elements in a group.
-        fp32_min: whether groups have float32 minimums, or None. On the CPU, None means True if `is_offset` is true for
+        fp32_min: whether groups have float32 minimums (means, in a rotated copy), or None. On the CPU, None means True if `is_offset` is true for
             the minimum and maximum of x, else False. On CUDA, None means False, because the host would have to wait for
             the minimum and maximum; `saved/min_dtype.py` decides before the call.
         normalize: None, or (mean, rstd, inner) to quantize (x - mean) * rstd, see
@@ -41,14 +53,18 @@ def quantize(x, seed, bits, group_size, fp32_min=None, normalize=None, widths=No
         widths: (N,) uint8, the bits per element of each sample, or None.
         words: only if `widths` is given: the number of int32 words to allocate for the codes, at least
             `groups.mixed_words`.
+        kind: the kind of the copy, "uniform" or "rotated".
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
-    return _quantize(source, seed, bits, group_size, fp32_min, widths, words, normalize)
+    return _quantize(source, seed, bits, group_size, fp32_min, widths, words, normalize, kind)
 
 
 def _quantize(source, seed, bits, group_size, fp32_min, *rest):
-    """Quantize a dense tensor with samples outermost in storage. rest: widths, words, normalize, see `quantize`."""
+    """Quantize a dense tensor with samples outermost in storage.
+
+    The arguments are those of `quantize`; rest: widths, words, normalize, kind.
+    """
     backend = backends.of(source)
     packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(fp32_min), *rest)
     if fp32_min is None and source.device.type == "cpu" and is_offset(*map(float, spread)):
@@ -56,7 +72,9 @@ def _quantize(source, seed, bits, group_size, fp32_min, *rest):
     return packed, ranges
 
 
-def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normalize=None):
+def quantize_samples(
+    x, seed, slot, samples, group_size, fp32_min=None, normalize=None, kind=UNIFORM
+):
     """Divide the bits of x's slot among x's samples, then quantize x. Return (packed, ranges, widths, sensitivities).
 
     A slot is one tensor that a layer saves in every forward pass.
@@ -69,6 +87,7 @@ def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normaliz
         group_size: the number of elements in a group.
         fp32_min: whether groups have float32 minimums, or None, see `quantize`.
         normalize: how to normalize x first, or None, see `quantize`.
+        kind: the kind of the copy, "uniform" or "rotated".
 
     Returns:
         packed and ranges, the results of `quantize`; widths, (samples,) uint8, the bits per element of each sample; and
@@ -78,19 +97,19 @@ def quantize_samples(x, seed, slot, samples, group_size, fp32_min=None, normaliz
     source = _by_samples(x, samples)
     features = source.numel() // samples
     total = slot.total(samples)
-    of_samples = _sensitivities(source, slot, group_size, normalize)
+    of_samples = _sensitivities(source, slot, group_size, normalize, kind)
     widths = share_bits(of_samples, total)
     words = groups.words_of_total(total, features)
-    tensors = quantize(source, seed, 0, group_size, fp32_min, normalize, widths, words)
+    tensors = quantize(source, seed, 0, group_size, fp32_min, normalize, widths, words, kind)
     return *tensors, widths, of_samples
 
 
-def sensitivities(x, slot, samples, group_size, normalize=None):
+def sensitivities(x, slot, samples, group_size, normalize=None, kind=UNIFORM):
     """Return the numbers that decide how `quantize_samples` shares bits among samples, (samples,) float32.
 
     The arguments are those of `quantize_samples`.
     """
-    return _sensitivities(_by_samples(x, samples), slot, group_size, normalize)
+    return _sensitivities(_by_samples(x, samples), slot, group_size, normalize, kind)
 
 
 def _by_samples(x, samples):
@@ -100,22 +119,28 @@ def _by_samples(x, samples):
     return source if len(source) == samples else source.view(samples, -1)
 
 
-def _sensitivities(source, slot, group_size, normalize):
-    return slot.assignment.sensitivities(slot, squares(source, group_size, normalize))
+def _sensitivities(source, slot, group_size, normalize, kind):
+    return slot.assignment.sensitivities(slot, squares(source, group_size, normalize, kind))
 
 
-def squares(x, group_size, normalize=None):
-    """Return, for each sample of x, the sum over its groups of (number of elements) * range^2, (N,) float32.
+def squares(x, group_size, normalize=None, kind=UNIFORM):
+    """Return, for each sample of x, a number to which the variance of rounding is proportional, (N,) float32.
+
+    It is a sum over the sample's groups. In a uniform copy, a group adds (number of elements) * range^2. In a rotated
+    copy, it adds the sum of the squares of its elements minus their mean.
 
     Args:
         x: a floating tensor for which `layout.is_by_sample(x)` is true.
         group_size: the number of elements in a group.
         normalize: how to normalize x first, or None, see `quantize`.
+        kind: the kind of the copy, "uniform" or "rotated".
     """
-    return backends.of(x).squares(x, group_size, normalize)
+    return backends.of(x).squares(x, group_size, normalize, kind)
 
 
-def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator):
+def rounding_variance(
+    x, samples, group_size, fp32_min, normalize, bits, generator, kind=UNIFORM
+):
     """Return the variance that rounding to `bits` adds to an element, as a mean for each sample: (samples,) float32.
 
     The variance is estimated from the difference of two random roundings of x.
@@ -128,6 +153,7 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
         normalize: how to normalize x first, or None, see `quantize`.
         bits: the bits per element, 1 to 8.
         generator: a function that returns, for a device, the random generator from which seeds are drawn.
+        kind: the kind of the copy, "uniform" or "rotated".
     """
     stride = layout.by_sample_stride(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -136,15 +162,25 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
         seed = torch.randint(
             2**62, (1,), dtype=torch.int64, device=x.device, generator=generator(x.device)
         )
-        tensors = quantize(x, seed, bits, group_size, fp32_min, normalize)
-        return dequantize(*tensors, bits, group_size, tuple(x.shape), stride, dtype)
+        tensors = quantize(x, seed, bits, group_size, fp32_min, normalize, kind=kind)
+        place = bits, group_size, tuple(x.shape), stride, dtype
+        return dequantize(*tensors, *place, kind=kind)
 
     rows = layout.storage_order(drawn() - drawn()).view(samples or (len(x) if x.dim() else 1), -1)
     return (rows.square().mean(1) / 2).float()
 
 
 def dequantize_samples(
-    packed, ranges, widths, samples, group_size, size, stride, dtype, affine=None
+    packed,
+    ranges,
+    widths,
+    samples,
+    group_size,
+    size,
+    stride,
+    dtype,
+    affine=None,
+    kind=UNIFORM,
 ):
     """Dequantize a tensor from the results of `quantize_samples`.
 
@@ -158,14 +194,26 @@ def dequantize_samples(
         stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
         dtype: the dtype of the values.
         affine: a linear map to apply to the values, or None, see `dequantize`.
+        kind: the kind of the copy, "uniform" or "rotated".
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     rows = out if len(out) == samples else out.view(samples, -1)
-    backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, widths, affine)
+    backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, widths, affine, kind)
     return out
 
 
-def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=None, affine=None):
+def dequantize(
+    packed,
+    ranges,
+    bits,
+    group_size,
+    size,
+    stride,
+    dtype,
+    widths=None,
+    affine=None,
+    kind=UNIFORM,
+):
     """Return the dequantized values of a tensor, with the given size, strides and dtype.
 
     Args:
@@ -179,9 +227,10 @@ def dequantize(packed, ranges, bits, group_size, size, stride, dtype, widths=Non
         widths: (N,) uint8, the bits per element of each sample, or None.
         affine: None, or (scale, shift, inner), a linear map to apply to the values, see
             `reference_quantizer.dequantize`.
+        kind: the kind of the copy, "uniform" or "rotated".
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
-    backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine)
+    backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine, kind)
     return out
 
 
@@ -200,38 +249,40 @@ def is_offset(least: float, greatest: float) -> bool:
     return greatest - least < groups.STEPS * step
 
 
-def _quantize_with_stride(x, stride, *settings):
+def _quantize_with_stride(x, stride, seed, bits, group_size, fp32_min, kind):
     source = layout.with_stride(x.detach(), stride, by_sample=True)
+    settings = seed, bits, group_size, fp32_min, None, None, None, kind
     return *_quantize(source, *settings), x.new_ones(())
 
 
-def _dequantize_with_stride(packed, ranges, bits, group_size, size, stride, dtype):
+def _dequantize_with_stride(packed, ranges, bits, group_size, size, stride, dtype, kind):
     layout.check_stride(size, stride, by_sample=True)
-    return dequantize(packed, ranges, bits, group_size, size, stride, dtype)
+    return dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind=kind)
 
 
 quantize_op = define(
-    "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool fp32_min) "
-    "-> (Tensor, Tensor, Tensor)",
+    "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool fp32_min, "
+    "str kind) -> (Tensor, Tensor, Tensor)",
     _quantize_with_stride,
 )
 dequantize_op = define(
     "dequantize(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
-    "ScalarType dtype) -> Tensor",
+    "ScalarType dtype, str kind) -> Tensor",
     _dequantize_with_stride,
 )
 
 
 @register_fake("fewbit::quantize")
-def _(x, stride, seed, bits, group_size, fp32_min):
+def _(x, stride, seed, bits, group_size, fp32_min, kind):
     samples, features = groups.samples_of(x.shape)
     packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
-    shape = (groups.group_count(samples, features, group_size), 3 if fp32_min else 2)
+    rows = groups.group_count(samples, features, group_size) + groups.seed_rows(kind)
+    shape = rows, 3 if fp32_min else 2
     return packed, x.new_empty(shape, dtype=torch.bfloat16), x.new_empty(())
 
 
 @register_fake("fewbit::dequantize")
-def _(packed, ranges, bits, group_size, size, stride, dtype):
+def _(packed, ranges, bits, group_size, size, stride, dtype, kind):
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
 
 

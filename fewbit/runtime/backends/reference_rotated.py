@@ -1,0 +1,276 @@
+"""Rotated copies (docs/quantizer.md) in plain torch, for any device.
+
+The results equal those of the compiled kernels exactly. The mean of a group is subtracted. The remainders are
+multiplied by random signs and by a Hadamard matrix, which makes them look normal, and are saved as codes of the levels
+that are best for a normal distribution (EDEN, Vargaftik et al., ICML 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from fewbit.catalog.normal_levels import normal_levels
+from fewbit.runtime.backends.reference_bits import philox_words
+
+_PART = 256  # the number of elements that are rotated together
+_MASK32 = 0xFFFFFFFF
+_FIRST_COUNTER = -(2**63)  # 2^63 as int64: no draw of a uniform copy has such a counter
+_COUNTERS = 16  # of each part
+_SCALE_COUNTER = 8  # the counter of the scale's random rounding, after those of the signs
+_LEAST_ENERGY, _MOST_ENERGY, _RESCUE = 2.0**-80, 2.0**100, 2.0**96
+_SHARE_OF_ONE = 8.0  # a group is rotated twice if one element has more than 1 / 8 of the energy
+
+
+class Remainders(NamedTuple):
+    """Groups without their means.
+
+    Attributes:
+        values: (groups, parts, 256) float32, the elements minus the group's mean, times `factor`; zero where no element
+            is.
+        lengths: (groups, parts) int64, the number of elements of each part.
+        mean: (groups,) float32, the stored means.
+        factor: (groups,) float32, a power of two that keeps the squares in the range of float32; 1 for most groups.
+        energy: (groups,) float32, the sums of the squares of `values`.
+    """
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+    mean: torch.Tensor
+    factor: torch.Tensor
+    energy: torch.Tensor
+
+
+def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group):
+    """Quantize groups.
+
+    Args:
+        cut: (groups, group_size) float32, the elements, with any finite value where no element is.
+        exists: (groups, group_size) bool, False where no element is.
+        seed: (1,) int64, the seed of signs and scales.
+        bits: the bits per element, 1 to 8.
+        fp32_mean: whether means are float32; if not, they are bfloat16.
+        first_group: the number of the first group, on which signs depend.
+
+    Returns:
+        Codes, int64 of the shape of `cut`; means, (groups,) float32; and scales, (groups,) float32 rounded to bfloat16,
+        negative if a group was rotated twice.
+    """
+    breaks, levels = _normal_levels(bits, cut.device)
+    left = _remainders(cut, exists, fp32_mean)
+    most = left.values.abs().amax((1, 2)) if len(cut) else left.energy
+    is_twice = most * most * _SHARE_OF_ONE > left.energy
+    words = _sign_words(seed, first_group, len(cut), left.values.shape[1])
+    y = _rotated(left.values, left.lengths, words, is_twice)
+    count = left.lengths.sum(1).to(torch.float32)
+    rms = (left.energy / count).sqrt()
+    magnitude = y.abs()
+    index = (magnitude[..., None] > breaks * rms[:, None, None, None]).sum(-1)
+    codes = index + (torch.signbit(y).to(torch.int64) << (bits - 1))
+    products = torch.where(_has_element(left.lengths), magnitude * levels[index], 0.0)
+    scale = left.energy / _sum_of_groups(products) * (1.0 / left.factor)
+    draw = philox_words(seed, _counters(first_group, len(cut), y.shape[1])[:, 0] + _SCALE_COUNTER)
+    scale = torch.where(left.energy == 0, 0.0, _drop_half(scale, draw[0] & 0xFFFF))
+    is_good = left.energy.isfinite() & left.mean.isfinite() & scale.isfinite()
+    codes = torch.where((is_good & (scale > 0))[:, None, None], codes, 0)
+    scale = torch.where(is_good, torch.where(is_twice & (scale > 0), -scale, scale), torch.nan)
+    mean = torch.where(is_good, left.mean, torch.nan)
+    return codes.flatten(1)[:, : cut.shape[1]], mean, scale
+
+
+def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
+    """Return the values of groups' codes, float32 of the shape of `codes`.
+
+    Args:
+        codes: (groups, group_size) int64.
+        exists: (groups, group_size) bool, False where no element is.
+        mean: (groups,) float32.
+        scale: (groups,) float32, negative if a group was rotated twice.
+        seed: (1,) int64, the seed of the signs.
+        bits: the bits per element, 1 to 8.
+        first_group: the number of the first group.
+    """
+    _, levels = _normal_levels(bits, codes.device)
+    half = 2 ** (bits - 1)
+    y = levels[codes % half] * torch.where(codes >= half, -1.0, 1.0)
+    y = _in_parts(y, exists)
+    lengths = _in_parts(exists.to(torch.int64), exists).sum(2)
+    words = _sign_words(seed, first_group, len(codes), y.shape[1])
+    values = _rotated_back(y, lengths, words, torch.signbit(scale), scale.abs())
+    values = mean[:, None] + values.flatten(1)[:, : codes.shape[1]]
+    return torch.where(scale[:, None].isnan(), torch.nan, values)
+
+
+def energies(cut, exists):
+    """Return the sum of squares of the elements of each group minus the group's mean.
+
+    Args:
+        cut: (groups, group_size) float32, the elements.
+        exists: (groups, group_size) bool, False where no element is.
+
+    Returns:
+        (groups,) float32; NaN for a group with an element that is not finite.
+    """
+    left = _remainders(cut, exists, fp32_mean=True)
+    back = 1.0 / left.factor
+    energy = left.energy * back * back
+    return torch.where(left.energy.isfinite() & left.mean.isfinite(), energy, torch.nan)
+
+
+def _remainders(cut, exists, fp32_mean) -> Remainders:
+    x, there = _in_parts(cut, exists), _in_parts(exists, exists)
+    lengths = there.sum(2)
+    x = torch.where(there, x, 0.0)
+    count = lengths.sum(1).to(torch.float32)
+    mean = _sum_of_groups(x) / count
+    if not fp32_mean:
+        mean = mean.to(torch.bfloat16).to(torch.float32)
+    mean = mean + 0.0
+    left = torch.where(there, x - mean[:, None, None], 0.0)
+    energy = _sum_of_groups(left * left)
+    factor = torch.where(energy < _LEAST_ENERGY, _RESCUE, torch.ones_like(energy))
+    factor = torch.where(energy < _MOST_ENERGY, factor, 1 / _RESCUE)
+    left = left * factor[:, None, None]
+    return Remainders(left, lengths, mean, factor, _sum_of_groups(left * left))
+
+
+def _in_parts(x, exists):
+    """Return (groups, group_size) elements as (groups, parts, 256), with zeros where no element is."""
+    parts = -(-exists.shape[1] // _PART)
+    missing = parts * _PART - exists.shape[1]
+    return torch.nn.functional.pad(x, (0, missing)).view(len(x), parts, _PART)
+
+
+def _has_element(lengths):
+    return torch.arange(_PART, device=lengths.device) < lengths[..., None]
+
+
+def _sum_of_groups(x):
+    """Return the sum over parts and elements of (groups, parts, 256), in the order that all backends have."""
+    half = _PART // 2
+    while half:
+        x = x[..., :half] + x[..., half : 2 * half]
+        half //= 2
+    total = x[:, 0, 0]
+    for part in range(1, x.shape[1]):
+        total = total + x[:, part, 0]
+    return total
+
+
+def _drop_half(scale, draw):
+    """Round positive float32 numbers to bfloat16 at random, with 16 random bits each."""
+    bits = scale.view(torch.int32).to(torch.int64) + draw
+    return (bits & 0xFFFF0000).to(torch.int32).view(torch.float32)
+
+
+@lru_cache(maxsize=32)
+def _normal_levels(bits, device):
+    """Return the positive breaks and the positive levels of the normal table as float32 tensors."""
+    breaks, levels = normal_levels(bits)
+    return tuple(torch.tensor(x, dtype=torch.float32, device=device) for x in (breaks, levels))
+
+
+# -- Signs ---------------------------------------------------------------------------------------------------
+
+
+def _counters(first_group, count, parts):
+    """Return the first Philox counter of each part, (groups, parts) int64."""
+    part = torch.arange(first_group * parts, (first_group + count) * parts)
+    return (_FIRST_COUNTER + _COUNTERS * part).view(count, parts)
+
+
+def _sign_words(seed, first_group, count, parts):
+    """Return whether signs are negative, (groups, parts, 4, 256) bool: for two rotations of two transforms each."""
+    counter = _counters(first_group, count, parts).to(seed.device)[..., None]
+    counter = counter + torch.arange(8, device=seed.device)
+    words = torch.stack(philox_words(seed, counter), -1).view(count, parts, 4, 8)
+    bits = words[..., None] >> torch.arange(32, device=seed.device) & 1
+    return bits.view(count, parts, 4, _PART).bool()
+
+
+# -- Rotations -----------------------------------------------------------------------------------------------
+
+
+def _rotated(values, lengths, words, is_twice):
+    once = _rotate(values, lengths, words[:, :, :2])
+    twice = _rotate(once, lengths, words[:, :, 2:])
+    return torch.where(is_twice[:, None, None], twice, once)
+
+
+def _rotate(values, lengths, signs):
+    out = torch.zeros_like(values)
+    for m in lengths.unique().tolist():
+        if m == 0:
+            continue
+        chosen = lengths == m
+        y, (first, second) = values[chosen][:, :m].clone(), signs[chosen][:, :, :m].unbind(1)
+        size, unit = _transform_of(m)
+        y = _signed(y, first, unit, size)
+        y[:, :size] = _transformed(y[:, :size])
+        if size < m:
+            y[:, m - size :] = _transformed(_signed(y[:, m - size :], second[:, m - size :], unit))
+        rows = out[chosen]
+        rows[:, :m] = y
+        out[chosen] = rows
+    return out
+
+
+def _rotated_back(values, lengths, words, is_twice, scale):
+    once = _rotate_back(values, lengths, words[:, :, 2:], torch.ones_like(scale))
+    y = torch.where(is_twice[:, None, None], once, values)
+    return _rotate_back(y, lengths, words[:, :, :2], scale)
+
+
+def _rotate_back(values, lengths, signs, scale):
+    """Undo a rotation, and multiply by the scale of each group."""
+    out = torch.zeros_like(values)
+    scale = scale[:, None].expand(lengths.shape)
+    for m in lengths.unique().tolist():
+        if m == 0:
+            continue
+        chosen = lengths == m
+        y, (first, second) = values[chosen][:, :m].clone(), signs[chosen][:, :, :m].unbind(1)
+        size, unit = _transform_of(m)
+        if size < m:
+            y[:, m - size :] = _signed(_transformed(y[:, m - size :]), second[:, m - size :], unit)
+        y[:, :size] = _transformed(y[:, :size])
+        factor = scale[chosen][:, None]
+        transformed = torch.arange(m, device=y.device) < size
+        y = y * _with_sign(torch.where(transformed, factor * unit, factor), first)
+        rows = out[chosen]
+        rows[:, :m] = y
+        out[chosen] = rows
+    return out
+
+
+def _transform_of(m: int):
+    """Return the size of the transforms of a part of m elements, and the factor that makes them orthogonal."""
+    size = 1 << (m.bit_length() - 1)
+    return size, torch.tensor(1 / math.sqrt(size), dtype=torch.float32).item()
+
+
+def _signed(y, negative, unit, size=None):
+    """Multiply the first `size` numbers of each row by +unit or -unit, and the others by +1 or -1."""
+    size = y.shape[1] if size is None else size
+    factor = torch.where(torch.arange(y.shape[1], device=y.device) < size, unit, 1.0)
+    return y * _with_sign(factor.to(torch.float32), negative)
+
+
+def _with_sign(x, negative):
+    return torch.where(negative, -x, x)
+
+
+def _transformed(y):
+    """Return the Walsh-Hadamard transform of each row, whose length is a power of two."""
+    rows, size = y.shape
+    half = size // 2
+    while half:
+        pairs = y.reshape(rows, -1, 2, half)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        y = torch.stack((a + b, a - b), 2).reshape(rows, size)
+        half //= 2
+    return y
+

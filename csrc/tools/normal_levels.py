@@ -1,0 +1,84 @@
+"""Prints csrc/common/normal_levels.h from the shipped tables of the function `value`.
+
+    python csrc/tools/normal_levels.py > csrc/common/normal_levels.h
+
+The tables hold the quantizers with the least squared error for a standard normal number (Lloyd,
+1982; Max, 1960). They are symmetric, so the header has their positive halves only. A CUDA kernel can read the numbers
+from `__constant__ NormalLevels levels = kNormalLevels;` in its own file.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+_TABLES = Path(__file__).parents[2] / "tables" / "value.json"
+_PER_LINE = 6
+
+_HEAD = """\
+// The positive breaks and levels of the best quantizers of a standard normal number, which rotated copies use
+// (docs/quantizer.md). csrc/tools/normal_levels.py wrote this file from tables/value.json.
+#pragma once
+
+#include "host_device.h"
+
+namespace fewbit {
+
+// The positive halves for 1 to 8 bits, ascending, rounded to the nearest float32. The halves of all bits follow one another:
+// the 2^(bits-1) - 1 breaks begin at breaks_begin(bits), the 2^(bits-1) levels at levels_begin(bits).
+struct NormalLevels {"""
+
+_TAIL = """\
+};
+
+inline namespace FEWBIT_NAMESPACE {
+
+FEWBIT_HD constexpr int breaks_begin(int bits) { return (1 << (bits - 1)) - bits; }
+FEWBIT_HD constexpr int levels_begin(int bits) { return (1 << (bits - 1)) - 1; }
+
+}  // namespace FEWBIT_NAMESPACE
+}  // namespace fewbit"""
+
+
+def halves() -> tuple[list[float], list[float]]:
+    """Return the positive breaks and the positive levels for 1 to 8 bits, one after the other."""
+    tables = {table["bits"]: table for table in json.loads(_TABLES.read_text())["tables"]}
+    breaks, levels = [], []
+    for bits in range(1, 9):
+        half = 2 ** (bits - 1)
+        breaks += tables[bits]["breaks"][half:]
+        levels += tables[bits]["levels"][half:]
+    return breaks, levels
+
+
+def literals(values: list[float]) -> str:
+    """Return C++ literals, from which a compiler reads the float32 numbers nearest to the values."""
+    texts = [f"{np.float32(value):.9g}" for value in values]
+    texts = [(text if "." in text or "e" in text else text + ".0") + "f" for text in texts]
+    lines = [texts[i : i + _PER_LINE] for i in range(0, len(texts), _PER_LINE)]
+    return ",\n".join("    " + ", ".join(line) for line in lines)
+
+
+def render() -> str:
+    """Return the text of the header."""
+    breaks, levels = halves()
+    return "\n".join(
+        [
+            _HEAD,
+            f"  float breaks[{len(breaks)}], levels[{len(levels)}];",
+            "};",
+            "",
+            "constexpr NormalLevels kNormalLevels = {",
+            "  {",
+            literals(breaks),
+            "  },",
+            "  {",
+            literals(levels),
+            "  }",
+            _TAIL,
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(render())

@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.scaled_dot_product_attention and save query, key and value quantized.
 
@@ -99,8 +99,9 @@ def scaled_dot_product_attention(
         scale: as in torch.
         enable_gqa: as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         (N, ..., Hq, L, Ev).
@@ -108,7 +109,7 @@ def scaled_dot_product_attention(
     Raises:
         InputError: `bits` or `group_size` is invalid.
     """
-    quantizer = quantizer or quantizer_of(bits, group_size)
+    quantizer = quantizer_of(bits, group_size, quantizer)
     how = How(dropout_p, is_causal, scale, enable_gqa)
     return attention(query, key, value, attn_mask, None, how, quantizer)
 

@@ -22,6 +22,7 @@ _FIRST_COUNTER = -(2**63)  # 2^63 as int64: no draw of a uniform copy has such a
 _COUNTERS = 16  # of each part
 _SCALE_COUNTER = 8  # the counter of the scale's random rounding, after those of the signs
 _LEAST_ENERGY, _MOST_ENERGY, _RESCUE = 2.0**-80, 2.0**100, 2.0**96
+_MOST_SCALE = torch.finfo(torch.bfloat16).max
 _SHARE_OF_ONE = 8.0  # a group is rotated twice if one element has more than 1 / 8 of the energy
 
 
@@ -72,11 +73,12 @@ def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group):
     codes = index + (torch.signbit(y).to(torch.int64) << (bits - 1))
     products = torch.where(_has_element(left.lengths), magnitude * levels[index], 0.0)
     scale = left.energy / _sum_of_groups(products) * (1.0 / left.factor)
+    scale = scale.clamp(max=_MOST_SCALE)
     draw = philox_words(seed, _counters(first_group, len(cut), y.shape[1])[:, 0] + _SCALE_COUNTER)
     scale = torch.where(left.energy == 0, 0.0, _drop_half(scale, draw[0] & 0xFFFF))
-    is_good = left.energy.isfinite() & left.mean.isfinite() & scale.isfinite()
-    codes = torch.where((is_good & (scale > 0))[:, None, None], codes, 0)
-    scale = torch.where(is_good, torch.where(is_twice & (scale > 0), -scale, scale), torch.nan)
+    is_good = left.energy.isfinite() & left.mean.isfinite()
+    codes = torch.where((is_good & (left.energy > 0))[:, None, None], codes, 0)
+    scale = torch.where(is_good, torch.where(is_twice, -scale, scale), torch.nan)
     mean = torch.where(is_good, left.mean, torch.nan)
     return codes.flatten(1)[:, : cut.shape[1]], mean, scale
 

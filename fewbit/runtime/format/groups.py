@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from fewbit.config import BLOCK, GROUP_SIZE, ROTATED, UNIFORM
+from fewbit.config import BLOCK, GROUP_SIZE, ROTATED
 from fewbit.runtime.format.encoding import packed_words
 
 LEAST_FEATURES = 64
@@ -81,7 +81,7 @@ def quantized_bytes(
     bits: int,
     group_size: int = GROUP_SIZE,
     fp32_min: bool = False,
-    kind: str = UNIFORM,
+    kind: str = ROTATED,
 ) -> int:
     """Return the bytes of the quantized copy of a tensor.
 

@@ -110,6 +110,9 @@ def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
 def energies(cut, exists, is_masked=False):
     """Return the sum of squares of the elements of each group minus the group's mean.
 
+    If elements are left out, the sum is multiplied by the share of the other elements: the rounding errors of elements
+    that are left out do not count.
+
     Args:
         cut: (groups, group_size) float32, the elements.
         exists: (groups, group_size) bool, False where no element is.
@@ -121,6 +124,8 @@ def energies(cut, exists, is_masked=False):
     left = _remainders(cut, exists, fp32_mean=True, is_masked=is_masked)
     back = 1.0 / left.factor
     energy = left.energy * back * back
+    if is_masked:
+        energy = energy * (exists & (cut != 0)).sum(1) / exists.sum(1)
     return torch.where(left.energy.isfinite() & left.mean.isfinite(), energy, torch.nan)
 
 

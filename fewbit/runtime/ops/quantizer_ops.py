@@ -17,7 +17,7 @@ import math
 import torch
 from torch.library import register_fake
 
-from fewbit.config import UNIFORM
+from fewbit.config import MASKED, UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.bit_sharing import share_bits
@@ -166,7 +166,10 @@ def rounding_variance(
         place = bits, group_size, tuple(x.shape), stride, dtype
         return dequantize(*tensors, *place, kind=kind)
 
-    rows = layout.storage_order(drawn() - drawn()).view(samples or (len(x) if x.dim() else 1), -1)
+    difference = drawn() - drawn()
+    if kind == MASKED:
+        difference.mul_(x != 0)  # the mask restores these elements
+    rows = layout.storage_order(difference).view(samples or (len(x) if x.dim() else 1), -1)
     return (rows.square().mean(1) / 2).float()
 
 

@@ -24,9 +24,12 @@ GROUP_SIZE, LARGEST_GROUP = 256, 1 << 16
 BLOCK = 32
 """The number of elements whose codes are packed together. Group sizes are multiples of this number."""
 MIN_DTYPES = ("auto", "bfloat16", "float32")
-UNIFORM, ROTATED = "uniform", "rotated"
+UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
 QUANTIZERS = (ROTATED, UNIFORM)
-"""The kinds of quantized copies (docs/quantizer.md). The first one is the default of layers."""
+"""The kinds of quantized copies that a user can choose (docs/quantizer.md). The first one is the default of layers.
+
+`MASKED` copies are rotated ones of a ReLU's result.
+"""
 CODECS = ("quant", "quant+zvc", "error-bounded", "jpeg")
 WINDOWS = ("mean", "max")
 LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
@@ -608,6 +611,8 @@ class LayerSettings(_Config):
             "auto" takes float32 for tensors that are far from 0 compared with their range (docs/quantizer.md).
         copies: how many copies a norm saves of its input, each with its own random rounding: 1 or 2 (usually 1). With 2
             copies the mean of a norm's gradient over the random rounding is exact.
+        quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/quantizer.md). Usually the results of
+            softmax have uniform copies, and all other tensors rotated ones (docs/decisions/0016).
         functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
             trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
     """
@@ -619,6 +624,7 @@ class LayerSettings(_Config):
         "group_size": _optional(_number(check_group_size)),
         "min_dtype": _optional(check_min_dtype),
         "copies": _optional(_number(check_copies)),
+        "quantizer": _optional(check_quantizer),
         "functional": _optional(_flag),
     }
 
@@ -628,6 +634,7 @@ class LayerSettings(_Config):
     group_size: int | None = None
     min_dtype: str | None = None
     copies: int | None = None
+    quantizer: str | None = None
     functional: bool | None = None
 
     @classmethod

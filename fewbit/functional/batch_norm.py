@@ -49,7 +49,7 @@ def batch_norm(
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
     copies: int = 1,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.batch_norm and save the normalized input quantized.
 
@@ -59,7 +59,7 @@ def batch_norm(
 
     Args:
         input: (N, C, *), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes for every
-            `group_size` elements (6 if their minimum is float32). A reciprocal standard deviation for each channel is
+            `group_size` elements (6 if their minimum or mean is float32). A reciprocal standard deviation for each channel is
             saved too.
         running_mean: (C,), or None.
         running_var: (C,), or None.
@@ -69,10 +69,11 @@ def batch_norm(
         momentum: as in torch.
         eps: as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
         copies: how many quantized copies of the normalized input are saved: 1, or 2 for an input gradient that is exact
             in expectation.
-        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         A tensor of the input's shape.
@@ -107,7 +108,7 @@ def instance_norm(
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
     copies: int = 1,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.instance_norm of an input (N, C, *) and save the normalized input quantized.
 

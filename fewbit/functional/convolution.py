@@ -43,7 +43,7 @@ def conv1d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.conv1d and save the input quantized.
 
@@ -52,7 +52,7 @@ def conv1d(
 
     Args:
         input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)`
-            bytes are saved, and 4 bytes for every `group_size` elements (6 if their minimum is float32).
+            bytes are saved, and 4 bytes for every `group_size` elements (6 if their minimum or mean is float32).
         weight: (out, C / groups, kernel).
         bias: (out,), or None.
         stride: as in torch: one number, or a number for each dimension.
@@ -60,8 +60,9 @@ def conv1d(
         dilation: as in torch.
         groups: as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         (N, out, L') or (out, L').
@@ -70,7 +71,7 @@ def conv1d(
         InputError: `bits` or `group_size` is invalid.
     """
     settings = stride, padding, dilation, False, 0, groups
-    return _convolve(1, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
+    return _convolve(1, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
 
 def conv2d(
@@ -84,14 +85,14 @@ def conv2d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.conv2d of an input (N, C, H, W) or (C, H, W) and save the input quantized.
 
     The other arguments are as in `conv1d`, and the gradients are equally exact.
     """
     settings = stride, padding, dilation, False, 0, groups
-    return _convolve(2, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
+    return _convolve(2, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
 
 def conv3d(
@@ -105,14 +106,14 @@ def conv3d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.conv3d of an input (N, C, D, H, W) or (C, D, H, W) and save the input quantized.
 
     The other arguments are as in `conv1d`, and the gradients are equally exact.
     """
     settings = stride, padding, dilation, False, 0, groups
-    return _convolve(3, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
+    return _convolve(3, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
 
 def conv_transpose1d(
@@ -127,7 +128,7 @@ def conv_transpose1d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.conv_transpose1d and save the input quantized.
 
@@ -135,7 +136,7 @@ def conv_transpose1d(
     `conv1d`, and the gradients are equally exact.
     """
     settings = stride, padding, dilation, True, output_padding, groups
-    return _convolve(1, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
+    return _convolve(1, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
 
 def conv_transpose2d(
@@ -150,7 +151,7 @@ def conv_transpose2d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.conv_transpose2d and save the input quantized.
 
@@ -158,7 +159,7 @@ def conv_transpose2d(
     `conv2d`, and the gradients are equally exact.
     """
     settings = stride, padding, dilation, True, output_padding, groups
-    return _convolve(2, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
+    return _convolve(2, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
 
 def conv_transpose3d(
@@ -173,7 +174,7 @@ def conv_transpose3d(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.conv_transpose3d and save the input quantized.
 
@@ -181,7 +182,7 @@ def conv_transpose3d(
     `conv3d`, and the gradients are equally exact.
     """
     settings = stride, padding, dilation, True, output_padding, groups
-    return _convolve(3, input, weight, bias, settings, quantizer or quantizer_of(bits, group_size))
+    return _convolve(3, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
 
 def _convolve(dims, x, weight, bias, settings, quantizer):

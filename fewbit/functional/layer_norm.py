@@ -64,7 +64,7 @@ def layer_norm(
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
     copies: int = 1,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.layer_norm and save the normalized input quantized.
 
@@ -74,17 +74,18 @@ def layer_norm(
 
     Args:
         input: (*, *normalized_shape), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes
-            for every `group_size` elements (6 if their minimum is float32). A reciprocal standard deviation for each
+            for every `group_size` elements (6 if their minimum or mean is float32). A reciprocal standard deviation for each
             row is saved too.
         normalized_shape: as in torch.
         weight: a tensor of the shape `normalized_shape`, or None.
         bias: a tensor of the shape `normalized_shape`, or None.
         eps: as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
+        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
         copies: how many quantized copies of the normalized input are saved: 1, or 2 for an input gradient that is exact
             in expectation.
-        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         A tensor of the input's shape.
@@ -109,7 +110,7 @@ def rms_norm(
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
     copies: int = 1,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.rms_norm and save the normalized input quantized.
 
@@ -136,7 +137,7 @@ def group_norm(
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
     copies: int = 1,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.group_norm of an input (N, C, *) and save the normalized input quantized.
 
@@ -163,7 +164,7 @@ def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
         InputError: `bits`, `group_size` or `copies` is invalid.
     """
     check_copies(copies)
-    return quantizer or quantizer_of(bits, group_size)
+    return quantizer_of(bits, group_size, quantizer)
 
 
 def is_served(input, *vectors) -> bool:

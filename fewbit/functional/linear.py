@@ -33,7 +33,7 @@ def linear(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.linear and save the input quantized.
 
@@ -42,12 +42,13 @@ def linear(
 
     Args:
         input: (*, in_features), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)` bytes
-            are saved, and 4 bytes for every `group_size` elements (6 if their minimum is float32).
+            are saved, and 4 bytes for every `group_size` elements (6 if their minimum or mean is float32).
         weight: (out_features, in_features).
         bias: (out_features,), or None.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         (*, out_features).
@@ -55,7 +56,7 @@ def linear(
     Raises:
         InputError: `bits` or `group_size` is invalid.
     """
-    quantizer = quantizer or quantizer_of(bits, group_size)
+    quantizer = quantizer_of(bits, group_size, quantizer)
     usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
     if not usual or not is_differentiated(input, weight, bias):
         return torch_functional.linear(input, weight, bias)
@@ -70,7 +71,7 @@ def bilinear(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.bilinear and save both inputs quantized.
 
@@ -85,8 +86,9 @@ def bilinear(
         weight: (K, I, J).
         bias: (K,), or None.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         (*, K).
@@ -94,7 +96,7 @@ def bilinear(
     Raises:
         InputError: `bits` or `group_size` is invalid.
     """
-    quantizer = quantizer or quantizer_of(bits, group_size)
+    quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input1, input2, weight, bias):
         return torch_functional.bilinear(input1, input2, weight, bias)
     return _Bilinear.apply(input1, input2, weight, bias, quantizer)

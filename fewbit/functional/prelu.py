@@ -32,7 +32,7 @@ def prelu(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.prelu and save the input's signs and negative part.
 
@@ -44,8 +44,9 @@ def prelu(
         input: (N, C, ...), floating.
         weight: (1,) or (C,), the slopes for negative elements.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         A tensor of the size and dtype of torch's result.
@@ -53,7 +54,7 @@ def prelu(
     Raises:
         InputError: `bits` or `group_size` is invalid.
     """
-    quantizer = quantizer or quantizer_of(bits, group_size)
+    quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input, weight):
         return torch_functional.prelu(input, weight)
     return _PReLU.apply(input, weight, quantizer)

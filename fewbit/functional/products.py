@@ -59,7 +59,7 @@ def matmul(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.matmul and save both factors quantized.
 
@@ -72,8 +72,9 @@ def matmul(
         other: a floating tensor of two dimensions or more. The leading dimensions of both tensors broadcast as in
             torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         torch's result.
@@ -81,7 +82,7 @@ def matmul(
     Raises:
         InputError: `bits` or `group_size` is invalid.
     """
-    quantizer = quantizer or quantizer_of(bits, group_size)
+    quantizer = quantizer_of(bits, group_size, quantizer)
     if not _are_differentiated(input, other) or min(input.dim(), other.dim()) < 2:
         return torch.matmul(input, other)
     return _Matmul.apply(input, other, quantizer)
@@ -93,13 +94,13 @@ def mul(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.mul of floating tensors of any shapes that broadcast, and save both factors quantized.
 
     The other arguments are as in `matmul`, and the gradients are equally exact.
     """
-    quantizer = quantizer or quantizer_of(bits, group_size)
+    quantizer = quantizer_of(bits, group_size, quantizer)
     if not _are_differentiated(input, other):
         return torch.mul(input, other)
     return _Mul.apply(input, other, quantizer)
@@ -163,7 +164,7 @@ def swiglu(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute silu(gate) * up and save gate and up quantized (Shazeer, "GLU variants improve Transformer", section 2).
 
@@ -174,8 +175,9 @@ def swiglu(
         gate: a floating tensor of any shape.
         up: a floating tensor of a shape that broadcasts with gate's. It is saved only if gate needs a gradient.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         The product, which equals torch's to the bit.
@@ -183,7 +185,7 @@ def swiglu(
     Raises:
         InputError: `bits` or `group_size` is invalid.
     """
-    return gated(gate, up, "silu", quantizer=quantizer or quantizer_of(bits, group_size))
+    return gated(gate, up, "silu", quantizer=quantizer_of(bits, group_size, quantizer))
 
 
 def geglu(
@@ -193,7 +195,7 @@ def geglu(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute gelu(gate, approximate) * up, and save gate and up quantized.
 
@@ -205,7 +207,7 @@ def geglu(
     if approximate not in ("none", "tanh"):
         raise InputError(f"expected none or tanh for approximate, got {approximate!r}")
     name = "gelu" if approximate == "none" else "gelu_tanh"
-    return gated(gate, up, name, quantizer=quantizer or quantizer_of(bits, group_size))
+    return gated(gate, up, name, quantizer=quantizer_of(bits, group_size, quantizer))
 
 
 def reglu(
@@ -214,14 +216,14 @@ def reglu(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute relu(gate) * up, and save relu(gate) and up quantized and the sign of gate in 1 bit per element.
 
     relu(gate) is saved only if up needs a gradient, and up is saved only if gate needs a gradient. Arguments are as in
     `swiglu`. The gradients are exact in expectation: their means over the random rounding are exact.
     """
-    return gated(gate, up, "relu", quantizer=quantizer or quantizer_of(bits, group_size))
+    return gated(gate, up, "relu", quantizer=quantizer_of(bits, group_size, quantizer))
 
 
 _FORWARD = {

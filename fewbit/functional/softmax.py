@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.config import GROUP_SIZE
+from fewbit.config import GROUP_SIZE, UNIFORM
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
     DEFAULT_BITS,
@@ -47,7 +47,7 @@ def softmax(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.softmax and save the result quantized.
 
@@ -60,8 +60,9 @@ def softmax(
         _stacklevel: the stack level of that warning, as in torch.
         dtype: the dtype of the result and of the computation, as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements that are quantized with one minimum and one range, a multiple of 32.
-        quantizer: quantizes the saved tensors. If it is given, `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         A tensor of the input's size.
@@ -69,7 +70,7 @@ def softmax(
     Raises:
         InputError: `bits` or `group_size` is invalid.
     """
-    quantizer = quantizer or quantizer_of(bits, group_size)
+    quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input):
         return torch_functional.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
@@ -85,13 +86,13 @@ def log_softmax(
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
-    quantizer: Quantizer | None = None,
+    quantizer: Quantizer | str | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.log_softmax and save the probabilities quantized.
 
     Arguments are as in `softmax`. The gradient is exact in expectation: its mean over the random rounding is exact.
     """
-    quantizer = quantizer or quantizer_of(bits, group_size)
+    quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input):
         return torch_functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
@@ -103,7 +104,7 @@ class _Softmax(Function):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.softmax(x, dim, dtype=dtype)
-        saved = quantizer.quantize(y)
+        saved = quantizer.quantize(y, usual=UNIFORM)
         ctx.spec, ctx.dim, ctx.dtype = saved.spec, dim, x.dtype
         ctx.save_for_backward(*saved.tensors)
         return saved.tie(y)
@@ -120,7 +121,7 @@ class _LogSoftmax(Function):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.log_softmax(x, dim, dtype=dtype)
-        saved = quantizer.quantize(y.exp(), shared=False)
+        saved = quantizer.quantize(y.exp(), shared=False, usual=UNIFORM)
         ctx.spec, ctx.dim, ctx.dtype = saved.spec, dim, x.dtype
         ctx.save_for_backward(*saved.tensors)
         return saved.tie(y)

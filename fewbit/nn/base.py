@@ -31,17 +31,27 @@ class Guarded:
 
 
 class Quantized(Guarded):
-    """A mixin that adds the arguments `bits` and `group_size`, and an attribute `quantizer` made from these arguments.
+    """A mixin that adds the arguments `bits`, `group_size` and `quantizer`.
+
+    `quantizer` is the kind of quantized copies, "rotated" or "uniform"; None stands for the usual kind of the layer. The
+    attribute `quantizer` is a Quantizer made from these arguments.
 
     The quantizer quantizes the tensors that the forward saves. In evaluation mode nothing is quantized.
     """
 
     quantizer: Quantizer
 
-    def __init__(self, *args, bits: int = DEFAULT_BITS, group_size: int = GROUP_SIZE, **kwargs):
-        quantizer = Quantizer(bits, group_size)
+    def __init__(
+        self,
+        *args,
+        bits: int = DEFAULT_BITS,
+        group_size: int = GROUP_SIZE,
+        quantizer: str | None = None,
+        **kwargs,
+    ):
+        made = Quantizer(bits, group_size, kind=quantizer)
         super().__init__(*args, **kwargs)
-        self.quantizer = quantizer
+        self.quantizer = made
 
     def _exact(self, *args, **kwargs):
         """Run the forward of torch's class. Functions that it calls are not compressed either."""

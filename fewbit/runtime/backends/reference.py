@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from fewbit.config import UNIFORM
 from fewbit.runtime.backends.reference_bits import pack, philox_words, unpack
 from fewbit.runtime.backends.reference_fixed_point import (
     decode_fixed,
@@ -62,7 +63,17 @@ def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None
 
 
 def forward_quantized(
-    x, function, parameters, encoding, seed, out, qseed, bits, group_size, fp32_min=False
+    x,
+    function,
+    parameters,
+    encoding,
+    seed,
+    out,
+    qseed,
+    bits,
+    group_size,
+    fp32_min=False,
+    kind=UNIFORM,
 ) -> QuantizedForward | None:
     """Do what `forward` does and quantize f(x), all in one pass over memory, if the backend has such a pass.
 
@@ -78,7 +89,8 @@ def forward_quantized(
         qseed: the seed for `quantize`.
         bits: the bits per element of the quantized f(x), see `quantize`.
         group_size: the number of elements in a group, see `quantize`.
-        fp32_min: whether groups have float32 minimums, see `quantize`.
+        fp32_min: whether groups have float32 minimums or means, see `quantize`.
+        kind: the kind of the copy, see `quantize`.
 
     Returns:
         The codes of x and the quantized f(x). None if there is no such pass. Nothing has been done in that case, and

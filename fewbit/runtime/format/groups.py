@@ -35,7 +35,7 @@ def samples_of(shape) -> tuple[int, int]:
 
 def seed_rows(kind: str) -> int:
     """Return the number of rows of `ranges` that have a copy's seed."""
-    return SEED_ROWS if kind == ROTATED else 0
+    return 0 if kind == UNIFORM else SEED_ROWS
 
 
 def group_count(samples: int, features: int, group_size: int) -> int:
@@ -81,7 +81,7 @@ def quantized_bytes(
     bits: int,
     group_size: int = GROUP_SIZE,
     fp32_min: bool = False,
-    kind: str = UNIFORM,
+    kind: str = ROTATED,
 ) -> int:
     """Return the bytes of the quantized copy of a tensor.
 

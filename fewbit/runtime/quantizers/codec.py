@@ -71,6 +71,11 @@ class CodecSpec(NamedTuple):
         return self.place.samples
 
     @property
+    def kind(self) -> str:
+        """The kind of copy that the group quantizer would make."""
+        return self.place.kind
+
+    @property
     def slot(self):
         """The slot that the tensor was saved for."""
         return self.place.slot

@@ -1,7 +1,7 @@
 """The group quantizer of a layer: `quantize` makes a copy of a tensor in the forward pass.
 
-A *copy* is the quantized form of a tensor that a layer saves: codes of a few bits, and a minimum and a range for each
-group of elements. `QuantizedTensorSpec.dequantize` computes approximate values from a copy in the backward pass.
+A *copy* is the quantized form of a tensor that a layer saves: codes of a few bits, and two numbers for each group of
+elements. Copies are rotated or uniform (docs/quantizer.md). `QuantizedTensorSpec.dequantize` computes approximate values from a copy in the backward pass.
 
 A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots in training. A
 *probe* measures for the policy how rounding the slots changes the gradients. A *fixed-point copy* is the copy that a
@@ -16,7 +16,16 @@ from functools import lru_cache
 
 import torch
 
-from fewbit.config import GROUP_SIZE, check_bits, check_group_size, check_min_dtype
+from fewbit.config import (
+    GROUP_SIZE,
+    MASKED,
+    ROTATED,
+    UNIFORM,
+    check_bits,
+    check_group_size,
+    check_min_dtype,
+    check_quantizer,
+)
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
 from fewbit.runtime.interop.compiler_tracing import notify_traced
@@ -37,6 +46,7 @@ from fewbit.runtime.quantizers.spec import (
 )
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
+from fewbit.runtime.saved.cache import Mask
 from fewbit.runtime.saved.context import ForwardContext, current
 from fewbit.runtime.saved.min_dtype import MinDtypeSelector
 
@@ -48,17 +58,19 @@ class Quantizer:
 
     Args:
         bits: the bits per element if no policy chooses them, 1 to 8.
-        group_size: the number of elements that share a minimum and a range, a multiple of 32.
-        min_dtype: the dtype of groups' minimums: "bfloat16", "float32", or "auto", which means float32 for tensors
+        group_size: the number of elements in a group, a multiple of 32.
+        min_dtype: the dtype of groups' minimums or means: "bfloat16", "float32", or "auto", which means float32 for tensors
             whose minimum is large relative to their range.
         context: the state that the layers of a converted model share; None for a layer outside a converted model.
         name: the path of the layer in the converted model.
         average: the mean number of bits per element, if a policy divides bits among samples; `bits` unless given.
         is_fixed: whether the policy must not change the average.
         fuse: whether norms make fixed-point copies, which the layers after the norms can use.
+        kind: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer, which is "uniform" for
+            the results of softmax and "rotated" for all other tensors (docs/decisions/0016).
 
     Raises:
-        InputError: bits, group_size or min_dtype is not valid.
+        InputError: bits, group_size, min_dtype or kind is not valid.
     """
 
     def __init__(
@@ -71,10 +83,13 @@ class Quantizer:
         average: float | None = None,
         is_fixed: bool = True,
         fuse: bool = False,
+        kind: str | None = None,
     ):
         check_bits(bits)
         check_group_size(group_size)
         check_min_dtype(min_dtype)
+        if kind is not None:
+            check_quantizer(kind)
         self.bits = bits
         self.group_size = group_size
         self.min_dtype = min_dtype
@@ -83,6 +98,7 @@ class Quantizer:
         self.average = bits if average is None else average
         self.is_fixed = is_fixed
         self.fuse = fuse
+        self.kind = kind
         self._selector = MinDtypeSelector()
 
     def copy_for(self, name: str, **changes) -> Quantizer:
@@ -119,27 +135,33 @@ class Quantizer:
         running = current()
         return running if running is not None and running.is_private else self.context
 
-    def quantize(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
+    def quantize(
+        self, x: torch.Tensor, shared: bool = True, slot: int = 0, usual: str = ROTATED
+    ) -> SavedTensors:
         """Return a quantized copy of x, made now or by another layer that saved x in the same forward pass.
 
         Args:
             x: a floating tensor of any shape and strides. A transposed view is quantized in the order of its memory.
             shared: whether several layers that save x in the same forward pass may use one copy.
             slot: the number of x among the layer's inputs, from 0. With the layer's name, it identifies the slot.
+            usual: the kind of the copy if the quantizer has no kind.
         """
         order = layout.storage_permutation(x)
         if order is not None:
-            saved = self.quantize(x.permute(order), shared, slot)
+            saved = self.quantize(x.permute(order), shared, slot, usual)
             back = tuple(order.index(dim) for dim in range(x.dim()))
             return saved._replace(spec=PermutedSpec(saved.spec, back))
         if not shared or self.context is None or not is_eager(x):
-            return self._quantize(x, x.dtype, slot)
+            return self._quantize(x, x.dtype, slot, usual=usual)
         context = self.context
         context.record_save()
         saved = context.cache.get(x, self.key)
         activation = context.cache.record_consumer(x, self)
         if saved is None:
-            saved = self._quantize(x, x.dtype, slot, activation=activation)
+            is_rotated = (self.kind or usual) == ROTATED
+            mask = context.cache.get_mask(x) if is_rotated else None
+            made_by = {"activation": activation, "usual": usual, "mask": mask}
+            saved = self._quantize(x, x.dtype, slot, **made_by)
             context.cache.put(x, self.key, saved)
         elif self._policy is not None:
             saved = saved._replace(spec=saved.spec.for_consumer(self.name))
@@ -181,7 +203,15 @@ class Quantizer:
         return self._quantize(x, x.dtype, input_dtype=input_dtype)
 
     def _quantize(
-        self, x, dtype, slot=0, normalize=None, activation=None, input_dtype=None
+        self,
+        x,
+        dtype,
+        slot=0,
+        normalize=None,
+        activation=None,
+        input_dtype=None,
+        usual=ROTATED,
+        mask=None,
     ) -> SavedTensors:
         """Quantize x, or x normalized by `normalize`. The backward pass dequantizes the copy in `dtype`.
 
@@ -192,25 +222,29 @@ class Quantizer:
             normalize: (mean or None, rstd, inner) if x is to be normalized first; else None.
             activation: the number of the activation in the forward pass whose result x is, or None.
             input_dtype: the dtype of the layer's input; None if it is the dtype of x.
+            usual: the kind of the copy if the quantizer has no kind.
+            mask: the `Mask` that says where x is 0, or None.
         """
+        kind = MASKED if mask is not None else self.kind or usual
         if not is_plain(x):
-            return self._quantize_traced(x)
+            return self._quantize_traced(x, kind)
         fp32_min, ask = self._fp32_min_of(x)
         settings = self.group_size, fp32_min, normalize
         seed = self._seed(x, slot, activation)
         if self._policy is None:
-            tensors = quantizer_ops.quantize(x, seed, self.bits, *settings)
-            spec = self._spec(x, dtype, self.bits)
+            tensors = quantizer_ops.quantize(x, seed, self.bits, *settings, kind=kind)
+            spec = self._spec(x, dtype, self.bits, kind=kind)
+            tensors, spec = _with_mask(tensors, spec, mask)
         else:
             tensors, spec = self._quantize_slot(
-                x, seed, dtype, slot, settings, input_dtype or x.dtype
+                x, seed, dtype, slot, settings, input_dtype or x.dtype, kind, mask
             )
         offload.mark(*tensors)
         if ask:
-            self._selector.ask(tensors[1])
+            self._selector.ask(tensors[1], kind)
         return SavedTensors(tensors, spec)
 
-    def _quantize_slot(self, x, seed, dtype, number, settings, input_dtype):
+    def _quantize_slot(self, x, seed, dtype, number, settings, input_dtype, kind, mask):
         """Quantize x with the bits, or with the slot codec, that this forward's bit assignment has for the slot.
 
         Args:
@@ -220,6 +254,8 @@ class Quantizer:
             number: the number of x among the layer's inputs.
             settings: (group size, whether minimums are float32, how to normalize x or None).
             input_dtype: the dtype of the layer's input.
+            kind: the kind of the copy.
+            mask: the `Mask` of a masked copy, else None.
 
         Returns:
             (tensors to save, spec).
@@ -228,19 +264,23 @@ class Quantizer:
         slot = assignment.slot((self.name, number), self.average, self.is_fixed)
         samples = assignment.samples_of(x, self.name if number == 0 else "")
         bits, sensitivities = slot.uniform(), None
-        spec = self._spec(x, dtype, bits, samples, slot)
+        spec = self._spec(x, dtype, bits, samples, slot, kind)
         codec, probe = assignment.codec(slot), assignment.probe
         if codec is not None:
             tensors, spec = _quantize_by_codec(codec, x, seed, spec, settings, input_dtype)
             if samples is not None and probe is not None:
                 group_size, _, normalize = settings
-                sensitivities = quantizer_ops.sensitivities(x, slot, samples, group_size, normalize)
+                sensitivities = quantizer_ops.sensitivities(
+                    x, slot, samples, group_size, normalize, kind
+                )
         elif samples is None:
-            tensors = quantizer_ops.quantize(x, seed, bits, *settings)
+            tensors = quantizer_ops.quantize(x, seed, bits, *settings, kind=kind)
         else:
             *tensors, sensitivities = quantizer_ops.quantize_samples(
-                x, seed, slot, samples, *settings
+                x, seed, slot, samples, *settings, kind
             )
+        if codec is None:
+            tensors, spec = _with_mask(tensors, spec, mask)
         if x.numel() and (probe is not None or assignment.unobserved):
             self._report_unobserved(assignment, slot)
         if probe is not None and x.numel() and not in_backward():
@@ -285,14 +325,15 @@ class Quantizer:
             return True, False
         return self._selector.poll(), True
 
-    def quantize_with_activation(self, run, y) -> tuple | None:
+    def quantize_with_activation(self, run, y, encoding=None) -> tuple | None:
         """Compute an activation's result y, the activation's codes and the copy of y in one pass over memory.
 
         Args:
-            run: a function. run(seed, bits, group_size, fp32_min) writes y and returns a
+            run: a function. run(seed, bits, group_size, fp32_min, kind) writes y and returns a
                 `backends.results.QuantizedForward`. If the backend has no kernel for this, run returns None and writes
                 nothing.
             y: the memory of the result: an ordinary dense tensor in eager mode, samples outermost.
+            encoding: the encoding of the activation's codes, if these say where y is 0; else None.
 
         Returns:
             (the activation's codes, SavedTensors of y). The second entry is None if y needs float32 minimums, because
@@ -302,7 +343,10 @@ class Quantizer:
             return None
         seed = self.context.seed_of_result(y, self.key)
         fp32_min, ask = self._fp32_min_of(y)
-        made = run(seed, self.bits, self.group_size, bool(fp32_min))
+        kind = self.kind or ROTATED
+        is_masked = kind == ROTATED and encoding is not None
+        kind = MASKED if is_masked else kind
+        made = run(seed, self.bits, self.group_size, bool(fp32_min), kind)
         if made is None:
             return None
         codes, (packed, ranges, spread) = made
@@ -310,8 +354,10 @@ class Quantizer:
             return codes, None
         offload.mark(packed, ranges)
         if ask:
-            self._selector.ask(ranges)
-        return codes, SavedTensors((packed, ranges), self._spec(y, y.dtype, self.bits))
+            self._selector.ask(ranges, kind)
+        mask = Mask(codes, encoding) if is_masked else None
+        spec = self._spec(y, y.dtype, self.bits, kind=kind)
+        return codes, SavedTensors(*_with_mask((packed, ranges), spec, mask))
 
     @property
     def key(self) -> tuple:
@@ -324,13 +370,15 @@ class Quantizer:
         bits = self.bits
         if self._policy is not None:
             bits = self.average if self.is_fixed else None
-        return bits, self.group_size, self.min_dtype
+        key = bits, self.group_size, self.min_dtype
+        return key if self.kind == UNIFORM else (*key, self.kind)
 
-    def _quantize_traced(self, x) -> SavedTensors:
+    def _quantize_traced(self, x, kind) -> SavedTensors:
         notify_traced(self)
-        spec = self._spec(x, x.dtype, self.bits)
+        spec = self._spec(x, x.dtype, self.bits, kind=kind)
+        settings = self.bits, self.group_size, bool(self._fp32_min()), kind
         packed, ranges, one = quantizer_ops.quantize_op(
-            x, spec.stride, library.new_seed(x), self.bits, self.group_size, bool(self._fp32_min())
+            x, spec.stride, library.new_seed(x), *settings
         )
         return SavedTensors((packed, ranges), spec, None if is_abstract(x) else one)
 
@@ -340,10 +388,10 @@ class Quantizer:
         if "context" in vars(self) and self._policy is not None and not self.is_fixed:
             self._policy.report_unobserved(self.name, COMPILED)
 
-    def _spec(self, x, dtype, bits, *rest) -> QuantizedTensorSpec:
+    def _spec(self, x, dtype, bits, samples=None, slot=None, kind=ROTATED) -> QuantizedTensorSpec:
         stride = layout.by_sample_stride(x)
         return QuantizedTensorSpec(
-            bits, self.group_size, tuple(x.shape), tuple(stride), dtype, *rest
+            bits, self.group_size, tuple(x.shape), tuple(stride), dtype, samples, slot, kind
         )
 
     def _seed(self, x, slot, activation):
@@ -362,6 +410,8 @@ class Quantizer:
             parts.append(f"group_size={self.group_size}")
         if self.min_dtype != "auto":
             parts.append(f"min_dtype={self.min_dtype!r}")
+        if self.kind is not None:
+            parts.append(f"quantizer={self.kind!r}")
         return ", ".join(parts)
 
 
@@ -379,6 +429,13 @@ def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, set
     return tuple(tensors), CodecSpec(inner, spec)
 
 
+def _with_mask(tensors, spec, mask: Mask | None):
+    """Add the mask of a masked copy to the copy's tensors and to its spec."""
+    if mask is None:
+        return tuple(tensors), spec
+    return (*tensors, mask.packed), spec._replace(mask=mask.encoding)
+
+
 def _is_same_memory(x, other) -> bool:
     if not (is_eager(x) and is_eager(other)):
         return False
@@ -390,12 +447,27 @@ def _is_ordinary(x) -> bool:
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1
-def quantizer_of(bits: int, group_size: int) -> Quantizer:
+def _quantizer_of(bits: int, group_size: int, kind: str | None) -> Quantizer:
+    return Quantizer(bits, group_size, kind=kind)
+
+
+def quantizer_of(
+    bits: int, group_size: int, quantizer: Quantizer | str | None = None
+) -> Quantizer:
     """Return the Quantizer that functions of `fewbit.functional` use if they are called with these settings.
 
-    Raises InputError if bits or group_size is not valid.
+    Args:
+        bits: the bits per element, 1 to 8.
+        group_size: the number of elements in a group, a multiple of 32.
+        quantizer: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer; or a Quantizer,
+            which is returned.
+
+    Raises:
+        InputError: a setting is not valid.
     """
-    return Quantizer(bits, group_size)
+    if isinstance(quantizer, Quantizer):
+        return quantizer
+    return _quantizer_of(bits, group_size, quantizer)
 
 
 def is_differentiated(*tensors) -> bool:

@@ -1,7 +1,7 @@
 """The tensors that a layer saves, and specs, which turn saved tensors into approximate values in the backward pass.
 
-The group quantizer saves codes of a few bits, and the *ranges*: the minimum and the range of each group of elements. A
-*slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots. A *probe* measures
+The group quantizer saves codes of a few bits, and the *ranges*: two numbers for each group of elements, which are the
+minimum and the range in a uniform copy, and the mean and the scale in a rotated copy (docs/quantizer.md). A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots. A *probe* measures
 for the policy how rounding a slot changes the gradients.
 """
 
@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import torch
 
+from fewbit.config import UNIFORM
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.ops import activation_ops, quantizer_ops
 from fewbit.runtime.probes import restoring
 from fewbit.runtime.saved.assignment import TensorSlot
 
@@ -25,10 +27,13 @@ class QuantizedTensorSpec(NamedTuple):
 
     Args:
         bits: the bits per element; no effect if each sample has its own number of bits.
-        group_size: the number of elements that share a minimum and a range.
+        group_size: the number of elements in a group.
         size, stride, dtype: the size, strides and dtype of the dequantized values.
         samples: the number of samples if each sample has its own number of bits, else None.
         slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
+        mask: in a masked copy, the encoding of the mask (`saved/cache.py`), whose packed codes are the last saved
+            tensor; else None.
     """
 
     bits: int
@@ -38,11 +43,16 @@ class QuantizedTensorSpec(NamedTuple):
     dtype: torch.dtype
     samples: int | None = None
     slot: TensorSlot | None = None
+    kind: str = UNIFORM
+    mask: Encoding | None = None
 
     @property
     def count(self) -> int:
-        """The number of saved tensors: codes, ranges and, if each sample has its own number of bits, these numbers."""
-        return 2 if self.samples is None else 3
+        """The number of saved tensors.
+
+        These are codes, ranges, the numbers of bits if each sample has its own, and the mask of a masked copy.
+        """
+        return 2 + (self.samples is not None) + (self.mask is not None)
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """Return approximate values of the saved tensor, in the tensor's size and strides.
@@ -84,14 +94,23 @@ class QuantizedTensorSpec(NamedTuple):
         return restoring.restored(values, self, tensors[0])
 
     def _values(self, tensors, dtype, affine):
+        if self.mask is None:
+            return self._unmasked(tensors, dtype, affine)
+        *tensors, mask = tensors
+        values = self._unmasked(tensors, dtype, None)
+        activation_ops.decode_mul_(values, mask, self.mask)
+        return in_dtype(map_affine(values, affine), dtype)
+
+    def _unmasked(self, tensors, dtype, affine):
         packed, ranges, *widths = tensors
         place = self.bits, self.group_size, self.size, self.stride
         if not is_plain(packed):
-            return quantizer_ops.dequantize_op(packed, ranges, *place, dtype)
+            return quantizer_ops.dequantize_op(packed, ranges, *place, dtype, self.kind)
+        how = {"affine": affine, "kind": self.kind}
         if not widths:
-            return quantizer_ops.dequantize(packed, ranges, *place, dtype, affine=affine)
+            return quantizer_ops.dequantize(packed, ranges, *place, dtype, **how)
         return quantizer_ops.dequantize_samples(
-            packed, ranges, *widths, self.samples, *place[1:], dtype, affine
+            packed, ranges, *widths, self.samples, *place[1:], dtype, **how
         )
 
     def _is_mapped(self) -> bool:
@@ -166,15 +185,19 @@ class QuantizationRecord(NamedTuple):
         """
         settings = self.group_size, self.fp32_min, self.normalize
         return quantizer_ops.rounding_variance(
-            self.x, self.spec.samples, *settings, bits, generator
+            self.x, self.spec.samples, *settings, bits, generator, self.spec.kind
         )
 
     def squares(self) -> torch.Tensor:
-        """Return the sum over all groups of (number of elements) * range^2, 0-D float32."""
+        """Return a number to which the variance of rounding is proportional, 0-D float32.
+
+        It is the sum over all groups of (number of elements) * range^2 for a uniform copy, and of the squares of the
+        elements minus their group's mean for a rotated copy.
+        """
         x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
         if x.numel() < groups.LEAST_FEATURES * len(x):
             x = layout.storage_order(x).view(1, -1)  # groups run across samples that are so short
-        return quantizer_ops.squares(x, self.group_size, self.normalize).sum()
+        return quantizer_ops.squares(x, self.group_size, self.normalize, self.spec.kind).sum()
 
     def exact(self) -> torch.Tensor:
         """Return the values that were quantized, before rounding, in the spec's size, strides and dtype."""

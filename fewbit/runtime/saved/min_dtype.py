@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import torch
 
+from fewbit.config import UNIFORM
 from fewbit.runtime.backends.reference_quantizer import limits_of
-from fewbit.runtime.format.groups import STEPS
+from fewbit.runtime.format.groups import STEPS, seed_rows
 
 
 class MinDtypeSelector:
@@ -43,11 +44,12 @@ class MinDtypeSelector:
             self.is_large, self._pending = bool(self._pending[0]), None
         return self.is_large
 
-    def ask(self, ranges: torch.Tensor) -> None:
+    def ask(self, ranges: torch.Tensor, kind: str) -> None:
         """Start to compute whether a tensor needs float32 minimums, without waiting for the GPU.
 
         Args:
-            ranges: (groups, 2 or 3) bfloat16, for each group its minimum, in 1 or 2 columns, and its range.
+            ranges: the ranges of the tensor's copy, (rows, 2 or 3) bfloat16 (docs/quantizer.md).
+            kind: the kind of the copy.
         """
         if torch.cuda.is_current_stream_capturing() or not ranges.numel():
             return
@@ -56,22 +58,26 @@ class MinDtypeSelector:
             return
         with torch.cuda.device(ranges.device):
             answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-            answer.copy_(is_large(ranges), non_blocking=True)
+            answer.copy_(is_large(ranges, kind), non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         self._pending = answer, event
 
 
-def is_large(ranges: torch.Tensor) -> torch.Tensor:
+def is_large(ranges: torch.Tensor, kind: str) -> torch.Tensor:
     """Return whether a tensor's elements are so far from zero that it needs float32 minimums, as a 0-D bool tensor.
 
     It does if the greatest element minus the least element is less than 8 times the spacing of bfloat16 numbers at the
-    least element.
+    least element. A rotated copy has no extremes. They are estimated as 3 standard deviations from the groups' means.
 
     Args:
-        ranges: (groups, 2 or 3) bfloat16, for each group its minimum, in 1 or 2 columns, and its range.
+        ranges: the ranges of the tensor's copy, (rows, 2 or 3) bfloat16 (docs/quantizer.md).
+        kind: the kind of the copy.
     """
-    minimum, extent = limits_of(ranges)
+    minimum, extent = limits_of(ranges[: len(ranges) - seed_rows(kind)])
+    if kind != UNIFORM:
+        deviation = extent.abs()  # a scale is about the standard deviation of its group
+        minimum, extent = minimum - 3 * deviation, 6 * deviation
     least, greatest = minimum.min(), (minimum + extent).max()
     exponent = torch.frexp(least)[1] - 1
     step = torch.ldexp(torch.ones_like(least), exponent - 7)

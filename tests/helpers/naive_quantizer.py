@@ -53,7 +53,7 @@ def mapped(values, scale, shift, inner):
 
 def quantize(rows, seed, widths, group_size, fp32_min, kind="uniform"):
     """Return (packed, ranges): uint32 words and (groups, 2 or 3) uint16, with two more rows in a rotated copy."""
-    group = _group if kind == "uniform" else _rotated_group
+    group = GROUP_OF[kind]
     rows = np.asarray(rows)
     with np.errstate(over="ignore", under="ignore"):
         rows = rows.astype(np.float32)
@@ -130,6 +130,9 @@ def _rotated_group(x, seed, number, bits, group_size, fp32_min):
     if np.isnan(scale):
         return codes, [NAN16, NAN16, 0][: 3 if fp32_min else 2]
     return codes, _row(mean, scale, fp32_min)
+
+
+GROUP_OF = {"uniform": _group, "rotated": _rotated_group}
 
 
 def _row(first, second, fp32_min):

@@ -159,7 +159,12 @@ class QuantizationRecord(NamedTuple):
     normalize: tuple | None
 
     def variance(self, bits: int, generator) -> torch.Tensor:
-        """Estimate the variance that rounding to `bits` adds to an element, as a mean over the elements of each sample.
+        """Return the variance that rounding to `bits` adds to an element, as a mean over the elements of each sample.
+
+        The variance of a rotated copy follows from the sums of squares. The variance of a uniform copy depends on how
+        the elements lie between the codes, and is estimated from two random roundings, as is that of a rotated copy
+        whose groups are cut into several parts: one part may have more energy than another, and then the rotated
+        elements do not look normal.
 
         Args:
             bits: the bits per element, 1 to 8.
@@ -168,10 +173,12 @@ class QuantizationRecord(NamedTuple):
         Returns:
             (samples,) float32.
         """
+        kind, samples = self.spec.kind, self.spec.samples or (len(self.x) if self.x.dim() else 1)
+        if kind == ROTATED and self.group_size <= groups.PART:
+            squares = self._squares_of(samples) * (samples / self.x.numel())
+            return squares * distortion(kind, bits)
         settings = self.group_size, self.fp32_min, self.normalize
-        return quantizer_ops.rounding_variance(
-            self.x, self.spec.samples, *settings, bits, generator, self.spec.kind
-        )
+        return quantizer_ops.rounding_variance(self.x, samples, *settings, bits, generator, kind)
 
     def squares(self) -> torch.Tensor:
         """Return a number to which the variance of rounding is proportional, 0-D float32.

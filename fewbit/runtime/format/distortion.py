@@ -24,7 +24,7 @@ import math
 from functools import cache
 
 from fewbit.catalog.normal_levels import normal_error
-from fewbit.config import MAX_BITS, MIN_BITS, ROTATED, UNIFORM
+from fewbit.config import MAX_BITS, MIN_BITS, UNIFORM
 
 BITS = range(MIN_BITS, MAX_BITS + 1)
 """The possible numbers of bits per element."""
@@ -74,10 +74,8 @@ def largest_distortion(kind: str, bits: int) -> float:
 def _distortions(kind: str) -> tuple[float, ...]:
     if kind == UNIFORM:
         return tuple(_step2(bits) / 6.0 for bits in BITS)
-    if kind == ROTATED:
-        errors = map(normal_error, BITS)
-        return tuple(error / (1.0 - error) + _SCALE_VARIANCE for error in errors)
-    raise ValueError(f"kind: expected {UNIFORM!r} or {ROTATED!r}, got {kind!r}")
+    errors = map(normal_error, BITS)
+    return tuple(error / (1.0 - error) + _SCALE_VARIANCE for error in errors)
 
 
 def _step2(bits: int) -> float:

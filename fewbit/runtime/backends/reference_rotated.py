@@ -15,8 +15,9 @@ import torch
 
 from fewbit.catalog.normal_levels import normal_levels
 from fewbit.runtime.backends.reference_bits import philox_words
+from fewbit.runtime.format import groups
 
-_PART = 256  # the number of elements that are rotated together
+_PART = groups.PART
 _MASK32 = 0xFFFFFFFF
 _FIRST_COUNTER = -(2**63)  # 2^63 as int64: no draw of a uniform copy has such a counter
 _COUNTERS = 16  # of each part

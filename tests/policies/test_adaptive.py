@@ -126,7 +126,7 @@ def test_allocation_shows_itself():
     records = found.records()
     share = relative_distortion("rotated", found[3].bits)
     assert records[3]["variance"] == found[3].sensitivity * share
-    assert {record["quantizer"] for record in records} == {"rotated"}
+    assert {record["quantizer"] for record in records} == {"rotated", "masked"}
     assert len(found.to_csv().splitlines()) == 12
     shares = [float(line.split()[-1].rstrip("%")) for line in text.splitlines()[4:15]]
     assert sum(shares) == pytest.approx(100, abs=1)

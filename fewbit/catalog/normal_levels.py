@@ -1,4 +1,4 @@
-"""The optimal levels for numbers with the standard normal distribution, from the shipped tables of the function `value`."""
+"""The levels of quantizers for standard normal numbers, from the shipped tables of the function `value`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,38 @@ def normal_levels(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     Raises:
         TableError: No table with this number of bits is shipped.
     """
-    table = next((t for t in shipped_tables("value") if t.bits == bits), None)
-    if table is None:
-        raise TableError(f"bits: expected 1 to 8, got {bits!r}")
+    table = value_table(bits, "mse")
     half = 2 ** (bits - 1)
     return tuple(table.breaks[half:].tolist()), tuple(table.levels[half:].tolist())
+
+
+@cache
+def unbiased_levels(bits: int) -> tuple[tuple[float, ...], ...]:
+    """Return the levels of the exactly unbiased code with shared randomness that has the least error for normal numbers.
+
+    `fewbit.table.staircase` describes the code. It is unbiased for numbers in [-T, T], with T the mean of the last
+    column. T depends on the bits, and is chosen for groups of 256 numbers whose unit is the root of their mean square,
+    or as much more as is needed so that no number exceeds T units.
+
+    Args:
+        bits: The bits of a code, 1 to 8.
+
+    Returns:
+        A row of 2**bits ascending levels for each value of the shared random number.
+
+    Raises:
+        TableError: No table with this number of bits is shipped.
+    """
+    return tuple(tuple(row) for row in value_table(bits, "shared").shared_levels.tolist())
+
+
+def value_table(bits: int, objective: str):
+    """Return the shipped table of the function `value` with this number of bits and this objective.
+
+    Raises:
+        TableError: No such table is shipped.
+    """
+    for table in shipped_tables("value"):
+        if table.bits == bits and table.objective == objective:
+            return table
+    raise TableError(f"bits: expected 1 to 8, got {bits!r}")

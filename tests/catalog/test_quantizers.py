@@ -32,7 +32,9 @@ def test_measured_errors_agree_with_computed_ones(rows, index):
     assert row.bits == index + 1
     assert row.uniform_measured == pytest.approx(row.uniform, rel=0.01)
     assert row.rotated_measured == pytest.approx(row.rotated, rel=0.01)
+    assert row.unbiased_measured == pytest.approx(row.unbiased, rel=0.01)
     assert row.bound == 1 / (4**row.bits - 1)
+    assert row.bound < row.unbiased
     assert row.bound < row.rotated < row.uniform
 
 

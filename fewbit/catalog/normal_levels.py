@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
-from fewbit.catalog.store import shipped_tables
+from fewbit.catalog.store import tables_directory
 from fewbit.errors import TableError
 
 
@@ -26,7 +27,7 @@ def normal_levels(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """
     table = value_table(bits, "mse")
     half = 2 ** (bits - 1)
-    return tuple(table.breaks[half:].tolist()), tuple(table.levels[half:].tolist())
+    return tuple(table["breaks"][half:]), tuple(table["levels"][half:])
 
 
 @cache
@@ -46,16 +47,24 @@ def unbiased_levels(bits: int) -> tuple[tuple[float, ...], ...]:
     Raises:
         TableError: No table with this number of bits is shipped.
     """
-    return tuple(tuple(row) for row in value_table(bits, "shared").shared_levels.tolist())
+    return tuple(tuple(row) for row in value_table(bits, "shared")["shared_levels"])
 
 
-def value_table(bits: int, objective: str):
-    """Return the shipped table of the function `value` with this number of bits and this objective.
+def value_table(bits: int, objective: str) -> dict:
+    """Return the document of the shipped table of the function `value` with this number of bits and this objective.
+
+    The document is not validated, to save time. Tests validate all shipped tables.
 
     Raises:
         TableError: No such table is shipped.
     """
-    for table in shipped_tables("value"):
-        if table.bits == bits and table.objective == objective:
-            return table
+    for document in _documents():
+        if document["bits"] == bits and document["objective"] == objective:
+            return document
     raise TableError(f"bits: expected 1 to 8, got {bits!r}")
+
+
+@cache
+def _documents() -> list[dict]:
+    text = (tables_directory() / "value.json").read_text(encoding="utf-8")
+    return json.loads(text)["tables"]

@@ -155,7 +155,7 @@ def _relative(restored: np.ndarray, x: np.ndarray) -> float:
 
 def rotated_limit(bits: int) -> float:
     """Return the error D / (1 - D) of the nearest level with EDEN's scale in long groups, D the error of the levels."""
-    error = value_table(bits, "mse").error
+    error = value_table(bits, "mse")["error"]
     return error / (1.0 - error)
 
 

@@ -32,7 +32,7 @@ SHARED = {
 }
 """{bits: (shared bits, T)} of the tables of objective "shared" for the function `value`.
 
-One more shared bit would lower the error by less than 1.5 %. T, a multiple of 0.05, is the one with the least
+One more shared bit would lower the error by less than 1 %. T, a multiple of 0.05, is the one with the least
 `fewbit.catalog.quantizers.unbiased_error`.
 """
 

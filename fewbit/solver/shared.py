@@ -46,12 +46,14 @@ from fewbit.table.staircase import build_staircase
 
 RESIDUAL = 1e-7
 """The largest gradient of a stationary code, with respect to a level."""
-_MOST_STEPS = 600
+_MOST_STEPS, _REFERENCE_STEPS = 600, 100
+# Up to this number of levels, the search runs twice.
+_FEW_LEVELS = 512
 # The first t of the lower bound comes from a code with up to this many levels in all and this many values of h.
-_REFERENCE_LEVELS, _REFERENCE_ROWS = 2**11, 2**8
+_REFERENCE_LEVELS, _REFERENCE_ROWS = 2**10, 2**8
 _CELLS_PER_LEVEL, _LEAST_CELLS = 64, 1024
 # Steps that improve the bound: {most levels: (number of steps, length of the first step)}.
-_ASCENTS = {16: (80, 0.1), 64: (30, 0.02), 256: (6, 0.005)}
+_ASCENTS = {4: (300, 0.1), 16: (80, 0.1), 64: (30, 0.02), 256: (6, 0.005)}
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def interleaved(levels, rows):
     return np.interp(place, np.arange(-1, len(levels) + 1), outer)
 
 
-def refine_shared(landscape, cells, levels, ends, improve=True):
+def refine_shared(landscape, cells, levels, ends, most_steps=_MOST_STEPS):
     """Improve levels until the error is stationary.
 
     Args:
@@ -92,19 +94,27 @@ def refine_shared(landscape, cells, levels, ends, improve=True):
         cells: The cells of the domain.
         levels: float64 (H, K), the first levels.
         ends: The least and the greatest value of the stand-in.
-        improve: Whether to improve the levels, or only to satisfy the constraints.
+        most_steps: The largest number of steps; 0 only to satisfy the constraints.
 
     Returns:
         A `SharedSolution`.
     """
-    from scipy.optimize import minimize
-
     levels = _constrained(levels, ends)
-    if not improve:
-        return SharedSolution(levels, _evaluate(landscape, cells, levels).error, math.inf)
-    # A level that few numbers use has a small curvature. The scale makes the curvatures similar.
-    use = _evaluate(landscape, cells, levels).use
-    scale = np.sqrt(np.maximum(use, 1e-6 * use.max()))
+    state = _evaluate(landscape, cells, levels)
+    if most_steps == 0:
+        return SharedSolution(levels, state.error, math.inf)
+    # A level that few numbers use has a small curvature. The first scale makes the curvatures similar. With the other
+    # one the search takes more steps, but may find a code with a smaller error.
+    scales = [np.sqrt(np.maximum(state.use, 1e-6 * state.use.max()))]
+    if levels.size <= _FEW_LEVELS:
+        scales.append(np.ones_like(levels))
+    found = [_descend(landscape, cells, levels, ends, scale, most_steps) for scale in scales]
+    return min(found, key=lambda solution: solution.error)
+
+
+def _descend(landscape, cells, levels, ends, scale, most_steps):
+    """Minimize the error over levels times `scale`, by L-BFGS. Return a `SharedSolution`."""
+    from scipy.optimize import minimize
 
     def evaluate(x):
         moved = x.reshape(levels.shape) / scale
@@ -118,7 +128,7 @@ def refine_shared(landscape, cells, levels, ends, improve=True):
         (levels * scale).ravel(),
         jac=True,
         method="L-BFGS-B",
-        options={"maxiter": _MOST_STEPS, "maxcor": 30, "ftol": 0.0, "gtol": 1e-11},
+        options={"maxiter": most_steps, "maxcor": 30, "ftol": 0.0, "gtol": 1e-11},
     )
     better = _constrained(found.x.reshape(levels.shape) / scale, ends)
     state = _evaluate(landscape, cells, better)
@@ -168,25 +178,24 @@ def _evaluate(landscape, cells, levels):
     return _State(error, gradient, use)
 
 
-def reference_rows(rows, columns):
-    """Return the number of values of h of the code from which the lower bound is computed, at least `rows`."""
-    return max(rows, min(_REFERENCE_ROWS, _REFERENCE_LEVELS // columns))
-
-
-def bound_cells(columns):
-    """Return the number of cells for the lower bound of a code with K = `columns` levels."""
-    return max(_LEAST_CELLS, _CELLS_PER_LEVEL * columns)
-
-
-def lower_bound(cells, levels, effort):
+def lower_bound(landscape, plain, found, effort):
     """Return a lower bound on the error of every unbiased code with K levels, for any number of values of h.
 
     Args:
-        cells: The cells of the stand-in.
-        levels: float64 (H, K), the levels of a good code with many values of h.
+        landscape: The stand-in and the weight.
+        plain: float64 (K,), the levels of objective "unbiased".
+        found: float64 (H, K), the levels of the solved code. Another code with more values of h is used if there is one
+            of moderate size.
         effort: The threads and the progress function.
     """
-    columns = levels.shape[1]
+    columns = len(plain)
+    levels, rows = found, min(_REFERENCE_ROWS, _REFERENCE_LEVELS // columns)
+    if rows > len(found):
+        wide = landscape.cells(_LEAST_CELLS)
+        levels = refine_shared(
+            landscape, wide, interleaved(plain, rows), plain[[0, -1]], _REFERENCE_STEPS
+        ).levels
+    cells = landscape.cells(max(_LEAST_CELLS, _CELLS_PER_LEVEL * columns))
     order = np.argsort(cells.mean, kind="stable")
     mass, value = cells.mass[order], cells.mean[order]
     means, _, slopes = build_staircase(levels)
@@ -196,7 +205,7 @@ def lower_bound(cells, levels, effort):
     for step in range(count + 1):
         found, target, level = _bound(mass, value, target, columns, effort)
         best = max(best, found - cells.second_moment)
-        target = target + first / (1.0 + 0.1 * step) * (value - level)
+        target = target + first / (1.0 + 0.03 * step) * (value - level)
         target = np.maximum.accumulate(target)
     return best
 

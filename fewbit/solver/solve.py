@@ -41,10 +41,8 @@ from fewbit.solver.request import (
 )
 from fewbit.solver.shared import RESIDUAL as SHARED_RESIDUAL
 from fewbit.solver.shared import (
-    bound_cells,
     interleaved,
     lower_bound,
-    reference_rows,
     refine_shared,
 )
 from fewbit.solver.steps import nearest_steps, totals
@@ -351,19 +349,12 @@ def _solve_shared(landscape, request, f):
     stand_in = _varying_stand_in(landscape, request, f)
     smooth = _with_derivative(landscape, stand_in)
     cells = smooth.cells(_FINE)
-    columns = len(plain.levels)
-
-    def solved(rows):
-        first = interleaved(plain.levels, rows)
-        ends = plain.levels[[0, -1]]
-        return refine_shared(smooth, cells, first, ends, request.refine)
-
+    first = interleaved(plain.levels, request.rows)
+    steps = {} if request.refine else {"most_steps": 0}
     request.effort.progress("refining", 0, 2)
-    found = solved(request.rows)
+    found = refine_shared(smooth, cells, first, plain.levels[[0, -1]], **steps)
     request.effort.progress("bounding", 1, 2)
-    rows = reference_rows(request.rows, columns)
-    many = found if rows == request.rows else solved(rows)
-    bound = lower_bound(smooth.cells(bound_cells(columns)), many.levels, request.effort)
+    bound = lower_bound(smooth, plain.levels, found.levels, request.effort)
     bias = _bias(landscape, stand_in, cells)
     status = "stationary" if found.residual < SHARED_RESIDUAL else "stalled"
     return _drawn(

@@ -148,14 +148,14 @@ def test_without_shared_bits_it_is_objective_unbiased(bits):
 @pytest.mark.fast(10)
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_the_error_falls_with_shared_bits_to_the_bound(bits):
-    tables = [code(bits, shared_bits) for shared_bits in range(6)]
+    tables = [code(bits, shared_bits) for shared_bits in range(5)]
     errors = [table.error for table in tables]
     assert np.all(np.diff(errors) < 0)
     # With H values of h, many levels have about (1 + 1 / H**2) times the error of unlimited shared randomness.
-    assert errors[0] > 2 * errors[5]
+    assert errors[0] > 2 * errors[4]
     # The bound of no code is above the error of a code with more shared randomness.
-    assert max(table.lower_bound for table in tables[1:]) <= errors[5]
-    assert tables[5].gap < (0.07 if bits == 1 else 0.03)
+    assert max(table.lower_bound for table in tables[1:]) <= errors[4]
+    assert tables[4].gap < (0.09 if bits == 1 else 0.04)
 
 
 def test_the_error_falls_with_bits():

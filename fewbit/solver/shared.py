@@ -53,7 +53,7 @@ _FEW_LEVELS = 512
 _REFERENCE_LEVELS, _REFERENCE_ROWS = 2**10, 2**8
 _CELLS_PER_LEVEL, _LEAST_CELLS = 64, 1024
 # Steps that improve the bound: {most levels: (number of steps, length of the first step)}.
-_ASCENTS = {4: (300, 0.1), 16: (80, 0.1), 64: (30, 0.02), 256: (6, 0.005)}
+_ASCENTS = {32: (300, 0.1), 64: (100, 0.03), 256: (6, 0.005)}
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def lower_bound(landscape, plain, found, effort):
     for step in range(count + 1):
         found, target, level = _bound(mass, value, target, columns, effort)
         best = max(best, found - cells.second_moment)
-        target = target + first / (1.0 + 0.03 * step) * (value - level)
+        target = target + first / (1.0 + 0.1 * step) * (value - level)
         target = np.maximum.accumulate(target)
     return best
 

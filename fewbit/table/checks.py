@@ -280,13 +280,13 @@ def check_pieces(form: str, levels: np.ndarray, breaks: np.ndarray, codes: np.nd
 
 
 def check_unbiased(
-    form: str, levels: np.ndarray, breaks: np.ndarray, codes: np.ndarray, knots
+    objective: str, form: str, levels: np.ndarray, breaks: np.ndarray, codes: np.ndarray, knots
 ) -> None:
-    """Check the form, levels and pieces of a table of objective "unbiased"."""
+    """Check the form, levels and pieces of a table of objective "unbiased" or "shared"."""
     if form != "levels":
-        raise wrong("form", '"levels" for a table that is drawn from', form)
+        raise wrong("form", f'"levels" for objective {objective}', form)
     if len(levels) < 2:
-        raise wrong("levels", "at least 2 numbers for a table that is drawn from", len(levels))
+        raise wrong("levels", f"at least 2 numbers for objective {objective}", len(levels))
     with np.errstate(over="ignore", divide="ignore"):
         bad = np.flatnonzero(~(1.0 / np.diff(levels) <= FLOAT32_MAX))
     if bad.size:

@@ -151,7 +151,7 @@ class Table:
         _check_knots_presence(self)
         if self.objective in DRAWN:
             set_fields(self, knots_error=checked_knots_error(self.knots_error))
-            check_unbiased(self.form, levels, breaks, self.codes, self.knots)
+            check_unbiased(self.objective, self.form, levels, breaks, self.codes, self.knots)
         if self.objective == "shared":
             set_fields(self, shared_levels=checked_shared_levels(self.shared_levels, levels))
 

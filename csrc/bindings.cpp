@@ -290,20 +290,19 @@ fewbit::Streams streams_of_squares(const QuantizedShape& shape) {
 int item_of(DType dtype) { return static_cast<int>(dtype); }
 
 // Chooses the bits of n tensors from their sensitivities and sizes, within a total budget of bits.
-void allocate(const Buffer& sensitivity, const Buffer& at_one, const Buffer& elements, int64_t budget, int least,
-              int most, const Buffer& bits) {
+void allocate(const Buffer& variances, const Buffer& elements, int64_t budget, int least, int most,
+              const Buffer& bits) {
   const Entry entry("allocate", -1);
   const int64_t n = bits.count;
   check_size(n);
   check_bits(least);
   check_bits(most);
   if (least > most) refuse("least", std::to_string(most) + " or less", std::to_string(least));
-  const auto* weights = entry.exactly<const double>("sensitivity", sensitivity, n, item_of(DType::float64));
-  const auto* coarsest = entry.exactly<const double>("at_one", at_one, n, item_of(DType::float64));
+  const auto* added = entry.exactly<const double>("variances", variances, fewbit::kMaxBits * n, item_of(DType::float64));
   const auto* sizes = entry.exactly<const int64_t>("elements", elements, n, kInt64);
   auto* to = entry.exactly<uint8_t>("bits", bits, n, kUint8);
   py::gil_scoped_release release;
-  fewbit::allocate(weights, coarsest, sizes, n, budget, least, most, to);
+  fewbit::allocate(added, sizes, n, budget, least, most, to);
 }
 
 // -- Table ------------------------------------------------------------------------------------------------
@@ -945,10 +944,10 @@ PYBIND11_MODULE(_kernels, module) {
 
   module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
              "Return the names of the instruction sets that can be used here, best first.");
-  module.def("allocate", &allocate, py::arg("sensitivity"), py::arg("at_one"), py::arg("elements"), py::arg("budget"),
-             py::arg("least"), py::arg("most"), py::arg("bits"),
-             "Choose n uint8 bits from n float64 sensitivities, variances at 1 bit and int64 sizes, such that the sum of "
-             "elements * bits stays within the budget.");
+  module.def("allocate", &allocate, py::arg("variances"), py::arg("elements"), py::arg("budget"), py::arg("least"),
+             py::arg("most"), py::arg("bits"),
+             "Choose n uint8 bits from n rows of 8 float64 variances and n int64 sizes, such that the sum of elements * "
+             "bits stays within the budget.");
   module.def("packed_words", [](int64_t n, int bits) {
         check_size(n);
         check_bits(bits);

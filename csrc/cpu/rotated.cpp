@@ -72,6 +72,15 @@ void rotate(float* y, int m, Signs& signs, int64_t part, int rotation) {
   transform(y + m - size, size);
 }
 
+// Moves the m numbers of a part by `places` to the left, around the end.
+void move(float* y, int m, int places) {
+  if (places == 0) return;
+  float first[kRotatedPart];
+  memcpy(first, y, places * sizeof(float));
+  memmove(y, y + places, (m - places) * sizeof(float));
+  memcpy(y + m - places, first, places * sizeof(float));
+}
+
 // Undoes a rotation, and multiplies the numbers by `scale`.
 void rotate_back(float* y, int m, Signs& signs, int64_t part, int rotation, float scale) {
   const int size = transform_size(m);
@@ -197,14 +206,17 @@ inline Remainders remainders_of(const Summary& summary, int n, bool fp32_min, co
 // Computes the words of a part of a group that has codes. Returns the part's sum of magnitudes times their levels.
 inline float code(const OfBits& kernels, const float* values, int m, int64_t number, const Remainders& of, float rms,
                   Signs& signs, uint32_t* words) {
-  const bool is_twice = of.is_twice();
+  const bool is_twice = rotates_twice(m, of.is_twice());
   if (m == kRotatedPart && of.factor == 1.0f && !is_twice) {
     return kernels.code_part(values, of.mean, signs.first(number), rms, words);
   }
   alignas(64) float y[kRotatedPart];
   subtract(values, m, of.mean, of.factor, y);
   rotate(y, m, signs, number, 0);
-  if (is_twice) rotate(y, m, signs, number, 1);
+  if (is_twice) {
+    move(y, m, shift_of(m));
+    rotate(y, m, signs, number, 1);
+  }
   return kernels.code_blocks(y, blocks_of(m), rms, words);
 }
 
@@ -414,7 +426,10 @@ inline void restore(const OfBits& kernels, const uint32_t* words, int m, int64_t
   }
   alignas(64) float y[kRotatedPart];
   kernels.levels_of_blocks(words, blocks_of(m), y);
-  if (group.is_twice) rotate_back(y, m, signs, number, 1, 1.0f);
+  if (rotates_twice(m, group.is_twice)) {
+    rotate_back(y, m, signs, number, 1, 1.0f);
+    move(y, m, m - shift_of(m));
+  }
   rotate_back(y, m, signs, number, 0, group.scale);
   for (int i = 0; i < m; ++i) out[i] = group.mean + y[i];
   for (int i = m; i % kBlock != 0; ++i) out[i] = 0.0f;

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from fewbit.config import ROTATED
 from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
@@ -88,20 +89,22 @@ class DeferredQuantizer(Quantizer):
 
     noise: Noise
 
-    def quantize(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
-        """Save x unchanged."""
-        return self._save_exactly(x.detach(), False)
+    def quantize(
+        self, x: torch.Tensor, shared: bool = True, slot: int = 0, usual: str = ROTATED
+    ) -> SavedTensors:
+        """Save x unchanged. The copy has the kind `usual` if the quantizer has no kind."""
+        return self._save_exactly(x.detach(), False, usual)
 
     def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
         """Save (x - mean) rstd without rounding."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        return self._save_exactly(x, True)
+        return self._save_exactly(x, True, ROTATED)
 
-    def _save_exactly(self, x, is_normalized) -> SavedTensors:
+    def _save_exactly(self, x, is_normalized, usual) -> SavedTensors:
         context, number = self.noise.number_saved()
-        spec = _Deferred(self, context, is_normalized, tuple(x.shape), x.dtype)
+        spec = _Deferred(self, context, is_normalized, usual, tuple(x.shape), x.dtype)
         return SavedTensors((x, torch.tensor(number)), spec)
 
 
@@ -115,6 +118,7 @@ class _Deferred(NamedTuple):
         quantizer: the quantizer that saved the tensor.
         context: the name of the tensor's context.
         is_normalized: whether the tensor is the normalized input of a norm layer.
+        usual: the kind of the copy if the quantizer has no kind.
         size: the size of the tensor.
         dtype: the dtype of the tensor.
     """
@@ -122,6 +126,7 @@ class _Deferred(NamedTuple):
     quantizer: DeferredQuantizer
     context: str
     is_normalized: bool
+    usual: str
     size: tuple[int, ...]
     dtype: torch.dtype
 
@@ -147,7 +152,7 @@ class _Deferred(NamedTuple):
         if self.is_normalized:
             saved = quantizer.quantize_normalized(x, None, torch.ones((), device=x.device), None)
         else:
-            saved = quantizer.quantize(x)
+            saved = quantizer.quantize(x, usual=self.usual)
         return saved.spec.dequantize(saved.tensors, self.dtype)
 
 

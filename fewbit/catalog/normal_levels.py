@@ -24,8 +24,26 @@ def normal_levels(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     Raises:
         TableError: No table with this number of bits is shipped.
     """
+    table = _table(bits)
+    half = 2 ** (bits - 1)
+    return tuple(table.breaks[half:].tolist()), tuple(table.levels[half:].tolist())
+
+
+@cache
+def normal_error(bits: int) -> float:
+    """Return the mean squared error of a standard normal number that is rounded to the levels of `normal_levels`.
+
+    Args:
+        bits: The bits of a code, 1 to 8.
+
+    Raises:
+        TableError: No table with this number of bits is shipped.
+    """
+    return float(_table(bits).error)
+
+
+def _table(bits: int):
     table = next((t for t in shipped_tables("value") if t.bits == bits), None)
     if table is None:
         raise TableError(f"bits: expected 1 to 8, got {bits!r}")
-    half = 2 ** (bits - 1)
-    return tuple(table.breaks[half:].tolist()), tuple(table.levels[half:].tolist())
+    return table

@@ -4,6 +4,11 @@
 // The sum of a group has to be known before its energy, and the energy before its codes. Several groups are handled together,
 // step by step, so that a processor does not wait for the end of such a chain: each group's step is independent of the others'.
 
+// The flag is in the .flags files for other loops. Here it would begin with all loads, for which there are not enough registers.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-schedule-insns")
+#endif
+
 #include <cstring>
 
 #include "../common/planes.h"

@@ -16,6 +16,7 @@
 #include "common/dtype.h"
 #include "common/fixed_point.h"
 #include "common/planes.h"
+#include "common/rotate.h"
 #include "common/table.h"
 #include "cpu/allocation.h"
 #include "cpu/kernels.h"
@@ -235,11 +236,14 @@ struct QuantizedShape {
   int64_t samples, features;
   int group_size;
   bool fp32_min;
+  bool is_rotated;
 
   int64_t elements() const { return samples * features; }
+
+  fewbit::CopyKind kind() const { return is_rotated ? fewbit::CopyKind::rotated : fewbit::CopyKind::uniform; }
 };
 
-QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size, bool fp32_min) {
+QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size, bool fp32_min, bool is_rotated) {
   if (samples < 0) refuse("samples", "0 or more", std::to_string(samples));
   if (features < 0) refuse("features", "0 or more", std::to_string(features));
   if (features > 0 && samples > INT64_MAX / 16 / features) {
@@ -249,28 +253,33 @@ QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size
   if (group_size < fewbit::kBlock || group_size > fewbit::kMostGroupSize || group_size % fewbit::kBlock != 0) {
     refuse("group_size", "a multiple of 32 from 32 to 65536", std::to_string(group_size));
   }
-  return {samples, features, group_size, fp32_min};
+  return {samples, features, group_size, fp32_min, is_rotated};
 }
 
-// The packed codes and ranges of a quantized tensor. For several widths there may be more than needed.
+// The packed codes and ranges of a quantized tensor. For several widths there may be more than needed. After the rows of
+// `groups` groups, the ranges of a rotated copy have the rows of its seed.
 struct Copy {
   uint32_t* packed;
   uint16_t* ranges;
   int64_t words, groups;
+  int columns;
+
+  uint16_t* seed_rows() const { return ranges + groups * columns; }
 };
 
 Copy copy_at(const Entry& entry, const Buffer& packed, const Buffer& ranges, const fewbit::Streams& streams,
-             bool is_mixed) {
-  const int64_t columns = fewbit::columns(streams.fp32_min), limits = streams.groups * columns;
+             bool is_mixed, bool is_rotated) {
+  const int columns = fewbit::columns(streams.fp32_min), seed_rows = fewbit::seed_rows(is_rotated);
+  const int64_t limits = (streams.groups + seed_rows) * columns;
   if (!is_mixed) {
     return {entry.exactly<uint32_t>("packed", packed, streams.words, kInt32),
             entry.exactly<uint16_t>("ranges", ranges, limits, static_cast<int>(DType::bfloat16)), streams.words,
-            streams.groups};
+            streams.groups, columns};
   }
   if (ranges.count % columns) entry.wrong("ranges", std::to_string(columns) + " columns", Entry::described(ranges));
   return {entry.at_least<uint32_t>("packed", packed, streams.words, kInt32),
           entry.at_least<uint16_t>("ranges", ranges, limits, static_cast<int>(DType::bfloat16)), packed.count,
-          ranges.count / columns};
+          ranges.count / columns - seed_rows, columns};
 }
 
 // The streams of `squares`, which needs no bits.
@@ -472,75 +481,78 @@ class Cpu {
   }
 
   std::pair<float, float> quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits,
-                                   const Buffer& widths, bool fp32_min, const Buffer& seed, const Buffer& packed,
-                                   const Buffer& ranges, int threads, const Buffer& mean, const Buffer& rstd,
-                                   int64_t inner) const {
+                                   const Buffer& widths, bool fp32_min, bool is_rotated, const Buffer& seed,
+                                   const Buffer& packed, const Buffer& ranges, int threads, const Buffer& mean,
+                                   const Buffer& rstd, int64_t inner) const {
     const Entry entry("quantize", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, is_rotated);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const uint64_t key = seed_at(entry.seed("seed", seed));
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
-    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists);
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, is_rotated);
     py::gil_scoped_release release;
-    const fewbit::Extent extent = fewbit::quantize(*kernels_, plan, address_of<const void>(x), dtype, normalization,
-                                                   key, copy.packed, copy.ranges, threads);
+    const fewbit::Extent extent = fewbit::quantize(*kernels_, shape.kind(), plan, address_of<const void>(x), dtype,
+                                                   normalization, key, copy.packed, copy.ranges, threads);
     // When memory was allocated, only a bound on the number of words was known, so some may be left over.
     std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
-    const int columns = fewbit::columns(fp32_min);
-    std::fill(copy.ranges + plan.streams.groups * columns, copy.ranges + copy.groups * columns, uint16_t{0});
+    std::fill(copy.ranges + plan.streams.groups * copy.columns, copy.seed_rows(), uint16_t{0});
+    if (is_rotated) fewbit::store_seed(key, fp32_min, copy.seed_rows());
     return {extent.least, extent.greatest};
   }
 
-  void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
-               const Buffer& mean, const Buffer& rstd, int64_t inner) const {
+  void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, bool is_rotated, const Buffer& out,
+               int threads, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("squares", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, false);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, false, is_rotated);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     check_threads(threads);
     const fewbit::Streams streams = streams_of_squares(shape);
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     py::gil_scoped_release release;
-    fewbit::squares(*kernels_, streams, address_of<const void>(x), dtype, normalization, to, threads);
+    fewbit::squares(*kernels_, shape.kind(), streams, address_of<const void>(x), dtype, normalization, to, threads);
   }
 
   // Returns None and does nothing if the threads' shares would cut a group.
   std::optional<std::pair<float, float>> forward_quantized(
       int function, double p0, double p1, const OwnedTable& table, const Buffer& x, int64_t samples, int64_t features,
       const Buffer& y, const Buffer& codes, const Buffer& seed, int group_size, int bits, bool fp32_min,
-      const Buffer& quantizer_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
+      bool is_rotated, const Buffer& quantizer_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
     const Entry entry("forward_quantized", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, is_rotated);
     const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
     numbers_of(entry, "x", x, shape);
     check_threads(threads);
     const uint64_t key = seed_at(entry.seed("quantizer_seed", quantizer_seed));
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, {});
-    const Copy copy = copy_at(entry, packed, ranges, plan.streams, false);
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, false, is_rotated);
     const fewbit::Forward forward{function, p0,    p1,        &table.get(),    of.from,
                                   of.dtype, of.to, of.packed, seed_at(of.seed)};
     if (fewbit::threads_of_forward(plan.streams, threads) < fewbit::threads_for(of.n, threads)) return std::nullopt;
     py::gil_scoped_release release;
-    const fewbit::Extent extent =
-        fewbit::forward_quantized(*kernels_, plan.streams, forward, key, copy.packed, copy.ranges, threads);
+    const fewbit::Extent extent = fewbit::forward_quantized(*kernels_, shape.kind(), plan.streams, forward, key,
+                                                            copy.packed, copy.ranges, threads);
+    if (is_rotated) fewbit::store_seed(key, fp32_min, copy.seed_rows());
     return std::pair(extent.least, extent.greatest);
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& widths, bool fp32_min,
-                  int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
+                  bool is_rotated, int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
                   const Buffer& scale, const Buffer& shift, int64_t inner) const {
     const Entry entry("dequantize", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, is_rotated);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = widths.exists && features < fewbit::kLeastFeatures;
     const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
-    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists);
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, is_rotated);
     py::gil_scoped_release release;
-    fewbit::dequantize(*kernels_, plan, copy.packed, copy.ranges, affine, address_of<void>(out), dtype, threads);
+    const uint64_t seed = is_rotated ? fewbit::load_seed(copy.seed_rows()) : 0;
+    fewbit::dequantize(*kernels_, shape.kind(), plan, copy.packed, copy.ranges, seed, affine, address_of<void>(out),
+                       dtype, threads);
   }
 
   void grid_fixed(const Buffer& gamma, const Buffer& beta, int bits, const Buffer& grid, int) const {
@@ -676,10 +688,12 @@ struct Cuda {
   }
 
   void quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits, const Buffer& order,
-                const Buffer& counts, bool fp32_min, const Buffer& seed, const Buffer& packed, const Buffer& ranges,
-                int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
+                const Buffer& counts, bool fp32_min, bool is_rotated, const Buffer& seed, const Buffer& packed,
+                const Buffer& ranges, int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd,
+                int64_t inner) const {
     const Entry entry("quantize", device);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min);
+    refuse_rotated(entry, is_rotated);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, is_rotated);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const int64_t* key = entry.seed("seed", seed);
@@ -689,10 +703,11 @@ struct Cuda {
                            copy.ranges, device, stream_at(stream));
   }
 
-  void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, const Buffer& out, int device,
-               uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
+  void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, bool is_rotated, const Buffer& out,
+               int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("squares", device);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, false);
+    refuse_rotated(entry, is_rotated);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, false, is_rotated);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const fewbit::Streams streams = streams_of_squares(shape);
@@ -703,10 +718,11 @@ struct Cuda {
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& order, const Buffer& counts,
-                  bool fp32_min, int64_t samples, int64_t features, int group_size, const Buffer& out, int device,
-                  uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner) const {
+                  bool fp32_min, bool is_rotated, int64_t samples, int64_t features, int group_size, const Buffer& out,
+                  int device, uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner) const {
     const Entry entry("dequantize", device);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min);
+    refuse_rotated(entry, is_rotated);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, is_rotated);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = counts.exists && features < fewbit::kLeastFeatures;
     const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
@@ -770,6 +786,10 @@ struct Cuda {
   }
 
  private:
+  static void refuse_rotated(const Entry& entry, bool is_rotated) {
+    if (is_rotated) entry.wrong("is_rotated", "False, as rotated copies have no CUDA kernels yet", "True");
+  }
+
   // Only the device knows the widths, so the kernel checks that words and groups suffice.
   static std::pair<fewbit::cuda::Quantized, Copy> quantized(const Entry& entry, const QuantizedShape& shape, int bits,
                                                             const Buffer& order, const Buffer& counts,
@@ -783,7 +803,7 @@ struct Cuda {
       widths = entry.exactly<const int64_t>("counts", counts, fewbit::kMaxBits + 1, kInt64);
       streams.words = streams.groups = 0;
     }
-    const Copy copy = copy_at(entry, packed, ranges, streams, is_mixed);
+    const Copy copy = copy_at(entry, packed, ranges, streams, is_mixed, shape.is_rotated);
     return {{shape.samples, shape.features, shape.group_size, shape.fp32_min, bits, samples, widths, copy.words,
              copy.groups},
             copy};
@@ -815,14 +835,14 @@ void bind_cuda(py::module_& module) {
            py::arg("stream_ptr"))
       .def("quantize", &Cuda::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("bits"), py::arg("order"), py::arg("counts"), py::arg("fp32_min"),
-           py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("device_index"),
+           py::arg("is_rotated"), py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("device_index"),
            py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner")
            = 1)
       .def("squares", &Cuda::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
-           py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1)
+           py::arg("group_size"), py::arg("is_rotated"), py::arg("out"), py::arg("device_index"),
+           py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1)
       .def("dequantize", &Cuda::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
-           py::arg("order"), py::arg("counts"), py::arg("fp32_min"), py::arg("samples"), py::arg("features"),
+           py::arg("order"), py::arg("counts"), py::arg("fp32_min"), py::arg("is_rotated"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
            py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1)
       .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"),
@@ -886,23 +906,23 @@ PYBIND11_MODULE(_kernels, module) {
       .def("forward_quantized", &Cpu::forward_quantized, py::arg("function"), py::arg("p0"),
            py::arg("p1"), py::arg("table"), py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("group_size"), py::arg("bits"),
-           py::arg("fp32_min"), py::arg("quantizer_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
+           py::arg("fp32_min"), py::arg("is_rotated"), py::arg("quantizer_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
            "Run forward, with its codes in `codes`, and quantize on y, in one pass. Return None and do nothing if "
            "threads would have to share groups.")
       .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("fp32_min"), py::arg("seed"),
-           py::arg("packed"), py::arg("ranges"), py::arg("threads"), py::arg("mean") = py::none(),
+           py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("fp32_min"), py::arg("is_rotated"),
+           py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
            "Quantize x to packed codes and ranges, and return its (least, greatest) element. widths: a uint8 for each "
-           "sample, or None: bits for all. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner "
+           "sample, or None: bits for all. is_rotated: the kind of the copy. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner "
            "% their length.")
       .def("squares", &Cpu::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("out"), py::arg("threads"), py::arg("mean") = py::none(),
+           py::arg("group_size"), py::arg("is_rotated"), py::arg("out"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
-           "Compute length * range^2 of each group in float32. mean, rstd as in quantize.")
+           "Compute length * range^2 of each group in float32, or its energy in a rotated copy. mean, rstd as in quantize.")
       .def("dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
-           py::arg("widths"), py::arg("fp32_min"), py::arg("samples"), py::arg("features"), py::arg("group_size"),
-           py::arg("out"), py::arg("threads"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
+           py::arg("widths"), py::arg("fp32_min"), py::arg("is_rotated"), py::arg("samples"), py::arg("features"),
+           py::arg("group_size"), py::arg("out"), py::arg("threads"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
            py::arg("inner") = 1,
            "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; "
            "element e is value scale[i] + shift[i].")

@@ -24,9 +24,12 @@ GROUP_SIZE, LARGEST_GROUP = 256, 1 << 16
 BLOCK = 32
 """The number of elements whose codes are packed together. Group sizes are multiples of this number."""
 MIN_DTYPES = ("auto", "bfloat16", "float32")
-UNIFORM, ROTATED = "uniform", "rotated"
+UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
 QUANTIZERS = (ROTATED, UNIFORM)
-"""The kinds of quantized copies (docs/quantizer.md). The first one is the default of layers."""
+"""The kinds of quantized copies that a user can choose (docs/quantizer.md). The first one is the default of layers.
+
+`MASKED` copies are rotated ones of a ReLU's result.
+"""
 CODECS = ("quant", "quant+zvc", "error-bounded", "jpeg")
 WINDOWS = ("mean", "max")
 LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")

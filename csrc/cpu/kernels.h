@@ -22,20 +22,26 @@ struct Spread {
   bool nan;
 };
 
-// The group quantizer (docs/quantizer.md). Each function works on the groups [begin, end) of all streams. order: the samples
-// by stream; null if they are in order already. Pointers are aligned to one element.
+// The two kinds of copies that the group quantizer makes.
+enum class CopyKind { uniform, rotated };
+
+// The group quantizer (docs/quantizer.md), for copies of one kind. Each function works on the groups [begin, end) of all
+// streams. order: the samples by stream; null if they are in order already. Pointers are aligned to one element. `ranges` does
+// not have the rows of a rotated copy's seed.
 struct QuantizerKernels {
   // Quantizes. Words may share blocks with those of other calls (word_writer.h). `spread` is extended by the elements.
   void (*quantize)(const Streams& streams, const int64_t* order, const void* x, DType dtype,
                    const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
                    uint16_t* ranges, Spread& spread);
-  // Computes out[g] = length * range^2 of each group from exact ranges in float32; NaN if an element is not finite.
+  // Computes out[g], to which the variance of group g is proportional, from exact ranges or means in float32: length * range^2
+  // of a uniform copy, the sum of the squares of the elements minus their mean of a rotated one. NaN if an element is not finite.
   void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalization& normalization,
                   int64_t begin, int64_t end, float* out);
-  // Dequantizes. affine: null if there is an order and groups run across samples. past_caches: `out` is too large to stay in
-  // the caches until it is read.
+  // Dequantizes. seed: of a rotated copy; a uniform copy needs none. affine: null if there is an order and groups run across
+  // samples. past_caches: `out` is too large to stay in the caches until it is read.
   void (*dequantize)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                     const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype, bool past_caches);
+                     uint64_t seed, const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype,
+                     bool past_caches);
 };
 
 // The fixed-point code of pre-activations. Each function works on the elements [begin, end), as in `Kernels`.
@@ -65,8 +71,11 @@ struct Kernels {
   // There is none for float64. y may be x.
   void (*forward)(int function, double p0, double p1, const Table& table, const void* x, DType dtype,
                   int64_t begin, int64_t end, void* y, uint32_t* packed, uint64_t seed);
-  const QuantizerKernels* quantizer;
+  const QuantizerKernels* uniform;
+  const QuantizerKernels* rotated;
   const FixedPointKernels* fixed_point;
+
+  const QuantizerKernels& quantizer(CopyKind kind) const { return kind == CopyKind::uniform ? *uniform : *rotated; }
 };
 
 // Returns the instruction sets of this build that this processor has, best first.

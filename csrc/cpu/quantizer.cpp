@@ -97,7 +97,7 @@ StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool 
   return plan;
 }
 
-Extent quantize(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
+Extent quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const void* x, DType dtype,
                 const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
   const Streams& streams = plan.streams;
   if (streams.groups == 0) return {0.0f, 0.0f};
@@ -111,18 +111,18 @@ Extent quantize(const Kernels& kernels, const StreamPlan& plan, const void* x, D
   std::vector<Spread> spreads(static_cast<size_t>(shares), kNothing);
   run_shares(streams.groups, shares, [&](int share, int64_t begin, int64_t end) {
     Spread spread = spreads[static_cast<size_t>(share)];  // a copy: neighbors share a cache line
-    kernels.quantizer->quantize(streams, plan.order_or_null(), x, dtype, normalization, seed, begin, end, packed,
-                                ranges, spread);
+    kernels.quantizer(kind).quantize(streams, plan.order_or_null(), x, dtype, normalization, seed, begin, end,
+                                     packed, ranges, spread);
     spreads[static_cast<size_t>(share)] = spread;
   });
   return extent_of(spreads);
 }
 
-void squares(const Kernels& kernels, const Streams& streams, const void* x, DType dtype,
+void squares(const Kernels& kernels, CopyKind kind, const Streams& streams, const void* x, DType dtype,
              const Normalization& normalization, float* out, int threads) {
   if (streams.groups == 0) return;
   run_shares(streams.groups, threads_for(element_count(streams), threads), [&](int, int64_t begin, int64_t end) {
-    kernels.quantizer->squares(streams, x, dtype, normalization, begin, end, out);
+    kernels.quantizer(kind).squares(streams, x, dtype, normalization, begin, end, out);
   });
 }
 
@@ -132,8 +132,8 @@ int threads_of_forward(const Streams& streams, int threads) {
   return n > 0 && units < wanted ? static_cast<int>(units) : wanted;
 }
 
-Extent forward_quantized(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
-                         uint32_t* packed, uint16_t* ranges, int threads) {
+Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& streams, const Forward& forward,
+                         uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
   if (streams.groups == 0) return {0.0f, 0.0f};
   const Stream& stream = streams.of[0];
   const int64_t n = element_count(streams), word = static_cast<int64_t>(sizeof(uint32_t));
@@ -157,8 +157,8 @@ Extent forward_quantized(const Kernels& kernels, const Streams& streams, const F
       const int64_t ready = done == elements_end ? groups_end : first_unfinished(streams, stream, done);
       if (ready == group) continue;
       if (ready < groups_end) clear_edge(streams, ready, packed);
-      kernels.quantizer->quantize(streams, nullptr, forward.y, forward.dtype, {}, seed, group, ready, packed, ranges,
-                                  spread);
+      kernels.quantizer(kind).quantize(streams, nullptr, forward.y, forward.dtype, {}, seed, group, ready, packed,
+                                       ranges, spread);
       group = ready;
     }
     spreads[static_cast<size_t>(share)] = spread;
@@ -166,8 +166,8 @@ Extent forward_quantized(const Kernels& kernels, const Streams& streams, const F
   return extent_of(spreads);
 }
 
-void dequantize(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
-                const Affine& affine, void* out, DType dtype, int threads) {
+void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const uint32_t* packed,
+                const uint16_t* ranges, uint64_t seed, const Affine& affine, void* out, DType dtype, int threads) {
   const Streams& streams = plan.streams;
   if (streams.groups == 0) return;
   const int64_t n = element_count(streams), bytes = n * item_size(dtype);
@@ -175,8 +175,8 @@ void dequantize(const Kernels& kernels, const StreamPlan& plan, const uint32_t* 
   const int shares = threads_for(n, threads);
   const bool past_caches = bytes / shares >= kPastCaches;
   run_shares(streams.groups, shares, [&](int, int64_t begin, int64_t end) {
-    kernels.quantizer->dequantize(streams, plan.order_or_null(), packed, ranges, affine, begin, end, out,
-                                  dtype, past_caches);
+    kernels.quantizer(kind).dequantize(streams, plan.order_or_null(), packed, ranges, seed, affine, begin, end, out,
+                                       dtype, past_caches);
   });
 }
 

@@ -27,12 +27,13 @@ struct Extent {
   float least, greatest;
 };
 
-// Writes all words and ranges of the streams, and returns the extent of the elements that are quantized.
-Extent quantize(const Kernels& kernels, const StreamPlan& plan, const void* x, DType dtype,
+// Writes all words and ranges of the streams, but not the seed of a rotated copy, and returns the extent of the elements that are quantized.
+Extent quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const void* x, DType dtype,
                 const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads);
 
-// Computes length * range^2 of each group of a stream whose samples are in order. out: (groups,).
-void squares(const Kernels& kernels, const Streams& streams, const void* x, DType dtype,
+// Computes the number to which the variance of each group is proportional (QuantizerKernels), for a stream whose samples are in
+// order. out: (groups,).
+void squares(const Kernels& kernels, CopyKind kind, const Streams& streams, const void* x, DType dtype,
              const Normalization& normalization, float* out, int threads);
 
 // The arguments of the kernel `forward`, for an x of a dtype that it takes. y may be x.
@@ -52,11 +53,11 @@ int threads_of_forward(const Streams& streams, int threads);
 
 // Runs `forward`, and `quantize` on its y, in one pass over memory, for samples that all have one width. Returns the extent
 // of y.
-Extent forward_quantized(const Kernels& kernels, const Streams& streams, const Forward& forward, uint64_t seed,
+Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& streams, const Forward& forward, uint64_t seed,
                          uint32_t* packed, uint16_t* ranges, int threads);
 
-// Dequantizes. affine: null if samples of several widths share groups.
-void dequantize(const Kernels& kernels, const StreamPlan& plan, const uint32_t* packed, const uint16_t* ranges,
-                const Affine& affine, void* out, DType dtype, int threads);
+// Dequantizes. seed: of a rotated copy. affine: null if samples of several widths share groups.
+void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const uint32_t* packed,
+                const uint16_t* ranges, uint64_t seed, const Affine& affine, void* out, DType dtype, int threads);
 
 }  // namespace fewbit

@@ -112,10 +112,10 @@ inline __m256 level_of(__m256i code, const float* lut) {
   }
 }
 
-// Looks up the levels of a chunk's codes. lut: 2**BITS entries; at least 16 can be read.
+// Looks up the levels of the codes of `blocks` blocks. lut: 2**BITS entries; at least 16 can be read.
 template <int BITS>
-inline void look_up(const uint32_t* words, const float* lut, float* levels) {
-  for (int block = 0; block < kChunk / kBlock; ++block, words += BITS) {
+inline void look_up(const uint32_t* words, const float* lut, float* levels, int blocks = kChunk / kBlock) {
+  for (int block = 0; block < blocks; ++block, words += BITS) {
     const __m256i codes = codes_of<BITS>(words);
     const __m128i halves[2] = {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)};
     for (int half = 0; half < 2; ++half, levels += 16) {

@@ -240,11 +240,11 @@ inline void unpack_block(const uint32_t* words, uint8_t* codes) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), codes_of<BITS>(words));
 }
 
-// Looks up the levels of a chunk's codes. lut: 2**BITS entries; at least 16 can be read.
+// Looks up the levels of the codes of `blocks` blocks. lut: 2**BITS entries; at least 16 can be read.
 template <int BITS>
-inline void look_up(const uint32_t* words, const float* lut, float* levels) {
+inline void look_up(const uint32_t* words, const float* lut, float* levels, int blocks = kChunk / kBlock) {
   const Lut<BITS> level(lut);
-  for (int block = 0; block < kChunk / kBlock; ++block, words += BITS, levels += kBlock) {
+  for (int block = 0; block < blocks; ++block, words += BITS, levels += kBlock) {
     const __m256i codes = codes_of<BITS>(words);
     _mm512_storeu_ps(levels, level[_mm512_cvtepu8_epi32(_mm256_castsi256_si128(codes))]);
     _mm512_storeu_ps(levels + 16, level[_mm512_cvtepu8_epi32(_mm256_extracti128_si256(codes, 1))]);

@@ -99,10 +99,10 @@ inline void unpack_block(const uint32_t* words, uint8_t* codes) {
   memcpy(codes, bytes, sizeof bytes);
 }
 
-// Looks up the levels of a chunk's codes.
+// Looks up the levels of the codes of `blocks` blocks.
 template <int BITS>
-inline void look_up(const uint32_t* words, const float* lut, float* levels) {
-  for (int block = 0; block < kChunk / kBlock; ++block, words += BITS, levels += kBlock) {
+inline void look_up(const uint32_t* words, const float* lut, float* levels, int blocks = kChunk / kBlock) {
+  for (int block = 0; block < blocks; ++block, words += BITS, levels += kBlock) {
     uint8_t codes[kBlock];
     unpack_block<BITS>(words, codes);
     for (int i = 0; i < kBlock; ++i) levels[i] = lut[codes[i]];

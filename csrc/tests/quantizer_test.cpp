@@ -91,7 +91,7 @@ void test_case(const Kernels& kernels, const Case& c) {
   Normalization normalization{};
   if (c.fused) normalization = {statistics.first_or_null(), statistics.second.data(), statistics.index};
   const Extent extent =
-      quantize(kernels, plan, x.data(), DTYPE, normalization, seed, packed.data(), ranges.data(), c.threads);
+      quantize(kernels, CopyKind::uniform, plan, x.data(), DTYPE, normalization, seed, packed.data(), ranges.data(), c.threads);
   const auto at = [&](int64_t place) {
     const float value = static_cast<float>(N::wide(x[place]));
     const int64_t entry = statistics.entry(place);
@@ -102,7 +102,7 @@ void test_case(const Kernels& kernels, const Case& c) {
   Exact<T> out(n);
   Affine affine{};
   if (c.fused && !c.mixed) affine = {map.first_or_null(), map.second_or_null(), map.index};
-  dequantize(kernels, plan, packed.data(), ranges.data(), affine, out.data(), DTYPE, c.threads);
+  dequantize(kernels, CopyKind::uniform, plan, packed.data(), ranges.data(), 0, affine, out.data(), DTYPE, c.threads);
 
   float all_least = INFINITY, all_greatest = -INFINITY;
   bool any_nan = false;
@@ -183,13 +183,13 @@ void test_forward_case(const Kernels& kernels, const Table& table, const Case& c
   const uint64_t seed = generator();
 
   kernels.forward(0, 0.0, 0.0, table, x.data(), DTYPE, 0, n, expected_y.data(), expected_codes.data(), 0);
-  const Extent extent = quantize(kernels, plan, expected_y.data(), DTYPE, {}, seed, expected.data(),
+  const Extent extent = quantize(kernels, CopyKind::uniform, plan, expected_y.data(), DTYPE, {}, seed, expected.data(),
                                  expected_ranges.data(), 1);
   const int threads = threads_of_forward(plan.streams, c.threads);
   CHECK(threads >= 1 && threads <= c.threads);
   const Forward forward{0, 0.0, 0.0, &table, x.data(), DTYPE, y.data(), codes.data(), 0};
   const Extent found =
-      forward_quantized(kernels, plan.streams, forward, seed, packed.data(), ranges.data(), c.threads);
+      forward_quantized(kernels, CopyKind::uniform, plan.streams, forward, seed, packed.data(), ranges.data(), c.threads);
   for (int64_t i = 0; i < n; ++i) CHECK(equal(y[i], expected_y[i]));
   CHECK(codes.values() == expected_codes.values() && packed.values() == expected.values());
   CHECK(ranges.values() == expected_ranges.values());
@@ -278,7 +278,7 @@ void test_large_numbers(const Kernels& kernels) {
   Exact<uint16_t> ranges(2 * count);
   uint16_t* rows = reinterpret_cast<uint16_t*>(reinterpret_cast<uintptr_t>(ranges.data()) - 4u * first);
   Spread spread{INFINITY, -INFINITY, false};
-  kernels.quantizer->quantize(streams, nullptr, x.data(), DType::float32, {}, seed, first, first + count,
+  kernels.uniform->quantize(streams, nullptr, x.data(), DType::float32, {}, seed, first, first + count,
                               packed.data(), rows, spread);
   for (int i = 0; i < 700; ++i) {
     const GroupLimits stored = load_limits(ranges.data(), false, i / 256);

@@ -5,6 +5,8 @@ kernel (dropout on the CPU, a mask that needs a gradient), torch saves matrices 
 keys. fewbit saves quantized copies of query q, key k and value v. The backward pass of fewbit's function dequantizes
 q^, k^ and v^ from these copies, runs torch's own attention again on q^, k^ and v^, and differentiates that run.
 
+The copies of k and v are made without their means over the keys, which are not saved (`_without_mean`).
+
 q^, k^ and v^ are rounded independently, and the mean of each over the random rounding is exact. The gradients are not
 linear in q^, k^ and v^, so the mean of a gradient differs from the exact gradient. This difference is called the bias.
 Let G be one of the exact gradients, as a function of the elements x of q, k and v, and G^ the gradient that the
@@ -235,9 +237,9 @@ class _Attention(Function):
         ctx.shape, ctx.dtype, ctx.device = value.shape, value.dtype, value.device
         factors = [
             quantizer.quantize(query),
-            quantizer.quantize_independent(key, query),
+            quantizer.quantize(_without_mean(key), shared=False, slot=1),
             # The gradient of the value does not depend on the value itself.
-            quantizer.quantize_independent(value, key, query)
+            _value_copy(value, (key, query), how, quantizer)
             if any((*needs[:2], *needs[3:]))
             else None,
         ]
@@ -261,6 +263,24 @@ class _Attention(Function):
             gradients = _gradients(inputs, grads, ctx.needs, ctx.autocast, ctx.how, state)
         gradients = iter(gradients)
         return *(next(gradients) if is_needed else None for is_needed in ctx.needs), None, None
+
+
+def _without_mean(x):
+    """Return keys or values minus their mean over the keys.
+
+    No gradient changes if one vector is subtracted from all keys. It adds the same number to all scores of a query, and
+    so changes no probability. The gradients of a query's scores add up to 0, so the gradient of the query does not
+    change either. One vector subtracted from all values changes the gradients of a query's probabilities by one number,
+    which softmax's backward removes. So the mean, which often has most of the energy, need not be saved.
+    """
+    return x - x.mean(-2, keepdim=True)
+
+
+def _value_copy(value, others, how: How, quantizer: Quantizer):
+    """Quantize the value. With dropout the probabilities of a query do not add up to 1, so the mean is saved too."""
+    if how.dropout_p > 0:
+        return quantizer.quantize_independent(value, *others)
+    return quantizer.quantize(_without_mean(value), shared=False, slot=2)
 
 
 def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Tensor]:

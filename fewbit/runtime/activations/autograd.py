@@ -16,6 +16,7 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import activation_ops, library
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.cache import Mask
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.single_backward import graph_anchors
 
@@ -39,6 +40,8 @@ class Activation(Function):
             y, packed = _in_context(context, x, function, parameters, encoding, seed)
         if inplace:
             ctx.mark_dirty(x)
+        if context is not None and function in activation_ops.MASKING and layout.is_dense(x):
+            context.cache.put_mask(y, Mask(packed, encoding), inplace)
         offload.mark(packed)
         ctx.save_for_backward(packed)
         return y

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from fewbit import _kernels
+from fewbit.config import ROTATED, UNIFORM
 from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
@@ -105,7 +106,18 @@ class Kernels:
         return packed
 
     def forward_quantized(
-        self, x, function, parameters, encoding, seed, out, qseed, bits, group_size, fp32_min=False
+        self,
+        x,
+        function,
+        parameters,
+        encoding,
+        seed,
+        out,
+        qseed,
+        bits,
+        group_size,
+        fp32_min=False,
+        kind=UNIFORM,
     ):
         """Compute an activation, the codes of x and the quantized result in one pass over memory, or return None.
 
@@ -117,7 +129,8 @@ class Kernels:
         samples, features = groups.samples_of(x.shape)
         codes = _packed(x.numel(), encoding.bits, x.device)
         packed = _packed(x.numel(), bits, x.device)
-        ranges = _ranges(groups.group_count(samples, features, group_size), fp32_min, x.device)
+        rows = groups.group_count(samples, features, group_size)
+        ranges = _ranges(rows, fp32_min, kind, x.device)
         spread = self._kernels.forward_quantized(
             *fused,
             _buffer(x),
@@ -129,6 +142,7 @@ class Kernels:
             group_size,
             bits,
             fp32_min,
+            kind == ROTATED,
             _buffer(qseed),
             _buffer(packed),
             _buffer(ranges),
@@ -140,7 +154,16 @@ class Kernels:
         return QuantizedForward(codes, QuantizedGroups(packed, ranges, spread))
 
     def quantize(
-        self, x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None
+        self,
+        x,
+        seed,
+        bits,
+        group_size,
+        fp32_min,
+        widths=None,
+        words=None,
+        normalize=None,
+        kind=UNIFORM,
     ):
         """Quantize a tensor, see `reference.quantize`.
 
@@ -153,7 +176,7 @@ class Kernels:
         else:
             rows = groups.most_groups(samples, features, group_size)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        ranges = _ranges(rows, fp32_min, x.device)
+        ranges = _ranges(rows, fp32_min, kind, x.device)
         _alive, streams = self._streams(widths)
         spread = self._kernels.quantize(
             _buffer(x),
@@ -163,6 +186,7 @@ class Kernels:
             1 if widths is not None else bits,  # not used with widths, but checked
             *streams,
             fp32_min,
+            kind == ROTATED,
             _buffer(seed),
             _buffer(packed),
             _buffer(ranges),
@@ -171,11 +195,11 @@ class Kernels:
         )
         return QuantizedGroups(packed, ranges, spread)
 
-    def squares(self, x, group_size, normalize=None):
-        """Return the sum of (number of elements) * range^2 over the groups of each sample, see `reference.squares`."""
+    def squares(self, x, group_size, normalize=None, kind=UNIFORM):
+        """Return, for each sample, a sum to which the variance of rounding is proportional, see `reference.squares`."""
         samples, features = groups.samples_of(x.shape)
         if features < groups.LEAST_FEATURES:
-            return reference.squares(x, group_size, normalize)
+            return reference.squares(x, group_size, normalize, kind)
         count = groups.group_count(samples, features, group_size)
         out = torch.empty(count, dtype=torch.float32, device=x.device)
         self._kernels.squares(
@@ -183,13 +207,16 @@ class Kernels:
             samples,
             features,
             group_size,
+            kind == ROTATED,
             _buffer(out),
             *self._where(x),
             *_vectors(normalize, x.numel()),
         )
         return out.view(samples, count // max(samples, 1)).sum(1)
 
-    def dequantize(self, packed, ranges, bits, group_size, out, widths=None, affine=None) -> None:
+    def dequantize(
+        self, packed, ranges, bits, group_size, out, widths=None, affine=None, kind=UNIFORM
+    ) -> None:
         """Write the values that codes stand for to `out`, see `reference.dequantize`."""
         samples, features = groups.samples_of(out.shape)
         _alive, streams = self._streams(widths)
@@ -199,6 +226,7 @@ class Kernels:
             1 if widths is not None else bits,  # not used with widths, but checked
             *streams,
             ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
+            kind == ROTATED,
             samples,
             features,
             group_size,
@@ -343,9 +371,9 @@ def _packed(n: int, bits: int, device) -> torch.Tensor:
     return torch.empty(packed_words(n, bits), dtype=torch.int32, device=device)
 
 
-def _ranges(rows: int, fp32_min: bool, device) -> torch.Tensor:
+def _ranges(rows: int, fp32_min: bool, kind: str, device) -> torch.Tensor:
     columns = groups.FP32_MIN_COLUMNS if fp32_min else groups.FP32_MIN_COLUMNS - 1
-    return torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+    return torch.empty(rows + groups.seed_rows(kind), columns, dtype=torch.bfloat16, device=device)
 
 
 def cpu(isa: str | None = None) -> Kernels:

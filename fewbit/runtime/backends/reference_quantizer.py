@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from fewbit.config import ROTATED, UNIFORM
+from fewbit.config import MASKED, UNIFORM
 from fewbit.runtime.backends import reference_rotated
 from fewbit.runtime.backends.reference_bits import entries_of, pack, philox_words, unpack
 from fewbit.runtime.backends.results import QuantizedGroups
@@ -26,7 +26,16 @@ _BLOCK = 256  # this many elements get their random numbers from 32 counters, 8 
 
 
 def quantize(
-    x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None, kind=UNIFORM
+    x,
+    seed,
+    bits,
+    group_size,
+    fp32_min,
+    widths=None,
+    words=None,
+    normalize=None,
+    kind=UNIFORM,
+    center=None,
 ) -> QuantizedGroups:
     """Quantize a tensor: compute the codes of its elements, and two numbers for each group.
 
@@ -43,7 +52,9 @@ def quantize(
         normalize: None to quantize x itself. (mean, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed in
             float32. If mean is None, nothing is subtracted. mean and rstd are 1-D contiguous float32 vectors. Element
             number e, in storage order, has entry i = (e div inner) mod (number of entries).
-        kind: the kind of the copy, "uniform" or "rotated".
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
+        center: None, or a 1-D contiguous float32 vector that is subtracted, after the normalization. Element number e
+            has entry e mod (number of entries).
 
     Returns:
         The packed codes, the ranges, and the smallest and largest element as two 0-D float32 tensors.
@@ -63,6 +74,7 @@ def quantize(
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
     if normalize is not None:
         rows = _normalized(rows, *normalize)
+    rows = _minus(rows, center)
     if widths is None:
         packed, ranges = _stream(rows, seed, bits, group_size, fp32_min, kind, 0)
     else:
@@ -76,13 +88,13 @@ def quantize(
             packed[word : word + len(codes)] = codes
             ranges[group : group + len(limits)] = limits
             word, group = word + len(codes), group + len(limits)
-    if kind == ROTATED:
+    if kind != UNIFORM:
         ranges = torch.cat([ranges, _seed_rows(seed, ranges.shape[1])])
     spread = tuple(rows.aminmax()) if rows.numel() else (rows.new_zeros(()),) * 2
     return QuantizedGroups(packed, ranges, spread)
 
 
-def squares(x, group_size, normalize=None, kind=UNIFORM):
+def squares(x, group_size, normalize=None, kind=UNIFORM, center=None):
     """Return, for each sample, a sum over its groups to which the variance of rounding is proportional.
 
     For uniform copies, a group adds (number of elements) * range^2. For rotated copies, it adds the sum of the squares
@@ -93,7 +105,8 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
         x: a dense tensor of a floating dtype, with samples outermost in storage.
         group_size: the number of elements in a group.
         normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
-        kind: the kind of the copy, "uniform" or "rotated".
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
+        center: None, or the vector that is subtracted, see `quantize`.
 
     Returns:
         (N,) float32; NaN for a sample with an element that is not finite.
@@ -103,12 +116,13 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
     if normalize is not None:
         rows = _normalized(rows, *normalize)
+    rows = _minus(rows, center)
     if not rows.numel():
         return rows.new_zeros(samples)
     per_row = -(-features // group_size)
-    if kind == ROTATED:
+    if kind != UNIFORM:
         cut, exists = _cut_rows(rows, group_size)
-        return reference_rotated.energies(cut, exists).view(samples, per_row).sum(1)
+        return reference_rotated.energies(cut, exists, kind == MASKED).view(samples, per_row).sum(1)
     last = rows[:, -1:].expand(samples, per_row * group_size - features)
     cut = torch.cat([rows, last], 1).view(samples, per_row, group_size)
     length = torch.full((per_row,), float(group_size), device=rows.device)
@@ -119,7 +133,15 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
 
 
 def dequantize(
-    packed, ranges, bits, group_size, out, widths=None, affine=None, kind=UNIFORM
+    packed,
+    ranges,
+    bits,
+    group_size,
+    out,
+    widths=None,
+    affine=None,
+    kind=UNIFORM,
+    center=None,
 ) -> None:
     """Write the values that codes stand for to `out`, rounded once to the dtype of `out`.
 
@@ -134,16 +156,19 @@ def dequantize(
             rounding. If scale or shift is None, that step is left out. Element number e, in storage order, has entry
             i = (e div inner) mod (number of entries). Must be None if `widths` is given and samples have fewer than 64
             features: groups then contain samples that do not lie side by side.
-        kind: the kind of the copy, "uniform" or "rotated".
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
+        center: None, or the vector that `quantize` subtracted, which is added before the affine map. Must be None where
+            `affine` must be None.
     """
     entry = Entry("dequantize", out)
     entry.check_numbers("out", out)
     entry.check_copy(packed, ranges, bits, group_size, out.shape, widths, kind)
     samples, features = groups.samples_of(out.shape)
-    if affine is not None and widths is not None and features < groups.LEAST_FEATURES:
-        raise ValueError("expected no affine map for short samples of several widths")
+    is_scattered = widths is not None and features < groups.LEAST_FEATURES
+    if is_scattered and not (affine is None and center is None):
+        raise ValueError("expected no affine map and no center for short samples of several widths")
     seed = None
-    if kind == ROTATED:
+    if kind != UNIFORM:
         ranges, seed = ranges[: -groups.SEED_ROWS], seed_of(ranges)
     if widths is None:
         rows = _restored(packed, ranges, bits, group_size, samples, features, kind, seed, 0)
@@ -159,6 +184,8 @@ def dequantize(
             place = group_size, count, features
             rows[chosen] = _restored(*stream, width, *place, kind, seed, group)
             word, group = word + n_words, group + n_groups
+    if center is not None:
+        rows = rows + entries_of(rows, (center,), 1)[0]
     if affine is not None:
         rows = _mapped(rows, *affine)
     storage_order(out).copy_(in_dtype(rows.reshape(-1), out.dtype))
@@ -185,6 +212,10 @@ def _normalized(rows, mean, rstd, inner):
     return rows * rstd
 
 
+def _minus(rows, center):
+    return rows if center is None else rows - entries_of(rows, (center,), 1)[0]
+
+
 def _mapped(rows, scale, shift, inner):
     scale, shift = entries_of(rows, (scale, shift), inner)
     if scale is not None:
@@ -208,8 +239,8 @@ def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
         The packed codes and the ranges.
     """
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
-    if kind == ROTATED:
-        groups_of = cut, exists, seed, bits, fp32_min, first_group
+    if kind != UNIFORM:
+        groups_of = cut, exists, seed, bits, fp32_min, first_group, kind == MASKED
         codes, minimum, extent = reference_rotated.quantize_groups(*groups_of)
     else:
         codes, minimum, extent = _uniform(cut, exists, seed, bits, fp32_min, first_group, group_size)
@@ -272,7 +303,7 @@ def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, f
     codes = unpack(packed, bits, samples * features).view(samples, features)
     cut, exists = _cut(codes.to(torch.float32), group_size)
     minimum, extent = limits_of(ranges)
-    if kind == ROTATED:
+    if kind != UNIFORM:
         cut = cut.to(torch.int64)
         groups_of = cut, exists, minimum, extent, seed, bits, first_group
         return reference_rotated.restore_groups(*groups_of)[exists].view(samples, features)

@@ -45,7 +45,7 @@ class Remainders(NamedTuple):
     energy: torch.Tensor
 
 
-def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group):
+def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked=False):
     """Quantize groups.
 
     Args:
@@ -55,13 +55,14 @@ def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group):
         bits: the bits per element, 1 to 8.
         fp32_mean: whether means are float32; if not, they are bfloat16.
         first_group: the number of the first group, on which signs depend.
+        is_masked: whether elements that are 0 are left out.
 
     Returns:
         Codes, int64 of the shape of `cut`; means, (groups,) float32; and scales, (groups,) float32 rounded to bfloat16,
         negative if a group was rotated twice.
     """
     breaks, levels = _normal_levels(bits, cut.device)
-    left = _remainders(cut, exists, fp32_mean)
+    left = _remainders(cut, exists, fp32_mean, is_masked)
     most = left.values.abs().amax((1, 2)) if len(cut) else left.energy
     is_twice = most * most * _SHARE_OF_ONE > left.energy
     words = _sign_words(seed, first_group, len(cut), left.values.shape[1])
@@ -106,28 +107,36 @@ def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
     return torch.where(scale[:, None].isnan(), torch.nan, values)
 
 
-def energies(cut, exists):
+def energies(cut, exists, is_masked=False):
     """Return the sum of squares of the elements of each group minus the group's mean.
+
+    If elements are left out, the sum is multiplied by the share of the other elements: the rounding errors of elements
+    that are left out do not count.
 
     Args:
         cut: (groups, group_size) float32, the elements.
         exists: (groups, group_size) bool, False where no element is.
+        is_masked: whether elements that are 0 are left out.
 
     Returns:
         (groups,) float32; NaN for a group with an element that is not finite.
     """
-    left = _remainders(cut, exists, fp32_mean=True)
+    left = _remainders(cut, exists, fp32_mean=True, is_masked=is_masked)
     back = 1.0 / left.factor
     energy = left.energy * back * back
+    if is_masked:
+        energy = energy * (exists & (cut != 0)).sum(1) / exists.sum(1)
     return torch.where(left.energy.isfinite() & left.mean.isfinite(), energy, torch.nan)
 
 
-def _remainders(cut, exists, fp32_mean) -> Remainders:
+def _remainders(cut, exists, fp32_mean, is_masked) -> Remainders:
     x, there = _in_parts(cut, exists), _in_parts(exists, exists)
     lengths = there.sum(2)
     x = torch.where(there, x, 0.0)
-    count = lengths.sum(1).to(torch.float32)
-    mean = _sum_of_groups(x) / count
+    if is_masked:
+        there = there & (x != 0)
+    count = there.sum((1, 2)).to(torch.float32)
+    mean = torch.where(count == 0, 0.0, _sum_of_groups(x) / count)
     if not fp32_mean:
         mean = mean.to(torch.bfloat16).to(torch.float32)
     mean = mean + 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from fewbit.config import BLOCK, GROUP_SIZE, ROTATED
+from fewbit.config import BLOCK, GROUP_SIZE, ROTATED, UNIFORM
 from fewbit.runtime.format.encoding import packed_words
 
 LEAST_FEATURES = 64
@@ -35,7 +35,7 @@ def samples_of(shape) -> tuple[int, int]:
 
 def seed_rows(kind: str) -> int:
     """Return the number of rows of `ranges` that have a copy's seed."""
-    return SEED_ROWS if kind == ROTATED else 0
+    return 0 if kind == UNIFORM else SEED_ROWS
 
 
 def group_count(samples: int, features: int, group_size: int) -> int:

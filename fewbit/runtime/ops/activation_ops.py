@@ -31,6 +31,9 @@ from fewbit.runtime.ops.library import (
 )
 from fewbit.runtime.ops.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE, OTHER_STRIDES
 
+MASKING = ("relu",)
+"""The functions f whose result f(x) is 0 exactly where the value of x's code is 0."""
+
 # -- implementations, shared with eager ----------------------------------------------------------------------
 
 
@@ -93,13 +96,19 @@ def activation_quantized(x, function, parameters, encoding, seed, quantizer):
     def run(*settings):
         return backend.forward_quantized(x, function, parameters, encoding, seed, out, *settings)
 
-    made = quantizer.quantize_with_activation(run, out)
+    is_masking = function in MASKING and x.dtype != torch.float64
+    made = quantizer.quantize_with_activation(run, out, encoding if is_masking else None)
     return None if made is None else (out, *made)
 
 
 def encode(x, encoding, seed):
     """Return the packed codes of x, in the order of the elements in memory if x is dense, else in row-major order."""
     return backends.of(x).encode(layout.dense(x), encoding, seed)
+
+
+def decode_mul_(values, packed, encoding):
+    """Multiply dense values in place by the value that each element's code stands for."""
+    backends.of(values).decode_mul(values, packed, encoding, values)
 
 
 def decode_mul(grad, packed, encoding, stride):

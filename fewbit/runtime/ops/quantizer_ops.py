@@ -17,7 +17,7 @@ import math
 import torch
 from torch.library import register_fake
 
-from fewbit.config import UNIFORM
+from fewbit.config import MASKED, UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.bit_sharing import share_bits
@@ -53,7 +53,7 @@ def quantize(
         widths: (N,) uint8, the bits per element of each sample, or None.
         words: only if `widths` is given: the number of int32 words to allocate for the codes, at least
             `groups.mixed_words`.
-        kind: the kind of the copy, "uniform" or "rotated".
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
     x = x.detach()
     source = x if layout.is_by_sample(x) else x.contiguous()
@@ -87,7 +87,7 @@ def quantize_samples(
         group_size: the number of elements in a group.
         fp32_min: whether groups have float32 minimums, or None, see `quantize`.
         normalize: how to normalize x first, or None, see `quantize`.
-        kind: the kind of the copy, "uniform" or "rotated".
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
 
     Returns:
         packed and ranges, the results of `quantize`; widths, (samples,) uint8, the bits per element of each sample; and
@@ -133,7 +133,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
         x: a floating tensor for which `layout.is_by_sample(x)` is true.
         group_size: the number of elements in a group.
         normalize: how to normalize x first, or None, see `quantize`.
-        kind: the kind of the copy, "uniform" or "rotated".
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
     return backends.of(x).squares(x, group_size, normalize, kind)
 
@@ -153,7 +153,7 @@ def rounding_variance(
         normalize: how to normalize x first, or None, see `quantize`.
         bits: the bits per element, 1 to 8.
         generator: a function that returns, for a device, the random generator from which seeds are drawn.
-        kind: the kind of the copy, "uniform" or "rotated".
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
     stride = layout.by_sample_stride(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -166,7 +166,10 @@ def rounding_variance(
         place = bits, group_size, tuple(x.shape), stride, dtype
         return dequantize(*tensors, *place, kind=kind)
 
-    rows = layout.storage_order(drawn() - drawn()).view(samples or (len(x) if x.dim() else 1), -1)
+    difference = drawn() - drawn()
+    if kind == MASKED:
+        difference.mul_(x != 0)  # the mask restores these elements
+    rows = layout.storage_order(difference).view(samples or (len(x) if x.dim() else 1), -1)
     return (rows.square().mean(1) / 2).float()
 
 
@@ -194,7 +197,7 @@ def dequantize_samples(
         stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
         dtype: the dtype of the values.
         affine: a linear map to apply to the values, or None, see `dequantize`.
-        kind: the kind of the copy, "uniform" or "rotated".
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     rows = out if len(out) == samples else out.view(samples, -1)
@@ -227,7 +230,7 @@ def dequantize(
         widths: (N,) uint8, the bits per element of each sample, or None.
         affine: None, or (scale, shift, inner), a linear map to apply to the values, see
             `reference_quantizer.dequantize`.
-        kind: the kind of the copy, "uniform" or "rotated".
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine, kind)

@@ -18,6 +18,7 @@ import torch
 
 from fewbit.config import (
     GROUP_SIZE,
+    MASKED,
     ROTATED,
     UNIFORM,
     check_bits,
@@ -45,6 +46,7 @@ from fewbit.runtime.quantizers.spec import (
 )
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
+from fewbit.runtime.saved.cache import Mask
 from fewbit.runtime.saved.context import ForwardContext, current
 from fewbit.runtime.saved.min_dtype import MinDtypeSelector
 
@@ -156,7 +158,10 @@ class Quantizer:
         saved = context.cache.get(x, self.key)
         activation = context.cache.record_consumer(x, self)
         if saved is None:
-            saved = self._quantize(x, x.dtype, slot, activation=activation, usual=usual)
+            is_rotated = (self.kind or usual) == ROTATED
+            mask = context.cache.get_mask(x) if is_rotated else None
+            made_by = {"activation": activation, "usual": usual, "mask": mask}
+            saved = self._quantize(x, x.dtype, slot, **made_by)
             context.cache.put(x, self.key, saved)
         elif self._policy is not None:
             saved = saved._replace(spec=saved.spec.for_consumer(self.name))
@@ -206,6 +211,7 @@ class Quantizer:
         activation=None,
         input_dtype=None,
         usual=ROTATED,
+        mask=None,
     ) -> SavedTensors:
         """Quantize x, or x normalized by `normalize`. The backward pass dequantizes the copy in `dtype`.
 
@@ -217,8 +223,9 @@ class Quantizer:
             activation: the number of the activation in the forward pass whose result x is, or None.
             input_dtype: the dtype of the layer's input; None if it is the dtype of x.
             usual: the kind of the copy if the quantizer has no kind.
+            mask: the `Mask` that says where x is 0, or None.
         """
-        kind = self.kind or usual
+        kind = MASKED if mask is not None else self.kind or usual
         if not is_plain(x):
             return self._quantize_traced(x, kind)
         fp32_min, ask = self._fp32_min_of(x)
@@ -227,16 +234,17 @@ class Quantizer:
         if self._policy is None:
             tensors = quantizer_ops.quantize(x, seed, self.bits, *settings, kind=kind)
             spec = self._spec(x, dtype, self.bits, kind=kind)
+            tensors, spec = _with_mask(tensors, spec, mask)
         else:
             tensors, spec = self._quantize_slot(
-                x, seed, dtype, slot, settings, input_dtype or x.dtype, kind
+                x, seed, dtype, slot, settings, input_dtype or x.dtype, kind, mask
             )
         offload.mark(*tensors)
         if ask:
             self._selector.ask(tensors[1], kind)
         return SavedTensors(tensors, spec)
 
-    def _quantize_slot(self, x, seed, dtype, number, settings, input_dtype, kind):
+    def _quantize_slot(self, x, seed, dtype, number, settings, input_dtype, kind, mask):
         """Quantize x with the bits, or with the slot codec, that this forward's bit assignment has for the slot.
 
         Args:
@@ -247,6 +255,7 @@ class Quantizer:
             settings: (group size, whether minimums are float32, how to normalize x or None).
             input_dtype: the dtype of the layer's input.
             kind: the kind of the copy.
+            mask: the `Mask` of a masked copy, else None.
 
         Returns:
             (tensors to save, spec).
@@ -270,6 +279,8 @@ class Quantizer:
             *tensors, sensitivities = quantizer_ops.quantize_samples(
                 x, seed, slot, samples, *settings, kind
             )
+        if codec is None:
+            tensors, spec = _with_mask(tensors, spec, mask)
         if x.numel() and (probe is not None or assignment.unobserved):
             self._report_unobserved(assignment, slot)
         if probe is not None and x.numel() and not in_backward():
@@ -314,7 +325,7 @@ class Quantizer:
             return True, False
         return self._selector.poll(), True
 
-    def quantize_with_activation(self, run, y) -> tuple | None:
+    def quantize_with_activation(self, run, y, encoding=None) -> tuple | None:
         """Compute an activation's result y, the activation's codes and the copy of y in one pass over memory.
 
         Args:
@@ -322,6 +333,7 @@ class Quantizer:
                 `backends.results.QuantizedForward`. If the backend has no kernel for this, run returns None and writes
                 nothing.
             y: the memory of the result: an ordinary dense tensor in eager mode, samples outermost.
+            encoding: the encoding of the activation's codes, if these say where y is 0; else None.
 
         Returns:
             (the activation's codes, SavedTensors of y). The second entry is None if y needs float32 minimums, because
@@ -332,6 +344,8 @@ class Quantizer:
         seed = self.context.seed_of_result(y, self.key)
         fp32_min, ask = self._fp32_min_of(y)
         kind = self.kind or ROTATED
+        is_masked = kind == ROTATED and encoding is not None
+        kind = MASKED if is_masked else kind
         made = run(seed, self.bits, self.group_size, bool(fp32_min), kind)
         if made is None:
             return None
@@ -341,7 +355,9 @@ class Quantizer:
         offload.mark(packed, ranges)
         if ask:
             self._selector.ask(ranges, kind)
-        return codes, SavedTensors((packed, ranges), self._spec(y, y.dtype, self.bits, kind=kind))
+        mask = Mask(codes, encoding) if is_masked else None
+        spec = self._spec(y, y.dtype, self.bits, kind=kind)
+        return codes, SavedTensors(*_with_mask((packed, ranges), spec, mask))
 
     @property
     def key(self) -> tuple:
@@ -411,6 +427,13 @@ def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, set
         values = QuantizationRecord(values, (), spec, *settings).exact()
     tensors, inner = codec.quantize(values.to(input_dtype), seed)
     return tuple(tensors), CodecSpec(inner, spec)
+
+
+def _with_mask(tensors, spec, mask: Mask | None):
+    """Add the mask of a masked copy to the copy's tensors and to its spec."""
+    if mask is None:
+        return tuple(tensors), spec
+    return (*tensors, mask.packed), spec._replace(mask=mask.encoding)
 
 
 def _is_same_memory(x, other) -> bool:

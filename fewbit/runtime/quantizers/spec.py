@@ -15,8 +15,9 @@ import torch
 from fewbit.config import UNIFORM
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.ops import activation_ops, quantizer_ops
 from fewbit.runtime.probes import restoring
 from fewbit.runtime.saved.assignment import TensorSlot
 
@@ -30,7 +31,9 @@ class QuantizedTensorSpec(NamedTuple):
         size, stride, dtype: the size, strides and dtype of the dequantized values.
         samples: the number of samples if each sample has its own number of bits, else None.
         slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
-        kind: the kind of the copy, "uniform" or "rotated".
+        kind: the kind of the copy, "uniform", "rotated" or "masked".
+        mask: in a masked copy, the encoding of the mask (`saved/cache.py`), whose packed codes are the last saved
+            tensor; else None.
     """
 
     bits: int
@@ -41,11 +44,15 @@ class QuantizedTensorSpec(NamedTuple):
     samples: int | None = None
     slot: TensorSlot | None = None
     kind: str = UNIFORM
+    mask: Encoding | None = None
 
     @property
     def count(self) -> int:
-        """The number of saved tensors: codes, ranges and, if each sample has its own number of bits, these numbers."""
-        return 2 if self.samples is None else 3
+        """The number of saved tensors.
+
+        These are codes, ranges, the numbers of bits if each sample has its own, and the mask of a masked copy.
+        """
+        return 2 + (self.samples is not None) + (self.mask is not None)
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """Return approximate values of the saved tensor, in the tensor's size and strides.
@@ -87,6 +94,14 @@ class QuantizedTensorSpec(NamedTuple):
         return restoring.restored(values, self, tensors[0])
 
     def _values(self, tensors, dtype, affine):
+        if self.mask is None:
+            return self._unmasked(tensors, dtype, affine)
+        *tensors, mask = tensors
+        values = self._unmasked(tensors, dtype, None)
+        activation_ops.decode_mul_(values, mask, self.mask)
+        return in_dtype(map_affine(values, affine), dtype)
+
+    def _unmasked(self, tensors, dtype, affine):
         packed, ranges, *widths = tensors
         place = self.bits, self.group_size, self.size, self.stride
         if not is_plain(packed):

@@ -13,16 +13,22 @@ A layer that saves an activation's result is called the *consumer* of the activa
 consumer, the activation makes the copy for the consumer in later forward passes, because one pass over memory can
 compute the result, the activation's own codes and the copy.
 
+The result of a ReLU has zeros wherever its saved code is 0. The cache keeps the codes as a *mask*, from which a layer
+after the ReLU can restore the zeros of its own copy.
+
 A *fixed-point copy* is a copy that a norm makes for itself and for the layers after it (`quantizers/preactivation.py`).
 """
 
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.format.fingerprint import fingerprint
 from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.saved import offload
@@ -31,6 +37,18 @@ from fewbit.runtime.saved.checkpoints import CheckpointRegions
 MOST_CONSUMERS = 4096
 """The largest number of remembered pairs of an activation and its consumer."""
 _FIXED_POINT = "pre-activation"  # key of fixed-point copies; others have a `Quantizer.key`
+
+
+class Mask(NamedTuple):
+    """The codes of a ReLU's input, which say where the ReLU's result is 0.
+
+    Attributes:
+        packed: the packed codes, int32, in the order of the result's memory.
+        encoding: the encoding of the codes. The code of an element stands for 0 or 1.
+    """
+
+    packed: torch.Tensor
+    encoding: Encoding
 
 
 class SavedTensorCache:
@@ -57,11 +75,11 @@ class SavedTensorCache:
     def begin(self) -> None:
         """Start a forward pass with no copies."""
         local = self._local
-        local.entries, local.results, local.exposed = {}, {}, {}
+        local.entries, local.results, local.masks, local.exposed = {}, {}, {}, {}
 
     def end(self) -> None:
         """Drop the copies of the forward pass."""
-        self._local.entries, self._local.results = None, {}
+        self._local.entries, self._local.results, self._local.masks = None, {}, {}
 
     # -- Copies ------------------------------------------------------------------------------------------
 
@@ -97,6 +115,29 @@ class SavedTensorCache:
                 _drop_expired(entries)
             # The weak reference frees the storage's memory, but no other storage object gets the same address.
             entries[*_place(x), key] = StorageWeakRef(x.untyped_storage()), saved, fingerprint(x)
+
+    def put_mask(self, y, mask: Mask, is_in_place: bool) -> None:
+        """Add the mask of a ReLU's result y, for later layers that save y.
+
+        Args:
+            y: the result.
+            mask: its mask.
+            is_in_place: whether y overwrote the ReLU's input. torch increases y's version when the ReLU returns.
+        """
+        can_find = self.is_open and not in_checkpoint() and layout.is_dense(y)
+        if can_find and y.dtype != torch.float64 and not y.is_inference():
+            reference = StorageWeakRef(y.untyped_storage())
+            self._local.masks[_memory(y, is_in_place)] = reference, mask, fingerprint(y)
+
+    def get_mask(self, x) -> Mask | None:
+        """Return the mask of x if x is the result of a ReLU, or a view of all its elements, else None."""
+        if not self._local.masks or in_checkpoint() or not layout.is_dense(x):
+            return None
+        found = self._local.masks.get(_memory(x))
+        if found is None or x.untyped_storage()._cdata in self._local.exposed:
+            return None
+        _, mask, content = found
+        return mask if content is None or content == fingerprint(x) else None
 
     def get_fixed_point(self, x):
         """Return the fixed-point copy of x, or None. x is the result of a norm, or of an activation after a norm."""
@@ -191,6 +232,7 @@ class _Local(threading.local):
     def __init__(self):
         self.entries = None  # {(place, key): (reference to the storage, SavedTensors, checksum)}
         self.results = {}  # {place: _Result}
+        self.masks = {}  # {memory: (reference to the storage, Mask, checksum)}
         self.exposed = {}  # {address: reference} of storages that may change while their version does not
 
 
@@ -213,6 +255,17 @@ def _place(x) -> tuple:
     """Return a tuple that identifies the tensor x with its present content."""
     storage = x.untyped_storage()
     return storage._cdata, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x._version
+
+
+def _memory(x, changes: int = 0) -> tuple:
+    """Return a tuple that identifies the content of a dense tensor, whatever its shape.
+
+    Args:
+        x: the tensor.
+        changes: how many in-place changes torch has not counted yet.
+    """
+    storage = x.untyped_storage()
+    return storage._cdata, x.storage_offset(), x.numel(), x.dtype, x._version + changes
 
 
 def _drop_expired(entries) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from fewbit.config import ROTATED
+from fewbit.config import UNIFORM
 from fewbit.runtime.backends.reference_quantizer import limits_of
 from fewbit.runtime.format.groups import STEPS, seed_rows
 
@@ -75,7 +75,7 @@ def is_large(ranges: torch.Tensor, kind: str) -> torch.Tensor:
         kind: the kind of the copy.
     """
     minimum, extent = limits_of(ranges[: len(ranges) - seed_rows(kind)])
-    if kind == ROTATED:
+    if kind != UNIFORM:
         deviation = extent.abs()  # a scale is about the standard deviation of its group
         minimum, extent = minimum - 3 * deviation, 6 * deviation
     least, greatest = minimum.min(), (minimum + extent).max()

@@ -1,0 +1,321 @@
+// The inner loops of rotated copies with AVX-512. The 256 numbers of a part are in 16 registers from the first to the last step.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "../common/rotate.h"
+#include "rotate_one_by_one.h"
+#include "rotate_tables.h"
+#include "signs.h"
+#include "simd_avx512.h"
+
+namespace fewbit {
+inline namespace FEWBIT_NAMESPACE {
+namespace {
+
+constexpr int kLanesOfRow = 16;
+constexpr int kRows = kRotatedPart / kLanesOfRow;
+
+// The sum, the smallest and the largest number of a part.
+struct PartSum {
+  float sum, least, greatest;
+};
+
+// Adds number i + COUNT / 2 to number i, then COUNT / 4 ..., and returns the first number.
+template <int COUNT>
+inline __m512 add_rows(__m512* rows) {
+  if constexpr (COUNT > 1) {
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT / 2; ++i) rows[i] = _mm512_add_ps(rows[i], rows[i + COUNT / 2]);
+    return add_rows<COUNT / 2>(rows);
+  }
+  return rows[0];
+}
+
+// Does the same with the lanes of a row.
+inline float add_lanes(__m512 row) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(row), _mm512_extractf32x8_ps(row, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Returns the sum and the extremes of a part of kRotatedPart numbers. Extremes are those of the numbers that are not NaN.
+inline PartSum sum_of_part(const float* x) {
+  __m512 rows[kRows];
+  for (int i = 0; i < kRows; ++i) rows[i] = _mm512_loadu_ps(x + kLanesOfRow * i);
+  // These instructions return the second operand if one is NaN.
+  __m512 low0 = _mm512_set1_ps(__builtin_inff()), low1 = low0;
+  __m512 high0 = _mm512_set1_ps(-__builtin_inff()), high1 = high0;
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; i += 2) {
+    low0 = _mm512_min_ps(rows[i], low0);
+    low1 = _mm512_min_ps(rows[i + 1], low1);
+    high0 = _mm512_max_ps(rows[i], high0);
+    high1 = _mm512_max_ps(rows[i + 1], high1);
+  }
+  const float least = _mm512_reduce_min_ps(_mm512_min_ps(low0, low1));
+  const float greatest = _mm512_reduce_max_ps(_mm512_max_ps(high0, high1));
+  return {add_lanes(add_rows<kRows>(rows)), least, greatest};
+}
+
+// Returns the sum of the squares of the numbers x - shift of a part.
+inline float energy_of_part(const float* x, float shift) {
+  const __m512 subtracted = _mm512_set1_ps(shift);
+  __m512 rows[kRows];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    const __m512 v = _mm512_sub_ps(_mm512_loadu_ps(x + kLanesOfRow * i), subtracted);
+    rows[i] = _mm512_mul_ps(v, v);
+  }
+  return add_lanes(add_rows<kRows>(rows));
+}
+
+// -- Transforms ------------------------------------------------------------------------------------------------
+
+// Does the stages with distances of whole rows.
+template <int COUNT>
+inline void transform_rows(__m512* rows) {
+  if constexpr (COUNT > 1) {
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT / 2; ++i) {
+      const __m512 a = rows[i], b = rows[i + COUNT / 2];
+      rows[i] = _mm512_add_ps(a, b);
+      rows[i + COUNT / 2] = _mm512_sub_ps(a, b);
+    }
+    transform_rows<COUNT / 2>(rows);
+    transform_rows<COUNT / 2>(rows + COUNT / 2);
+  }
+}
+
+// Does the stages within a row. A product with 1 or -1 is exact, so the fused operation rounds as an addition or subtraction.
+inline __m512 transform_lanes(__m512 row) {
+  const __m512 by8 = _mm512_set_ps(-1, -1, -1, -1, -1, -1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1);
+  const __m512 by4 = _mm512_set_ps(-1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1);
+  const __m512 by2 = _mm512_set_ps(-1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1);
+  const __m512 by1 = _mm512_set_ps(-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1);
+  row = _mm512_fmadd_ps(row, by8, _mm512_shuffle_f32x4(row, row, 0x4E));
+  row = _mm512_fmadd_ps(row, by4, _mm512_shuffle_f32x4(row, row, 0xB1));
+  row = _mm512_fmadd_ps(row, by2, _mm512_permute_ps(row, 0x4E));
+  return _mm512_fmadd_ps(row, by1, _mm512_permute_ps(row, 0xB1));
+}
+
+template <int COUNT>
+inline void transform_in_place(float* y) {
+  __m512 rows[COUNT];
+  for (int i = 0; i < COUNT; ++i) rows[i] = _mm512_loadu_ps(y + kLanesOfRow * i);
+  transform_rows<COUNT>(rows);
+  for (int i = 0; i < COUNT; ++i) _mm512_storeu_ps(y + kLanesOfRow * i, transform_lanes(rows[i]));
+}
+
+// Transforms `size` numbers, a power of two up to kRotatedPart.
+inline void transform(float* y, int size) {
+  switch (size) {
+    case 256:
+      return transform_in_place<16>(y);
+    case 128:
+      return transform_in_place<8>(y);
+    case 64:
+      return transform_in_place<4>(y);
+    case 32:
+      return transform_in_place<2>(y);
+    case 16:
+      return transform_in_place<1>(y);
+    default:
+      return transform_one_by_one(y, size);
+  }
+}
+
+// Multiplies row number `row` of a part by factor, negative if the number's sign is set.
+inline __m512 times_signed(__m512 v, __m512 plus, __m512 minus, const uint64_t* signs, int row) {
+  const auto set = static_cast<__mmask16>(signs[row / 4] >> row % 4 * 16);
+  return _mm512_mul_ps(v, _mm512_mask_blend_ps(set, plus, minus));
+}
+
+// -- Codes -----------------------------------------------------------------------------------------------------
+
+// Computes codes from rotated numbers, a row at a time.
+template <int BITS>
+class Coder {
+ public:
+  // rms: the root mean square of the group.
+  explicit Coder(float rms) {
+    for (int i = 0; i < kBreaks; ++i) breaks_[i] = _mm512_set1_ps(kNormalLevels.breaks[breaks_begin(BITS) + i] * rms);
+    for (int i = 0; i < kLevels; ++i) levels_[i] = _mm512_set1_ps(kNormalLevels.levels[levels_begin(BITS) + i]);
+  }
+
+  // Writes the bit-planes of the codes, and returns the magnitudes times their levels.
+  __m512 code(__m512 y, __mmask16* planes) const {
+    const __m512 magnitude = _mm512_abs_ps(y);
+    __m512 level = levels_[0];
+    __mmask16 beyond[kBreaks + 1];
+#pragma GCC unroll 4
+    for (int i = 0; i < kBreaks; ++i) {
+      beyond[i] = _mm512_cmp_ps_mask(magnitude, breaks_[i], _CMP_GT_OQ);
+      level = _mm512_mask_mov_ps(level, beyond[i], levels_[i + 1]);
+    }
+    if constexpr (BITS == 2) planes[0] = beyond[0];
+    if constexpr (BITS == 3) {
+      planes[0] = _kxor_mask16(_kxor_mask16(beyond[0], beyond[1]), beyond[2]);
+      planes[1] = beyond[1];
+    }
+    planes[BITS - 1] = _mm512_movepi32_mask(_mm512_castps_si512(y));
+    return _mm512_mul_ps(magnitude, level);
+  }
+
+ private:
+  static_assert(BITS <= 3, "more bits have the class below");
+  static constexpr int kLevels = 1 << (BITS - 1), kBreaks = kLevels - 1;
+  __m512 breaks_[kBreaks + 1], levels_[kLevels];
+};
+
+// Does the same for more bits by a binary search.
+template <int BITS>
+class SearchCoder {
+ public:
+  explicit SearchCoder(float rms) {
+    for (int i = 0; i < SearchBreaks<BITS>::kCount; ++i) breaks_[i] = kSearchBreaks<BITS>.values[i] * rms;
+  }
+
+  __m512 code(__m512 y, __mmask16* planes) const {
+    const __m512 magnitude = _mm512_abs_ps(y);
+    const __m512i path = step<0>(magnitude, _mm512_setzero_si512());
+    for (int plane = 0; plane < BITS - 1; ++plane) {
+      planes[plane] = _mm512_test_epi32_mask(path, _mm512_set1_epi32(1 << plane));
+    }
+    planes[BITS - 1] = _mm512_movepi32_mask(_mm512_castps_si512(y));
+    return _mm512_mul_ps(magnitude, Lut<BITS - 1>(kPositiveLevels<BITS>.values)[path]);
+  }
+
+ private:
+  template <int STEP>
+  __m512i step(__m512 magnitude, __m512i path) const {
+    if constexpr (STEP < BITS - 1) {
+      const __m512 limit = Lut<STEP>(breaks_ + (1 << STEP) - 1)[path];
+      const __mmask16 beyond = _mm512_cmp_ps_mask(magnitude, limit, _CMP_GT_OQ);
+      const __m512i twice = _mm512_add_epi32(path, path);
+      return step<STEP + 1>(magnitude, _mm512_mask_sub_epi32(twice, beyond, twice, _mm512_set1_epi32(-1)));
+    }
+    return path;
+  }
+
+  float breaks_[SearchBreaks<BITS>::kCount + 16] = {};  // 16 entries can be read from any place
+};
+
+template <>
+class Coder<4> : public SearchCoder<4> {
+  using SearchCoder::SearchCoder;
+};
+template <>
+class Coder<5> : public SearchCoder<5> {
+  using SearchCoder::SearchCoder;
+};
+template <>
+class Coder<6> : public SearchCoder<6> {
+  using SearchCoder::SearchCoder;
+};
+template <>
+class Coder<7> : public SearchCoder<7> {
+  using SearchCoder::SearchCoder;
+};
+template <>
+class Coder<8> : public SearchCoder<8> {
+  using SearchCoder::SearchCoder;
+};
+
+// Writes the words of two rows, a block.
+template <int BITS>
+inline void put_words(const __mmask16* low, const __mmask16* high, uint32_t* words) {
+#pragma GCC unroll 8
+  for (int plane = 0; plane < BITS; ++plane) {
+    words[plane] = _cvtmask32_u32(_mm512_kunpackw(high[plane], low[plane]));
+  }
+}
+
+// Computes the words of `blocks` blocks of rotated numbers, followed by zeros up to kRotatedPart. Returns the sum of the
+// magnitudes times their levels.
+template <int BITS>
+inline float code_blocks(const float* y, int blocks, float rms, uint32_t* words) {
+  const Coder<BITS> coder(rms);
+  __m512 products[kRows] = {};
+  for (int block = 0; block < blocks; ++block, words += BITS) {
+    __mmask16 low[BITS], high[BITS];
+    products[2 * block] = coder.code(_mm512_loadu_ps(y + kBlock * block), low);
+    products[2 * block + 1] = coder.code(_mm512_loadu_ps(y + kBlock * block + kLanesOfRow), high);
+    put_words<BITS>(low, high, words);
+  }
+  return add_lanes(add_rows<kRows>(products));
+}
+
+// Rotates the numbers x - shift of a part of kRotatedPart numbers and computes their words. Returns the same sum.
+template <int BITS>
+inline float code_part(const float* x, float shift, const uint64_t* signs, float rms, uint32_t* words) {
+  const __m512 subtracted = _mm512_set1_ps(shift);
+  const __m512 plus = _mm512_set1_ps(inverse_root(kRotatedPart)), minus = _mm512_set1_ps(-inverse_root(kRotatedPart));
+  __m512 rows[kRows];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    const __m512 v = _mm512_sub_ps(_mm512_loadu_ps(x + kLanesOfRow * i), subtracted);
+    rows[i] = times_signed(v, plus, minus, signs, i);
+  }
+  transform_rows<kRows>(rows);
+  if constexpr (BITS <= 3) {
+    const Coder<BITS> coder(rms);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; i += 2, words += BITS) {
+      __mmask16 low[BITS], high[BITS];
+      rows[i] = coder.code(transform_lanes(rows[i]), low);
+      rows[i + 1] = coder.code(transform_lanes(rows[i + 1]), high);
+      put_words<BITS>(low, high, words);
+    }
+    return add_lanes(add_rows<kRows>(rows));
+  } else {
+    alignas(64) float y[kRotatedPart];
+    for (int i = 0; i < kRows; ++i) _mm512_store_ps(y + kLanesOfRow * i, transform_lanes(rows[i]));
+    return code_blocks<BITS>(y, kRotatedPart / kBlock, rms, words);
+  }
+}
+
+// -- Values ----------------------------------------------------------------------------------------------------
+
+// Writes the levels of the codes of `blocks` blocks, with their signs.
+template <int BITS>
+inline void levels_of_blocks(const uint32_t* words, int blocks, float* y) {
+  look_up<BITS>(words, kCodeLevels<BITS>.values, y, blocks);
+}
+
+// Dequantizes a part of kRotatedPart numbers that was rotated once.
+template <int BITS>
+inline void restore_part(const uint32_t* words, const uint64_t* signs, float mean, float scale, float* out) {
+  __m512 rows[kRows];
+  if constexpr (BITS == 2) {
+    const __m512 inner = _mm512_set1_ps(kCodeLevels<2>.values[0]), outer = _mm512_set1_ps(kCodeLevels<2>.values[1]);
+    const __m512 sign = _mm512_set1_ps(-0.0f);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const auto index = static_cast<__mmask16>(words[i / 2 * 2] >> i % 2 * 16);
+      const auto negative = static_cast<__mmask16>(words[i / 2 * 2 + 1] >> i % 2 * 16);
+      const __m512 level = _mm512_mask_blend_ps(index, inner, outer);
+      rows[i] = _mm512_mask_xor_ps(level, negative, level, sign);
+    }
+  } else {
+    alignas(64) float levels[kRotatedPart];
+    levels_of_blocks<BITS>(words, kRotatedPart / kBlock, levels);
+    for (int i = 0; i < kRows; ++i) rows[i] = _mm512_load_ps(levels + kLanesOfRow * i);
+  }
+  transform_rows<kRows>(rows);
+  const float factor = scale * inverse_root(kRotatedPart);
+  const __m512 plus = _mm512_set1_ps(factor), minus = _mm512_set1_ps(-factor), added = _mm512_set1_ps(mean);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    const __m512 y = times_signed(transform_lanes(rows[i]), plus, minus, signs, i);
+    _mm512_storeu_ps(out + kLanesOfRow * i, _mm512_add_ps(added, y));
+  }
+}
+
+}  // namespace
+}  // namespace FEWBIT_NAMESPACE
+}  // namespace fewbit

@@ -1,0 +1,35 @@
+// Steps of rotations for parts of any length, which only the last parts of samples need.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/dtype.h"
+
+namespace fewbit {
+inline namespace FEWBIT_NAMESPACE {
+namespace {
+
+// Transforms `size` numbers, a power of two.
+inline void transform_one_by_one(float* y, int size) {
+  for (int half = size / 2; half > 0; half /= 2) {
+    for (int begin = 0; begin < size; begin += 2 * half) {
+      for (int i = begin; i < begin + half; ++i) {
+        const float a = y[i], b = y[i + half];
+        y[i] = a + b;
+        y[i + half] = a - b;
+      }
+    }
+  }
+}
+
+// Multiplies the numbers [begin, end) of a part by factor, or by -factor if their signs are set.
+inline void multiply_signed(float* y, int begin, int end, float factor, const uint64_t* signs) {
+  for (int i = begin; i < end; ++i) {
+    const uint32_t sign = static_cast<uint32_t>(signs[i / 64] >> i % 64) << 31;
+    y[i] *= float_of(bits_of(factor) ^ sign);
+  }
+}
+
+}  // namespace
+}  // namespace FEWBIT_NAMESPACE
+}  // namespace fewbit

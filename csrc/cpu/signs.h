@@ -1,0 +1,91 @@
+// The random numbers of rotated copies: signs, and the rounding of scales.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../common/rotate.h"
+#include "draws.h"
+
+namespace fewbit {
+inline namespace FEWBIT_NAMESPACE {
+
+constexpr int kSignQuarters = 4;  // 64-bit words with the signs of a part: bit i mod 64 of word i div 64 is that of number i
+
+// Computes the random numbers of kBatch parts at a time.
+class Signs {
+ public:
+  // The seed is that of the copy.
+  explicit Signs(uint64_t seed) : seed_(seed), keys_(seed) {}
+
+  // Returns the signs of a part's first transform in the first rotation. part: the number of the part among all parts of all
+  // groups, if each group had as many parts as the largest. The result is valid until the next call.
+  const uint64_t* first(int64_t part) {
+    seek(part);
+    return signs_[part - begin_];
+  }
+
+  // Returns the random number that rounds the scale of the group whose first part is `part`.
+  uint32_t rounding(int64_t part) {
+    seek(part);
+    return static_cast<uint32_t>(rounding_[part - begin_]);
+  }
+
+  // Computes the signs of any transform, see sign_counter.
+  void of(int64_t part, int rotation, int transform, uint64_t* signs) const {
+    const uint64_t counter = counter_of(part) + static_cast<uint64_t>(sign_counter(rotation, transform));
+    for (int half = 0; half < 2; ++half) {
+      const PhiloxWords found = philox_words(seed_, counter + static_cast<uint64_t>(half));
+      for (int i = 0; i < 2; ++i) {
+        signs[2 * half + i] = static_cast<uint64_t>(found.words[2 * i + 1]) << 32 | found.words[2 * i];
+      }
+    }
+  }
+
+ private:
+  static constexpr int kBatch = 8;
+
+  static uint64_t counter_of(int64_t part) { return part_counter(part, 0, kRotatedPart); }
+
+  void seek(int64_t part) {
+    if (part / kBatch * kBatch != begin_) {
+      begin_ = part / kBatch * kBatch;
+      fill();
+    }
+  }
+
+  void fill() {
+    constexpr int kLanes = sizeof(Lanes) / sizeof(uint64_t);
+    constexpr int kVectors = 3;  // counters 0 and 1, for signs, and kRoundingCounter
+    const uint64_t first = counter_of(begin_);
+    uint64_t quarters[kSignQuarters][kBatch];
+    for (int i = 0; i < kBatch; i += kLanes) {
+      Lanes counters = {};
+      for (int lane = 0; lane < kLanes; ++lane) {
+        counters[lane] = static_cast<uint32_t>(first) + static_cast<uint32_t>(kCountersOfPart * (i + lane));
+      }
+      const Lanes lower[kVectors] = {counters, counters + uint64_t{1}, counters + uint64_t{kRoundingCounter}};
+      Lanes all[4][kVectors];
+      // begin_ is a multiple of kBatch, so all counters have the same upper word.
+      philox_lanes<kVectors>(keys_, lower, first >> 32, all);
+      for (int quarter = 0; quarter < kSignQuarters; ++quarter) {
+        const int word = quarter % 2 * 2;
+        const Lanes both = all[word + 1][quarter / 2] << 32 | (all[word][quarter / 2] & uint64_t{0xFFFFFFFFu});
+        memcpy(quarters[quarter] + i, &both, sizeof both);
+      }
+      memcpy(rounding_ + i, &all[0][2], sizeof(Lanes));
+    }
+    for (int part = 0; part < kBatch; ++part) {
+      for (int quarter = 0; quarter < kSignQuarters; ++quarter) signs_[part][quarter] = quarters[quarter][part];
+    }
+  }
+
+  const uint64_t seed_;
+  const DrawKeys keys_;
+  int64_t begin_ = -1;  // the first part whose numbers are in the arrays
+  uint64_t signs_[kBatch][kSignQuarters];
+  uint64_t rounding_[kBatch];  // in the lower halves
+};
+
+}  // namespace FEWBIT_NAMESPACE
+}  // namespace fewbit

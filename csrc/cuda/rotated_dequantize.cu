@@ -111,19 +111,14 @@ __device__ void decode_many(float* values, const Planes& planes, const float* si
 
 // -- values ----------------------------------------------------------------------------------------------
 
-// Applies the affine map to a row of m values that begins with element `first` of the tensor.
-__device__ void map_row(float* values, const Affine& affine, int64_t first, int m) {
-  if (m <= 0) return;
-  const Entries entries(affine.index, first);
-#pragma unroll 1
-  for (int k = 0; k < kSide; ++k) {
-    const int64_t entry = entries.of(k < m ? k : 0);
-    const float scale = scale_at(affine, entry), shift = shift_at(affine, entry);
-#pragma unroll
-    for (int i = 0; i < kSide; ++i) {
-      if (i == k) values[i] = values[i] * scale + shift;
-    }
+// Returns the value to write: of element i of a part whose elements have these entries.
+template <class T>
+__device__ float representable(float x, const Affine& affine, const Entries& entries, int i) {
+  if (affine.exists()) {
+    const int64_t entry = entries.of(i);
+    x = x * scale_at(affine, entry) + shift_at(affine, entry);
   }
+  return std::is_same_v<T, Float16> ? within_float16(x) : x;
 }
 
 // The registers that a row of T fills, and its vectors of 16 bytes.
@@ -165,79 +160,73 @@ __device__ void store_vectors(const uint32_t* words, T* out, Workspace& own) {
   }
 }
 
-// Writes a row of values, which begins with element `begin` of its group, whose part has m elements.
+// Writes a row of values of the part that begins with element `begin` of its group and has m elements.
 template <class T>
-__device__ void store_row(const float* values, T* out, const GroupPlace& place, int begin, int m, Workspace& own) {
-  const bool are_neighbors = m == kRotatedPart && place.contiguous();
+__device__ void store_row(const float* values, const Affine& affine, T* out, const GroupPlace& place, int begin, int m,
+                          Workspace& own) {
+  const bool are_neighbors = m == kRotatedPart && place.contiguous() && !affine.exists();
   T* const part = out + (are_neighbors ? place.of(begin) : 0);
   if (all(are_neighbors && reinterpret_cast<uintptr_t>(part) % sizeof(uint4) == 0)) {
+    const Entries none({1, 1}, 0);
     uint32_t words[kRowWords<T>];
 #pragma unroll
     for (int k = 0; k < kSide; k += 2) {
-      set_pair<T>(words, k, static_cast<Wide<T>>(values[k]), static_cast<Wide<T>>(values[k + 1]));
+      const float low = representable<T>(values[k], {}, none, 0), high = representable<T>(values[k + 1], {}, none, 0);
+      set_pair<T>(words, k, static_cast<Wide<T>>(low), static_cast<Wide<T>>(high));
     }
     return store_vectors(words, part, own);
   }
   put_row(values, own);
+  const Entries entries(affine.index, affine.exists() && place.contiguous() && m > 0 ? place.of(begin) : 0);
 #pragma unroll 1
-  for (int i = lane_of_group(); i < m; i += kSide) store_one(own.at(i), out + place.of(begin + i));
+  for (int i = lane_of_group(); i < m; i += kSide) {
+    store_one(representable<T>(own.at(i), affine, entries, i), out + place.of(begin + i));
+  }
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 4)
-    dequantize_kernel(const __grid_constant__ Streams uniform, const int64_t* order, const int64_t* counts,
-                      const uint32_t* packed, const uint16_t* ranges, const __grid_constant__ Affine affine, T* out) {
+    dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
+                      const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
+                      const __grid_constant__ Affine affine, T* out) {
   __shared__ Streams streams;
   __shared__ CodeLevels levels;
   __shared__ Workspace workspaces[kGroupsOfBlock];
   fill(levels);
   share_streams(streams, uniform, counts);
   Workspace& own = workspaces[threadIdx.x / kSide];
-  const bool fp32_min = streams.fp32_min;
-  const int group_size = streams.group_size;
-  const uint64_t seed = load_seed(ranges + uniform.groups * columns(fp32_min));
+  const uint64_t seed = load_seed(ranges + uniform.groups * columns(streams.fp32_min));
 
-  const GroupFinder finder(streams, counts);
   int turn = 0;  // the place of the next group's random words; 0: there are none yet
-  for (int64_t pair = first_group_of_warp(); 2 * pair < streams.groups; pair += groups_apart()) {
-    const int64_t number = number_in(pair);
-    const Stream& stream = finder.stream(number);
-    const Group group = finder.group(stream, number);
-    const GroupPlace place(streams, stream, order, group);
-    const GroupScale found = load_scale(ranges, fp32_min, number < streams.groups ? number : 0);
-    const int length = group.length, longest = larger(length), bits = stream.bits, most_bits = larger(bits);
+#pragma unroll 1
+  for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
+    const LocatedGroup of = locate(streams, map, pair);
+    const Stream& stream = streams.of[of.stream];
+    const int length = of.group.length, longest = larger(length), bits = stream.bits, most_bits = larger(bits);
+    const GroupScale found = load_scale(ranges, streams.fp32_min, length > 0 ? of.number : 0);
     const bool is_once = !any(found.is_twice);
 #pragma unroll 1
     for (int begin = 0; begin < longest; begin += kRotatedPart) {
       const int m = part_length(length, begin);
-      const int64_t first = group.first + begin;
+      const int64_t first = of.group.first + begin;
       const uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
       const Planes planes = read_planes({words, m, lane_of(first), bits}, most_bits);
+      const bool is_simple = is_once && longest == kRotatedPart && all(m == kRotatedPart);
       float values[kSide];
-      if (is_once && all(m == kRotatedPart)) {
+      if (is_simple) {
         if (most_bits <= CodeLevels::kFewBits) {
           decode_few(values, planes.pairs[0], levels.pairs[bits - 1]);
         } else {
           decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
           transform_stage<kSide / 2>(values);
         }
-        transform<kSide / 4>(values);
-        const uint32_t* signs = own.random;
-        if (longest > kRotatedPart) {
-          put_random_of_part(own, seed, number, begin / kRotatedPart, group_size);
-        } else {
-          if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, pair, group_size);
-          signs += 4 * kCountersAhead * turn;
-          turn = (turn + 1) % kTurns;
-        }
-        put_column(values, own);
-        get_row(values, own);
-        transform(values);
-        multiply_row(values, signs, found.scale * inverse_root(kRotatedPart));
+        if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number, streams.group_size);
+        rotate_back(values, own, own.random + 4 * kCountersAhead * turn, found.scale);
+        turn = (turn + 1) % kTurns;
       } else {
-        decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
-        put_random_of_part(own, seed, number, begin / kRotatedPart, group_size);
         turn = 0;
+        decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
+        put_random_of_part(own, seed, of.number, begin / kRotatedPart, streams.group_size);
         put_column(values, own);
         if (!is_once) rotate_back_in_memory(own, own.random + 4 * sign_counter(1, 0), found.is_twice ? m : 0, 1.0f);
         rotate_back_in_memory(own, own.random + 4 * sign_counter(0, 0), m, found.scale);
@@ -245,13 +234,8 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
 #pragma unroll
       for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];
-      const int row = lane_of_group() * kSide;
-      if (affine.exists() && place.contiguous()) map_row(values, affine, place.of(begin + row), m - row);
-      if constexpr (std::is_same_v<T, Float16>) {
-#pragma unroll
-        for (int k = 0; k < kSide; ++k) values[k] = within_float16(values[k]);
-      }
-      store_row(values, out, place, begin, m, own);
+      const GroupPlace place(streams, stream, order, of.group);
+      store_row(values, affine, out, place, begin, m, own);
     }
   }
 }
@@ -262,10 +246,11 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
                         void* out, int dtype, int device, void* stream) {
   if (of.groups <= 0) return;
   const DeviceScope scope(device);
+  const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kOneWave, uniform_streams(of), of.order,
-           of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine, static_cast<T*>(out));
+    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kOneWave, uniform, group_map(uniform, of.counts),
+           of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine, static_cast<T*>(out));
   });
 }
 

@@ -13,33 +13,52 @@
 
 namespace fewbit::cuda {
 
+// Reads a column of 256 elements that lie side by side.
+template <class T>
+__device__ void read_neighbors(float* values, const T* from) {
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) values[j] = as_float(from[j * kSide + lane_of_group()]);
+}
+
 // The elements of a group.
 template <class T>
 class GroupElements {
  public:
-  __device__ GroupElements(const T* x, const Normalization& by, const GroupPlace& place, int length)
-      : x_(x), by_(by), place_(place), length_(length), longest_(larger(length)) {}
+  // longest: the length of the longer one of the warp's two groups.
+  __device__ GroupElements(const T* x, const Normalization& by, const GroupPlace& place, int length, int longest)
+      : x_(x), by_(by), place_(place), length_(length), longest_(longest) {}
 
   __device__ int length() const { return length_; }
-  // The length of the longer one of the warp's two groups.
   __device__ int longest() const { return longest_; }
   // Returns true if one of the warp's two groups does not fit the registers.
   __device__ bool is_long() const { return longest_ > kRotatedPart; }
 
+  // Reads a column if both groups of the warp have 256 elements that lie side by side, and one entry to normalize by. If not, it
+  // returns false.
+  __device__ bool read_simple(float* values) const {
+    bool is_simple = length_ == kRotatedPart && place_.contiguous();
+    float mean = 0.0f, rstd = 1.0f;
+    if (by_.exists()) {
+      const Entries entries(by_.index, is_simple ? place_.of(0) : 0);
+      is_simple = is_simple && entries.are_one(kRotatedPart);
+      mean = mean_at(by_, entries.of(0)), rstd = by_.rstd[entries.of(0)];
+    }
+    if (!all(is_simple)) return false;
+    read_neighbors(values, x_ + place_.of(0));
+    if (by_.exists()) {
+#pragma unroll
+      for (int j = 0; j < kSide; ++j) values[j] = (values[j] - mean) * rstd;
+    }
+    return true;
+  }
+
   // Reads a column of the part from `begin` on and normalizes it. It has zeros where no elements are.
   __device__ void read(float* values, int begin, Workspace& own) const {
     const int m = part_length(length_, begin);
-    const bool are_neighbors = m == kRotatedPart && place_.contiguous();
-    const int64_t first = are_neighbors ? place_.of(begin) : 0;
-    if (!by_.exists() && all(are_neighbors)) return read_neighbors(values, x_ + first);
-    const Entries entries(by_.index, by_.exists() && place_.contiguous() && m > 0 ? place_.of(begin) : 0);
-    if (all(are_neighbors && entries.are_one(kRotatedPart))) {
-      read_neighbors(values, x_ + first);
-      const float mean = mean_at(by_, entries.of(0)), rstd = by_.rstd[entries.of(0)];
-#pragma unroll
-      for (int j = 0; j < kSide; ++j) values[j] = (values[j] - mean) * rstd;
-      return;
+    if (!by_.exists() && all(m == kRotatedPart && place_.contiguous())) {
+      return read_neighbors(values, x_ + place_.of(begin));
     }
+    const Entries entries(by_.index, by_.exists() && place_.contiguous() && m > 0 ? place_.of(begin) : 0);
     __syncwarp();
 #pragma unroll 1
     for (int i = lane_of_group(); i < kRotatedPart; i += kSide) own.at(i) = i < m ? one(begin, i, entries) : 0.0f;
@@ -48,11 +67,6 @@ class GroupElements {
   }
 
  private:
-  __device__ static void read_neighbors(float* values, const T* from) {
-#pragma unroll
-    for (int j = 0; j < kSide; ++j) values[j] = as_float(from[j * kSide + lane_of_group()]);
-  }
-
   // Returns the i-th element of the part from `begin` on.
   __device__ float one(int begin, int i, const Entries& entries) const {
     const int64_t place = place_.of(begin + i);
@@ -70,20 +84,16 @@ class GroupElements {
 
 // What is known of a group's elements minus their mean. The remainders are these numbers times `factor`.
 struct Remainders {
-  float mean;
+  float mean;      // as it is stored
   float factor;
-  float energy;     // of the remainders
-  float greatest;   // the greatest square of a remainder in this lane
+  float energy;    // of the remainders
+  float greatest;  // the greatest square of a remainder in this lane
 };
 
-// Changes a column of elements, m of which exist in the part, to remainders.
-__device__ inline void subtract(float* values, const Remainders& by, int m) {
-  const bool is_full = all(m == kRotatedPart);
+// Subtracts the mean from a column of m elements.
+__device__ inline void subtract(float* values, float mean, int m) {
 #pragma unroll
-  for (int j = 0; j < kSide; ++j) {
-    const float value = values[j] - by.mean;
-    values[j] = is_full || j * kSide + lane_of_group() < m ? value : 0.0f;
-  }
+  for (int j = 0; j < kSide; ++j) values[j] = j * kSide + lane_of_group() < m ? values[j] - mean : 0.0f;
 }
 
 __device__ inline void multiply(float* values, float factor) {
@@ -96,7 +106,7 @@ template <class T>
 __device__ void read_remainders(float* values, const GroupElements<T>& elements, const Remainders& by, int begin,
                                 Workspace& own) {
   elements.read(values, begin, own);
-  subtract(values, by, part_length(elements.length(), begin));
+  subtract(values, by.mean, part_length(elements.length(), begin));
   multiply(values, by.factor);
 }
 
@@ -124,12 +134,22 @@ __device__ inline void add_squares(Remainders& to, const float* values, int begi
   if (begin < length) to.energy = begin == 0 ? part : to.energy + part;
 }
 
-// Computes the remainders of a group. Afterwards `values` is a column of them, unless groups are long.
+// Computes the remainders of 256 elements. Afterwards `values` is a column of them. It returns false if one of the warp's two
+// groups needs a factor, or a second rotation, or has no values, all of which is rare.
+__device__ inline bool remainders_of_full(Remainders& found, float* values, bool fp32_min) {
+  found = {group_mean(sum_of_part(values), kRotatedPart, fp32_min), 1.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) values[j] -= found.mean;
+  add_squares(found, values, 0, kRotatedPart);
+  return all(rescue_factor(found.energy) == 1.0f && !(found.greatest * 8.0f > found.energy));
+}
+
+// Computes the remainders of any group. Afterwards `values` is a column of them, unless groups are long.
 template <class T>
 __device__ Remainders remainders_of(float* values, const GroupElements<T>& elements, bool fp32_min, Workspace& own) {
   Remainders found = {0.0f, 1.0f, 0.0f, 0.0f};
   found.mean = group_mean(sum_of(values, elements, own), elements.length(), fp32_min);
-  if (!elements.is_long()) subtract(values, found, elements.length());
+  if (!elements.is_long()) subtract(values, found.mean, elements.length());
 #pragma unroll 1
   for (bool is_again = false;; is_again = true) {
     found.energy = found.greatest = 0.0f;

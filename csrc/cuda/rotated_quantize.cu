@@ -104,109 +104,130 @@ __device__ void store_planes(const Planes& planes, const PackedPart& to, int mos
   }
 }
 
+// -- groups ----------------------------------------------------------------------------------------------
+
+// What a block needs to quantize groups.
+struct Quantizer {
+  const Streams& streams;
+  const NormalLevels& table;
+  Workspace& own;
+  uint64_t seed;
+  bool fp32_min;
+  bool whole;  // no block of elements belongs to two groups
+  uint32_t* packed;
+  uint16_t* ranges;
+
+  // Encodes a row of a part, writes its codes, and returns the sum of its magnitudes times their levels.
+  __device__ float encode(float* y, const LocatedGroup& of, int begin, const Remainders& found, bool has_codes) const {
+    const Stream& stream = streams.of[of.stream];
+    const int bits = stream.bits, most_bits = larger(bits);
+    const float rms = root_mean_square(found.energy, of.group.length);
+    const Planes planes = most_bits <= 2 ? encode_few(y, bits, rms) : encode_many(y, bits, most_bits, rms, own, table);
+    const int64_t first = of.group.first + begin;
+    uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
+    store_planes(planes, {words, part_length(of.group.length, begin), lane_of(first), bits}, most_bits, whole, has_codes);
+    put_row(y, own);
+    get_column(y, own);
+    return sum_of_part(y);
+  }
+
+  // Writes mean and scale.
+  __device__ void store(const LocatedGroup& of, const Remainders& found, float inner, uint32_t rounding,
+                        bool is_twice) const {
+    if (lane_of_group() > 0 || of.group.length == 0) return;
+    if (!has_values(found.energy, found.mean)) return store_no_scale(fp32_min, of.number, ranges);
+    const uint16_t scale = stored_scale(found.energy, inner, found.factor, rounding, is_twice);
+    store_scale(found.mean, scale, fp32_min, of.number, ranges);
+  }
+};
+
+// Rotates a part of any group: a column becomes a row. Returns the word by which the group's scale is rounded, for its first
+// part.
+__device__ uint32_t rotate_any(float* values, const Quantizer& by, int64_t number, int part, int m, bool is_twice) {
+  Workspace& own = by.own;
+  put_random_of_part(own, by.seed, number, part, by.streams.group_size);
+  put_column(values, own);
+  rotate_in_memory(own, own.random + 4 * sign_counter(0, 0), m);
+  if (any(is_twice)) rotate_in_memory(own, own.random + 4 * sign_counter(1, 0), is_twice ? m : 0);
+  get_row(values, own);
+  return own.random[4 * kRoundingCounter];
+}
+
 // -- kernels ---------------------------------------------------------------------------------------------
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 3)
-    quantize_kernel(const __grid_constant__ Streams uniform, const int64_t* order, const int64_t* counts, const T* x,
-                    const __grid_constant__ Normalization normalization, const int64_t* seed_address, bool whole,
-                    uint32_t* packed, uint16_t* ranges) {
+    quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
+                    const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization, 
+                    const int64_t* seed_address, bool whole, uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
   __shared__ Workspace workspaces[kGroupsOfBlock];
+#pragma unroll 1
   for (int i = threadIdx.x; i < static_cast<int>(sizeof table / sizeof(float)); i += kThreads) {
     reinterpret_cast<float*>(&table)[i] = reinterpret_cast<const float*>(&kLevelsOnDevice)[i];
   }
   share_streams(streams, uniform, counts);
-  Workspace& own = workspaces[threadIdx.x / kSide];
-  const uint64_t seed = static_cast<uint64_t>(*seed_address);
-  const bool fp32_min = streams.fp32_min;
-  const int group_size = streams.group_size;
-  if (blockIdx.x == 0 && threadIdx.x == 0) store_seed(seed, fp32_min, ranges + uniform.groups * columns(fp32_min));
+  const Quantizer by = {streams,          table, workspaces[threadIdx.x / kSide], static_cast<uint64_t>(*seed_address),
+                        streams.fp32_min, whole, packed,                          ranges};
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    store_seed(by.seed, by.fp32_min, ranges + uniform.groups * columns(by.fp32_min));
+  }
 
-  const GroupFinder finder(streams, counts);
   int turn = 0;  // the place of the next group's random words; 0: there are none yet
-  for (int64_t pair = first_group_of_warp(); 2 * pair < streams.groups; pair += groups_apart()) {
-    const int64_t number = number_in(pair);
-    const Stream& stream = finder.stream(number);
-    const Group group = finder.group(stream, number);
-    const GroupElements<T> elements(x, normalization, GroupPlace(streams, stream, order, group), group.length);
-    const int length = group.length, bits = stream.bits, most_bits = larger(bits);
-
+#pragma unroll 1
+  for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
+    const LocatedGroup of = locate(streams, map, pair);
+    const int length = of.group.length, longest = larger(length);
+    // Made again where it is needed, which takes fewer registers.
+    const auto elements = [&] {
+      return GroupElements<T>(x, normalization, GroupPlace(streams, streams.of[of.stream], order, of.group), length, longest);
+    };
     float values[kSide];
-    const Remainders found = remainders_of(values, elements, fp32_min, own);
-    const bool is_twice = is_rotated_twice(found), is_once = !any(is_twice);
-    const bool is_kept = has_values(found.energy, found.mean);
-    const float rms = root_mean_square(found.energy, length);
+    Remainders found;
+    const bool is_simple = elements().read_simple(values) && remainders_of_full(found, values, by.fp32_min);
+    if (!is_simple) found = remainders_of(values, elements(), by.fp32_min, by.own);
+    const bool is_twice = !is_simple && is_rotated_twice(found);
+    const bool has_codes = is_simple || (has_values(found.energy, found.mean) && found.energy > 0.0f);
     float inner = 0.0f;
     uint32_t rounding = 0;
 #pragma unroll 1
-    for (int begin = 0; begin < elements.longest(); begin += kRotatedPart) {
-      const int m = part_length(length, begin);
-      if (elements.is_long()) read_remainders(values, elements, found, begin, own);
-      if (is_once && all(m == kRotatedPart)) {
-        const uint32_t* words = own.random;
-        if (elements.is_long()) {
-          put_random_of_part(own, seed, number, begin / kRotatedPart, group_size);
-          if (begin == 0) rounding = words[4 * kRoundingCounter];
-        } else {
-          if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, pair, group_size);
-          words += 4 * kCountersAhead * turn;
-          rounding = words[4 * 2];
-          turn = (turn + 1) % kTurns;
-        }
-        multiply_column(values, words, inverse_root(kRotatedPart));
-        transform(values);
-        put_column(values, own);
-        get_row(values, own);
-        transform(values);
+    for (int begin = 0; begin < longest; begin += kRotatedPart) {
+      if (is_simple) {
+        if (turn == 0) put_random_ahead<kCountersAhead>(by.own, by.seed, of.number, streams.group_size);
+        const uint32_t* words = by.own.random + 4 * kCountersAhead * turn;
+        turn = (turn + 1) % kTurns;
+        rounding = words[4 * 2];
+        rotate(values, by.own, words);
       } else {
-        put_random_of_part(own, seed, number, begin / kRotatedPart, group_size);
-        if (begin == 0) rounding = own.random[4 * kRoundingCounter];
         turn = 0;
-        put_column(values, own);
-        rotate_in_memory(own, own.random + 4 * sign_counter(0, 0), m);
-        if (!is_once) rotate_in_memory(own, own.random + 4 * sign_counter(1, 0), is_twice ? m : 0);
-        get_row(values, own);
+        if (longest > kRotatedPart) read_remainders(values, elements(), found, begin, by.own);
+        const int m = part_length(length, begin);
+        const uint32_t word = rotate_any(values, by, of.number, begin / kRotatedPart, m, is_twice);
+        if (begin == 0) rounding = word;
       }
-
-      const Planes planes = most_bits <= 2 ? encode_few(values, bits, rms)
-                                           : encode_many(values, bits, most_bits, rms, own, table);
-      const int64_t first = group.first + begin;
-      uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
-      store_planes(planes, {words, m, lane_of(first), bits}, most_bits, whole, is_kept && found.energy > 0.0f);
-      put_row(values, own);
-      get_column(values, own);
-      const float sum = sum_of_part(values);
-      if (begin < length) inner = begin == 0 ? sum : inner + sum;
+      const float part = by.encode(values, of, begin, found, has_codes);
+      if (begin < length) inner = begin == 0 ? part : inner + part;
     }
-    if (lane_of_group() > 0 || length == 0) continue;
-    if (is_kept) {
-      const uint16_t scale = stored_scale(found.energy, inner, found.factor, rounding, is_twice);
-      store_scale(found.mean, scale, fp32_min, number, ranges);
-    } else {
-      store_no_scale(fp32_min, number, ranges);
-    }
+    by.store(of, found, inner, rounding, is_twice);
   }
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 4)
-    squares_kernel(const __grid_constant__ Streams streams, const T* x,
+    squares_kernel(const __grid_constant__ Streams streams, const __grid_constant__ GroupMap map, const T* x,
                    const __grid_constant__ Normalization normalization, float* out) {
   __shared__ Workspace workspaces[kGroupsOfBlock];
-  const GroupFinder finder(streams, false);
-  for (int64_t pair = first_group_of_warp(); 2 * pair < streams.groups; pair += groups_apart()) {
-    const int64_t number = number_in(pair);
-    const Group group = finder.group(streams.of[0], number);
-    const GroupPlace place(streams, streams.of[0], nullptr, group);
-    const GroupElements<T> elements(x, normalization, place, group.length);
+#pragma unroll 1
+  for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
+    const LocatedGroup of = locate(streams, map, pair);
+    const GroupPlace place(streams, streams.of[0], nullptr, of.group);
+    const GroupElements<T> elements(x, normalization, place, of.group.length, larger(of.group.length));
     float values[kSide];
     const Remainders found = remainders_of(values, elements, true, workspaces[threadIdx.x / kSide]);
-    const float back = inverse_rescue(found.factor);
-    const float nan = float_of(0x7FC00000u);
-    if (lane_of_group() == 0 && group.length > 0) {
-      out[number] = has_values(found.energy, found.mean) ? found.energy * back * back : nan;
+    const float back = inverse_rescue(found.factor), nan = float_of(0x7FC00000u);
+    if (lane_of_group() == 0 && of.group.length > 0) {
+      out[of.number] = has_values(found.energy, found.mean) ? found.energy * back * back : nan;
     }
   }
 }
@@ -228,9 +249,10 @@ void quantize_rotated(const Quantized& of, const void* x, int dtype, const Norma
   }
   // A copy without groups has a seed nevertheless.
   const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
+  const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(quantize_kernel<T>, device, stream, pairs, kOneWave, uniform_streams(of), of.order, of.counts,
+    launch(quantize_kernel<T>, device, stream, pairs, kOneWave, uniform, group_map(uniform, of.counts), of.order, of.counts,
            static_cast<const T*>(x), normalization, seed, whole, reinterpret_cast<uint32_t*>(packed), ranges);
   });
 }
@@ -241,8 +263,8 @@ void squares_rotated(const Streams& streams, const void* x, int dtype, const Nor
   const DeviceScope scope(device);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(squares_kernel<T>, device, stream, pair_count(streams.groups), kOneWave, streams, static_cast<const T*>(x),
-           normalization, out);
+    launch(squares_kernel<T>, device, stream, pair_count(streams.groups), kOneWave, streams, group_map(streams, false),
+           static_cast<const T*>(x), normalization, out);
   });
 }
 

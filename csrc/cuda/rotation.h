@@ -58,42 +58,56 @@ __device__ inline bool any_of_group(bool condition) {
 
 // -- the groups of a warp --------------------------------------------------------------------------------
 
-// Finds groups by number. A warp takes the groups 2 p and 2 p + 1 of every groups_apart()-th pair p.
-class GroupFinder {
- public:
-  __device__ GroupFinder(const Streams& streams, bool is_mixed)
-      : streams_(streams),
-        per_sample_(by_sample(streams) ? quotient_up(streams.features, streams.group_size) : 0),
-        is_flat_(!is_mixed && (per_sample_ == 0 || streams.features % streams.group_size == 0)) {}
-
-  __device__ const Stream& stream(int64_t number) const {
-    return is_flat_ || number >= streams_.groups ? streams_.of[0] : stream_of(streams_, number);
-  }
-
-  // Returns a group of length 0 if the number is beyond the last group.
-  __device__ Group group(const Stream& stream, int64_t number) const {
-    const int size = streams_.group_size;
-    if (number >= streams_.groups) return {0, 0, 0};
-    const int64_t index = number - stream.first_group;
-    int64_t first = index * size, end = elements(streams_, stream), sample = 0;
-    if (!is_flat_ && per_sample_ > 0) {
-      sample = quotient(index, per_sample_);
-      first = sample * streams_.features + (index - sample * per_sample_) * size;
-      end = (sample + 1) * streams_.features;
-    }
-    return {first, sample, end - first < size ? static_cast<int>(end - first) : size};
-  }
-
- private:
-  const Streams& streams_;
-  int64_t per_sample_;  // groups; 0 if groups run across samples
-  bool is_flat_;        // true if group g begins with element g * group_size of the tensor
+// What finding groups needs to know of a tensor. The host computes it, because divisions are slow on devices.
+struct GroupMap {
+  int64_t per_sample;  // groups; 0 if groups run across samples
+  int64_t end;         // the number of elements
+  bool is_flat;        // true if group g begins with element g * group_size of the tensor
 };
+
+inline GroupMap group_map(const Streams& uniform, bool is_mixed) {
+  GroupMap map;
+  map.per_sample = by_sample(uniform) ? quotient_up(uniform.features, uniform.group_size) : 0;
+  map.end = elements(uniform, uniform.of[0]);
+  map.is_flat = !is_mixed && (map.per_sample == 0 || uniform.features % uniform.group_size == 0);
+  return map;
+}
+
+// A group as its lanes see it.
+struct LocatedGroup {
+  int64_t number;
+  int stream;
+  Group group;  // of length 0 if the number is beyond the last group
+};
+
+// Returns the group that begins with element `first` and does not extend beyond `end`.
+__device__ inline Group cut_group(int64_t first, int64_t end, int64_t sample, int group_size) {
+  return {first, sample, end - first < group_size ? static_cast<int>(end - first) : group_size};
+}
+
+// Finds the groups 2 p and 2 p + 1 of a pair p.
+__device__ inline LocatedGroup locate(const Streams& streams, const GroupMap& map, int64_t pair) {
+  const int64_t number = 2 * pair + threadIdx.x / kSide % 2;
+  const int size = streams.group_size;
+  if (number >= streams.groups) return {number, 0, {0, 0, 0}};
+  if (map.is_flat) return {number, 0, cut_group(number * size, map.end, 0, size)};
+  const Stream& stream = stream_of(streams, number);
+  const int in = static_cast<int>(&stream - streams.of);
+  const int64_t index = number - stream.first_group;
+  if (map.per_sample == 0) return {number, in, cut_group(index * size, elements(streams, stream), 0, size)};
+  const int64_t sample = quotient(index, map.per_sample), begin = sample * streams.features;
+  const int64_t first = begin + (index - sample * map.per_sample) * size;
+  return {number, in, cut_group(first, begin + streams.features, sample, size)};
+}
 
 inline int64_t pair_count(int64_t groups) { return groups / 2 + groups % 2; }
 
-// The number of the group of a lane in a pair of groups.
-__device__ inline int64_t number_in(int64_t pair) { return 2 * pair + threadIdx.x / kSide % 2; }
+// The first of the pairs of groups that a warp takes. The shuffle tells the compiler that lanes have the same number.
+__device__ inline int64_t first_pair_of_warp() {
+  const uint32_t warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0, 32);
+  return static_cast<int64_t>(blockIdx.x) * kWarps + warp;
+}
+__device__ inline int64_t pairs_apart() { return static_cast<int64_t>(gridDim.x) * kWarps; }
 
 // Returns the number of elements of the part that begins with element `begin` of a group.
 __device__ inline int part_length(int length, int begin) {
@@ -190,12 +204,13 @@ __device__ inline void put_random_of_part(Workspace& own, uint64_t seed, int64_t
   put_random(own, seed, part_counter(group, part, group_size) + static_cast<unsigned>(lane_of_group()));
 }
 
-// Writes the words that the next groups of these lanes need, if they have one part that is rotated once: Counters counters each
-// for 16 / Counters groups. The first two counters are those of the signs. A third one is that of the scale.
+// Writes the words that the next groups of these lanes need, if the groups have one part and are rotated once: Counters counters
+// each for 16 / Counters groups. The first two counters are those of the signs. A third one is that of the scale. number: that
+// of the first of these groups.
 template <int Counters>
-__device__ inline void put_random_ahead(Workspace& own, uint64_t seed, int64_t pair, int group_size) {
+__device__ inline void put_random_ahead(Workspace& own, uint64_t seed, int64_t number, int group_size) {
   const int turn = lane_of_group() / Counters, k = lane_of_group() % Counters;
-  const int64_t group = number_in(pair + turn * groups_apart());
+  const int64_t group = number + 2 * turn * pairs_apart();
   put_random(own, seed, part_counter(group, 0, group_size) + static_cast<unsigned>(k < 2 ? k : kRoundingCounter));
 }
 
@@ -216,6 +231,26 @@ __device__ inline void multiply_row(float* values, const uint32_t* words, float 
   const uint32_t signs = words[lane_of_group() / 2] >> (lane_of_group() % 2 * kSide);
 #pragma unroll
   for (int k = 0; k < kSide; ++k) values[k] *= signs & (1u << k) ? -factor : factor;
+}
+
+// -- rotations in registers ------------------------------------------------------------------------------
+
+// Rotates a column of a part of 256 elements into a row.
+__device__ inline void rotate(float* values, Workspace& own, const uint32_t* signs) {
+  multiply_column(values, signs, inverse_root(kRotatedPart));
+  transform(values);
+  put_column(values, own);
+  get_row(values, own);
+  transform(values);
+}
+
+// Undoes a rotation of a part of 256 elements, and multiplies by `scale`: a column, after the first stage, becomes a row.
+__device__ inline void rotate_back(float* values, Workspace& own, const uint32_t* signs, float scale) {
+  transform<kSide / 4>(values);
+  put_column(values, own);
+  get_row(values, own);
+  transform(values);
+  multiply_row(values, signs, scale * inverse_root(kRotatedPart));
 }
 
 // -- rotations in shared memory --------------------------------------------------------------------------

@@ -326,7 +326,8 @@ class FixedBits(BitConfig):
 class SampleBits(BitConfig):
     """The bits of each tensor are divided among the tensor's samples (level L2.5 of ActNN).
 
-    A sample gets more bits if its groups have larger ranges. A range is the maximum of a group minus the minimum.
+    A sample gets more bits if rounding adds more variance to it: if the elements of its groups differ more from each
+    other.
 
     Attributes:
         average: the average bits per element of each tensor, a number from 1 to 8.

@@ -70,7 +70,7 @@ SIZES = {
     "64": ((8192, 64), 64, False),
     "1024": ((512, 1024), 1024, False),
     "100, the last of a sample": ((4096, 356), 256, True),
-    "44, the last of a sample": ((8192, 108), 64, True),
+    "44, the last of a sample": ((4096, 108), 64, True),
 }
 
 

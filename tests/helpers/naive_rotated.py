@@ -99,15 +99,29 @@ def tree_sum(values):
 
 
 def rotated(v, seed, counter, twice):
-    """Return a part after one or two rotations."""
+    """Return a part after one or two rotations. twice: whether the group has an element with much of the energy."""
     v = _rotated_once(v, signs(seed, counter), signs(seed, counter + 2))
-    return _rotated_once(v, signs(seed, counter + 4), signs(seed, counter + 6)) if twice else v
+    if not (twice or _is_odd(v)):
+        return v
+    moved = np.array([v[(i + _places(v)) % len(v)] for i in range(len(v))], np.float32)
+    return _rotated_once(moved, signs(seed, counter + 4), signs(seed, counter + 6))
+
+
+def _is_odd(v):
+    return bin(len(v)).count("1") > 1
+
+
+def _places(v):
+    return (len(v) - power_below(len(v))[0]) // 2
 
 
 def rotated_back(y, seed, counter, twice, scale):
     """Return scale times the part from which the rotations made y."""
-    if twice:
-        y = _back_once(y, signs(seed, counter + 4), signs(seed, counter + 6), np.float32(1))
+    if twice or _is_odd(y):
+        moved = _back_once(y, signs(seed, counter + 4), signs(seed, counter + 6), np.float32(1))
+        y = np.zeros_like(moved)
+        for i in range(len(y)):
+            y[(i + _places(y)) % len(y)] = moved[i]
     return _back_once(y, signs(seed, counter), signs(seed, counter + 2), scale)
 
 

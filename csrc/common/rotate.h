@@ -64,9 +64,14 @@ FEWBIT_HD constexpr int shift_of(int m) { return (m - transform_size(m)) / 2; }
 
 // -- Numbers of a group ------------------------------------------------------------------------------------------
 
+// Returns sum / n. Most groups have 256 elements, for which a product is as precise and faster.
+FEWBIT_HD inline float over_count(float sum, int n) {
+  return n == kRotatedPart ? sum * (1.0f / kRotatedPart) : sum / static_cast<float>(n);
+}
+
 // Returns the mean that is subtracted from a group of n elements with this sum, never -0.
 FEWBIT_HD inline float group_mean(float sum, int n, bool fp32_min) {
-  const float mean = sum / static_cast<float>(n);
+  const float mean = over_count(sum, n);
   return (fp32_min ? mean : widen_bfloat16(narrow_bfloat16(mean))) + 0.0f;
 }
 
@@ -90,9 +95,9 @@ FEWBIT_HD inline bool has_values(float energy, float mean) { return is_finite(en
 // Returns the root mean square of the remainders times u, by which the breaks of the normal table are multiplied.
 FEWBIT_HD inline float root_mean_square(float energy, int n) {
 #ifdef __CUDA_ARCH__
-  return __fsqrt_rn(energy / static_cast<float>(n));
+  return __fsqrt_rn(over_count(energy, n));
 #else
-  return __builtin_sqrtf(energy / static_cast<float>(n));
+  return __builtin_sqrtf(over_count(energy, n));
 #endif
 }
 

@@ -54,6 +54,12 @@ __device__ inline int64_t first_group_of_warp() {
 }
 __device__ inline int64_t groups_apart() { return static_cast<int64_t>(gridDim.x) * (blockDim.x / 32); }
 
+// Returns a / b for numbers that are not negative. A 64-bit division takes about a hundred instructions, a 32-bit one twenty.
+__device__ inline int64_t quotient(int64_t a, int64_t b) {
+  if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
 // The places of a group's elements in the tensor.
 class GroupPlace {
  public:
@@ -65,7 +71,7 @@ class GroupPlace {
     if (by_sample(streams)) {
       base_ = order[group.sample] * streams.features + (group.first - group.sample * streams.features);
     } else {
-      const int64_t sample = group.first / streams.features;
+      const int64_t sample = quotient(group.first, streams.features);
       order_ = order + sample;
       inside_ = static_cast<int>(group.first - sample * streams.features);
     }
@@ -87,16 +93,18 @@ class GroupPlace {
   int features_, inside_;
 };
 
-// The entries of a part of a group whose elements lie side by side. The entry of the first element takes a 64-bit division,
-// those of the others take 32-bit ones.
+// The entries of a part of a group whose elements lie side by side.
 class Entries {
  public:
   __device__ Entries(const VectorIndex& index, int64_t element) : count_(index.count) {
-    const int64_t number = element / index.inner, left = index.inner - (element - number * index.inner);
-    entry_ = number % index.count;
+    const int64_t number = quotient(element, index.inner), left = index.inner - (element - number * index.inner);
+    entry_ = number - quotient(number, index.count) * index.count;
     inner_ = index.inner < kDrawBlock ? static_cast<unsigned>(index.inner) : kDrawBlock;
     left_ = left < kDrawBlock ? static_cast<unsigned>(left) : kDrawBlock;
   }
+
+  // Returns true if the part's first n elements have the same entry.
+  __device__ bool are_one(unsigned n) const { return n <= left_; }
 
   // Returns the entry of the part's i-th element.
   __device__ int64_t of(unsigned i) const {

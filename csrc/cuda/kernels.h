@@ -77,6 +77,15 @@ void squares(const Streams& streams, const void* x, int dtype, const Normalizati
 void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
                 int dtype, int device, void* stream);
 
+// Do the same for rotated copies. The ranges have kSeedRows more rows, which Quantized::groups does not count. squares_rotated
+// computes the energy of each group with a float32 mean.
+void quantize_rotated(const Quantized& of, const void* x, int dtype, const Normalization& normalization,
+                      const int64_t* seed, int32_t* packed, uint16_t* ranges, int device, void* stream);
+void squares_rotated(const Streams& streams, const void* x, int dtype, const Normalization& normalization, float* out,
+                     int device, void* stream);
+void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine,
+                        void* out, int dtype, int device, void* stream);
+
 // Computes the grid (kGridRows, n) of gamma and beta (n,).
 void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);
 

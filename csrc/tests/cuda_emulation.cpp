@@ -105,28 +105,31 @@ const char* emulated_forward(int function, double p0, double p1, const void* tab
 }
 
 const char* emulated_quantize(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int bits,
-                              const int64_t* order, const int64_t* counts, int fp32_min, const int64_t* seed,
-                              int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups, const float* mean,
-                              const float* rstd, int64_t entries, int64_t inner) {
+                              const int64_t* order, const int64_t* counts, int fp32_min, int is_rotated,
+                              const int64_t* seed, int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups,
+                              const float* mean, const float* rstd, int64_t entries, int64_t inner) {
   const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, order, counts, words, groups};
   const fewbit::Normalization by{mean, rstd, {entries, inner}};
-  return guarded([&] { fewbit::cuda::quantize(of, x, dtype, by, seed, packed, ranges, 1, nullptr); });
+  const auto quantize = is_rotated ? fewbit::cuda::quantize_rotated : fewbit::cuda::quantize;
+  return guarded([&] { quantize(of, x, dtype, by, seed, packed, ranges, 1, nullptr); });
 }
 
-const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t features, int group_size, float* out,
-                             const float* mean, const float* rstd, int64_t entries, int64_t inner) {
+const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int is_rotated,
+                             float* out, const float* mean, const float* rstd, int64_t entries, int64_t inner) {
   const fewbit::Streams streams = fewbit::one_stream(samples, features, group_size, false, 1);
   const fewbit::Normalization by{mean, rstd, {entries, inner}};
-  return guarded([&] { fewbit::cuda::squares(streams, x, dtype, by, out, 1, nullptr); });
+  const auto squares = is_rotated ? fewbit::cuda::squares_rotated : fewbit::cuda::squares;
+  return guarded([&] { squares(streams, x, dtype, by, out, 1, nullptr); });
 }
 
 const char* emulated_dequantize(const int32_t* packed, int64_t words, const uint16_t* ranges, int64_t groups, int bits,
-                                const int64_t* order, const int64_t* counts, int fp32_min, int64_t samples,
-                                int64_t features, int group_size, void* out, int dtype, const float* scale,
-                                const float* shift, int64_t entries, int64_t inner) {
+                                const int64_t* order, const int64_t* counts, int fp32_min, int is_rotated,
+                                int64_t samples, int64_t features, int group_size, void* out, int dtype,
+                                const float* scale, const float* shift, int64_t entries, int64_t inner) {
   const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, order, counts, words, groups};
   const fewbit::Affine by{scale, shift, {entries, inner}};
-  return guarded([&] { fewbit::cuda::dequantize(of, packed, ranges, by, out, dtype, 1, nullptr); });
+  const auto dequantize = is_rotated ? fewbit::cuda::dequantize_rotated : fewbit::cuda::dequantize;
+  return guarded([&] { dequantize(of, packed, ranges, by, out, dtype, 1, nullptr); });
 }
 
 const char* emulated_grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid) {

@@ -108,9 +108,9 @@ def reference(variances, elements, budget, least, most):
     bits = (most - np.bincount(moves[order[:count]], minlength=n)).astype(np.uint8)
     left = budget - int((elements * bits).sum())
     taken = order[:count]
-    # Bits are given back to the steps that were taken last, because they reduce the variance most. Of equal steps the
-    # first in the list comes first.
-    for move in taken[np.lexsort((moves[taken], -keys.ravel()[taken]))]:
+    # Bits are given back to the steps that were taken last, because they reduce the variance most. Of equal steps that
+    # of the first tensor comes first, and of the steps of one tensor that at the fewest bits.
+    for move in taken[np.lexsort((-taken, moves[taken], -keys.ravel()[taken]))]:
         i = moves[move]
         can_rise = elements[i] <= left and bits[i] == most - 1 - move % len(steps)
         if can_rise:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from fewbit.config import ROTATED
 from fewbit.render.formats import amount, decimal, module_name, share
 from fewbit.render.rows import Rows
 from fewbit.render.view import Column, View
@@ -34,7 +35,7 @@ class Allocated(NamedTuple):
     elements: int
     samples: int
     sensitivity: float
-    quantizer: str
+    quantizer: str = ROTATED
 
     @property
     def codes(self) -> int:

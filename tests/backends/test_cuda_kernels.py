@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fewbit import functions
+from fewbit.config import ROTATED, UNIFORM
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.encoding import Draw, Encoding, packed_words
@@ -148,7 +149,17 @@ class Emulation:
         return y.checked(), packed.checked()
 
     def quantize(
-        self, x, seed, bits, group_size, fp32_min, widths=None, words=None, normalize=None, offset=0
+        self,
+        x,
+        seed,
+        bits,
+        group_size,
+        fp32_min,
+        widths=None,
+        words=None,
+        normalize=None,
+        offset=0,
+        kind=UNIFORM,
     ):
         """packed and ranges, of an x of (samples, features)."""
         samples, features = x.shape
@@ -157,9 +168,9 @@ class Emulation:
             rows = groups.group_count(samples, features, group_size)
         else:
             rows = groups.most_groups(samples, features, group_size)
-        columns = 3 if fp32_min else 2
+        columns, seed_rows = 3 if fp32_min else 2, groups.seed_rows(kind)
         packed = Guarded(words, torch.int32)
-        ranges = Guarded(rows * columns, torch.bfloat16, offset)
+        ranges = Guarded((rows + seed_rows) * columns, torch.bfloat16, offset)
         kept, streams = _streams(widths)
         self.call(
             "quantize",
@@ -171,6 +182,7 @@ class Emulation:
             bits,
             *streams,
             int(fp32_min),
+            int(kind == ROTATED),
             seed,
             packed.data,
             _long(words),
@@ -178,9 +190,9 @@ class Emulation:
             _long(rows),
             *_vectors(normalize),
         )
-        return packed.checked(), ranges.checked().view(rows, columns)
+        return packed.checked(), ranges.checked().view(-1, columns)
 
-    def squares(self, x, group_size, normalize=None, offset=0):
+    def squares(self, x, group_size, normalize=None, offset=0, kind=UNIFORM):
         """Return the squares of each group of an x of shape (samples, features)."""
         samples, features = x.shape
         out = Guarded(groups.group_count(samples, features, group_size), torch.float32, offset)
@@ -191,13 +203,24 @@ class Emulation:
             _long(samples),
             _long(features),
             group_size,
+            int(kind == ROTATED),
             out.data,
             *_vectors(normalize),
         )
         return out.checked()
 
     def dequantize(
-        self, packed, ranges, bits, group_size, shape, dtype, widths=None, affine=None, offset=0
+        self,
+        packed,
+        ranges,
+        bits,
+        group_size,
+        shape,
+        dtype,
+        widths=None,
+        affine=None,
+        offset=0,
+        kind=UNIFORM,
     ):
         out = Guarded(shape[0] * shape[1], dtype, offset)
         kept, streams = _streams(widths)
@@ -206,10 +229,11 @@ class Emulation:
             packed,
             _long(len(packed)),
             ranges,
-            _long(len(ranges)),
+            _long(len(ranges) - groups.seed_rows(kind)),
             bits,
             *streams,
             int(ranges.shape[1] == 3),
+            int(kind == ROTATED),
             _long(shape[0]),
             _long(shape[1]),
             group_size,
@@ -555,66 +579,77 @@ QUANTIZED = [
 ]
 
 
-def compare_quantizer(cuda, x, bits, group_size, wide, widths=None, words=None, offset=0):
+kinds = pytest.mark.parametrize("kind", (UNIFORM, ROTATED))
+
+
+def compare_quantizer(
+    cuda, x, bits, group_size, fp32_min, widths=None, words=None, offset=0, kind=UNIFORM
+):
     seed = torch.tensor([-(2**62) + bits])
-    arguments = seed, bits, group_size, wide, widths, words
-    packed, ranges = cuda.quantize(x, *arguments, offset=offset)
-    expected = reference.quantize(x, *arguments)
-    what = tuple(x.shape), bits, group_size, wide
-    assert torch.equal(packed, expected[0]), what
+    arguments = seed, bits, group_size, fp32_min, widths, words
+    packed, ranges = cuda.quantize(x, *arguments, offset=offset, kind=kind)
+    expected = reference.quantize(x, *arguments, kind=kind)
+    what = tuple(x.shape), bits, group_size, fp32_min
     assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16)), what
+    assert torch.equal(packed, expected[0]), what
     restored = torch.empty_like(x)
-    reference.dequantize(packed, ranges, bits, group_size, restored, widths)
-    out = cuda.dequantize(packed, ranges, bits, group_size, x.shape, x.dtype, widths, None, offset)
-    same(out, restored)
+    reference.dequantize(packed, ranges, bits, group_size, restored, widths, kind=kind)
+    copy = packed, ranges, bits, group_size, x.shape, x.dtype, widths, None, offset
+    same(cuda.dequantize(*copy, kind=kind), restored)
 
 
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_quantizer(cuda, bits, dtype):
+def test_quantizer(cuda, bits, dtype, kind):
     for i, (shape, group_size) in enumerate(QUANTIZED[(bits + DTYPES.index(dtype)) % 2 :: 2]):
         x = inputs(shape[0] * shape[1], dtype, random_encoding(2, 3), seed=i, offset=i % 3)
         # Specials in some groups only: they lose theirs.
         x = torch.where(
             torch.arange(len(x)) % 97 < 90 - 3 * i, x.nan_to_num(0, 9, -9).clamp(-9, 9), x
         )
-        compare_quantizer(cuda, x.view(shape), bits, group_size, i % 2 == 1, offset=i % 3)
+        x = x.view(shape)
+        compare_quantizer(cuda, x, bits, group_size, i % 2 == 1, offset=i % 3, kind=kind)
 
 
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_quantizer_of_several_widths(cuda, dtype):
+def test_quantizer_of_several_widths(cuda, dtype, kind):
     rng = np.random.default_rng(DTYPES.index(dtype))
     for i, (shape, group_size) in enumerate(QUANTIZED):
         x = torch.from_numpy(rng.normal(10 * (i % 2), 1, shape)).to(dtype)
         widths = torch.from_numpy(rng.integers(1, 9, shape[0], np.uint8))
         words = groups.mixed_words(widths.tolist(), shape[1]) + i % 4
-        compare_quantizer(cuda, x, 1, group_size, i % 2 == 0, widths, words, offset=i % 3)
+        compare_quantizer(cuda, x, 1, group_size, i % 2 == 0, widths, words, i % 3, kind)
 
 
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_normalized_and_mapped(cuda, dtype):
+def test_normalized_and_mapped(cuda, dtype, kind):
     rng = np.random.default_rng(DTYPES.index(dtype))
     for (samples, features), group_size in QUANTIZED:
         n = samples * features
         x = torch.from_numpy(rng.normal(3, 2, (samples, features))).to(dtype)
         seed, widths = torch.tensor([n]), torch.from_numpy(rng.integers(1, 9, samples, np.uint8))
         words = groups.mixed_words(widths.tolist(), features)
-        packed, ranges, _ = reference.quantize(x, seed, 3, group_size, True)
+        packed, ranges, _ = reference.quantize(x, seed, 3, group_size, True, kind=kind)
         # Each for two of the four dtypes.
         for inner, entries in list(indices(n))[DTYPES.index(dtype) % 2 :: 2]:
             a, b = (torch.from_numpy(rng.normal(1, 1, entries)).float() for _ in range(2))
             for mean in (None, a):
                 for several in ((), (widths, words)):
                     arguments = seed, 3, group_size, False, *(several or (None, None))
-                    made = cuda.quantize(x, *arguments, normalize=(mean, b, inner))
-                    expected = reference.quantize(x, *arguments, normalize=(mean, b, inner))
+                    options = {"normalize": (mean, b, inner), "kind": kind}
+                    made = cuda.quantize(x, *arguments, **options)
+                    expected = reference.quantize(x, *arguments, **options)
                     assert torch.equal(made[0], expected[0]), (n, inner, entries)
                     assert torch.equal(made[1].view(torch.int16), expected[1].view(torch.int16))
             for vectors in ((a, b), (None, b), (a, None)):
                 affine = *vectors, inner
-                out = cuda.dequantize(packed, ranges, 3, group_size, x.shape, dtype, None, affine)
+                copy = packed, ranges, 3, group_size
+                out = cuda.dequantize(*copy, x.shape, dtype, None, affine, kind=kind)
                 expected = torch.empty_like(x)
-                reference.dequantize(packed, ranges, 3, group_size, expected, affine=affine)
+                reference.dequantize(*copy, expected, affine=affine, kind=kind)
                 same(out, expected)
 
 
@@ -634,25 +669,27 @@ def test_warps_take_several_groups_and_tiles(cuda):
     tiles = inputs(64 * 8 * 512 + 3 * 512 + 77, torch.float32, encoding)
     with device_of(cuda, 1):
         compare_quantizer(cuda, x.to(torch.bfloat16), 2, 64, False)
+        compare_quantizer(cuda, x.to(torch.bfloat16), 2, 64, False, kind=ROTATED)
         compare_squares(cuda, x.to(torch.float16), 64)
         packed = cuda.encode(tiles, encoding)
     assert torch.equal(packed, reference.encode(tiles, encoding, None))
 
 
-def test_several_widths_without_room_stop_the_kernel(cuda):
+@kinds
+def test_several_widths_without_room_stop_the_kernel(cuda, kind):
     """Only the device knows how many words mixed widths take, so the kernel itself has to check the room."""
     x, seed = torch.linspace(-1, 1, 300).view(3, 100), torch.tensor([5])
     widths = torch.tensor([2, 8, 5], dtype=torch.uint8)
     words = groups.mixed_words(widths.tolist(), 100)
-    packed, ranges = cuda.quantize(x, seed, 1, 256, False, widths, words)
-    cuda.dequantize(packed, ranges, 1, 256, x.shape, x.dtype, widths)
+    packed, ranges = cuda.quantize(x, seed, 1, 256, False, widths, words, kind=kind)
+    cuda.dequantize(packed, ranges, 1, 256, x.shape, x.dtype, widths, kind=kind)
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
-        cuda.quantize(x, seed, 1, 256, False, widths, words - 1)
+        cuda.quantize(x, seed, 1, 256, False, widths, words - 1, kind=kind)
     for cut in ((packed[:-1], ranges, widths), (packed, ranges[:-1], widths)):
         with pytest.raises(RuntimeError, match="unspecified launch failure"):
-            cuda.dequantize(*cut[:2], 1, 256, x.shape, x.dtype, cut[2])
+            cuda.dequantize(*cut[:2], 1, 256, x.shape, x.dtype, cut[2], kind=kind)
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
-        cuda.dequantize(packed, ranges, 1, 256, x.shape, x.dtype, widths + 8)
+        cuda.dequantize(packed, ranges, 1, 256, x.shape, x.dtype, widths + 8, kind=kind)
 
 
 def squares_of_groups(x, group_size, normalize=None):
@@ -675,7 +712,7 @@ def squares_of_cpu(isa, x, group_size, normalize=None):
     """The same of the CPU's kernels."""
     samples, features = x.shape
     out = torch.empty(groups.group_count(samples, features, group_size))
-    place = native._buffer(x), samples, features, group_size, native._buffer(out)
+    place = native._buffer(x), samples, features, group_size, False, native._buffer(out)
     _kernels.Cpu(isa).squares(*place, 1, *native._vectors(normalize, x.numel()))
     return out
 
@@ -743,7 +780,7 @@ def test_squares_of_more_elements_than_an_int_counts(cuda):
     tail = torch.from_numpy(np.random.default_rng(0).normal(0, 1, 232 + 9 * 256))
     x[-len(tail) :] = tail
     with device_of(cuda, 1 << 20, first // 8):
-        cuda.call("squares", x, 3, _long(2), _long(features), 256, out, *_vectors(None))
+        cuda.call("squares", x, 3, _long(2), _long(features), 256, 0, out, *_vectors(None))
     expected = squares_of_groups(x[None, -len(tail) :].clone(), 256)
     same(out[first:], expected[first - count :])
     assert (out[first:] > 0).all() and not out[first - 1000 : first].any()

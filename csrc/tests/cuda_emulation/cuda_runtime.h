@@ -148,6 +148,16 @@ inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int lane_mask) {
   return fibers[self ^ static_cast<unsigned>(lane_mask)].slots[slot];
 }
 
+inline uint32_t __shfl_sync(unsigned mask, uint32_t value, int source, int width) {
+  using namespace cuda_emulation;
+  if (mask != 0xFFFFFFFFu) fail("expected a shuffle of all lanes");
+  const unsigned self = current, of_width = static_cast<unsigned>(width);
+  const int slot = fibers[self].shuffles++ & 1;
+  fibers[self].slots[slot] = value;
+  pause(State::at_shuffle);
+  return fibers[self / of_width * of_width + static_cast<unsigned>(source) % of_width].slots[slot];
+}
+
 // A vote is a shuffle in which every lane reads the values of all lanes.
 inline uint32_t __ballot_sync(unsigned mask, int predicate) {
   using namespace cuda_emulation;
@@ -160,6 +170,12 @@ inline uint32_t __ballot_sync(unsigned mask, int predicate) {
   for (unsigned lane = 0; lane < 32; ++lane) votes |= fibers[self / 32 * 32 + lane].slots[slot] << lane;
   return votes;
 }
+
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xFFFFFFFFu; }
+
+// Lets all lanes arrive, as a shuffle does.
+inline void __syncwarp() { __shfl_xor_sync(0xFFFFFFFFu, 0, 0); }
 
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
@@ -174,6 +190,11 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
   const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
   return static_cast<uint32_t>(both << (shift & 31) >> 32);
+}
+
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+  return static_cast<uint32_t>(both >> (shift & 31));
 }
 
 template <class T>

@@ -22,9 +22,7 @@ TOLERANCE = 1e-9
 """The relative excess over a limit that is ignored, because float64 sums have rounding errors."""
 
 
-def least_average(
-    squares, samples: int, elements: int, limit: float, kind: str
-) -> float | None:
+def least_average(squares, samples: int, elements: int, limit: float, kind: str) -> float | None:
     """Return the lowest average number of bits with which the mean squared error is at most `limit`.
 
     Args:

@@ -1,0 +1,172 @@
+// The elements of rotated groups without their mean, for quantizing and for the sums of their squares.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/quantize.h"
+#include "common/rotate.h"
+#include "cuda/groups.h"
+#include "cuda/rotation.h"
+
+namespace fewbit::cuda {
+
+// Reads a column of 256 elements that lie side by side.
+template <class T>
+__device__ void read_neighbors(float* values, const T* from) {
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) values[j] = as_float(from[j * kSide + lane_of_group()]);
+}
+
+// The elements of a group.
+template <class T>
+class GroupElements {
+ public:
+  // longest: the length of the longer one of the warp's two groups.
+  __device__ GroupElements(const T* x, const Normalization& by, const GroupPlace& place, int length, int longest)
+      : x_(x), by_(by), place_(place), length_(length), longest_(longest) {}
+
+  __device__ int length() const { return length_; }
+  __device__ int longest() const { return longest_; }
+  // Returns true if one of the warp's two groups does not fit the registers.
+  __device__ bool is_long() const { return longest_ > kRotatedPart; }
+
+  // Reads a column if both groups of the warp have 256 elements that lie side by side, and one entry to normalize by. If not, it
+  // returns false.
+  __device__ bool read_simple(float* values) const {
+    bool is_simple = length_ == kRotatedPart && place_.contiguous();
+    float mean = 0.0f, rstd = 1.0f;
+    if (by_.exists()) {
+      const Entries entries(by_.index, is_simple ? place_.of(0) : 0);
+      is_simple = is_simple && entries.are_one(kRotatedPart);
+      mean = mean_at(by_, entries.of(0)), rstd = by_.rstd[entries.of(0)];
+    }
+    if (!all(is_simple)) return false;
+    read_neighbors(values, x_ + place_.of(0));
+    if (by_.exists()) {
+#pragma unroll
+      for (int j = 0; j < kSide; ++j) values[j] = (values[j] - mean) * rstd;
+    }
+    return true;
+  }
+
+  // Reads a column of the part from `begin` on and normalizes it. It has zeros where no elements are.
+  __device__ void read(float* values, int begin, Workspace& own) const {
+    const int m = part_length(length_, begin);
+    if (!by_.exists() && all(m == kRotatedPart && place_.contiguous())) {
+      return read_neighbors(values, x_ + place_.of(begin));
+    }
+    const Entries entries(by_.index, by_.exists() && place_.contiguous() && m > 0 ? place_.of(begin) : 0);
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane_of_group(); i < kRotatedPart; i += kSide) own.at(i) = i < m ? one(begin, i, entries) : 0.0f;
+    __syncwarp();
+    get_column(values, own);
+  }
+
+ private:
+  // Returns the i-th element of the part from `begin` on.
+  __device__ float one(int begin, int i, const Entries& entries) const {
+    const int64_t place = place_.of(begin + i);
+    const float x = as_float(x_[place]);
+    if (!by_.exists()) return x;
+    const int64_t entry = place_.contiguous() ? entries.of(i) : entry_of(by_.index, place);
+    return (x - mean_at(by_, entry)) * by_.rstd[entry];
+  }
+
+  const T* x_;
+  const Normalization& by_;
+  const GroupPlace place_;
+  const int length_, longest_;
+};
+
+// What is known of a group's elements minus their mean. The remainders are these numbers times `factor`.
+struct Remainders {
+  float mean;      // as it is stored
+  float factor;
+  float energy;    // of the remainders
+  float greatest;  // the greatest square of a remainder in this lane
+};
+
+// Subtracts the mean from a column of m elements.
+__device__ inline void subtract(float* values, float mean, int m) {
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) values[j] = j * kSide + lane_of_group() < m ? values[j] - mean : 0.0f;
+}
+
+__device__ inline void multiply(float* values, float factor) {
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) values[j] *= factor;
+}
+
+// Reads a column of remainders.
+template <class T>
+__device__ void read_remainders(float* values, const GroupElements<T>& elements, const Remainders& by, int begin,
+                                Workspace& own) {
+  elements.read(values, begin, own);
+  subtract(values, by.mean, part_length(elements.length(), begin));
+  multiply(values, by.factor);
+}
+
+template <class T>
+__device__ float sum_of(float* values, const GroupElements<T>& elements, Workspace& own) {
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int begin = 0; begin < elements.longest(); begin += kRotatedPart) {
+    elements.read(values, begin, own);
+    const float part = sum_of_part(values);
+    if (begin < elements.length()) sum = begin == 0 ? part : sum + part;
+  }
+  return sum;
+}
+
+// Adds the squares of a part's remainders.
+__device__ inline void add_squares(Remainders& to, const float* values, int begin, int length) {
+  float squares[kSide];
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) {
+    squares[j] = values[j] * values[j];
+    to.greatest = fmaxf(to.greatest, squares[j]);
+  }
+  const float part = sum_of_part(squares);
+  if (begin < length) to.energy = begin == 0 ? part : to.energy + part;
+}
+
+// Computes the remainders of 256 elements. Afterwards `values` is a column of them. It returns false if one of the warp's two
+// groups needs a factor, or a second rotation, or has no values, all of which is rare.
+__device__ inline bool remainders_of_full(Remainders& found, float* values, bool fp32_min) {
+  found = {group_mean(sum_of_part(values), kRotatedPart, fp32_min), 1.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) values[j] -= found.mean;
+  add_squares(found, values, 0, kRotatedPart);
+  return all(rescue_factor(found.energy) == 1.0f && !(found.greatest * 8.0f > found.energy));
+}
+
+// Computes the remainders of any group. Afterwards `values` is a column of them, unless groups are long.
+template <class T>
+__device__ Remainders remainders_of(float* values, const GroupElements<T>& elements, bool fp32_min, Workspace& own) {
+  Remainders found = {0.0f, 1.0f, 0.0f, 0.0f};
+  found.mean = group_mean(sum_of(values, elements, own), elements.length(), fp32_min);
+  if (!elements.is_long()) subtract(values, found.mean, elements.length());
+#pragma unroll 1
+  for (bool is_again = false;; is_again = true) {
+    found.energy = found.greatest = 0.0f;
+#pragma unroll 1
+    for (int begin = 0; begin < elements.longest(); begin += kRotatedPart) {
+      if (elements.is_long()) read_remainders(values, elements, found, begin, own);
+      add_squares(found, values, begin, elements.length());
+    }
+    const float factor = rescue_factor(found.energy);
+    if (is_again || !any(factor != 1.0f)) return found;
+    found.factor = factor;
+    if (!elements.is_long()) multiply(values, factor);
+  }
+}
+
+// Returns true if one element has more than an eighth of the group's energy. It compares squares, whose order is that of the
+// magnitudes.
+__device__ inline bool is_rotated_twice(const Remainders& of) { return any_of_group(of.greatest * 8.0f > of.energy); }
+
+}  // namespace fewbit::cuda

@@ -1,0 +1,271 @@
+// The quantizer of rotated copies, and the energies of groups: two groups a warp, 256 elements of each at a time.
+
+#include "common/normal_levels.h"
+#include "common/rotate.h"
+#include "cuda/dispatch.h"
+#include "cuda/groups.h"
+#include "cuda/kernels.h"
+#include "cuda/launch.h"
+#include "cuda/rotated_groups.h"
+#include "cuda/rotation.h"
+
+namespace fewbit::cuda {
+namespace {
+
+// Lanes look up levels by codes of their own, for which constant memory would be slow.
+__device__ const NormalLevels kLevelsOnDevice = kNormalLevels;
+
+// The third counter of a group is that of the scale. The counters of a group fill four lanes.
+constexpr int kCountersAhead = 4, kTurns = kSide / kCountersAhead;
+
+// -- codes -----------------------------------------------------------------------------------------------
+
+// Encodes a row of rotated numbers with 1 or 2 bits, and multiplies their magnitudes by the levels.
+__device__ Planes encode_few(float* y, int bits, float rms) {
+  constexpr float kBreak = kNormalLevels.breaks[breaks_begin(2)];
+  constexpr float kOne = kNormalLevels.levels[levels_begin(1)];
+  constexpr float kLow = kNormalLevels.levels[levels_begin(2)], kHigh = kNormalLevels.levels[levels_begin(2) + 1];
+  const float threshold = bits == 2 ? kBreak * rms : float_of(0x7F800000u), low = bits == 2 ? kLow : kOne;
+  uint32_t above = 0, negative = 0;
+#pragma unroll
+  for (int k = kSide - 1; k >= 0; --k) {
+    const float magnitude = fabsf(y[k]);
+    const bool is_above = magnitude > threshold;
+    if (is_above) above |= 1u << k;
+    negative = __funnelshift_l(bits_of(y[k]), negative, 1);
+    y[k] = magnitude * (is_above ? kHigh : low);
+  }
+  return {{bits == 2 ? above | negative << kSide : negative}};
+}
+
+// Does the same for any bits. The thresholds of the group take the place of the numbers in shared memory.
+__device__ Planes encode_many(float* y, int bits, int most_bits, float rms, Workspace& own, const NormalLevels& table) {
+  const int half = 1 << (bits - 1);
+  __syncwarp();
+  for (int i = lane_of_group(); i < half - 1; i += kSide) own.numbers[i] = table.breaks[breaks_begin(bits) + i] * rms;
+  __syncwarp();
+  int place[kSide] = {};
+#pragma unroll 1
+  for (int step = 1 << (most_bits - 1) >> 1; step > 0; step >>= 1) {
+    if (step >= half) continue;
+#pragma unroll
+    for (int k = 0; k < kSide; ++k) {
+      if (fabsf(y[k]) > own.numbers[place[k] + step - 1]) place[k] += step;
+    }
+  }
+  uint32_t codes[kSide];
+#pragma unroll
+  for (int k = 0; k < kSide; ++k) {
+    codes[k] = static_cast<uint32_t>(place[k]) + (bits_of(y[k]) >> 31 << (bits - 1));
+    y[k] = fabsf(y[k]) * table.levels[levels_begin(bits) + place[k]];
+  }
+  return pack_codes(codes);
+}
+
+// -- packing ---------------------------------------------------------------------------------------------
+
+// The place of a part's codes.
+struct PackedPart {
+  uint32_t* words;  // begins with the block of the first element
+  int m;            // elements
+  int shift;        // the first element's place in its block
+  int bits;
+
+  __device__ int blocks() const { return (shift + m + kBlock - 1) / kBlock; }
+
+  // Stores a word. Its block may have elements of other groups, whose bits stay: all words were zero before.
+  __device__ void store_shared(int block, int plane, uint32_t word) const {
+    if (block >= blocks() || plane >= bits) return;
+    const bool is_shared = (block == 0 && shift > 0) || (block == blocks() - 1 && (shift + m) % kBlock != 0);
+    if (is_shared) {
+      atomicOr(words + block * bits + plane, word);
+    } else {
+      words[block * bits + plane] = word;
+    }
+  }
+};
+
+// Writes a part. whole: no block has elements of two groups.
+__device__ void store_planes(const Planes& planes, const PackedPart& to, int most_bits, bool whole, bool has_codes) {
+  const int lane = lane_of_group(), first = lane * kSide, left = to.m - first;
+  const uint32_t exist = !has_codes || left <= 0 ? 0u : left < kSide ? (1u << left) - 1u : 0xFFFFu;
+#pragma unroll
+  for (int pair = 0; pair < kMaxBits / 2; ++pair) {
+    if (2 * pair >= most_bits) break;
+    const uint32_t word = exchange_planes(planes.pairs[pair] & exist * 0x10001u);
+    const int block = lane / 2, plane = 2 * pair + lane % 2;
+    if (whole) {
+      if (block * kBlock < to.m && plane < to.bits) to.words[block * to.bits + plane] = word;
+      continue;
+    }
+    const uint32_t neighbor = __shfl_sync(kAllLanes, word, lane - 2, kSide), before = block > 0 ? neighbor : 0u;
+    to.store_shared(block, plane, __funnelshift_l(before, word, to.shift));
+    if (block == kSide / 2 - 1) to.store_shared(block + 1, plane, __funnelshift_l(word, 0, to.shift));
+  }
+}
+
+// -- groups ----------------------------------------------------------------------------------------------
+
+// What a block needs to quantize groups.
+struct Quantizer {
+  const Streams& streams;
+  const NormalLevels& table;
+  Workspace& own;
+  uint64_t seed;
+  bool fp32_min;
+  bool whole;  // no block of elements belongs to two groups
+  uint32_t* packed;
+  uint16_t* ranges;
+
+  // Encodes a row of a part, writes its codes, and returns the sum of its magnitudes times their levels.
+  __device__ float encode(float* y, const LocatedGroup& of, int begin, const Remainders& found, bool has_codes) const {
+    const Stream& stream = streams.of[of.stream];
+    const int bits = stream.bits, most_bits = larger(bits);
+    const float rms = root_mean_square(found.energy, of.group.length);
+    const Planes planes = most_bits <= 2 ? encode_few(y, bits, rms) : encode_many(y, bits, most_bits, rms, own, table);
+    const int64_t first = of.group.first + begin;
+    uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
+    store_planes(planes, {words, part_length(of.group.length, begin), lane_of(first), bits}, most_bits, whole, has_codes);
+    put_row(y, own);
+    get_column(y, own);
+    return sum_of_part(y);
+  }
+
+  // Writes mean and scale.
+  __device__ void store(const LocatedGroup& of, const Remainders& found, float inner, uint32_t rounding,
+                        bool is_twice) const {
+    if (lane_of_group() > 0 || of.group.length == 0) return;
+    if (!has_values(found.energy, found.mean)) return store_no_scale(fp32_min, of.number, ranges);
+    const uint16_t scale = stored_scale(found.energy, inner, found.factor, rounding, is_twice);
+    store_scale(found.mean, scale, fp32_min, of.number, ranges);
+  }
+};
+
+// Rotates a part of any group: a column becomes a row. Returns the word by which the group's scale is rounded, for its first
+// part.
+__device__ uint32_t rotate_any(float* values, const Quantizer& by, int64_t number, int part, int m, bool is_twice) {
+  Workspace& own = by.own;
+  put_random_of_part(own, by.seed, number, part, by.streams.group_size);
+  put_column(values, own);
+  rotate_in_memory(own, own.random + 4 * sign_counter(0, 0), m);
+  if (any(is_twice)) rotate_in_memory(own, own.random + 4 * sign_counter(1, 0), is_twice ? m : 0);
+  get_row(values, own);
+  return own.random[4 * kRoundingCounter];
+}
+
+// -- kernels ---------------------------------------------------------------------------------------------
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 3)
+    quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
+                    const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization, 
+                    const int64_t* seed_address, bool whole, uint32_t* packed, uint16_t* ranges) {
+  __shared__ Streams streams;
+  __shared__ NormalLevels table;
+  __shared__ Workspace workspaces[kGroupsOfBlock];
+#pragma unroll 1
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof table / sizeof(float)); i += kThreads) {
+    reinterpret_cast<float*>(&table)[i] = reinterpret_cast<const float*>(&kLevelsOnDevice)[i];
+  }
+  share_streams(streams, uniform, counts);
+  const Quantizer by = {streams,          table, workspaces[threadIdx.x / kSide], static_cast<uint64_t>(*seed_address),
+                        streams.fp32_min, whole, packed,                          ranges};
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    store_seed(by.seed, by.fp32_min, ranges + uniform.groups * columns(by.fp32_min));
+  }
+
+  int turn = 0;  // the place of the next group's random words; 0: there are none yet
+#pragma unroll 1
+  for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
+    const LocatedGroup of = locate(streams, map, pair);
+    const int length = of.group.length, longest = larger(length);
+    // Made again where it is needed, which takes fewer registers.
+    const auto elements = [&] {
+      return GroupElements<T>(x, normalization, GroupPlace(streams, streams.of[of.stream], order, of.group), length, longest);
+    };
+    float values[kSide];
+    Remainders found;
+    const bool is_simple = elements().read_simple(values) && remainders_of_full(found, values, by.fp32_min);
+    if (!is_simple) found = remainders_of(values, elements(), by.fp32_min, by.own);
+    const bool is_twice = !is_simple && is_rotated_twice(found);
+    const bool has_codes = is_simple || (has_values(found.energy, found.mean) && found.energy > 0.0f);
+    float inner = 0.0f;
+    uint32_t rounding = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < longest; begin += kRotatedPart) {
+      if (is_simple) {
+        if (turn == 0) put_random_ahead<kCountersAhead>(by.own, by.seed, of.number, streams.group_size);
+        const uint32_t* words = by.own.random + 4 * kCountersAhead * turn;
+        turn = (turn + 1) % kTurns;
+        rounding = words[4 * 2];
+        rotate(values, by.own, words);
+      } else {
+        turn = 0;
+        if (longest > kRotatedPart) read_remainders(values, elements(), found, begin, by.own);
+        const int m = part_length(length, begin);
+        const uint32_t word = rotate_any(values, by, of.number, begin / kRotatedPart, m, is_twice);
+        if (begin == 0) rounding = word;
+      }
+      const float part = by.encode(values, of, begin, found, has_codes);
+      if (begin < length) inner = begin == 0 ? part : inner + part;
+    }
+    by.store(of, found, inner, rounding, is_twice);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 4)
+    squares_kernel(const __grid_constant__ Streams streams, const __grid_constant__ GroupMap map, const T* x,
+                   const __grid_constant__ Normalization normalization, float* out) {
+  __shared__ Workspace workspaces[kGroupsOfBlock];
+#pragma unroll 1
+  for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
+    const LocatedGroup of = locate(streams, map, pair);
+    const GroupPlace place(streams, streams.of[0], nullptr, of.group);
+    const GroupElements<T> elements(x, normalization, place, of.group.length, larger(of.group.length));
+    float values[kSide];
+    const Remainders found = remainders_of(values, elements, true, workspaces[threadIdx.x / kSide]);
+    const float back = inverse_rescue(found.factor), nan = float_of(0x7FC00000u);
+    if (lane_of_group() == 0 && of.group.length > 0) {
+      out[of.number] = has_values(found.energy, found.mean) ? found.energy * back * back : nan;
+    }
+  }
+}
+
+}  // namespace
+
+void quantize_rotated(const Quantized& of, const void* x, int dtype, const Normalization& normalization,
+                      const int64_t* seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
+  const DeviceScope scope(device);
+  const auto on = static_cast<cudaStream_t>(stream);
+  // Streams of one width, whose sizes are known here, fill all words. Groups share blocks only if groups begin inside blocks.
+  const bool whole = of.features < kLeastFeatures || of.features % kBlock == 0;
+  if (!whole || of.counts) {
+    check(cudaMemsetAsync(packed, 0, static_cast<size_t>(of.words) * sizeof(uint32_t), on), "clearing packed codes");
+  }
+  if (of.counts) {
+    const size_t bytes = static_cast<size_t>(of.groups) * columns(of.fp32_min) * sizeof(uint16_t);
+    check(cudaMemsetAsync(ranges, 0, bytes, on), "clearing ranges");
+  }
+  // A copy without groups has a seed nevertheless.
+  const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
+  const Streams uniform = uniform_streams(of);
+  with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    launch(quantize_kernel<T>, device, stream, pairs, kOneWave, uniform, group_map(uniform, of.counts), of.order, of.counts,
+           static_cast<const T*>(x), normalization, seed, whole, reinterpret_cast<uint32_t*>(packed), ranges);
+  });
+}
+
+void squares_rotated(const Streams& streams, const void* x, int dtype, const Normalization& normalization, float* out,
+                     int device, void* stream) {
+  if (streams.groups <= 0) return;
+  const DeviceScope scope(device);
+  with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    launch(squares_kernel<T>, device, stream, pair_count(streams.groups), kOneWave, streams, group_map(streams, false),
+           static_cast<const T*>(x), normalization, out);
+  });
+}
+
+}  // namespace fewbit::cuda

@@ -1,0 +1,360 @@
+// Two groups of a rotated copy in a warp: lanes 0 to 15 work on one group, lanes 16 to 31 on the next group.
+//
+// A part of a group is a matrix of 16 x 16 numbers: element i is in row i / 16 and column i % 16. A lane has one column in its
+// registers, or one row. Sums, and the first four stages of the Walsh-Hadamard transform, stay within columns until few
+// numbers are left. The last four stages stay within rows. Shared memory turns columns into rows and back, which takes fewer
+// instructions than shuffles between lanes.
+//
+// Parts of fewer than 256 elements, and second rotations, are rare. They are rotated in shared memory, by fewer lines of code
+// and in more time.
+//
+// All lanes of a warp take part in every shuffle, vote and __syncwarp, so a condition around one is equal in all lanes.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/philox.h"
+#include "common/rotate.h"
+#include "common/streams.h"
+#include "cuda/groups.h"
+#include "cuda/launch.h"
+#include "cuda/tile.h"
+
+namespace fewbit::cuda {
+
+constexpr int kSide = 16;  // rows and columns of a part, and lanes that work on a group
+constexpr int kGroupsOfBlock = kThreads / kSide;
+static_assert(kSide * kSide == kRotatedPart);
+
+// The shared memory of the lanes that work on one group.
+struct alignas(16) Workspace {
+  // Rows are padded. Otherwise lanes that read 16 bytes of different rows would meet in the same banks.
+  static constexpr int kRow = kSide + 4;
+
+  float numbers[kSide * kRow];
+  uint32_t random[4 * kSide];  // the four Philox words of each lane's counter
+  uint32_t unused[16];         // lets the workspaces of the two groups of a warp begin in different banks
+
+  __device__ float& at(int i) { return numbers[i / kSide * kRow + i % kSide]; }
+};
+
+__device__ inline int lane_of_group() { return threadIdx.x % kSide; }
+__device__ inline bool any(bool condition) { return __any_sync(kAllLanes, condition) != 0; }
+__device__ inline bool all(bool condition) { return __all_sync(kAllLanes, condition) != 0; }
+
+// Returns the larger number of a warp's two groups. own: the same number in all lanes of a group.
+__device__ inline int larger(int own) {
+  const int other = static_cast<int>(__shfl_xor_sync(kAllLanes, static_cast<uint32_t>(own), kSide));
+  return own > other ? own : other;
+}
+
+// Returns true in all lanes of a group if the condition is true in one of them.
+__device__ inline bool any_of_group(bool condition) {
+  return (__ballot_sync(kAllLanes, condition) >> (threadIdx.x & kSide) & 0xFFFFu) != 0;
+}
+
+// -- the groups of a warp --------------------------------------------------------------------------------
+
+// What finding groups needs to know of a tensor. The host computes it, because divisions are slow on devices.
+struct GroupMap {
+  int64_t per_sample;  // groups; 0 if groups run across samples
+  int64_t end;         // the number of elements
+  bool is_flat;        // true if group g begins with element g * group_size of the tensor
+};
+
+inline GroupMap group_map(const Streams& uniform, bool is_mixed) {
+  GroupMap map;
+  map.per_sample = by_sample(uniform) ? quotient_up(uniform.features, uniform.group_size) : 0;
+  map.end = elements(uniform, uniform.of[0]);
+  map.is_flat = !is_mixed && (map.per_sample == 0 || uniform.features % uniform.group_size == 0);
+  return map;
+}
+
+// A group as its lanes see it.
+struct LocatedGroup {
+  int64_t number;
+  int stream;
+  Group group;  // of length 0 if the number is beyond the last group
+};
+
+// Returns the group that begins with element `first` and does not extend beyond `end`.
+__device__ inline Group cut_group(int64_t first, int64_t end, int64_t sample, int group_size) {
+  return {first, sample, end - first < group_size ? static_cast<int>(end - first) : group_size};
+}
+
+// Finds the groups 2 p and 2 p + 1 of a pair p.
+__device__ inline LocatedGroup locate(const Streams& streams, const GroupMap& map, int64_t pair) {
+  const int64_t number = 2 * pair + threadIdx.x / kSide % 2;
+  const int size = streams.group_size;
+  if (number >= streams.groups) return {number, 0, {0, 0, 0}};
+  if (map.is_flat) return {number, 0, cut_group(number * size, map.end, 0, size)};
+  const Stream& stream = stream_of(streams, number);
+  const int in = static_cast<int>(&stream - streams.of);
+  const int64_t index = number - stream.first_group;
+  if (map.per_sample == 0) return {number, in, cut_group(index * size, elements(streams, stream), 0, size)};
+  const int64_t sample = quotient(index, map.per_sample), begin = sample * streams.features;
+  const int64_t first = begin + (index - sample * map.per_sample) * size;
+  return {number, in, cut_group(first, begin + streams.features, sample, size)};
+}
+
+inline int64_t pair_count(int64_t groups) { return groups / 2 + groups % 2; }
+
+// The first of the pairs of groups that a warp takes. The shuffle tells the compiler that lanes have the same number.
+__device__ inline int64_t first_pair_of_warp() {
+  const uint32_t warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0, 32);
+  return static_cast<int64_t>(blockIdx.x) * kWarps + warp;
+}
+__device__ inline int64_t pairs_apart() { return static_cast<int64_t>(gridDim.x) * kWarps; }
+
+// Returns the number of elements of the part that begins with element `begin` of a group.
+__device__ inline int part_length(int length, int begin) {
+  const int left = length - begin;
+  return left < 0 ? 0 : left < kRotatedPart ? left : kRotatedPart;
+}
+
+// -- columns and rows ------------------------------------------------------------------------------------
+
+__device__ inline void put_column(const float* values, Workspace& own) {
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) own.numbers[j * Workspace::kRow + lane_of_group()] = values[j];
+  __syncwarp();
+}
+
+__device__ inline void get_column(float* values, const Workspace& own) {
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) values[j] = own.numbers[j * Workspace::kRow + lane_of_group()];
+}
+
+__device__ inline void put_row(const float* values, Workspace& own) {
+  __syncwarp();
+#pragma unroll
+  for (int k = 0; k < kSide; k += 4) {
+    uint4 vector;
+    vector.x = bits_of(values[k]), vector.y = bits_of(values[k + 1]);
+    vector.z = bits_of(values[k + 2]), vector.w = bits_of(values[k + 3]);
+    *reinterpret_cast<uint4*>(own.numbers + lane_of_group() * Workspace::kRow + k) = vector;
+  }
+  __syncwarp();
+}
+
+__device__ inline void get_row(float* values, const Workspace& own) {
+#pragma unroll
+  for (int k = 0; k < kSide; k += 4) {
+    const uint4 vector = *reinterpret_cast<const uint4*>(own.numbers + lane_of_group() * Workspace::kRow + k);
+    values[k] = float_of(vector.x), values[k + 1] = float_of(vector.y);
+    values[k + 2] = float_of(vector.z), values[k + 3] = float_of(vector.w);
+  }
+}
+
+// Returns the sum of a part in all lanes of its group. column: zeros where no elements are.
+__device__ inline float sum_of_part(const float* column) {
+  float sums[kSide / 2];
+#pragma unroll
+  for (int j = 0; j < kSide / 2; ++j) sums[j] = column[j] + column[j + kSide / 2];
+#pragma unroll
+  for (int half = kSide / 4; half > 0; half /= 2) {
+#pragma unroll
+    for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
+  }
+  float sum = sums[0];
+#pragma unroll
+  for (int step = kSide / 2; step > 0; step /= 2) {
+    sum += float_of(__shfl_xor_sync(kAllLanes, bits_of(sum), step));
+  }
+  return sum;
+}
+
+// Does one stage of a transform on a column or a row.
+template <int Distance>
+__device__ inline void transform_stage(float* values) {
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) {
+    if (j & Distance) continue;
+    const float a = values[j], b = values[j + Distance];
+    values[j] = a + b;
+    values[j + Distance] = a - b;
+  }
+}
+
+// Does the stages of a transform on a column or a row, from distance First on.
+template <int First = kSide / 2>
+__device__ inline void transform(float* values) {
+  transform_stage<First>(values);
+  if constexpr (First > 1) transform<First / 2>(values);
+}
+
+// -- random words ----------------------------------------------------------------------------------------
+
+// Writes the words of 16 counters to `own.random`.
+__device__ inline void put_random(Workspace& own, uint64_t seed, uint64_t counter) {
+  const PhiloxWords random = philox_words(seed, counter);
+  uint4 vector;
+  vector.x = random.words[0], vector.y = random.words[1], vector.z = random.words[2], vector.w = random.words[3];
+  __syncwarp();
+  reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;
+  __syncwarp();
+}
+
+// Writes all words of a part. Those of counter k begin at 4 k.
+__device__ inline void put_random_of_part(Workspace& own, uint64_t seed, int64_t group, int part, int group_size) {
+  put_random(own, seed, part_counter(group, part, group_size) + static_cast<unsigned>(lane_of_group()));
+}
+
+// Writes the words that the next groups of these lanes need, if the groups have one part and are rotated once: Counters counters
+// each for 16 / Counters groups. The first two counters are those of the signs. A third one is that of the scale. number: that
+// of the first of these groups.
+template <int Counters>
+__device__ inline void put_random_ahead(Workspace& own, uint64_t seed, int64_t number, int group_size) {
+  const int turn = lane_of_group() / Counters, k = lane_of_group() % Counters;
+  const int64_t group = number + 2 * turn * pairs_apart();
+  put_random(own, seed, part_counter(group, 0, group_size) + static_cast<unsigned>(k < 2 ? k : kRoundingCounter));
+}
+
+// -- signs -----------------------------------------------------------------------------------------------
+
+__device__ inline bool is_negative(const uint32_t* words, int i) { return words[i / 32] >> (i % 32) & 1u; }
+
+// Multiplies a column by +factor or -factor. words: 8 words of signs, aligned to 16 bytes.
+__device__ inline void multiply_column(float* values, const uint32_t* words, float factor) {
+  const uint4 first = reinterpret_cast<const uint4*>(words)[0], second = reinterpret_cast<const uint4*>(words)[1];
+  const uint32_t signs[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+  const uint32_t even = 1u << lane_of_group(), odd = even << kSide;
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) values[j] *= signs[j / 2] & (j % 2 ? odd : even) ? -factor : factor;
+}
+
+__device__ inline void multiply_row(float* values, const uint32_t* words, float factor) {
+  const uint32_t signs = words[lane_of_group() / 2] >> (lane_of_group() % 2 * kSide);
+#pragma unroll
+  for (int k = 0; k < kSide; ++k) values[k] *= signs & (1u << k) ? -factor : factor;
+}
+
+// -- rotations in registers ------------------------------------------------------------------------------
+
+// Rotates a column of a part of 256 elements into a row.
+__device__ inline void rotate(float* values, Workspace& own, const uint32_t* signs) {
+  multiply_column(values, signs, inverse_root(kRotatedPart));
+  transform(values);
+  put_column(values, own);
+  get_row(values, own);
+  transform(values);
+}
+
+// Undoes a rotation of a part of 256 elements, and multiplies by `scale`: a column, after the first stage, becomes a row.
+__device__ inline void rotate_back(float* values, Workspace& own, const uint32_t* signs, float scale) {
+  transform<kSide / 4>(values);
+  put_column(values, own);
+  get_row(values, own);
+  transform(values);
+  multiply_row(values, signs, scale * inverse_root(kRotatedPart));
+}
+
+// -- rotations in shared memory --------------------------------------------------------------------------
+
+// Transforms `size` numbers of the part, a power of two or 0, from number `first` on.
+__device__ inline void transform_in_memory(Workspace& own, int first, int size) {
+#pragma unroll 1
+  for (int distance = kRotatedPart / 2; distance > 0; distance /= 2) {
+#pragma unroll 1
+    for (int pair = lane_of_group(); distance < size && pair < size / 2; pair += kSide) {
+      const int i = first + pair + (pair & -distance);
+      const float a = own.at(i), b = own.at(i + distance);
+      own.at(i) = a + b;
+      own.at(i + distance) = a - b;
+    }
+    __syncwarp();
+  }
+}
+
+// Multiplies numbers begin to end - 1: those below `size` by +inside or -inside, the others by +outside or -outside.
+__device__ inline void multiply_in_memory(Workspace& own, const uint32_t* words, int begin, int end, int size, float inside,
+                                          float outside) {
+#pragma unroll 1
+  for (int i = begin + lane_of_group(); i < end; i += kSide) {
+    const float factor = i < size ? inside : outside;
+    own.at(i) *= is_negative(words, i) ? -factor : factor;
+  }
+  __syncwarp();
+}
+
+// Rotates a part of m elements. words: of the rotation, the signs of its first transform before those of its second one.
+__device__ inline void rotate_in_memory(Workspace& own, const uint32_t* words, int m) {
+  const int size = transform_size(m), last = size < m ? size : 0;
+  const float root = inverse_root(size);
+  multiply_in_memory(own, words, 0, m, size, root, 1.0f);
+  transform_in_memory(own, 0, size);
+  multiply_in_memory(own, words + 8, m - last, m, m, root, root);
+  transform_in_memory(own, m - last, last);
+}
+
+// Undoes a rotation, and multiplies by `scale`.
+__device__ inline void rotate_back_in_memory(Workspace& own, const uint32_t* words, int m, float scale) {
+  const int size = transform_size(m), last = size < m ? size : 0;
+  const float root = inverse_root(size);
+  transform_in_memory(own, m - last, last);
+  multiply_in_memory(own, words + 8, m - last, m, m, root, root);
+  transform_in_memory(own, 0, size);
+  multiply_in_memory(own, words, 0, m, size, scale * root, scale);
+}
+
+// -- bit-planes ------------------------------------------------------------------------------------------
+//
+// A register of codes has the bits of a lane's row in two planes, an even plane in its lower half and the next one in its upper
+// half.
+
+// Exchanges between such a register and the word that a lane reads or writes: an even lane has the word of the even plane of
+// 32 elements, the next lane that of the odd plane. The exchange is its own inverse.
+__device__ inline uint32_t exchange_planes(uint32_t own) {
+  const uint32_t other = __shfl_xor_sync(kAllLanes, own, 1);
+  return __byte_perm(own, other, lane_of_group() % 2 ? 0x3276 : 0x5410);
+}
+
+// Transposes two matrices of 16 x 16 bits, one in each half of the registers of 16 lanes. Bits of rows become bits of columns.
+__device__ inline uint32_t transposed_planes(uint32_t own) {
+  const int lane = lane_of_group();
+#pragma unroll
+  for (int step = kSide / 2; step > 0; step /= 2) {
+    const uint32_t low = step == 8 ? 0x00FF00FFu : step == 4 ? 0x0F0F0F0Fu : step == 2 ? 0x33333333u : 0x55555555u;
+    const bool is_upper = lane & step;
+    const uint32_t stays = is_upper ? ~low : low;
+    const uint32_t other = __shfl_xor_sync(kAllLanes, own, step);
+    const uint32_t moved = __funnelshift_l(other, other, is_upper ? 32 - step : step);
+    own = (own & stays) | (moved & ~stays);
+  }
+  return own;
+}
+
+// A lane's bits in all planes.
+struct Planes {
+  uint32_t pairs[kMaxBits / 2];
+};
+
+// Packs 16 codes, and unpacks them.
+__device__ inline Planes pack_codes(const uint32_t* codes) {
+  Octet octets[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t* own = codes + 8 * i;
+    octets[i] = transposed({own[0] | own[1] << 8 | own[2] << 16 | own[3] << 24,
+                            own[4] | own[5] << 8 | own[6] << 16 | own[7] << 24});
+  }
+  return {{__byte_perm(octets[0].low, octets[1].low, 0x5140), __byte_perm(octets[0].low, octets[1].low, 0x7362),
+           __byte_perm(octets[0].high, octets[1].high, 0x5140), __byte_perm(octets[0].high, octets[1].high, 0x7362)}};
+}
+
+__device__ inline void unpack_codes(const Planes& planes, uint32_t* codes) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const unsigned selector = i == 0 ? 0x6420 : 0x7531;
+    const Octet octet = transposed({__byte_perm(planes.pairs[0], planes.pairs[1], selector),
+                                    __byte_perm(planes.pairs[2], planes.pairs[3], selector)});
+#pragma unroll
+    for (int j = 0; j < 8; ++j) codes[8 * i + j] = (j < 4 ? octet.low : octet.high) >> (j % 4 * 8) & 0xFFu;
+  }
+}
+
+}  // namespace fewbit::cuda

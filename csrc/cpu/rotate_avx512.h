@@ -211,7 +211,7 @@ class SearchCoder {
   template <int STEP>
   FEWBIT_INLINE __m512i step(__m512 magnitude, __m512i path) const {
     if constexpr (STEP < BITS - 1) {
-      const __m512 limit = Lut<STEP>(breaks_ + (1 << STEP) - 1)[path];
+      const __m512 limit = Lut<STEP>(breaks_ + (1 << STEP))[path];
       const __mmask16 beyond = _mm512_cmp_ps_mask(magnitude, limit, _CMP_GT_OQ);
       const __m512i twice = _mm512_add_epi32(path, path);
       return step<STEP + 1>(magnitude, _mm512_mask_sub_epi32(twice, beyond, twice, _mm512_set1_epi32(-1)));
@@ -219,7 +219,7 @@ class SearchCoder {
     return path;
   }
 
-  float breaks_[SearchBreaks<BITS>::kCount + 16] = {};  // 16 entries can be read from any place
+  alignas(64) float breaks_[SearchBreaks<BITS>::kCount + 16] = {};  // 16 entries can be read from any step on
 };
 
 template <>

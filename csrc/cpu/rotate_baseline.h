@@ -62,6 +62,10 @@ FEWBIT_INLINE Row transform_lanes(Row row) {
   return other + reinterpret_cast<Row>(reinterpret_cast<Indices>(row) ^ by1);
 }
 
+// The bits up to which comparisons with all breaks are faster than a search.
+constexpr int kMostComparedBits = 6;
+
+template <int BITS>
 FEWBIT_INLINE Row look_up_lanes(const float* values, Indices index) {
   return Row{values[index[0]], values[index[1]], values[index[2]], values[index[3]]};
 }

@@ -144,7 +144,7 @@ inline void transform(float* y, int size) {
 // -- Codes -----------------------------------------------------------------------------------------------------
 
 // Computes codes from rotated numbers, a row at a time, by comparison with every break.
-template <int BITS>
+template <int BITS, bool IS_SEARCHED = (BITS > kMostComparedBits)>
 class Coder {
  public:
   // rms: the root mean square of the group.
@@ -177,45 +177,33 @@ class Coder {
   Indices steps_[kBreaks + 1];
 };
 
-// Does the same for many bits by a binary search. look_up_lanes(values, index) reads values[index] of each lane.
+// Does the same for many bits by a binary search. look_up_lanes<STEP>(values, index) reads values[index] of each lane, with
+// indices below 2^STEP.
 template <int BITS>
-class SearchCoder {
+class Coder<BITS, true> {
  public:
-  explicit SearchCoder(float rms) {
+  explicit Coder(float rms) {
     for (int i = 0; i < SearchBreaks<BITS>::kCount; ++i) breaks_[i] = kSearchBreaks<BITS>.values[i] * rms;
   }
 
   FEWBIT_INLINE Row code(Row y, Indices& index) const {
     const Row magnitude = reinterpret_cast<Row>(reinterpret_cast<Indices>(y) & 0x7FFFFFFF);
     index = Indices{};
-#pragma GCC unroll 8
-    for (int step = 0; step < BITS - 1; ++step) {
-      const Row limit = look_up_lanes(breaks_ + (1 << step) - 1, index);
-      const Indices beyond = magnitude > limit;
-      index = index + index - beyond;
-    }
-    return magnitude * look_up_lanes(kPositiveLevels<BITS>.values, index);
+    search<0>(magnitude, index);
+    return magnitude * look_up_lanes<BITS - 1>(kPositiveLevels<BITS>.values, index);
   }
 
  private:
-  float breaks_[SearchBreaks<BITS>::kCount + 1];
-};
+  template <int STEP>
+  FEWBIT_INLINE void search(Row magnitude, Indices& index) const {
+    if constexpr (STEP < BITS - 1) {
+      const Indices beyond = magnitude > look_up_lanes<STEP>(breaks_ + (1 << STEP), index);
+      index = index + index - beyond;
+      search<STEP + 1>(magnitude, index);
+    }
+  }
 
-template <>
-class Coder<5> : public SearchCoder<5> {
-  using SearchCoder::SearchCoder;
-};
-template <>
-class Coder<6> : public SearchCoder<6> {
-  using SearchCoder::SearchCoder;
-};
-template <>
-class Coder<7> : public SearchCoder<7> {
-  using SearchCoder::SearchCoder;
-};
-template <>
-class Coder<8> : public SearchCoder<8> {
-  using SearchCoder::SearchCoder;
+  alignas(64) float breaks_[SearchBreaks<BITS>::kCount + 8] = {};  // 8 entries can be read from any step on
 };
 
 // Computes the words of the rows of a block. products: the magnitudes times their levels.

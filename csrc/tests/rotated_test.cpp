@@ -58,7 +58,8 @@ float sum_of_group(const Numbers& numbers) {
   float sum = 0.0f;
   for (size_t at = 0; at < numbers.size(); at += 256) {
     const size_t end = std::min(at + 256, numbers.size());
-    const float part = sum_of_256(Numbers(numbers.begin() + static_cast<int64_t>(at), numbers.begin() + static_cast<int64_t>(end)));
+    const float* data = numbers.data();
+    const float part = sum_of_256(Numbers(data + at, data + end));
     sum = at == 0 ? part : sum + part;
   }
   return sum;
@@ -131,10 +132,41 @@ struct Rotation {
   }
 };
 
+// All rotations of a part, or their inverse.
+struct Rotations {
+  const Randoms& randoms;
+  size_t part, m;
+  bool is_spiky;
+
+  bool are_two() const { return is_spiky || power_of_two(m) != m; }
+  Numbers moved(const float* y, size_t places) const {
+    Numbers numbers;
+    for (size_t i = 0; i < m; ++i) numbers.push_back(y[(i + places) % m]);
+    return numbers;
+  }
+
+  void apply(float* y) const {
+    Rotation{randoms, part, m, 0}.apply(y);
+    if (!are_two()) return;
+    const Numbers numbers = moved(y, (m - power_of_two(m)) / 2);
+    std::copy(numbers.begin(), numbers.end(), y);
+    Rotation{randoms, part, m, 1}.apply(y);
+  }
+
+  void undo(float* y, float scale) const {
+    if (are_two()) {
+      Rotation{randoms, part, m, 1}.undo(y, 1.0f);
+      const Numbers numbers = moved(y, m - (m - power_of_two(m)) / 2);
+      std::copy(numbers.begin(), numbers.end(), y);
+    }
+    Rotation{randoms, part, m, 0}.undo(y, scale);
+  }
+};
+
 // A group's copy.
 struct GroupCopy {
   float mean, scale;  // both NaN if the group has no values
-  bool is_twice;
+  bool is_spiky;      // one element has more than an eighth of the energy
   float energy;  // with a mean in float32, as `squares` computes it
   std::vector<int> codes;
 };
@@ -172,11 +204,10 @@ GroupCopy copy_of(const Numbers& x, int bits, bool fp32_min, const Randoms& rand
   if (of.energy == 0.0f) return copy;
   float greatest = 0.0f;
   for (const float number : of.v) greatest = std::fmax(greatest, std::fabs(number));
-  copy.is_twice = greatest * greatest * 8.0f > of.energy;
+  copy.is_spiky = greatest * greatest * 8.0f > of.energy;
   for (size_t at = 0; at < x.size(); at += 256) {
     const size_t m = std::min(x.size() - at, size_t{256});
-    Rotation{randoms, at / 256, m, 0}.apply(of.v.data() + at);
-    if (copy.is_twice) Rotation{randoms, at / 256, m, 1}.apply(of.v.data() + at);
+    Rotations{randoms, at / 256, m, copy.is_spiky}.apply(of.v.data() + at);
   }
   const float rms = std::sqrt(of.energy / static_cast<float>(x.size()));
   Numbers products;
@@ -203,8 +234,7 @@ Numbers values_of(const GroupCopy& copy, int bits, const Randoms& randoms) {
   }
   for (size_t at = 0; at < y.size(); at += 256) {
     const size_t m = std::min(y.size() - at, size_t{256});
-    if (copy.is_twice) Rotation{randoms, at / 256, m, 1}.undo(y.data() + at, 1.0f);
-    Rotation{randoms, at / 256, m, 0}.undo(y.data() + at, copy.scale);
+    Rotations{randoms, at / 256, m, copy.is_spiky}.undo(y.data() + at, copy.scale);
   }
   for (float& number : y) number = copy.mean + number;
   return y;
@@ -309,7 +339,7 @@ void test_case(const Kernels& kernels, const Case& c) {
     const Randoms randoms{seed, static_cast<uint64_t>(number * ((c.group_size + 255) / 256))};
     const GroupCopy copy = copy_of(elements, stream.bits, c.fp32_min, randoms);
     const GroupScale stored = load_scale(ranges.data(), c.fp32_min, number);
-    CHECK(equal(stored.mean, copy.mean) && equal(stored.scale, copy.scale) && stored.is_twice == copy.is_twice);
+    CHECK(equal(stored.mean, copy.mean) && equal(stored.scale, copy.scale) && stored.is_twice == copy.is_spiky);
     if (!c.mixed) CHECK(equal(squares_of_groups[number], copy.energy));
     const Numbers values = values_of(copy, stream.bits, randoms);
     for (int i = 0; i < group.length; ++i) {

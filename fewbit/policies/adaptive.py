@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from fewbit.config import KINDS, MAX_BITS, MIN_BITS
+from fewbit.config import KINDS, MAX_BITS, MIN_BITS, UNIFORM
 from fewbit.policies.allocation import allocate
 from fewbit.policies.allocation_report import Allocated, Allocation
 from fewbit.policies.probing import ProbingPolicy

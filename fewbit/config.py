@@ -624,10 +624,10 @@ class LayerSettings(_Config):
             "auto" takes float32 for tensors that are far from 0 compared with their range (docs/quantizer.md).
         copies: how many copies a norm saves of its input, each with its own random rounding: 1 or 2 (usually 1). With 2
             copies the mean of a norm's gradient over the random rounding is exact.
-        quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/quantizer.md). Usually the results of
-            softmax have uniform copies, and all other tensors rotated ones (docs/decisions/0016).
         functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
             trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
+        quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/quantizer.md). Usually the results of
+            softmax have uniform copies, and all other tensors rotated ones (docs/decisions/0016).
     """
 
     _checks = {
@@ -637,8 +637,8 @@ class LayerSettings(_Config):
         "group_size": _optional(_number(check_group_size)),
         "min_dtype": _optional(check_min_dtype),
         "copies": _optional(_number(check_copies)),
-        "quantizer": _optional(check_quantizer),
         "functional": _optional(_flag),
+        "quantizer": _optional(check_quantizer),
     }
 
     bits: float | None = None
@@ -647,8 +647,8 @@ class LayerSettings(_Config):
     group_size: int | None = None
     min_dtype: str | None = None
     copies: int | None = None
-    quantizer: str | None = None
     functional: bool | None = None
+    quantizer: str | None = None
 
     @classmethod
     def of(cls, change) -> LayerSettings | None:

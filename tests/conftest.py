@@ -134,3 +134,14 @@ def backend(request, choice, monkeypatch):
         kernels = native.cuda() if device == "cuda" else native.cpu(request.param)
     monkeypatch.setitem(choice, torch.zeros(0, device=device).device, kernels)
     return SimpleNamespace(name=request.param, kernels=kernels, device=device)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    """Run the test with torch using one thread, and three."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

@@ -28,6 +28,7 @@ DRAWN = Encoding.of(load_table("gelu", 2, objective="unbiased"))
 N, BITS, CHANNELS = 225, 3, 3
 WORDS = packed_words(N, BITS)
 SEED = np.array([5], np.int64)
+UNIFORM_COPY = 0  # the number of the kind
 SHAPE = {"samples": 3, "features": 75, "group_size": 256}
 MIXED = np.array([2, 4, 4], np.uint8)
 MIXED_WORDS = packed_words(75, 2) + packed_words(150, 4)
@@ -52,8 +53,8 @@ def codes(n=N):
 def good_calls():
     """Return each entry of the kernels with correct arguments, in which arrays stand for buffers."""
     fixed = {"grid": floats(7 * CHANNELS), "inner": 25, "bits": BITS}
-    rounded = {"bits": BITS, "widths": None, "fp32_min": False}
-    mixed = {"bits": 1, "widths": MIXED, "fp32_min": False}
+    rounded = {"bits": BITS, "widths": None, "fp32_min": False, "kind": UNIFORM_COPY}
+    mixed = {"bits": 1, "widths": MIXED, "fp32_min": False, "kind": UNIFORM_COPY}
     room = {"packed": words(MIXED_WORDS), "ranges": ranges()}
     vectors = {"mean": floats(CHANNELS), "rstd": floats(CHANNELS), "inner": 25}
     affine = {"scale": floats(CHANNELS), "shift": floats(CHANNELS), "inner": 25}
@@ -77,14 +78,15 @@ def good_calls():
         | threads,
         "forward_quantized": function
         | {"table": TABLE, "x": floats(N), "y": floats(N), "codes": words(), "seed": None}
-        | {**SHAPE, "bits": BITS, "fp32_min": False, "quantizer_seed": SEED}
+        | {**SHAPE, "bits": BITS, "fp32_min": False, "kind": UNIFORM_COPY, "quantizer_seed": SEED}
         | {"packed": words(), "ranges": ranges()}
         | threads,
         "quantize": {"x": floats(N), **SHAPE, **rounded, "seed": SEED}
         | {"packed": words(), "ranges": ranges(), **vectors}
         | threads,
         "quantize mixed": {"x": floats(N), **SHAPE, **mixed, "seed": SEED} | room | threads,
-        "squares": {"x": floats(N), **SHAPE, "out": floats(3), **vectors} | threads,
+        "squares": {"x": floats(N), **SHAPE, "kind": UNIFORM_COPY, "out": floats(3), **vectors}
+        | threads,
         "dequantize": {"packed": words(), "ranges": ranges(), **rounded, **SHAPE, "out": floats(N)}
         | affine
         | threads,
@@ -202,6 +204,8 @@ def test_the_message():
         ("quantize", {"threads": 0}, "threads: expected 1 or more, got 0"),
         ("dequantize", {"bits": 9}, "bits: expected 1 to 8, got 9"),
         ("dequantize", {"fp32_min": True}, "dequantize: ranges: expected 9 bfloat16 .*, got 6 .*"),
+        ("dequantize", {"kind": 1}, "dequantize: ranges: expected 10 bfloat16 .*, got 6 .*"),
+        ("quantize", {"kind": 3}, "kind: expected 0 .*, got 3"),
         (
             "quantize mixed",
             {"widths": np.array([2, 0, 1], np.uint8)},
@@ -301,8 +305,8 @@ def test_backends_refuse_wrong_tensors(name, position, wrong):
 def op_cases():
     x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
     packed = activation_ops.encode_op(x, TABLE.text, [80, 1])
-    kept, limits, _ = quantizer_ops.quantize_op(x, [80, 1], seed, 3, 256, False)
-    place = 3, 256, [4, 80], [80, 1], torch.float32
+    kept, limits, _ = quantizer_ops.quantize_op(x, [80, 1], seed, 3, 256, False, "uniform")
+    place = 3, 256, [4, 80], [80, 1], torch.float32, "uniform"
     yield (
         activation_ops.encode_op,
         (x, TABLE.text, [1, 1]),
@@ -330,13 +334,15 @@ def op_cases():
     yield activation_ops.unpack_op, (packed[1:], 3, 320), "packed: expected 30 int32"
     yield integers.pack_kept_op, (x > 0, 1, 2, [81, 1]), "stride: expected"
     quantize, restore = quantizer_ops.quantize_op, quantizer_ops.dequantize_op
-    yield quantize, (x, [1, 4], seed, 3, 256, False), "samples outermost"
-    yield quantize, (x, [80, 1], seed[:0], 3, 256, False), "seed: expected 1 int64"
+    yield quantize, (x, [1, 4], seed, 3, 256, False, "uniform"), "samples outermost"
+    yield quantize, (x, [80, 1], seed[:0], 3, 256, False, "uniform"), "seed: expected 1 int64"
     yield restore, (kept[:-1], limits, *place), "packed: expected 30 int32"
     yield restore, (kept, limits[:-1], *place), "ranges: expected 8 bfloat16"
     yield restore, (kept, limits.float(), *place), "ranges: expected 8 bfloat16"
-    yield restore, (kept, limits, 3, 256, [5, 80], [80, 1], torch.float32), "packed: expected"
-    yield restore, (kept, limits, 3, 256, [4, 80], [1, 4], torch.float32), "samples outermost"
+    of_shape = kept, limits, 3, 256
+    yield restore, (*of_shape, [5, 80], [80, 1], torch.float32, "uniform"), "packed: expected"
+    yield restore, (*of_shape, [4, 80], [1, 4], torch.float32, "uniform"), "samples outermost"
+    yield restore, (kept, limits, *place[:-1], "rotated"), "ranges: expected 12 bfloat16"
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "reference"])

@@ -660,5 +660,5 @@ def test_bits_of_samples_count_with_the_ranges():
     for entry in found.kept:
         by_kind[entry.kind] = by_kind.get(entry.kind, 0) + entry.bytes
     assert "float32 minimums" not in str(found)
-    # 16 groups of 4 bytes, and a byte a sample; 40 bits a column of 64, and 36 words for the ends of widths.
-    assert by_kind == {"packed": 4 * (40 * 2 + 36), "range": 4 * 16 + 16}
+    # 16 groups of 4 bytes, the seed of 8 bytes, and a byte a sample; 40 bits a column of 64, and 36 words for the ends of widths.
+    assert by_kind == {"packed": 4 * (40 * 2 + 36), "range": 4 * 16 + 8 + 16}

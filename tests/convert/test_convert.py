@@ -425,12 +425,12 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
         (
             {"overrides": {"stem": {"bit": 2}}},
             "overrides['stem']: expected bits, activation_bits, attention_bits, group_size, min_dtype, copies, "
-            "functional for LayerSettings, got 'bit'",
+            "functional, quantizer for LayerSettings, got 'bit'",
         ),
         (
             {"overrides": {"stem": "2"}},
             "overrides['stem']: expected bits, fewbit.LayerSettings, a mapping of bits, activation_bits, "
-            "attention_bits, group_size, min_dtype, copies, functional, or None, got '2'",
+            "attention_bits, group_size, min_dtype, copies, functional, quantizer, or None, got '2'",
         ),
     ],
 )

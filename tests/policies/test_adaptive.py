@@ -259,8 +259,8 @@ def test_states_that_are_refused(change, message):
 
 
 def slot(name, number, elements, sensitivity, at_one, spread=None):
-    facts = 2.5, False, True, "rotated", elements, 8
-    return SlotVariance(name, number, *facts, sensitivity, at_one, spread)
+    facts = 2.5, False, True, elements, 8
+    return SlotVariance(name, number, *facts, sensitivity, at_one, spread, quantizer="rotated")
 
 
 def test_results_of_processes_are_merged():

@@ -66,9 +66,9 @@ def test_no_two_tensors_are_rounded_with_one_seed(name, choice, monkeypatch):
     fewbit.compress_(model, 2, verbose=False, **OPTIONS.get(name, {}))
     seeds, original = [], quantizer_ops.quantize
 
-    def quantize(x, seed, *rest):
+    def quantize(x, seed, *rest, **named):
         seeds.append(seed.item())
-        return original(x, seed, *rest)
+        return original(x, seed, *rest, **named)
 
     monkeypatch.setattr(quantizer_ops, "quantize", quantize)
     for step in range(3):

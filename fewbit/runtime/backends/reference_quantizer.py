@@ -35,7 +35,6 @@ def quantize(
     words=None,
     normalize=None,
     kind=UNIFORM,
-    center=None,
 ) -> QuantizedGroups:
     """Quantize a tensor: compute the codes of its elements, and two numbers for each group.
 
@@ -53,8 +52,6 @@ def quantize(
             float32. If mean is None, nothing is subtracted. mean and rstd are 1-D contiguous float32 vectors. Element
             number e, in storage order, has entry i = (e div inner) mod (number of entries).
         kind: the kind of the copy, "uniform", "rotated" or "masked".
-        center: None, or a 1-D contiguous float32 vector that is subtracted, after the normalization. Element number e
-            has entry e mod (number of entries).
 
     Returns:
         The packed codes, the ranges, and the smallest and largest element as two 0-D float32 tensors.
@@ -74,7 +71,6 @@ def quantize(
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
     if normalize is not None:
         rows = _normalized(rows, *normalize)
-    rows = _minus(rows, center)
     if widths is None:
         packed, ranges = _stream(rows, seed, bits, group_size, fp32_min, kind, 0)
     else:
@@ -94,7 +90,7 @@ def quantize(
     return QuantizedGroups(packed, ranges, spread)
 
 
-def squares(x, group_size, normalize=None, kind=UNIFORM, center=None):
+def squares(x, group_size, normalize=None, kind=UNIFORM):
     """Return, for each sample, a sum over its groups to which the variance of rounding is proportional.
 
     For uniform copies, a group adds (number of elements) * range^2. For rotated copies, it adds the sum of the squares
@@ -106,7 +102,6 @@ def squares(x, group_size, normalize=None, kind=UNIFORM, center=None):
         group_size: the number of elements in a group.
         normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
         kind: the kind of the copy, "uniform", "rotated" or "masked".
-        center: None, or the vector that is subtracted, see `quantize`.
 
     Returns:
         (N,) float32; NaN for a sample with an element that is not finite.
@@ -116,7 +111,6 @@ def squares(x, group_size, normalize=None, kind=UNIFORM, center=None):
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
     if normalize is not None:
         rows = _normalized(rows, *normalize)
-    rows = _minus(rows, center)
     if not rows.numel():
         return rows.new_zeros(samples)
     per_row = -(-features // group_size)
@@ -141,7 +135,6 @@ def dequantize(
     widths=None,
     affine=None,
     kind=UNIFORM,
-    center=None,
 ) -> None:
     """Write the values that codes stand for to `out`, rounded once to the dtype of `out`.
 
@@ -157,16 +150,13 @@ def dequantize(
             i = (e div inner) mod (number of entries). Must be None if `widths` is given and samples have fewer than 64
             features: groups then contain samples that do not lie side by side.
         kind: the kind of the copy, "uniform", "rotated" or "masked".
-        center: None, or the vector that `quantize` subtracted, which is added before the affine map. Must be None where
-            `affine` must be None.
     """
     entry = Entry("dequantize", out)
     entry.check_numbers("out", out)
     entry.check_copy(packed, ranges, bits, group_size, out.shape, widths, kind)
     samples, features = groups.samples_of(out.shape)
-    is_scattered = widths is not None and features < groups.LEAST_FEATURES
-    if is_scattered and not (affine is None and center is None):
-        raise ValueError("expected no affine map and no center for short samples of several widths")
+    if affine is not None and widths is not None and features < groups.LEAST_FEATURES:
+        raise ValueError("expected no affine map for short samples of several widths")
     seed = None
     if kind != UNIFORM:
         ranges, seed = ranges[: -groups.SEED_ROWS], seed_of(ranges)
@@ -184,8 +174,6 @@ def dequantize(
             place = group_size, count, features
             rows[chosen] = _restored(*stream, width, *place, kind, seed, group)
             word, group = word + n_words, group + n_groups
-    if center is not None:
-        rows = rows + entries_of(rows, (center,), 1)[0]
     if affine is not None:
         rows = _mapped(rows, *affine)
     storage_order(out).copy_(in_dtype(rows.reshape(-1), out.dtype))
@@ -210,10 +198,6 @@ def _normalized(rows, mean, rstd, inner):
     if mean is not None:
         rows = rows - mean
     return rows * rstd
-
-
-def _minus(rows, center):
-    return rows if center is None else rows - entries_of(rows, (center,), 1)[0]
 
 
 def _mapped(rows, scale, shift, inner):

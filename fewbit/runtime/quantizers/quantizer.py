@@ -1,7 +1,8 @@
 """The group quantizer of a layer: `quantize` makes a copy of a tensor in the forward pass.
 
 A *copy* is the quantized form of a tensor that a layer saves: codes of a few bits, and two numbers for each group of
-elements. Copies are rotated or uniform (docs/quantizer.md). `QuantizedTensorSpec.dequantize` computes approximate values from a copy in the backward pass.
+elements. Copies are rotated or uniform (docs/quantizer.md). `QuantizedTensorSpec.dequantize` computes approximate
+values from a copy in the backward pass.
 
 A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots in training. A
 *probe* measures for the policy how rounding the slots changes the gradients. A *fixed-point copy* is the copy that a
@@ -61,8 +62,8 @@ class Quantizer:
     Args:
         bits: the bits per element if no policy chooses them, 1 to 8.
         group_size: the number of elements in a group, a multiple of 32.
-        min_dtype: the dtype of groups' minimums or means: "bfloat16", "float32", or "auto", which means float32 for tensors
-            whose minimum is large relative to their range.
+        min_dtype: the dtype of groups' minimums or means: "bfloat16", "float32", or "auto", which means float32 for
+            tensors whose minimum is large relative to their range.
         context: the state that the layers of a converted model share; None for a layer outside a converted model.
         name: the path of the layer in the converted model.
         average: the mean number of bits per element, if a policy divides bits among samples; `bits` unless given.
@@ -172,7 +173,7 @@ class Quantizer:
         saved = context.cache.get(x, self.key)
         activation = context.cache.record_consumer(x, self)
         if saved is None:
-            is_rotated = (self.kind_of(usual)) == ROTATED
+            is_rotated = self.kind_of(usual) == ROTATED
             mask = context.cache.get_mask(x) if is_rotated else None
             made_by = {"activation": activation, "usual": usual, "mask": mask}
             saved = self._quantize(x, x.dtype, slot, **made_by)

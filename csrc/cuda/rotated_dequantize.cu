@@ -185,7 +185,7 @@ __device__ void store_row(const float* values, const Affine& affine, T* out, con
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
                       const __grid_constant__ Affine affine, T* out) {
@@ -202,13 +202,13 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
     const Stream& stream = streams.of[of.stream];
-    const int length = of.group.length, longest = larger(length), bits = stream.bits, most_bits = larger(bits);
+    const int length = of.length, longest = larger(length), bits = stream.bits, most_bits = larger(bits);
     const GroupScale found = load_scale(ranges, streams.fp32_min, length > 0 ? of.number : 0);
     const bool is_once = !any(found.is_twice);
 #pragma unroll 1
     for (int begin = 0; begin < longest; begin += kRotatedPart) {
       const int m = part_length(length, begin);
-      const int64_t first = of.group.first + begin;
+      const int64_t first = of.first + begin;
       const uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
       const Planes planes = read_planes({words, m, lane_of(first), bits}, most_bits);
       const bool is_simple = is_once && longest == kRotatedPart && all(m == kRotatedPart);
@@ -234,8 +234,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
 #pragma unroll
       for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];
-      const GroupPlace place(streams, stream, order, of.group);
-      store_row(values, affine, out, place, begin, m, own);
+      store_row(values, affine, out, place_of(of, streams, order), begin, m, own);
     }
   }
 }
@@ -249,7 +248,7 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
   const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kOneWave, uniform, group_map(uniform, of.counts),
+    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform, group_map(uniform, of.counts),
            of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine, static_cast<T*>(out));
   });
 }

@@ -121,11 +121,11 @@ struct Quantizer {
   __device__ float encode(float* y, const LocatedGroup& of, int begin, const Remainders& found, bool has_codes) const {
     const Stream& stream = streams.of[of.stream];
     const int bits = stream.bits, most_bits = larger(bits);
-    const float rms = root_mean_square(found.energy, of.group.length);
+    const float rms = root_mean_square(found.energy, of.length);
     const Planes planes = most_bits <= 2 ? encode_few(y, bits, rms) : encode_many(y, bits, most_bits, rms, own, table);
-    const int64_t first = of.group.first + begin;
+    const int64_t first = of.first + begin;
     uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
-    store_planes(planes, {words, part_length(of.group.length, begin), lane_of(first), bits}, most_bits, whole, has_codes);
+    store_planes(planes, {words, part_length(of.length, begin), lane_of(first), bits}, most_bits, whole, has_codes);
     put_row(y, own);
     get_column(y, own);
     return sum_of_part(y);
@@ -134,7 +134,7 @@ struct Quantizer {
   // Writes mean and scale.
   __device__ void store(const LocatedGroup& of, const Remainders& found, float inner, uint32_t rounding,
                         bool is_twice) const {
-    if (lane_of_group() > 0 || of.group.length == 0) return;
+    if (lane_of_group() > 0 || of.length == 0) return;
     if (!has_values(found.energy, found.mean)) return store_no_scale(fp32_min, of.number, ranges);
     const uint16_t scale = stored_scale(found.energy, inner, found.factor, rounding, is_twice);
     store_scale(found.mean, scale, fp32_min, of.number, ranges);
@@ -156,7 +156,7 @@ __device__ uint32_t rotate_any(float* values, const Quantizer& by, int64_t numbe
 // -- kernels ---------------------------------------------------------------------------------------------
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization, 
                     const int64_t* seed_address, bool whole, uint32_t* packed, uint16_t* ranges) {
@@ -178,10 +178,10 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll 1
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
-    const int length = of.group.length, longest = larger(length);
+    const int length = of.length, longest = larger(length);
     // Made again where it is needed, which takes fewer registers.
     const auto elements = [&] {
-      return GroupElements<T>(x, normalization, GroupPlace(streams, streams.of[of.stream], order, of.group), length, longest);
+      return GroupElements<T>(x, normalization, place_of(of, streams, order), length, longest);
     };
     float values[kSide];
     Remainders found;
@@ -214,19 +214,19 @@ __global__ void __launch_bounds__(kThreads, 3)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     squares_kernel(const __grid_constant__ Streams streams, const __grid_constant__ GroupMap map, const T* x,
                    const __grid_constant__ Normalization normalization, float* out) {
   __shared__ Workspace workspaces[kGroupsOfBlock];
 #pragma unroll 1
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
-    const GroupPlace place(streams, streams.of[0], nullptr, of.group);
-    const GroupElements<T> elements(x, normalization, place, of.group.length, larger(of.group.length));
+    const GroupPlace place = place_of(of, streams, nullptr);
+    const GroupElements<T> elements(x, normalization, place, of.length, larger(of.length));
     float values[kSide];
     const Remainders found = remainders_of(values, elements, true, workspaces[threadIdx.x / kSide]);
     const float back = inverse_rescue(found.factor), nan = float_of(0x7FC00000u);
-    if (lane_of_group() == 0 && of.group.length > 0) {
+    if (lane_of_group() == 0 && of.length > 0) {
       out[of.number] = has_values(found.energy, found.mean) ? found.energy * back * back : nan;
     }
   }
@@ -252,7 +252,7 @@ void quantize_rotated(const Quantized& of, const void* x, int dtype, const Norma
   const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(quantize_kernel<T>, device, stream, pairs, kOneWave, uniform, group_map(uniform, of.counts), of.order, of.counts,
+    launch(quantize_kernel<T>, device, stream, pairs, kLaunchedBlocks, uniform, group_map(uniform, of.counts), of.order, of.counts,
            static_cast<const T*>(x), normalization, seed, whole, reinterpret_cast<uint32_t*>(packed), ranges);
   });
 }
@@ -263,7 +263,7 @@ void squares_rotated(const Streams& streams, const void* x, int dtype, const Nor
   const DeviceScope scope(device);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(squares_kernel<T>, device, stream, pair_count(streams.groups), kOneWave, streams, group_map(streams, false),
+    launch(squares_kernel<T>, device, stream, pair_count(streams.groups), kLaunchedBlocks, streams, group_map(streams, false),
            static_cast<const T*>(x), normalization, out);
   });
 }

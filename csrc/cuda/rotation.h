@@ -29,6 +29,10 @@ constexpr int kSide = 16;  // rows and columns of a part, and lanes that work on
 constexpr int kGroupsOfBlock = kThreads / kSide;
 static_assert(kSide * kSide == kRotatedPart);
 
+// The blocks that fit on a multiprocessor with 80 registers a thread, and the blocks that are launched for each: two full waves,
+// or three on a device whose shared memory has room for two blocks.
+constexpr int kResidentBlocks = 3, kLaunchedBlocks = 6;
+
 // The shared memory of the lanes that work on one group.
 struct alignas(16) Workspace {
   // Rows are padded. Otherwise lanes that read 16 bytes of different rows would meet in the same banks.
@@ -76,28 +80,35 @@ inline GroupMap group_map(const Streams& uniform, bool is_mixed) {
 // A group as its lanes see it.
 struct LocatedGroup {
   int64_t number;
+  int64_t first;  // the group's first element in the stream
   int stream;
-  Group group;  // of length 0 if the number is beyond the last group
+  int length;     // 0 if the number is beyond the last group
 };
-
-// Returns the group that begins with element `first` and does not extend beyond `end`.
-__device__ inline Group cut_group(int64_t first, int64_t end, int64_t sample, int group_size) {
-  return {first, sample, end - first < group_size ? static_cast<int>(end - first) : group_size};
-}
 
 // Finds the groups 2 p and 2 p + 1 of a pair p.
 __device__ inline LocatedGroup locate(const Streams& streams, const GroupMap& map, int64_t pair) {
   const int64_t number = 2 * pair + threadIdx.x / kSide % 2;
   const int size = streams.group_size;
-  if (number >= streams.groups) return {number, 0, {0, 0, 0}};
-  if (map.is_flat) return {number, 0, cut_group(number * size, map.end, 0, size)};
-  const Stream& stream = stream_of(streams, number);
-  const int in = static_cast<int>(&stream - streams.of);
-  const int64_t index = number - stream.first_group;
-  if (map.per_sample == 0) return {number, in, cut_group(index * size, elements(streams, stream), 0, size)};
-  const int64_t sample = quotient(index, map.per_sample), begin = sample * streams.features;
-  const int64_t first = begin + (index - sample * map.per_sample) * size;
-  return {number, in, cut_group(first, begin + streams.features, sample, size)};
+  if (number >= streams.groups) return {number, 0, 0, 0};
+  int64_t first = number * size, end = map.end;
+  int in = 0;
+  if (!map.is_flat) {
+    const Stream& stream = stream_of(streams, number);
+    in = static_cast<int>(&stream - streams.of);
+    const int64_t index = number - stream.first_group;
+    first = index * size, end = elements(streams, stream);
+    if (map.per_sample > 0) {
+      const int64_t sample = quotient(index, map.per_sample), begin = sample * streams.features;
+      first = begin + (index - sample * map.per_sample) * size, end = begin + streams.features;
+    }
+  }
+  return {number, first, in, end - first < size ? static_cast<int>(end - first) : size};
+}
+
+// Returns the place of a group's elements. The sample is computed where it is needed, which takes fewer registers.
+__device__ inline GroupPlace place_of(const LocatedGroup& of, const Streams& streams, const int64_t* order) {
+  const int64_t sample = order && by_sample(streams) ? quotient(of.first, streams.features) : 0;
+  return GroupPlace(streams, streams.of[of.stream], order, {of.first, sample, of.length});
 }
 
 inline int64_t pair_count(int64_t groups) { return groups / 2 + groups % 2; }

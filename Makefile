@@ -14,7 +14,7 @@ KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
 # The tests that `make gpu` runs on the GPU, as other targets do on the CPU.
 CUDA_TESTS := $(addprefix tests/backends/,test_backends.py test_ops.py) \
 	$(addprefix tests/layers/,test_functional.py test_autograd.py test_modules.py test_layers.py test_attention.py test_gated.py test_pooling.py test_dropout.py test_small_layers.py) \
-	$(addprefix tests/runtime/,test_compile.py test_quantizer.py test_saved_tensors.py test_min_dtype.py test_bit_sharing.py test_variance_probe.py test_offload.py) \
+	$(addprefix tests/runtime/,test_compile.py test_quantizer.py test_quantizer_vectors.py test_quantizer_fused.py test_quantizer_promises.py test_rotated.py test_saved_tensors.py test_min_dtype.py test_bit_sharing.py test_variance_probe.py test_offload.py) \
 	$(addprefix tests/compress/,test_allocator.py)
 
 .PHONY: demo test test-all slow dispatch lint tables benchmarks gpu sanitize clean

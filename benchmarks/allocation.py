@@ -21,7 +21,7 @@ import harness
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "policies"))
-from test_allocation import optimum
+from test_allocation import optimum, variances_of
 
 from fewbit.policies import allocation
 
@@ -51,9 +51,10 @@ def gaps(layers, parts, count=100):
         of_layer = np.repeat(10.0 ** generator.uniform(-3, 3, layers), parts)
         sensitivity = of_layer * 10.0 ** generator.uniform(-1, 1, len(sizes))
         budget = int(generator.uniform(1.1, 4) * sizes.sum())
-        bits = allocation.allocate(sensitivity, sizes, budget)
-        best = optimum(sensitivity, sizes, budget)
-        yield allocation.variance(sensitivity, bits) / best - 1
+        variances = variances_of(sensitivity)
+        bits = allocation.allocate(variances, sizes, budget)
+        best = optimum(variances, sizes, budget)
+        yield allocation.variance(variances, bits) / best - 1
 
 
 def main():
@@ -71,19 +72,18 @@ def main():
         rows.append(row)
     for name, (layers, parts) in SIZES.items():
         sensitivity, elements = instance(layers, parts, 0)
-        budget = 2 * int(elements.sum())
+        budget, variances = 2 * int(elements.sum()), variances_of(sensitivity)
         arguments = (
-            sensitivity,
-            sensitivity,
+            variances,
             elements,
             budget,
             allocation.MIN_BITS,
             allocation.MAX_BITS,
         )
-        bits = allocation.allocate(sensitivity, elements, budget)
+        bits = allocation.allocate(variances, elements, budget)
         assert (bits == allocation.reference(*arguments)).all()
         calls = {
-            "C++": lambda: allocation.allocate(sensitivity, elements, budget),  # noqa: B023
+            "C++": lambda: allocation.allocate(variances, elements, budget),  # noqa: B023
             "NumPy": lambda: allocation.reference(*arguments),  # noqa: B023
         }
         for kind, call in calls.items():

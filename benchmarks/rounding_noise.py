@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fewbit
+from fewbit.config import UNIFORM
 from fewbit.runtime.format.bit_sharing import share_bits
 
 BITS = (1, 2, 3, 4)
@@ -76,8 +77,10 @@ def of_sharing(groups, grads):
     at_random = (1 - more) * added(torch.tensor(1.0)) + more * added(torch.tensor(2.0))
     return {
         f"gradient_of_{MOST}": (grads.topk(MOST).values.sum() / grads.sum()).item(),
-        "by_range": (added(share_bits(squares, total).float()) / at_random).item(),
-        "by_gradient": (added(share_bits(grads * squares, total).float()) / at_random).item(),
+        "by_range": (added(share_bits(squares, total, UNIFORM).float()) / at_random).item(),
+        "by_gradient": (
+            added(share_bits(grads * squares, total, UNIFORM).float()) / at_random
+        ).item(),
     }
 
 

@@ -236,14 +236,14 @@ struct QuantizedShape {
   int64_t samples, features;
   int group_size;
   bool fp32_min;
-  bool is_rotated;
+  fewbit::CopyKind kind;
 
   int64_t elements() const { return samples * features; }
 
-  fewbit::CopyKind kind() const { return is_rotated ? fewbit::CopyKind::rotated : fewbit::CopyKind::uniform; }
+  bool is_rotated() const { return kind != fewbit::CopyKind::uniform; }
 };
 
-QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size, bool fp32_min, bool is_rotated) {
+QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size, bool fp32_min, int kind) {
   if (samples < 0) refuse("samples", "0 or more", std::to_string(samples));
   if (features < 0) refuse("features", "0 or more", std::to_string(features));
   if (features > 0 && samples > INT64_MAX / 16 / features) {
@@ -253,7 +253,8 @@ QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size
   if (group_size < fewbit::kBlock || group_size > fewbit::kMostGroupSize || group_size % fewbit::kBlock != 0) {
     refuse("group_size", "a multiple of 32 from 32 to 65536", std::to_string(group_size));
   }
-  return {samples, features, group_size, fp32_min, is_rotated};
+  if (kind < 0 || kind > 2) refuse("kind", "0 (uniform), 1 (rotated) or 2 (masked)", std::to_string(kind));
+  return {samples, features, group_size, fp32_min, static_cast<fewbit::CopyKind>(kind)};
 }
 
 // The packed codes and ranges of a quantized tensor. For several widths there may be more than needed. After the rows of
@@ -290,20 +291,19 @@ fewbit::Streams streams_of_squares(const QuantizedShape& shape) {
 int item_of(DType dtype) { return static_cast<int>(dtype); }
 
 // Chooses the bits of n tensors from their sensitivities and sizes, within a total budget of bits.
-void allocate(const Buffer& sensitivity, const Buffer& at_one, const Buffer& elements, int64_t budget, int least,
-              int most, const Buffer& bits) {
+void allocate(const Buffer& variances, const Buffer& elements, int64_t budget, int least, int most,
+              const Buffer& bits) {
   const Entry entry("allocate", -1);
   const int64_t n = bits.count;
   check_size(n);
   check_bits(least);
   check_bits(most);
   if (least > most) refuse("least", std::to_string(most) + " or less", std::to_string(least));
-  const auto* weights = entry.exactly<const double>("sensitivity", sensitivity, n, item_of(DType::float64));
-  const auto* coarsest = entry.exactly<const double>("at_one", at_one, n, item_of(DType::float64));
+  const auto* added = entry.exactly<const double>("variances", variances, fewbit::kMaxBits * n, item_of(DType::float64));
   const auto* sizes = entry.exactly<const int64_t>("elements", elements, n, kInt64);
   auto* to = entry.exactly<uint8_t>("bits", bits, n, kUint8);
   py::gil_scoped_release release;
-  fewbit::allocate(weights, coarsest, sizes, n, budget, least, most, to);
+  fewbit::allocate(added, sizes, n, budget, least, most, to);
 }
 
 // -- Table ------------------------------------------------------------------------------------------------
@@ -481,77 +481,77 @@ class Cpu {
   }
 
   std::pair<float, float> quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits,
-                                   const Buffer& widths, bool fp32_min, bool is_rotated, const Buffer& seed,
+                                   const Buffer& widths, bool fp32_min, int kind, const Buffer& seed,
                                    const Buffer& packed, const Buffer& ranges, int threads, const Buffer& mean,
                                    const Buffer& rstd, int64_t inner) const {
     const Entry entry("quantize", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, is_rotated);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const uint64_t key = seed_at(entry.seed("seed", seed));
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
-    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, is_rotated);
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
     py::gil_scoped_release release;
-    const fewbit::Extent extent = fewbit::quantize(*kernels_, shape.kind(), plan, address_of<const void>(x), dtype,
+    const fewbit::Extent extent = fewbit::quantize(*kernels_, shape.kind, plan, address_of<const void>(x), dtype,
                                                    normalization, key, copy.packed, copy.ranges, threads);
     // When memory was allocated, only a bound on the number of words was known, so some may be left over.
     std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
     std::fill(copy.ranges + plan.streams.groups * copy.columns, copy.seed_rows(), uint16_t{0});
-    if (is_rotated) fewbit::store_seed(key, fp32_min, copy.seed_rows());
+    if (shape.is_rotated()) fewbit::store_seed(key, fp32_min, copy.seed_rows());
     return {extent.least, extent.greatest};
   }
 
-  void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, bool is_rotated, const Buffer& out,
+  void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, int kind, const Buffer& out,
                int threads, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("squares", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, false, is_rotated);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, false, kind);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     check_threads(threads);
     const fewbit::Streams streams = streams_of_squares(shape);
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     py::gil_scoped_release release;
-    fewbit::squares(*kernels_, shape.kind(), streams, address_of<const void>(x), dtype, normalization, to, threads);
+    fewbit::squares(*kernels_, shape.kind, streams, address_of<const void>(x), dtype, normalization, to, threads);
   }
 
   // Returns None and does nothing if the threads' shares would cut a group.
   std::optional<std::pair<float, float>> forward_quantized(
       int function, double p0, double p1, const OwnedTable& table, const Buffer& x, int64_t samples, int64_t features,
       const Buffer& y, const Buffer& codes, const Buffer& seed, int group_size, int bits, bool fp32_min,
-      bool is_rotated, const Buffer& quantizer_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
+      int kind, const Buffer& quantizer_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
     const Entry entry("forward_quantized", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, is_rotated);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
     numbers_of(entry, "x", x, shape);
     check_threads(threads);
     const uint64_t key = seed_at(entry.seed("quantizer_seed", quantizer_seed));
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, {});
-    const Copy copy = copy_at(entry, packed, ranges, plan.streams, false, is_rotated);
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, false, shape.is_rotated());
     const fewbit::Forward forward{function, p0,    p1,        &table.get(),    of.from,
                                   of.dtype, of.to, of.packed, seed_at(of.seed)};
     if (fewbit::threads_of_forward(plan.streams, threads) < fewbit::threads_for(of.n, threads)) return std::nullopt;
     py::gil_scoped_release release;
-    const fewbit::Extent extent = fewbit::forward_quantized(*kernels_, shape.kind(), plan.streams, forward, key,
+    const fewbit::Extent extent = fewbit::forward_quantized(*kernels_, shape.kind, plan.streams, forward, key,
                                                             copy.packed, copy.ranges, threads);
-    if (is_rotated) fewbit::store_seed(key, fp32_min, copy.seed_rows());
+    if (shape.is_rotated()) fewbit::store_seed(key, fp32_min, copy.seed_rows());
     return std::pair(extent.least, extent.greatest);
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& widths, bool fp32_min,
-                  bool is_rotated, int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
+                  int kind, int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
                   const Buffer& scale, const Buffer& shift, int64_t inner) const {
     const Entry entry("dequantize", kDevice);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, is_rotated);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = widths.exists && features < fewbit::kLeastFeatures;
     const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
-    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, is_rotated);
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
     py::gil_scoped_release release;
-    const uint64_t seed = is_rotated ? fewbit::load_seed(copy.seed_rows()) : 0;
-    fewbit::dequantize(*kernels_, shape.kind(), plan, copy.packed, copy.ranges, seed, affine, address_of<void>(out),
+    const uint64_t seed = shape.is_rotated() ? fewbit::load_seed(copy.seed_rows()) : 0;
+    fewbit::dequantize(*kernels_, shape.kind, plan, copy.packed, copy.ranges, seed, affine, address_of<void>(out),
                        dtype, threads);
   }
 
@@ -688,45 +688,48 @@ struct Cuda {
   }
 
   void quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits, const Buffer& order,
-                const Buffer& counts, bool fp32_min, bool is_rotated, const Buffer& seed, const Buffer& packed,
+                const Buffer& counts, bool fp32_min, int kind, const Buffer& seed, const Buffer& packed,
                 const Buffer& ranges, int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd,
                 int64_t inner) const {
     const Entry entry("quantize", device);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, is_rotated);
+    refuse_masked(entry, kind);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const int64_t* key = entry.seed("seed", seed);
     const auto [of, copy] = quantized(entry, shape, bits, order, counts, packed, ranges);
     py::gil_scoped_release release;
-    const auto quantize = is_rotated ? fewbit::cuda::quantize_rotated : fewbit::cuda::quantize;
+    const auto quantize = shape.is_rotated() ? fewbit::cuda::quantize_rotated : fewbit::cuda::quantize;
     quantize(of, address_of<const void>(x), item_of(dtype), normalization, key, words_at(copy.packed), copy.ranges, device,
              stream_at(stream));
   }
 
-  void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, bool is_rotated, const Buffer& out,
+  void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, int kind, const Buffer& out,
                int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("squares", device);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, false, is_rotated);
+    refuse_masked(entry, kind);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, false, kind);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const fewbit::Streams streams = streams_of_squares(shape);
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     py::gil_scoped_release release;
-    const auto squares = is_rotated ? fewbit::cuda::squares_rotated : fewbit::cuda::squares;
+    const auto squares = shape.is_rotated() ? fewbit::cuda::squares_rotated : fewbit::cuda::squares;
     squares(streams, address_of<const void>(x), item_of(dtype), normalization, to, device, stream_at(stream));
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& order, const Buffer& counts,
-                  bool fp32_min, bool is_rotated, int64_t samples, int64_t features, int group_size, const Buffer& out,
+                  bool fp32_min, int kind, int64_t samples, int64_t features, int group_size, const Buffer& out,
                   int device, uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner) const {
     const Entry entry("dequantize", device);
-    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, is_rotated);
+    refuse_masked(entry, kind);
+    const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = counts.exists && features < fewbit::kLeastFeatures;
     const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
     const auto [of, copy] = quantized(entry, shape, bits, order, counts, packed, ranges);
     py::gil_scoped_release release;
-    const auto dequantize = is_rotated ? fewbit::cuda::dequantize_rotated : fewbit::cuda::dequantize;
+    const auto dequantize = shape.is_rotated() ? fewbit::cuda::dequantize_rotated : fewbit::cuda::dequantize;
     dequantize(of, words_at(copy.packed), copy.ranges, affine, address_of<void>(out), item_of(dtype), device,
                stream_at(stream));
   }
@@ -785,6 +788,10 @@ struct Cuda {
   }
 
  private:
+  static void refuse_masked(const Entry& entry, int kind) {
+    if (kind == 2) entry.wrong("kind", "0 or 1, as masked copies have no CUDA kernels yet", std::to_string(kind));
+  }
+
   // Only the device knows the widths, so the kernel checks that words and groups suffice.
   static std::pair<fewbit::cuda::Quantized, Copy> quantized(const Entry& entry, const QuantizedShape& shape, int bits,
                                                             const Buffer& order, const Buffer& counts,
@@ -798,7 +805,7 @@ struct Cuda {
       widths = entry.exactly<const int64_t>("counts", counts, fewbit::kMaxBits + 1, kInt64);
       streams.words = streams.groups = 0;
     }
-    const Copy copy = copy_at(entry, packed, ranges, streams, is_mixed, shape.is_rotated);
+    const Copy copy = copy_at(entry, packed, ranges, streams, is_mixed, shape.is_rotated());
     return {{shape.samples, shape.features, shape.group_size, shape.fp32_min, bits, samples, widths, copy.words,
              copy.groups},
             copy};
@@ -830,14 +837,14 @@ void bind_cuda(py::module_& module) {
            py::arg("stream_ptr"))
       .def("quantize", &Cuda::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("bits"), py::arg("order"), py::arg("counts"), py::arg("fp32_min"),
-           py::arg("is_rotated"), py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("device_index"),
+           py::arg("kind"), py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("device_index"),
            py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner")
            = 1)
       .def("squares", &Cuda::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("is_rotated"), py::arg("out"), py::arg("device_index"),
+           py::arg("group_size"), py::arg("kind"), py::arg("out"), py::arg("device_index"),
            py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1)
       .def("dequantize", &Cuda::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
-           py::arg("order"), py::arg("counts"), py::arg("fp32_min"), py::arg("is_rotated"), py::arg("samples"), py::arg("features"),
+           py::arg("order"), py::arg("counts"), py::arg("fp32_min"), py::arg("kind"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
            py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1)
       .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"),
@@ -901,22 +908,22 @@ PYBIND11_MODULE(_kernels, module) {
       .def("forward_quantized", &Cpu::forward_quantized, py::arg("function"), py::arg("p0"),
            py::arg("p1"), py::arg("table"), py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("group_size"), py::arg("bits"),
-           py::arg("fp32_min"), py::arg("is_rotated"), py::arg("quantizer_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
+           py::arg("fp32_min"), py::arg("kind"), py::arg("quantizer_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
            "Run forward, with its codes in `codes`, and quantize on y, in one pass. Return None and do nothing if "
            "threads would have to share groups.")
       .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("fp32_min"), py::arg("is_rotated"),
+           py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("fp32_min"), py::arg("kind"),
            py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
            "Quantize x to packed codes and ranges, and return its (least, greatest) element. widths: a uint8 for each "
-           "sample, or None: bits for all. is_rotated: the kind of the copy. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner "
+           "sample, or None: bits for all. kind: 0 (uniform), 1 (rotated) or 2 (masked). mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner "
            "% their length.")
       .def("squares", &Cpu::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
-           py::arg("group_size"), py::arg("is_rotated"), py::arg("out"), py::arg("threads"), py::arg("mean") = py::none(),
+           py::arg("group_size"), py::arg("kind"), py::arg("out"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
            "Compute length * range^2 of each group in float32, or its energy in a rotated copy. mean, rstd as in quantize.")
       .def("dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
-           py::arg("widths"), py::arg("fp32_min"), py::arg("is_rotated"), py::arg("samples"), py::arg("features"),
+           py::arg("widths"), py::arg("fp32_min"), py::arg("kind"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("threads"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
            py::arg("inner") = 1,
            "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; "
@@ -940,10 +947,10 @@ PYBIND11_MODULE(_kernels, module) {
 
   module.def("cpu_isas", [] { return py::tuple(py::cast(fewbit::cpu_isas())); },
              "Return the names of the instruction sets that can be used here, best first.");
-  module.def("allocate", &allocate, py::arg("sensitivity"), py::arg("at_one"), py::arg("elements"), py::arg("budget"),
-             py::arg("least"), py::arg("most"), py::arg("bits"),
-             "Choose n uint8 bits from n float64 sensitivities, variances at 1 bit and int64 sizes, such that the sum of "
-             "elements * bits stays within the budget.");
+  module.def("allocate", &allocate, py::arg("variances"), py::arg("elements"), py::arg("budget"), py::arg("least"),
+             py::arg("most"), py::arg("bits"),
+             "Choose n uint8 bits from n rows of 8 float64 variances and n int64 sizes, such that the sum of elements * "
+             "bits stays within the budget.");
   module.def("packed_words", [](int64_t n, int bits) {
         check_size(n);
         check_bits(bits);

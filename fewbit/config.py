@@ -25,6 +25,8 @@ BLOCK = 32
 """The number of elements whose codes are packed together. Group sizes are multiples of this number."""
 MIN_DTYPES = ("auto", "bfloat16", "float32")
 UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
+KINDS = (ROTATED, UNIFORM, MASKED)
+"""The kinds of quantized copies that layers save."""
 QUANTIZERS = (ROTATED, UNIFORM)
 """The kinds of quantized copies that a user can choose (docs/quantizer.md). The first one is the default of layers.
 

@@ -9,6 +9,9 @@
 #endif
 #endif
 
+// For functions of the host whose arrays have to stay in registers, which needs the loops around them.
+#define FEWBIT_INLINE inline __attribute__((always_inline))
+
 // Each instruction set has its own namespace of inline functions, because the linker merges equal names, and a copy that
 // is compiled for AVX-512 must never run on an older processor.
 #ifndef FEWBIT_NAMESPACE

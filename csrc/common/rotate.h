@@ -56,6 +56,12 @@ FEWBIT_HD constexpr float inverse_root(int size) {
   return size == 2 ? root * 0x1.6A09E6p-1f : root;  // 1 / sqrt(2), rounded to the nearest float32
 }
 
+// Returns true if a part of m elements is rotated twice. is_spiky: one element has more than an eighth of the energy.
+FEWBIT_HD constexpr bool rotates_twice(int m, bool is_spiky) { return is_spiky || (m & (m - 1)) != 0; }
+
+// The number of places by which the numbers of a part move to the left before the second rotation.
+FEWBIT_HD constexpr int shift_of(int m) { return (m - transform_size(m)) / 2; }
+
 // -- Numbers of a group ------------------------------------------------------------------------------------------
 
 // Returns sum / n. Most groups have 256 elements, for which a product is as precise and faster.

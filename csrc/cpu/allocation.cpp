@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/planes.h"
+
 namespace fewbit {
 namespace {
 
@@ -12,17 +14,12 @@ struct Move {
   int64_t index;
 };
 
-// The tensors: the variance that rounding adds with 1 bit, the variance with more bits times (2^bits - 1)^2, and the sizes.
+// The tensors: the variances that rounding adds with 1 to 8 bits, and the sizes.
 struct Tensors {
-  const double* at_one;
-  const double* sensitivity;
+  const double* variances;
   const int64_t* elements;
 
-  double variance(int64_t i, int bits) const {
-    if (bits == 1) return at_one[i];
-    const double top = static_cast<double>((1 << bits) - 1);
-    return sensitivity[i] / (top * top);
-  }
+  double variance(int64_t i, int bits) const { return variances[i * kMaxBits + bits - 1]; }
 
   // Returns the increase of the variance per element if tensor i goes from `bits` to one bit less.
   double loss(int64_t i, int bits) const {
@@ -40,9 +37,9 @@ bool is_later_gain(const Move& a, const Move& b) {
 
 }  // namespace
 
-void allocate(const double* sensitivity, const double* at_one, const int64_t* elements, int64_t n, int64_t budget,
-              int least, int most, uint8_t* bits) {
-  const Tensors tensors{at_one, sensitivity, elements};
+void allocate(const double* variances, const int64_t* elements, int64_t n, int64_t budget, int least, int most,
+              uint8_t* bits) {
+  const Tensors tensors{variances, elements};
   std::fill(bits, bits + n, static_cast<uint8_t>(most));
   std::vector<Move> heap;
   heap.reserve(n);

@@ -27,8 +27,7 @@ struct DrawKeys {
 // lanes. lower: the counters' lower words. upper: their upper word, which all share. `product(a, b)` multiplies the lower halves
 // of lanes, so the upper halves may have any bits.
 template <int COUNT>
-inline __attribute__((always_inline)) void philox_lanes(const DrawKeys& keys, const Lanes* lower, uint64_t upper,
-                                                        Lanes (*out)[COUNT]) {
+FEWBIT_INLINE void philox_lanes(const DrawKeys& keys, const Lanes* lower, uint64_t upper, Lanes (*out)[COUNT]) {
   const Lanes multiplier0 = Lanes{} + uint64_t{kPhiloxMultiplier0};
   const Lanes multiplier2 = Lanes{} + uint64_t{kPhiloxMultiplier2};
   // The last two words of the counters are 0. One of the two products is therefore 0 in the first round, and the same for all

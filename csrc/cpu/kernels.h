@@ -23,7 +23,7 @@ struct Spread {
 };
 
 // The two kinds of copies that the group quantizer makes.
-enum class CopyKind { uniform, rotated };
+enum class CopyKind { uniform, rotated, masked };
 
 // The group quantizer (docs/quantizer.md), for copies of one kind. Each function works on the groups [begin, end) of all
 // streams. order: the samples by stream; null if they are in order already. Pointers are aligned to one element. `ranges` does
@@ -73,9 +73,12 @@ struct Kernels {
                   int64_t begin, int64_t end, void* y, uint32_t* packed, uint64_t seed);
   const QuantizerKernels* uniform;
   const QuantizerKernels* rotated;
+  const QuantizerKernels* masked;
   const FixedPointKernels* fixed_point;
 
-  const QuantizerKernels& quantizer(CopyKind kind) const { return kind == CopyKind::uniform ? *uniform : *rotated; }
+  const QuantizerKernels& quantizer(CopyKind kind) const {
+    return *(kind == CopyKind::uniform ? uniform : kind == CopyKind::rotated ? rotated : masked);
+  }
 };
 
 // Returns the instruction sets of this build that this processor has, best first.

@@ -17,7 +17,9 @@ inline namespace FEWBIT_NAMESPACE {
 namespace {
 
 constexpr int kLanesOfRow = 16;
+constexpr int kRowsAtATime = 16;
 constexpr int kRows = kRotatedPart / kLanesOfRow;
+constexpr int kBlocksOfPart = kRotatedPart / kBlock;
 
 // The sum, the smallest and the largest number of a part.
 struct PartSum {
@@ -26,7 +28,7 @@ struct PartSum {
 
 // Adds number i + COUNT / 2 to number i, then COUNT / 4 ..., and returns the first number.
 template <int COUNT>
-inline __m512 add_rows(__m512* rows) {
+FEWBIT_INLINE __m512 add_rows(__m512* rows) {
   if constexpr (COUNT > 1) {
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT / 2; ++i) rows[i] = _mm512_add_ps(rows[i], rows[i + COUNT / 2]);
@@ -36,7 +38,7 @@ inline __m512 add_rows(__m512* rows) {
 }
 
 // Does the same with the lanes of a row.
-inline float add_lanes(__m512 row) {
+FEWBIT_INLINE float add_lanes(__m512 row) {
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(row), _mm512_extractf32x8_ps(row, 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
@@ -78,7 +80,7 @@ inline float energy_of_part(const float* x, float shift) {
 
 // Does the stages with distances of whole rows.
 template <int COUNT>
-inline void transform_rows(__m512* rows) {
+FEWBIT_INLINE void transform_rows(__m512* rows) {
   if constexpr (COUNT > 1) {
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT / 2; ++i) {
@@ -91,16 +93,22 @@ inline void transform_rows(__m512* rows) {
   }
 }
 
-// Does the stages within a row. A product with 1 or -1 is exact, so the fused operation rounds as an addition or subtraction.
-inline __m512 transform_lanes(__m512 row) {
+// Does the stages within each of COUNT rows, a stage for all rows after the other: the rows are independent, so no operation has
+// to wait for the one before. A product with 1 or -1 is exact, so the fused operation rounds as an addition or subtraction.
+template <int COUNT>
+FEWBIT_INLINE void transform_lanes(__m512* rows) {
   const __m512 by8 = _mm512_set_ps(-1, -1, -1, -1, -1, -1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1);
   const __m512 by4 = _mm512_set_ps(-1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1);
   const __m512 by2 = _mm512_set_ps(-1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1);
   const __m512 by1 = _mm512_set_ps(-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1);
-  row = _mm512_fmadd_ps(row, by8, _mm512_shuffle_f32x4(row, row, 0x4E));
-  row = _mm512_fmadd_ps(row, by4, _mm512_shuffle_f32x4(row, row, 0xB1));
-  row = _mm512_fmadd_ps(row, by2, _mm512_permute_ps(row, 0x4E));
-  return _mm512_fmadd_ps(row, by1, _mm512_permute_ps(row, 0xB1));
+#pragma GCC unroll 16
+  for (int i = 0; i < COUNT; ++i) rows[i] = _mm512_fmadd_ps(rows[i], by8, _mm512_shuffle_f32x4(rows[i], rows[i], 0x4E));
+#pragma GCC unroll 16
+  for (int i = 0; i < COUNT; ++i) rows[i] = _mm512_fmadd_ps(rows[i], by4, _mm512_shuffle_f32x4(rows[i], rows[i], 0xB1));
+#pragma GCC unroll 16
+  for (int i = 0; i < COUNT; ++i) rows[i] = _mm512_fmadd_ps(rows[i], by2, _mm512_permute_ps(rows[i], 0x4E));
+#pragma GCC unroll 16
+  for (int i = 0; i < COUNT; ++i) rows[i] = _mm512_fmadd_ps(rows[i], by1, _mm512_permute_ps(rows[i], 0xB1));
 }
 
 template <int COUNT>
@@ -108,7 +116,8 @@ inline void transform_in_place(float* y) {
   __m512 rows[COUNT];
   for (int i = 0; i < COUNT; ++i) rows[i] = _mm512_loadu_ps(y + kLanesOfRow * i);
   transform_rows<COUNT>(rows);
-  for (int i = 0; i < COUNT; ++i) _mm512_storeu_ps(y + kLanesOfRow * i, transform_lanes(rows[i]));
+  transform_lanes<COUNT>(rows);
+  for (int i = 0; i < COUNT; ++i) _mm512_storeu_ps(y + kLanesOfRow * i, rows[i]);
 }
 
 // Transforms `size` numbers, a power of two up to kRotatedPart.
@@ -129,10 +138,18 @@ inline void transform(float* y, int size) {
   }
 }
 
-// Multiplies row number `row` of a part by factor, negative if the number's sign is set.
-inline __m512 times_signed(__m512 v, __m512 plus, __m512 minus, const uint64_t* signs, int row) {
-  const auto set = static_cast<__mmask16>(signs[row / 4] >> row % 4 * 16);
-  return _mm512_mul_ps(v, _mm512_mask_blend_ps(set, plus, minus));
+// Returns 16 bits of words from bit 16 * row on. A test of broadcast bits takes half as many operations as moving them into a
+// mask register from a general one.
+FEWBIT_INLINE __mmask16 bits_of_row(uint32_t word, int row) {
+  const __m512i lower = _mm512_set_epi32(1 << 15, 1 << 14, 1 << 13, 1 << 12, 1 << 11, 1 << 10, 1 << 9, 1 << 8, 1 << 7,
+                                         1 << 6, 1 << 5, 1 << 4, 1 << 3, 1 << 2, 1 << 1, 1);
+  const __m512i bits = row % 2 ? _mm512_slli_epi32(lower, 16) : lower;
+  return _mm512_test_epi32_mask(_mm512_set1_epi32(static_cast<int>(word)), bits);
+}
+
+// Multiplies row number `row` of a part by `plus`, or by `minus` if the number's sign is set.
+FEWBIT_INLINE __m512 times_signed(__m512 v, __m512 plus, __m512 minus, const uint32_t* signs, int row) {
+  return _mm512_mul_ps(v, _mm512_mask_blend_ps(bits_of_row(signs[row / 2], row), plus, minus));
 }
 
 // -- Codes -----------------------------------------------------------------------------------------------------
@@ -148,7 +165,7 @@ class Coder {
   }
 
   // Writes the bit-planes of the codes, and returns the magnitudes times their levels.
-  __m512 code(__m512 y, __mmask16* planes) const {
+  FEWBIT_INLINE __m512 code(__m512 y, __mmask16* planes) const {
     const __m512 magnitude = _mm512_abs_ps(y);
     __m512 level = levels_[0];
     __mmask16 beyond[kBreaks + 1];
@@ -180,7 +197,7 @@ class SearchCoder {
     for (int i = 0; i < SearchBreaks<BITS>::kCount; ++i) breaks_[i] = kSearchBreaks<BITS>.values[i] * rms;
   }
 
-  __m512 code(__m512 y, __mmask16* planes) const {
+  FEWBIT_INLINE __m512 code(__m512 y, __mmask16* planes) const {
     const __m512 magnitude = _mm512_abs_ps(y);
     const __m512i path = step<0>(magnitude, _mm512_setzero_si512());
     for (int plane = 0; plane < BITS - 1; ++plane) {
@@ -192,9 +209,9 @@ class SearchCoder {
 
  private:
   template <int STEP>
-  __m512i step(__m512 magnitude, __m512i path) const {
+  FEWBIT_INLINE __m512i step(__m512 magnitude, __m512i path) const {
     if constexpr (STEP < BITS - 1) {
-      const __m512 limit = Lut<STEP>(breaks_ + (1 << STEP) - 1)[path];
+      const __m512 limit = Lut<STEP>(breaks_ + (1 << STEP))[path];
       const __mmask16 beyond = _mm512_cmp_ps_mask(magnitude, limit, _CMP_GT_OQ);
       const __m512i twice = _mm512_add_epi32(path, path);
       return step<STEP + 1>(magnitude, _mm512_mask_sub_epi32(twice, beyond, twice, _mm512_set1_epi32(-1)));
@@ -202,7 +219,7 @@ class SearchCoder {
     return path;
   }
 
-  float breaks_[SearchBreaks<BITS>::kCount + 16] = {};  // 16 entries can be read from any place
+  alignas(64) float breaks_[SearchBreaks<BITS>::kCount + 16] = {};  // 16 entries can be read from any step on
 };
 
 template <>
@@ -228,7 +245,7 @@ class Coder<8> : public SearchCoder<8> {
 
 // Writes the words of two rows, a block.
 template <int BITS>
-inline void put_words(const __mmask16* low, const __mmask16* high, uint32_t* words) {
+FEWBIT_INLINE void put_words(const __mmask16* low, const __mmask16* high, uint32_t* words) {
 #pragma GCC unroll 8
   for (int plane = 0; plane < BITS; ++plane) {
     words[plane] = _cvtmask32_u32(_mm512_kunpackw(high[plane], low[plane]));
@@ -253,29 +270,33 @@ inline float code_blocks(const float* y, int blocks, float rms, uint32_t* words)
 // Rotates the numbers x - shift of a part of kRotatedPart numbers and computes their words. Returns the same sum.
 template <int BITS>
 inline float code_part(const float* x, float shift, const uint64_t* signs, float rms, uint32_t* words) {
+  uint32_t signs_of_block[kBlocksOfPart];
+  memcpy(signs_of_block, signs, sizeof signs_of_block);
   const __m512 subtracted = _mm512_set1_ps(shift);
   const __m512 plus = _mm512_set1_ps(inverse_root(kRotatedPart)), minus = _mm512_set1_ps(-inverse_root(kRotatedPart));
   __m512 rows[kRows];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
     const __m512 v = _mm512_sub_ps(_mm512_loadu_ps(x + kLanesOfRow * i), subtracted);
-    rows[i] = times_signed(v, plus, minus, signs, i);
+    rows[i] = times_signed(v, plus, minus, signs_of_block, i);
   }
   transform_rows<kRows>(rows);
   if constexpr (BITS <= 3) {
     const Coder<BITS> coder(rms);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; i += 2, words += BITS) {
+      if (i % kRowsAtATime == 0) transform_lanes<kRowsAtATime>(rows + i);
       __mmask16 low[BITS], high[BITS];
-      rows[i] = coder.code(transform_lanes(rows[i]), low);
-      rows[i + 1] = coder.code(transform_lanes(rows[i + 1]), high);
+      rows[i] = coder.code(rows[i], low);
+      rows[i + 1] = coder.code(rows[i + 1], high);
       put_words<BITS>(low, high, words);
     }
     return add_lanes(add_rows<kRows>(rows));
   } else {
     alignas(64) float y[kRotatedPart];
-    for (int i = 0; i < kRows; ++i) _mm512_store_ps(y + kLanesOfRow * i, transform_lanes(rows[i]));
-    return code_blocks<BITS>(y, kRotatedPart / kBlock, rms, words);
+    transform_lanes<kRows>(rows);
+    for (int i = 0; i < kRows; ++i) _mm512_store_ps(y + kLanesOfRow * i, rows[i]);
+    return code_blocks<BITS>(y, kBlocksOfPart, rms, words);
   }
 }
 
@@ -290,20 +311,21 @@ inline void levels_of_blocks(const uint32_t* words, int blocks, float* y) {
 // Dequantizes a part of kRotatedPart numbers that was rotated once.
 template <int BITS>
 inline void restore_part(const uint32_t* words, const uint64_t* signs, float mean, float scale, float* out) {
+  uint32_t signs_of_block[kBlocksOfPart];
+  memcpy(signs_of_block, signs, sizeof signs_of_block);
   __m512 rows[kRows];
   if constexpr (BITS == 2) {
     const __m512 inner = _mm512_set1_ps(kCodeLevels<2>.values[0]), outer = _mm512_set1_ps(kCodeLevels<2>.values[1]);
     const __m512 sign = _mm512_set1_ps(-0.0f);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const auto index = static_cast<__mmask16>(words[i / 2 * 2] >> i % 2 * 16);
-      const auto negative = static_cast<__mmask16>(words[i / 2 * 2 + 1] >> i % 2 * 16);
+      const __mmask16 index = bits_of_row(words[i / 2 * 2], i), negative = bits_of_row(words[i / 2 * 2 + 1], i);
       const __m512 level = _mm512_mask_blend_ps(index, inner, outer);
       rows[i] = _mm512_mask_xor_ps(level, negative, level, sign);
     }
   } else {
     alignas(64) float levels[kRotatedPart];
-    levels_of_blocks<BITS>(words, kRotatedPart / kBlock, levels);
+    levels_of_blocks<BITS>(words, kBlocksOfPart, levels);
     for (int i = 0; i < kRows; ++i) rows[i] = _mm512_load_ps(levels + kLanesOfRow * i);
   }
   transform_rows<kRows>(rows);
@@ -311,7 +333,8 @@ inline void restore_part(const uint32_t* words, const uint64_t* signs, float mea
   const __m512 plus = _mm512_set1_ps(factor), minus = _mm512_set1_ps(-factor), added = _mm512_set1_ps(mean);
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
-    const __m512 y = times_signed(transform_lanes(rows[i]), plus, minus, signs, i);
+    if (i % kRowsAtATime == 0) transform_lanes<kRowsAtATime>(rows + i);
+    const __m512 y = times_signed(rows[i], plus, minus, signs_of_block, i);
     _mm512_storeu_ps(out + kLanesOfRow * i, _mm512_add_ps(added, y));
   }
 }

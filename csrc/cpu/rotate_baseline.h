@@ -22,7 +22,7 @@ typedef int32_t Indices __attribute__((vector_size(16)));
 constexpr int kLanesOfRow = 4;
 
 // Both functions return the second operand if the first one is NaN.
-inline Row lower_of(Row x, Row low) {
+FEWBIT_INLINE Row lower_of(Row x, Row low) {
 #ifdef __SSE2__
   return _mm_min_ps(x, low);
 #else
@@ -31,7 +31,7 @@ inline Row lower_of(Row x, Row low) {
                                (reinterpret_cast<Indices>(low) & ~is_lower));
 #endif
 }
-inline Row higher_of(Row x, Row high) {
+FEWBIT_INLINE Row higher_of(Row x, Row high) {
 #ifdef __SSE2__
   return _mm_max_ps(x, high);
 #else
@@ -42,10 +42,10 @@ inline Row higher_of(Row x, Row high) {
 }
 
 // Adds lane i + 2 to lane i, then 1, and returns lane 0.
-inline float add_lanes(Row row) { return (row[0] + row[2]) + (row[1] + row[3]); }
+FEWBIT_INLINE float add_lanes(Row row) { return (row[0] + row[2]) + (row[1] + row[3]); }
 
 // Does the stages of a transform within a row. a - b is computed as a + (-b), which is the same.
-inline Row transform_lanes(Row row) {
+FEWBIT_INLINE Row transform_lanes(Row row) {
   constexpr int32_t sign = INT32_MIN;
   const Indices by2 = {0, 0, sign, sign}, by1 = {0, sign, 0, sign};
 #if defined(__clang__) || __GNUC__ >= 12
@@ -62,7 +62,11 @@ inline Row transform_lanes(Row row) {
   return other + reinterpret_cast<Row>(reinterpret_cast<Indices>(row) ^ by1);
 }
 
-inline Row look_up_lanes(const float* values, Indices index) {
+// The bits up to which comparisons with all breaks are faster than a search.
+constexpr int kMostComparedBits = 6;
+
+template <int BITS>
+FEWBIT_INLINE Row look_up_lanes(const float* values, Indices index) {
   return Row{values[index[0]], values[index[1]], values[index[2]], values[index[3]]};
 }
 
@@ -77,7 +81,7 @@ class RowSigns {
   }
 
   // place: the number of the row in its block.
-  Row times(Row row, int block, int place) const {
+  FEWBIT_INLINE Row times(Row row, int block, int place) const {
     // The bit of a lane becomes the lane's highest.
     const Indices sign = (shifted_[block] << (31 - kLanesOfRow * place)) & INT32_MIN;
     return reinterpret_cast<Row>(reinterpret_cast<Indices>(row * factor_) ^ sign);
@@ -90,7 +94,7 @@ class RowSigns {
 
 #ifdef __SSE2__
 // Returns a word of the highest bits of the lanes of eight rows.
-inline uint32_t top_bits(const __m128i* rows) {
+FEWBIT_INLINE uint32_t top_bits(const __m128i* rows) {
   uint32_t word = 0;
   for (int half = 0; half < 2; ++half, rows += 4) {
     // Packing with saturation keeps signs.
@@ -103,7 +107,7 @@ inline uint32_t top_bits(const __m128i* rows) {
 
 // Writes the words of a block from the signs of its rows and the indices.
 template <int BITS>
-inline void put_planes(const Row* rows, const Indices* indices, uint32_t* words) {
+FEWBIT_INLINE void put_planes(const Row* rows, const Indices* indices, uint32_t* words) {
 #ifdef __SSE2__
   __m128i lanes[8];
 #pragma GCC unroll 8

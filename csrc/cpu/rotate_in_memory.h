@@ -35,7 +35,7 @@ struct PartSum {
 
 // Adds row i + COUNT / 2 to row i, then COUNT / 4 ..., and returns the first row.
 template <int COUNT>
-inline Row add_rows(Row* rows) {
+FEWBIT_INLINE Row add_rows(Row* rows) {
   if constexpr (COUNT > 1) {
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT / 2; ++i) rows[i] = rows[i] + rows[i + COUNT / 2];
@@ -46,7 +46,7 @@ inline Row add_rows(Row* rows) {
 
 // Returns the sum of a part whose rows are row(block, place), in the order of docs/quantizer.md.
 template <class RowAt>
-inline float sum_of_rows(const RowAt& row) {
+FEWBIT_INLINE float sum_of_rows(const RowAt& row) {
   Row places[kRowsOfBlock];
   for (int place = 0; place < kRowsOfBlock; ++place) {
     Row blocks[kBlocksOfPart];
@@ -86,7 +86,7 @@ inline float energy_of_part(const float* x, float shift) {
 
 // Does the stages with distances of whole rows.
 template <int COUNT>
-inline void transform_rows(Row* rows) {
+FEWBIT_INLINE void transform_rows(Row* rows) {
   if constexpr (COUNT > 1) {
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT / 2; ++i) {
@@ -101,7 +101,7 @@ inline void transform_rows(Row* rows) {
 
 // Does the first pass. row(block, place) returns the numbers.
 template <class RowAt>
-inline void transform_blocks(const RowAt& row, float* y) {
+FEWBIT_INLINE void transform_blocks(const RowAt& row, float* y) {
 #pragma GCC unroll 8
   for (int place = 0; place < kRowsOfBlock; ++place) {
     Row blocks[kBlocksOfPart];
@@ -114,7 +114,7 @@ inline void transform_blocks(const RowAt& row, float* y) {
 }
 
 // Does the second pass for one block.
-inline void transform_block(const float* y, Row* rows) {
+FEWBIT_INLINE void transform_block(const float* y, Row* rows) {
 #pragma GCC unroll 8
   for (int i = 0; i < kRowsOfBlock; ++i) rows[i] = load(y + kLanesOfRow * i);
   transform_rows<kRowsOfBlock>(rows);
@@ -144,7 +144,7 @@ inline void transform(float* y, int size) {
 // -- Codes -----------------------------------------------------------------------------------------------------
 
 // Computes codes from rotated numbers, a row at a time, by comparison with every break.
-template <int BITS>
+template <int BITS, bool IS_SEARCHED = (BITS > kMostComparedBits)>
 class Coder {
  public:
   // rms: the root mean square of the group.
@@ -157,7 +157,7 @@ class Coder {
   }
 
   // Returns the magnitudes times their levels. index: the numbers of the levels.
-  Row code(Row y, Indices& index) const {
+  FEWBIT_INLINE Row code(Row y, Indices& index) const {
     const Row magnitude = reinterpret_cast<Row>(reinterpret_cast<Indices>(y) & 0x7FFFFFFF);
     Indices level = Indices{} + static_cast<int32_t>(bits_of(kNormalLevels.levels[levels_begin(BITS)]));
     index = Indices{};
@@ -177,50 +177,38 @@ class Coder {
   Indices steps_[kBreaks + 1];
 };
 
-// Does the same for many bits by a binary search. look_up_lanes(values, index) reads values[index] of each lane.
+// Does the same for many bits by a binary search. look_up_lanes<STEP>(values, index) reads values[index] of each lane, with
+// indices below 2^STEP.
 template <int BITS>
-class SearchCoder {
+class Coder<BITS, true> {
  public:
-  explicit SearchCoder(float rms) {
+  explicit Coder(float rms) {
     for (int i = 0; i < SearchBreaks<BITS>::kCount; ++i) breaks_[i] = kSearchBreaks<BITS>.values[i] * rms;
   }
 
-  Row code(Row y, Indices& index) const {
+  FEWBIT_INLINE Row code(Row y, Indices& index) const {
     const Row magnitude = reinterpret_cast<Row>(reinterpret_cast<Indices>(y) & 0x7FFFFFFF);
     index = Indices{};
-#pragma GCC unroll 8
-    for (int step = 0; step < BITS - 1; ++step) {
-      const Row limit = look_up_lanes(breaks_ + (1 << step) - 1, index);
-      const Indices beyond = magnitude > limit;
-      index = index + index - beyond;
-    }
-    return magnitude * look_up_lanes(kPositiveLevels<BITS>.values, index);
+    search<0>(magnitude, index);
+    return magnitude * look_up_lanes<BITS - 1>(kPositiveLevels<BITS>.values, index);
   }
 
  private:
-  float breaks_[SearchBreaks<BITS>::kCount + 1];
-};
+  template <int STEP>
+  FEWBIT_INLINE void search(Row magnitude, Indices& index) const {
+    if constexpr (STEP < BITS - 1) {
+      const Indices beyond = magnitude > look_up_lanes<STEP>(breaks_ + (1 << STEP), index);
+      index = index + index - beyond;
+      search<STEP + 1>(magnitude, index);
+    }
+  }
 
-template <>
-class Coder<5> : public SearchCoder<5> {
-  using SearchCoder::SearchCoder;
-};
-template <>
-class Coder<6> : public SearchCoder<6> {
-  using SearchCoder::SearchCoder;
-};
-template <>
-class Coder<7> : public SearchCoder<7> {
-  using SearchCoder::SearchCoder;
-};
-template <>
-class Coder<8> : public SearchCoder<8> {
-  using SearchCoder::SearchCoder;
+  alignas(64) float breaks_[SearchBreaks<BITS>::kCount + 8] = {};  // 8 entries can be read from any step on
 };
 
 // Computes the words of the rows of a block. products: the magnitudes times their levels.
 template <int BITS>
-inline void code_block(const Coder<BITS>& coder, const Row* rows, uint32_t* words, float* products) {
+FEWBIT_INLINE void code_block(const Coder<BITS>& coder, const Row* rows, uint32_t* words, float* products) {
   Indices indices[kRowsOfBlock];
 #pragma GCC unroll 8
   for (int i = 0; i < kRowsOfBlock; ++i) put(coder.code(rows[i], indices[i]), products + kLanesOfRow * i);

@@ -32,19 +32,19 @@ struct PositiveLevels {
   }
 };
 
-// The positive breaks in the order of a binary search. Step number s has 2^s breaks from place 2^s - 1 on. The number of the
-// break among them has one bit for each outcome of the earlier steps, the first one highest. After the last step the outcomes
-// are the index.
+// The positive breaks in the order of a binary search. Step number s has 2^s breaks from place 2^s on. The number of the break
+// among them has one bit for each outcome of the earlier steps, the first one highest. After the last step the outcomes are
+// the index.
 template <int BITS>
 struct SearchBreaks {
-  static constexpr int kCount = (1 << (BITS - 1)) - 1;
-  float values[kCount + 1];
+  static constexpr int kCount = 1 << (BITS - 1);
+  alignas(64) float values[kCount];
 
   constexpr SearchBreaks() : values() {
     for (int step = 0; step < BITS - 1; ++step) {
       const int apart = 1 << (BITS - 2 - step);
       for (int i = 0; i < 1 << step; ++i) {
-        values[(1 << step) - 1 + i] = kNormalLevels.breaks[breaks_begin(BITS) + (2 * i + 1) * apart - 1];
+        values[(1 << step) + i] = kNormalLevels.breaks[breaks_begin(BITS) + (2 * i + 1) * apart - 1];
       }
     }
   }

@@ -4,6 +4,11 @@
 // The sum of a group has to be known before its energy, and the energy before its codes. Several groups are handled together,
 // step by step, so that a processor does not wait for the end of such a chain: each group's step is independent of the others'.
 
+// The flag is in the .flags files for other loops. Here it would begin with all loads, for which there are not enough registers.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-schedule-insns")
+#endif
+
 #include <cstring>
 
 #include "../common/planes.h"
@@ -30,6 +35,7 @@ namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
 
 extern const QuantizerKernels rotated_kernels;
+extern const QuantizerKernels masked_kernels;
 
 namespace {
 
@@ -67,6 +73,15 @@ void rotate(float* y, int m, Signs& signs, int64_t part, int rotation) {
   transform(y + m - size, size);
 }
 
+// Moves the m numbers of a part by `places` to the left, around the end.
+void move(float* y, int m, int places) {
+  if (places == 0) return;
+  float first[kRotatedPart];
+  memcpy(first, y, places * sizeof(float));
+  memmove(y, y + places, (m - places) * sizeof(float));
+  memcpy(y + m - places, first, places * sizeof(float));
+}
+
 // Undoes a rotation, and multiplies the numbers by `scale`.
 void rotate_back(float* y, int m, Signs& signs, int64_t part, int rotation, float scale) {
   const int size = transform_size(m);
@@ -88,13 +103,14 @@ void rotate_back(float* y, int m, Signs& signs, int64_t part, int rotation, floa
 // The settings of a stream's copy.
 struct Settings {
   int bits, group_size;
-  bool fp32_min;
+  bool fp32_min, is_masked;
   OfBits kernels;
 
-  Settings(const Streams& streams, const Stream& stream)
+  Settings(const Streams& streams, const Stream& stream, bool is_masked)
       : bits(stream.bits),
         group_size(streams.group_size),
         fp32_min(streams.fp32_min),
+        is_masked(is_masked),
         kernels(kOfBits[stream.bits - 1]) {}
 
   // Returns the number of a part among all parts, see Signs.
@@ -106,14 +122,46 @@ struct Settings {
 // What is known of a group's elements.
 struct Summary {
   float sum = 0.0f, least = __builtin_inff(), greatest = -__builtin_inff();
+  int count = 0;  // the number of elements that the mean is taken of
 
-  // Adds the next part.
-  void add(const PartSum& part) {
+  // Adds the next part, with `elements` elements that the mean is taken of.
+  void add(const PartSum& part, int elements) {
     sum += part.sum;
-    least = part.least < least ? part.least : least;
-    greatest = part.greatest > greatest ? part.greatest : greatest;
+    count += elements;
+    extend(part.least, part.greatest);
   }
+
+  void extend(float low, float high) {
+    least = low < least ? low : least;
+    greatest = high > greatest ? high : greatest;
+  }
+
+  float mean(bool fp32_min) const { return count == 0 ? 0.0f : group_mean(sum, count, fp32_min); }
 };
+
+inline int count_nonzero(const float* values, int m) {
+  int count = 0;
+  for (int i = 0; i < m; ++i) count += values[i] != 0.0f;
+  return count;
+}
+
+// Writes the m values of a part to `out`, with `mean` in place of zeros, so that the remainders of these elements are 0. The
+// part ends with zeros, as in `PartReader::read`. out may be values.
+inline const float* fill_zeros(const float* values, int m, float mean, float* out) {
+  for (int i = 0; i < m; ++i) out[i] = values[i] == 0.0f ? mean : values[i];
+  if (out != values) memset(out + m, 0, (kRotatedPart - m) * sizeof(float));
+  return out;
+}
+
+// Returns the extremes of m > 0 values.
+inline void extend_by(Summary& summary, const float* values, int m) {
+  float low = values[0], high = values[0];
+  for (int i = 1; i < m; ++i) {
+    low = values[i] < low ? values[i] : low;
+    high = values[i] > high ? values[i] : high;
+  }
+  summary.extend(low, high);
+}
 
 // What is known of a group's remainders, the elements minus their mean.
 struct Remainders {
@@ -176,11 +224,11 @@ inline float energy_of(const float* values, int m, float mean, float factor) {
   return energy_of_part(remainders, 0.0f);
 }
 
-// Returns the remainders of a group of n elements. energy(mean, factor) computes their energy.
+// Returns the remainders of a group. energy(mean, factor) computes their energy.
 template <class Energy>
-inline Remainders remainders_of(const Summary& summary, int n, bool fp32_min, const Energy& energy) {
+inline Remainders remainders_of(const Summary& summary, float mean, const Energy& energy) {
   Remainders of;
-  of.mean = group_mean(summary.sum, n, fp32_min);
+  of.mean = mean;
   of.energy = energy(of.mean, 1.0f);
   of.factor = rescue_factor(of.energy);
   if (of.factor != 1.0f) of.energy = energy(of.mean, of.factor);
@@ -192,14 +240,17 @@ inline Remainders remainders_of(const Summary& summary, int n, bool fp32_min, co
 // Computes the words of a part of a group that has codes. Returns the part's sum of magnitudes times their levels.
 inline float code(const OfBits& kernels, const float* values, int m, int64_t number, const Remainders& of, float rms,
                   Signs& signs, uint32_t* words) {
-  const bool is_twice = of.is_twice();
+  const bool is_twice = rotates_twice(m, of.is_twice());
   if (m == kRotatedPart && of.factor == 1.0f && !is_twice) {
     return kernels.code_part(values, of.mean, signs.first(number), rms, words);
   }
   alignas(64) float y[kRotatedPart];
   subtract(values, m, of.mean, of.factor, y);
   rotate(y, m, signs, number, 0);
-  if (is_twice) rotate(y, m, signs, number, 1);
+  if (is_twice) {
+    move(y, m, shift_of(m));
+    rotate(y, m, signs, number, 1);
+  }
   return kernels.code_blocks(y, blocks_of(m), rms, words);
 }
 
@@ -253,15 +304,21 @@ class Batch {
       entry.values = reader.read(cursor, 0, wide_[count_], &sum);
       extend(spread, sum, entry.values, entry.m);
       entry.summary = {};
-      entry.summary.add(sum);
+      entry.summary.add(sum, settings_.is_masked ? count_nonzero(entry.values, entry.m) : entry.m);
     }
   }
 
   void quantize(Signs& signs, WordWriter& writer, uint16_t* ranges) {
     for (int i = 0; i < count_; ++i) {
       Entry& entry = entries_[i];
+      const float mean = entry.summary.mean(settings_.fp32_min);
+      if (settings_.is_masked) {
+        entry.values = fill_zeros(entry.values, entry.m, mean, wide_[i]);
+        entry.summary.least = __builtin_inff(), entry.summary.greatest = -__builtin_inff();
+        extend_by(entry.summary, entry.values, entry.m);
+      }
       const auto energy = [&](float mean, float factor) { return energy_of(entry.values, entry.m, mean, factor); };
-      entry.remainders = remainders_of(entry.summary, entry.m, settings_.fp32_min, energy);
+      entry.remainders = remainders_of(entry.summary, mean, energy);
       entry.rms = root_mean_square(entry.remainders.energy, entry.m);
     }
     for (int i = 0; i < count_; ++i) {
@@ -300,14 +357,24 @@ void quantize_group(const Settings& settings, const Cursor& cursor, PartReader<N
   Summary summary;
   for (int at = 0; at < group.length; at += kRotatedPart) {
     PartSum sum;
+    const int m = part_size(group, at);
     const float* values = reader.read(cursor, at, wide, &sum);
-    extend(spread, sum, values, part_size(group, at));
-    summary.add(sum);
+    extend(spread, sum, values, m);
+    summary.add(sum, settings.is_masked ? count_nonzero(values, m) : m);
   }
-  const Remainders of = remainders_of(summary, group.length, settings.fp32_min, [&](float mean, float factor) {
+  const float mean = summary.mean(settings.fp32_min);
+  const auto filled = [&](int at) {
+    const float* values = reader.read(cursor, at, wide, nullptr);
+    return settings.is_masked ? fill_zeros(values, part_size(group, at), mean, wide) : values;
+  };
+  if (settings.is_masked) {
+    summary.least = __builtin_inff(), summary.greatest = -__builtin_inff();
+    for (int at = 0; at < group.length; at += kRotatedPart) extend_by(summary, filled(at), part_size(group, at));
+  }
+  const Remainders of = remainders_of(summary, mean, [&](float mean, float factor) {
     float energy = 0.0f;
     for (int at = 0; at < group.length; at += kRotatedPart) {
-      energy += energy_of(reader.read(cursor, at, wide, nullptr), part_size(group, at), mean, factor);
+      energy += energy_of(filled(at), part_size(group, at), mean, factor);
     }
     return energy;
   });
@@ -317,7 +384,7 @@ void quantize_group(const Settings& settings, const Cursor& cursor, PartReader<N
     const int m = part_size(group, at);
     put_words(writer, m, settings.bits, of.has_codes(), [&](uint32_t* words) {
       const int64_t number = settings.part_number(cursor.number(), at / kRotatedPart);
-      inner += code(settings.kernels, reader.read(cursor, at, wide, nullptr), m, number, of, rms, signs, words);
+      inner += code(settings.kernels, filled(at), m, number, of, rms, signs, words);
     });
   }
   store(settings, cursor.number(), of, inner, signs, ranges);
@@ -326,13 +393,13 @@ void quantize_group(const Settings& settings, const Cursor& cursor, PartReader<N
 template <class Number>
 void quantize_groups(const Streams& streams, const int64_t* order, const typename Number::Type* x,
                      const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
-                     uint16_t* ranges, Spread& spread) {
+                     uint16_t* ranges, Spread& spread, bool is_masked) {
   PartReader<Number> reader(x, normalization);
   Signs signs(seed);
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
     const int64_t last = stream.first_group + stream.groups < end ? stream.first_group + stream.groups : end;
-    const Settings settings(streams, stream);
+    const Settings settings(streams, stream, is_masked);
     Cursor cursor(streams, stream, order, begin - stream.first_group, last - stream.first_group);
     WordWriter writer(packed + stream.first_word, stream.bits, cursor.group().first);
     if (streams.group_size <= kRotatedPart) {
@@ -351,13 +418,14 @@ void quantize_groups(const Streams& streams, const int64_t* order, const typenam
   }
 }
 
+template <bool IsMasked>
 void quantize(const Streams& streams, const int64_t* order, const void* x, DType dtype,
               const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
               uint16_t* ranges, Spread& spread) {
   with_number(dtype, [=, &streams, &normalization, &spread](auto number) {
     typedef decltype(number) Number;
     quantize_groups<Number>(streams, order, static_cast<const typename Number::Type*>(x), normalization, seed, begin,
-                            end, packed, ranges, spread);
+                            end, packed, ranges, spread, IsMasked);
   });
 }
 
@@ -365,7 +433,7 @@ void quantize(const Streams& streams, const int64_t* order, const void* x, DType
 
 template <class Number>
 void squares_of_groups(const Streams& streams, const typename Number::Type* x, const Normalization& normalization,
-                       int64_t begin, int64_t end, float* out) {
+                       int64_t begin, int64_t end, float* out, bool is_masked) {
   alignas(64) float wide[kRotatedPart];
   PartReader<Number> reader(x, normalization);
   Cursor cursor(streams, streams.of[0], nullptr, begin, end);
@@ -375,27 +443,34 @@ void squares_of_groups(const Streams& streams, const typename Number::Type* x, c
     Summary summary;
     for (int at = 0; at < group.length; at += kRotatedPart) {
       PartSum sum;
+      const int m = part_size(group, at);
       values = reader.read(cursor, at, wide, &sum);
-      summary.add(sum);
+      summary.add(sum, is_masked ? count_nonzero(values, m) : m);
     }
-    const Remainders of = remainders_of(summary, group.length, true, [&](float mean, float factor) {
+    const Remainders of = remainders_of(summary, summary.mean(true), [&](float mean, float factor) {
       float energy = 0.0f;
       for (int at = 0; at < group.length; at += kRotatedPart) {
+        const int m = part_size(group, at);
         if (group.length > kRotatedPart) values = reader.read(cursor, at, wide, nullptr);
-        energy += energy_of(values, part_size(group, at), mean, factor);
+        if (is_masked) values = fill_zeros(values, m, mean, wide);
+        energy += energy_of(values, m, mean, factor);
       }
       return energy;
     });
     const float back = inverse_rescue(of.factor);
-    out[cursor.number()] = of.has_values() ? of.energy * back * back : __builtin_nanf("");
+    float energy = of.energy * back * back;
+    // Errors of elements that are left out do not count.
+    if (is_masked) energy = energy * static_cast<float>(summary.count) / static_cast<float>(group.length);
+    out[cursor.number()] = of.has_values() ? energy : __builtin_nanf("");
   }
 }
 
+template <bool IsMasked>
 void squares(const Streams& streams, const void* x, DType dtype, const Normalization& normalization, int64_t begin,
              int64_t end, float* out) {
   with_number(dtype, [=, &streams, &normalization](auto number) {
     typedef decltype(number) Number;
-    squares_of_groups<Number>(streams, static_cast<const typename Number::Type*>(x), normalization, begin, end, out);
+    squares_of_groups<Number>(streams, static_cast<const typename Number::Type*>(x), normalization, begin, end, out, IsMasked);
   });
 }
 
@@ -409,7 +484,10 @@ inline void restore(const OfBits& kernels, const uint32_t* words, int m, int64_t
   }
   alignas(64) float y[kRotatedPart];
   kernels.levels_of_blocks(words, blocks_of(m), y);
-  if (group.is_twice) rotate_back(y, m, signs, number, 1, 1.0f);
+  if (rotates_twice(m, group.is_twice)) {
+    rotate_back(y, m, signs, number, 1, 1.0f);
+    move(y, m, m - shift_of(m));
+  }
   rotate_back(y, m, signs, number, 0, group.scale);
   for (int i = 0; i < m; ++i) out[i] = group.mean + y[i];
   for (int i = m; i % kBlock != 0; ++i) out[i] = 0.0f;
@@ -425,7 +503,7 @@ void dequantize_groups(const Streams& streams, const int64_t* order, const uint3
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
     const int64_t last = stream.first_group + stream.groups < end ? stream.first_group + stream.groups : end;
-    const Settings settings(streams, stream);
+    const Settings settings(streams, stream, false);
     Cursor cursor(streams, stream, order, begin - stream.first_group, last - stream.first_group);
     for (; cursor.exists(); cursor.advance()) {
       const Group& group = cursor.group();
@@ -457,7 +535,8 @@ void dequantize(const Streams& streams, const int64_t* order, const uint32_t* pa
 
 }  // namespace
 
-const QuantizerKernels rotated_kernels = {quantize, squares, dequantize};
+const QuantizerKernels rotated_kernels = {quantize<false>, squares<false>, dequantize};
+const QuantizerKernels masked_kernels = {quantize<true>, squares<true>, dequantize};
 
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

@@ -23,6 +23,7 @@
 using namespace fewbit;
 
 void test_quantizer(const Kernels& kernels);    // quantizer_test.cpp
+void test_rotated(const Kernels& kernels);      // rotated_test.cpp
 void test_fixed_point(const Kernels& kernels);  // fixed_point_test.cpp
 
 namespace {
@@ -244,6 +245,7 @@ int main() {
   for (const std::string& isa : cpu_isas()) {
     test_kernels(*kernels_of(isa));
     test_quantizer(*kernels_of(isa));
+    test_rotated(*kernels_of(isa));
     test_fixed_point(*kernels_of(isa));
     std::printf("%s: passed\n", isa.c_str());
   }

@@ -90,8 +90,8 @@ void test_case(const Kernels& kernels, const Case& c) {
   Vectors statistics(n), map(n);
   Normalization normalization{};
   if (c.fused) normalization = {statistics.first_or_null(), statistics.second.data(), statistics.index};
-  const Extent extent =
-      quantize(kernels, CopyKind::uniform, plan, x.data(), DTYPE, normalization, seed, packed.data(), ranges.data(), c.threads);
+  const Extent extent = quantize(kernels, CopyKind::uniform, plan, x.data(), DTYPE, normalization, seed, packed.data(),
+                                 ranges.data(), c.threads);
   const auto at = [&](int64_t place) {
     const float value = static_cast<float>(N::wide(x[place]));
     const int64_t entry = statistics.entry(place);

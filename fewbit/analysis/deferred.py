@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import torch
 
+from fewbit.config import MASKED, ROTATED
 from fewbit.runtime.interop.interrupts import undo_after
+from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
 
@@ -88,20 +90,25 @@ class DeferredQuantizer(Quantizer):
 
     noise: Noise
 
-    def quantize(self, x: torch.Tensor, shared: bool = True, slot: int = 0) -> SavedTensors:
-        """Save x unchanged."""
-        return self._save_exactly(x.detach(), False)
+    def quantize(
+        self, x: torch.Tensor, shared: bool = True, slot: int = 0, usual: str = ROTATED
+    ) -> SavedTensors:
+        """Save x unchanged. Backward passes round it to a copy of the kind that `Quantizer.quantize` would make."""
+        kind = self.kind or usual
+        if kind == ROTATED and shared and self.context is not None and is_eager(x):
+            kind = ROTATED if self.context.cache.get_mask(x) is None else MASKED
+        return self._save_exactly(x.detach(), False, kind)
 
     def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
         """Save (x - mean) rstd without rounding."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        return self._save_exactly(x, True)
+        return self._save_exactly(x, True, self.kind or ROTATED)
 
-    def _save_exactly(self, x, is_normalized) -> SavedTensors:
+    def _save_exactly(self, x, is_normalized, kind) -> SavedTensors:
         context, number = self.noise.number_saved()
-        spec = _Deferred(self, context, is_normalized, tuple(x.shape), x.dtype)
+        spec = _Deferred(self, context, is_normalized, kind, tuple(x.shape), x.dtype)
         return SavedTensors((x, torch.tensor(number)), spec)
 
 
@@ -115,6 +122,7 @@ class _Deferred(NamedTuple):
         quantizer: the quantizer that saved the tensor.
         context: the name of the tensor's context.
         is_normalized: whether the tensor is the normalized input of a norm layer.
+        kind: the kind of the copy.
         size: the size of the tensor.
         dtype: the dtype of the tensor.
     """
@@ -122,6 +130,7 @@ class _Deferred(NamedTuple):
     quantizer: DeferredQuantizer
     context: str
     is_normalized: bool
+    kind: str
     size: tuple[int, ...]
     dtype: torch.dtype
 
@@ -143,12 +152,14 @@ class _Deferred(NamedTuple):
         return map_affine(values, affine).to(dtype or self.dtype)
 
     def _rounded(self, x, seed: int) -> torch.Tensor:
-        quantizer = _Seeded(self.quantizer, seed)
+        quantizer = _Seeded(self.quantizer, seed, self.kind)
         if self.is_normalized:
             saved = quantizer.quantize_normalized(x, None, torch.ones((), device=x.device), None)
         else:
             saved = quantizer.quantize(x)
-        return saved.spec.dequantize(saved.tensors, self.dtype)
+        values = saved.spec.dequantize(saved.tensors, self.dtype)
+        # The mask of a masked copy says where x is 0.
+        return values.mul_(x != 0) if self.kind == MASKED else values
 
 
 class _Seeded(Quantizer):
@@ -157,10 +168,11 @@ class _Seeded(Quantizer):
     Args:
         like: the deferred quantizer.
         seed: the int64 seed.
+        kind: the kind of the copies.
     """
 
-    def __init__(self, like: Quantizer, seed: int):
-        vars(self).update(vars(like), context=None, _given=seed)
+    def __init__(self, like: Quantizer, seed: int, kind: str):
+        vars(self).update(vars(like), context=None, kind=kind, _given=seed)
 
     def _seed(self, x, *_):
         return torch.tensor([self._given], dtype=torch.int64, device=x.device)

@@ -2,7 +2,8 @@
 
 For every activation function with default parameters there are tables of form "levels" with 1 to 8 bits and uniform and
 normal weight, and tables of form "intervals" (as in the paper) with 1 to 4 bits and uniform weight. For the function
-`value`, which is no activation, there are tables of form "levels" with normal weight. `normal_levels` reads them.
+`value`, which is no activation, there are tables with normal weight: of objective "mse" on the whole domain, and of
+objective "shared" on [-T, T] (`SHARED`). `fewbit.catalog.normal_levels` reads them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,29 @@ import sys
 import warnings
 from dataclasses import replace
 
+import numpy as np
+
 from fewbit import functions
 from fewbit.catalog.store import tables_directory
 from fewbit.sizes import counted
 from fewbit.solver.solve import solve
-from fewbit.table import load_file, save_tables
+from fewbit.table import load_file, lower_pieces, save_tables
+
+SHARED = {
+    1: (6, 3.0),
+    2: (5, 2.9),
+    3: (4, 2.8),
+    4: (4, 2.75),
+    5: (4, 2.75),
+    6: (4, 2.75),
+    7: (4, 2.75),
+    8: (4, 2.75),
+}
+"""{bits: (shared bits, T)} of the tables of objective "shared" for the function `value`.
+
+One more shared bit would lower the error by less than 1 %. T, a multiple of 0.05, is the one with the least
+`fewbit.catalog.quantizers.unbiased_error`.
+"""
 
 
 def requests(name):
@@ -25,13 +44,27 @@ def requests(name):
         name: The canonical name of the function.
     """
     wanted = [("levels", "uniform", 8), ("levels", "normal", 8), ("intervals", "uniform", 4)]
-    if name in functions.solver_names():
-        wanted = [("levels", "normal", 8)]
-    return [
-        {"form": form, "weight": weight, "bits": bits}
-        for form, weight, most in wanted
-        for bits in range(1, most + 1)
+    if name not in functions.solver_names():
+        return list(_plain_requests(wanted))
+    shared = [
+        {
+            "form": "levels",
+            "weight": "normal",
+            "bits": bits,
+            "objective": "shared",
+            "shared_bits": shared_bits,
+            "domain": (-limit, limit),
+        }
+        for bits, (shared_bits, limit) in SHARED.items()
     ]
+    return [*_plain_requests([("levels", "normal", 8)]), *shared]
+
+
+def _plain_requests(wanted):
+    """Yield requests for (form, weight, most bits) with 1 bit to most bits."""
+    for form, weight, most in wanted:
+        for bits in range(1, most + 1):
+            yield {"form": form, "weight": weight, "bits": bits}
 
 
 def make(name, request):
@@ -58,10 +91,17 @@ def symmetric(table):
     Args:
         table: A table of an odd derivative and a symmetric weight, with the same number of pieces as of levels.
     """
+
+    def odd(numbers):
+        return 0.5 * (numbers - np.flip(numbers))
+
+    if table.objective != "shared":
+        return replace(table, levels=odd(table.levels), breaks=odd(table.breaks))
+    shared = odd(table.shared_levels)
+    levels = odd(shared.mean(axis=0))
+    breaks, codes, closed = lower_pieces(levels, table.knots)
     return replace(
-        table,
-        levels=0.5 * (table.levels - table.levels[::-1]),
-        breaks=0.5 * (table.breaks - table.breaks[::-1]),
+        table, levels=levels, breaks=breaks, codes=codes, closed=closed, shared_levels=shared
     )
 
 
@@ -80,10 +120,10 @@ def main(names):
 
 def _with_revisions(tables, shipped):
     """Return the tables with revisions: that of the shipped table, plus 1 if the table's numbers changed."""
-    by_request = {(table.form, table.weight["kind"], table.bits): table for table in shipped}
+    by_request = {_described(table): table for table in shipped}
     result = []
     for table in tables:
-        old = by_request.get((table.form, table.weight["kind"], table.bits))
+        old = by_request.get(_described(table))
         if old is None:
             result.append(table)
         elif replace(table, revision=old.revision, solver=old.solver) == old:
@@ -91,6 +131,10 @@ def _with_revisions(tables, shipped):
         else:
             result.append(replace(table, revision=old.revision + 1))
     return result
+
+
+def _described(table):
+    return table.form, table.objective, table.weight["kind"], table.bits
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from fewbit.schema.documents import parse_json, read_text
 from fewbit.solver.request import (
     check_request,
     checked_domain,
+    checked_shared_bits,
     count_levels,
     domain_of,
 )
@@ -73,6 +74,7 @@ def load_table(
     objective="mse",
     tails="free",
     levels=None,
+    shared_bits=None,
     parameters=None,
 ):
     """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
@@ -86,9 +88,11 @@ def load_table(
         form: "levels" (pieces may share a level) or "intervals" (every piece has its own level).
         weight: The density by which errors count.
         domain: The interval (a, b) on which errors are measured.
-        objective: "mse", "unbiased" or "minimax".
+        objective: "mse", "unbiased", "minimax" or "shared".
         tails: "free", or "pinned" to give the outermost pieces the limits of f' at infinity.
         levels: The number of levels, instead of `bits`.
+        shared_bits: For objective "shared": the number of random bits per element that encoder and decoder share. By
+            default a shipped table may have any number of them, and others have 4.
         parameters: Parameters of a named function.
 
     Returns:
@@ -101,6 +105,7 @@ def load_table(
     """
     count, all_bits = count_levels(bits, levels)
     check_request(form, objective, tails, parameters)
+    resolved_bits = checked_shared_bits(objective, shared_bits, count, tails)
     domain = checked_domain(domain)
     request = {
         "bits": None if bits is None else all_bits,
@@ -109,6 +114,7 @@ def load_table(
         "objective": objective,
         "tails": tails,
         "levels": None if levels is None else count,
+        "shared_bits": shared_bits,
     }
     named = isinstance(function, str) and ":" not in function
     if named:
@@ -136,19 +142,30 @@ def load_table(
         "domain": domain_of(resolved, weight, domain),
         "tails": tails,
     }
-    asked = {**expected, "levels": count, "schema": CACHED, "version": __version__}
+    request["shared_bits"] = resolved_bits
+    asked = {
+        **expected,
+        "levels": count,
+        "shared_bits": resolved_bits,
+        "schema": CACHED,
+        "version": __version__,
+    }
     return _cached(resolved.name, asked, expected, solved)
 
 
 def _find_shipped(function, weight, parameters, request):
-    if request["domain"] is not None or request["levels"] is not None:
+    if request["levels"] is not None:
         return None
     wanted = {"uniform": {"kind": "uniform"}, "normal": {"kind": "normal", "mean": 0.0, "std": 1.0}}
     if not isinstance(weight, str) or weight not in wanted:
         return None
     asked = {name: request[name] for name in ("bits", "form", "objective", "tails")}
-    asked["parameters"] = dict(functions.get(function, parameters).parameters)
     asked["weight"] = wanted[weight]
+    resolved = functions.get(function, parameters)
+    asked["parameters"] = dict(resolved.parameters)
+    asked["domain"] = domain_of(resolved, make_weight(weight), request["domain"])
+    if request["shared_bits"] is not None:
+        asked["shared_bits"] = request["shared_bits"]
     return next((table for table in shipped_tables(function) if _has_all(table, asked)), None)
 
 

@@ -190,9 +190,15 @@ _REQUEST = (
     ),
     click.option(
         "--objective",
-        type=click.Choice(["mse", "unbiased", "minimax"]),
+        type=click.Choice(["mse", "unbiased", "minimax", "shared"]),
         help="mse (default): minimize the squared error. unbiased: draw levels at random with the "
-        "right mean, and minimize the variance. minimax: minimize the largest error.",
+        "right mean, and minimize the variance. minimax: minimize the largest error. shared: as "
+        "unbiased, with levels that depend on random bits that encoder and decoder share.",
+    ),
+    number(
+        "--shared-bits",
+        "The number of shared random bits per element, for --objective shared.  [default: 4]",
+        metavar="S",
     ),
     click.option(
         "--tails",

@@ -21,8 +21,11 @@ from fewbit.cli.options import (
 from fewbit.cli.output import print_report, print_result
 from fewbit.cli.progress import Progress
 from fewbit.cli.selection import select_tables
-from fewbit.errors import TableError
+from fewbit.errors import FewbitError, TableError
 from fewbit.text import printable
+
+QUANTIZER = "quantizer"
+"""The argument with which `fewbit compare` compares quantizers instead of tables."""
 
 
 @app.command()
@@ -134,8 +137,8 @@ def plot(source, function, output, force, **request):
 
 
 @app.command()
-@click.argument("names", nargs=-1, metavar="[NAME]...", type=FunctionName())
-@several_bits()
+@click.argument("names", nargs=-1, metavar="[NAME]...|quantizer", type=FunctionName())
+@several_bits(default="1 to 4; with quantizer 1 to 8")
 @output_options("the rows, CSV or JSON by its ending,", ".csv", ".json")
 @json_option
 def compare(names, bits, output, force, as_json):
@@ -144,15 +147,23 @@ def compare(names, bits, output, force, as_json):
     The paper is Few-bit Backward (ICML 2023); its errors are those of Table 3. Without a NAME, the
     functions are those of the paper, and Mish.
 
+    'fewbit compare quantizer' compares instead the errors of quantizers for saved tensors, both
+    computed and measured on random numbers.
+
     \b
     Examples:
       fewbit compare
       fewbit compare gelu silu --bits 3 --bits 4 -o compared.csv
+      fewbit compare quantizer
     """
-    from fewbit.catalog.comparison import compare
-
+    options = given(bits=bits)
     with Progress() as progress:
-        comparison = compare(names or None, progress=progress, **given(bits=bits))
+        if QUANTIZER in names:
+            comparison = _compare_quantizers(names, progress, options)
+        else:
+            from fewbit.catalog.comparison import compare
+
+            comparison = compare(names or None, progress=progress, **options)
     if output is not None:
         comparison.save(output, force=force)
     print_result(comparison, as_json, output)
@@ -201,6 +212,14 @@ def verify(files, function, as_json):
     if is_unreadable or is_wrong or is_unchecked:
         context = click.get_current_context()
         context.exit(FAILED if is_wrong and not is_unreadable else BAD_INPUT)
+
+
+def _compare_quantizers(names, progress, options):
+    if len(names) > 1:
+        raise FewbitError(f"{QUANTIZER}: expected no function beside it, got {len(names) - 1}")
+    from fewbit.catalog.quantizers import compare_quantizers
+
+    return compare_quantizers(progress=progress, **options)
 
 
 def _show_table(table, as_json, saved=None):

@@ -2,9 +2,9 @@
 
 The method is that of the paper ActNN, where it has the name L3. A slot is a tensor that a layer saves in every forward
 pass. Its name is (the layer's name, the number of the layer's input). In some steps a `VarianceProbe` measures how much
-variance the rounding of each slot adds to the gradient. From these measurements the policy computes the bits of the
-following steps: the bits that add the least variance for a given average number of bits, which is problem (10) of the
-paper (`allocation.py`). All processes choose the same bits, because each uses the measurements summed over all
+variance the rounding of each slot adds to the gradient. How this variance falls with the bits follows from the slot's
+kind of copies (`runtime/format/distortion.py`). So the policy computes the bits of the following steps: the bits that
+add the least variance for a given average number of bits, which is problem (10) of the paper (`allocation.py`). All processes choose the same bits, because each uses the measurements summed over all
 processes.
 """
 
@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from fewbit.config import MAX_BITS, MIN_BITS
+from fewbit.config import KINDS, MAX_BITS, MIN_BITS
 from fewbit.policies.allocation import allocate
 from fewbit.policies.allocation_report import Allocated, Allocation
 from fewbit.policies.probing import ProbingPolicy
@@ -29,12 +29,14 @@ from fewbit.policies.records import (
     vector_sum,
 )
 from fewbit.policies.unobserved import FORGOTTEN
+from fewbit.runtime.format.distortion import BITS, relative_distortion
 from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
 from fewbit.schema.shapes import (
     MOST_ELEMENTS,
     MOST_SLOTS,
     capped,
     check_layer,
+    choice,
     entries,
     flag,
     optional,
@@ -57,11 +59,13 @@ class SlotVariance(Record):
         bits: bits per element.
         is_fixed: whether the user gave these bits.
         is_known: whether all gradients that depend on the slot were measured.
+        quantizer: the kind of the slot's copies, "uniform", "rotated" or "masked".
         elements: the number of elements in one forward pass, of all processes.
         samples: the number of samples in one process among which the slot's bits are divided; 0 if all samples have the
             same bits.
-        sensitivity: the variance that rounding adds to the gradient, times (2^bits - 1)^2.
-        at_one: the variance that rounding to 1 bit per element would add.
+        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`:
+            the variance that rounding to 1 bit per element would add if the distortion alone determined it.
+        at_one: the variance that rounding to 1 bit per element would add, as measured.
         spread: SPREAD (16) numbers that summarize how sensitive the samples are. Each sample has a sensitivity, which
             determines the sample's bits. The sensitivities are sorted and cut into SPREAD parts of nearly equal size,
             and each entry is the mean of a part. If there are fewer samples, zeros follow. None if all samples have
@@ -74,6 +78,7 @@ class SlotVariance(Record):
     bits: float = entry(real(MIN_BITS, MAX_BITS), mean)
     is_fixed: bool = entry(flag, any)
     is_known: bool = entry(flag, all)
+    quantizer: str = entry(choice(*KINDS))
     elements: int = entry(whole(0, MOST_ELEMENTS), sum)
     samples: int = entry(whole(0, MOST_ELEMENTS), rounded_mean)
     sensitivity: float = entry(real(), sum)
@@ -92,13 +97,20 @@ class SlotVariance(Record):
         total = sum(points)
         return [point / total for point in points] if total > 0 else [1.0 / count] * count
 
+    def variances(self) -> list[float]:
+        """Return the variance that rounding the slot adds to the gradient, for each number of bits from 1 to 8."""
+        found = [self.sensitivity * relative_distortion(self.quantizer, bits) for bits in BITS]
+        # The greedy algorithm needs that each further bit gains less than the bit before. It does from 2 bits on.
+        found[0] = min(max(self.at_one, 2 * found[1]), 100 * found[0])
+        return found
+
     def after(self, before: SlotVariance | None) -> SlotVariance:
         """Return this measurement, with `sensitivity` and `at_one` averaged with their earlier values.
 
         Args:
             before: the slot's earlier measurement, or None.
         """
-        if before is None or not before.is_known:
+        if before is None or not before.is_known or before.quantizer != self.quantizer:
             return self
         return replace(
             self,
@@ -155,6 +167,7 @@ def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
             bits=effect.average,
             is_fixed=effect.is_fixed,
             is_known=effect.is_known,
+            quantizer=effect.kind,
             elements=effect.elements,
             samples=effect.samples,
             sensitivity=effect.sensitivity,
@@ -206,6 +219,7 @@ class AdaptivePolicy(ProbingPolicy):
                 slot.elements,
                 slot.samples,
                 slot.sensitivity,
+                slot.quantizer,
             )
             for slot in self.knowledge.slots.values()
         )
@@ -280,22 +294,19 @@ def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
     sizes = None
     if knowledge.sizes is not None:
         sizes = {(layer, number): size for layer, number, size in knowledge.sizes}
-    owners, sensitivity, at_one, elements = [], [], [], []
+    owners, variances, elements = [], [], []
     for name, slot in knowledge.slots.items():
         size = slot.elements if sizes is None else sizes.get(name, 0)
         if not slot.is_adjustable() or not size:
             continue
         parts = slot.parts()
         owners += [name] * len(parts)
-        sensitivity += [slot.sensitivity * part for part in parts]
-        # Within these limits each further bit gains less than the bit before. The greedy algorithm needs this.
-        first = min(max(slot.at_one, 0.25 * slot.sensitivity), 100 * slot.sensitivity)
-        at_one += [first * part for part in parts]
+        variances += [[part * variance for variance in slot.variances()] for part in parts]
         elements += [max((size + i) // len(parts), 1) for i in range(len(parts))]
     if not owners:
         return {}
     budget = math.floor(knowledge.bits * sum(elements) + 1e-6)
-    bits = allocate(sensitivity, elements, budget, at_one=at_one)
+    bits = allocate(variances, elements, budget)
     averages = _averages(owners, elements, bits)
     if sizes is not None:
         # A slot that is not in the result gets its layer's average. With a budget that may not be `knowledge.bits`.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from fewbit.config import ROTATED
 from fewbit.render.formats import amount, decimal, module_name, share
 from fewbit.render.rows import Rows
 from fewbit.render.view import Column, View
+from fewbit.runtime.format.distortion import relative_distortion
 from fewbit.sizes import counted
 
 
@@ -21,7 +23,9 @@ class Allocated(NamedTuple):
         is_fixed: Whether the user gave the bits, so that the policy did not choose them.
         elements: The number of elements that all processes together save in one forward pass.
         samples: The number of samples among which the bits are divided; 0 if all samples have the same bits.
-        sensitivity: The variance that rounding adds to the gradient of all parameters, times (2^bits - 1)^2.
+        sensitivity: The variance that rounding adds to the gradient of all parameters, divided by the relative
+            distortion of the bits: the variance that rounding to 1 bit would add if the distortion alone determined it.
+        quantizer: The kind of the tensor's copies, "uniform", "rotated" or "masked".
     """
 
     name: str
@@ -31,6 +35,7 @@ class Allocated(NamedTuple):
     elements: int
     samples: int
     sensitivity: float
+    quantizer: str = ROTATED
 
     @property
     def codes(self) -> int:
@@ -40,7 +45,7 @@ class Allocated(NamedTuple):
     @property
     def variance(self) -> float:
         """The variance that rounding the tensor to these bits adds to the gradient."""
-        return self.sensitivity / (2.0**self.bits - 1) ** 2
+        return self.sensitivity * relative_distortion(self.quantizer, self.bits)
 
 
 class Allocation(Rows):

@@ -13,7 +13,7 @@ from fewbit.errors import FewbitError
 from fewbit.text import shorten
 
 MOST_BYTES = 2**23
-"""Largest size of a document's text in bytes; the largest shipped file, with 20 tables, has a hundredth of this."""
+"""Largest size of a document's text in bytes; the largest shipped file has a thirtieth of this."""
 MOST_DEPTH = 16
 """Largest depth of nested arrays and objects; a table has 4 levels."""
 MOST_CONTAINERS = 2**17

@@ -3,7 +3,7 @@
 Each stage has its own module. `weight` makes the weight, and `cells` cuts the domain into cells. `relaxation` solves a
 discrete problem exactly, with the help of `partition`, `dynamic_program` and `segments`. Its optimum gives the lower
 bound and the first levels. `refine` or, for objective "unbiased", `unbiased` improves these levels until the error is
-stationary. Objective "minimax" needs only `minimax`, which finds the optimum directly.
+stationary. For objective "shared", `shared` does this and finds another lower bound. Objective "minimax" needs only `minimax`, which finds the optimum directly.
 """
 
 from __future__ import annotations
@@ -34,9 +34,16 @@ from fewbit.solver.relaxation import relax_intervals, relax_levels, relax_unbias
 from fewbit.solver.request import (
     check_request,
     checked_domain,
+    checked_shared_bits,
     count_levels,
     domain_of,
     is_integer,
+)
+from fewbit.solver.shared import RESIDUAL as SHARED_RESIDUAL
+from fewbit.solver.shared import (
+    interleaved,
+    lower_bound,
+    refine_shared,
 )
 from fewbit.solver.steps import nearest_steps, totals
 from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance, with_tails
@@ -64,6 +71,7 @@ def solve(
     levels=None,
     grid=None,
     refine=True,
+    shared_bits=None,
     parameters=None,
     derivative=None,
     kinks=None,
@@ -82,13 +90,16 @@ def solve(
         domain: The interval (a, b) on which errors are measured. By default it is the range of the samples, if the
             weight is made of samples or a histogram, and else the function's own domain. A normal weight extends this
             domain to 8 standard deviations on both sides of the mean.
-        objective: What is minimized: "mse" (the squared error), "minimax" (the largest error), or "unbiased" (the
-            squared error if one of two levels is drawn at random such that the mean of the draw is f').
+        objective: What is minimized: "mse" (the squared error), "minimax" (the largest error), "unbiased" (the squared
+            error if one of two levels is drawn at random such that the mean of the draw is f'), or "shared" (the same,
+            if encoder and decoder share a few random bits, on which the levels depend).
         tails: "pinned" to give the outermost pieces the limits of f' at both infinities as levels, "free" not to.
         levels: The number of levels, 2 to 256, instead of `bits`.
         grid: The number of cells into which the domain is cut to get the first levels and the lower bound. More cells
             narrow the gap between error and lower bound.
         refine: Whether to improve the first levels until the error is stationary.
+        shared_bits: For objective "shared": the number of random bits per element that encoder and decoder share, 0 to
+            8, by default 4. The sum with `bits` is at most 12.
         parameters: Parameters of a named function.
         derivative: The derivative f' of a callable f. fewbit checks that its integrals agree with f, to 1e-7 of
             max |f'|. Then it is treated as exact: `error` and `lower_bound` hold for the given derivative.
@@ -111,6 +122,7 @@ def solve(
     started = time.perf_counter()
     count, bits = count_levels(bits, levels)
     _check_arguments(form, objective, tails, threads, parameters)
+    shared_bits = checked_shared_bits(objective, shared_bits, count, tails)
     weight, domain = make_weight(weight), checked_domain(domain)
 
     def resolved(on):
@@ -136,11 +148,13 @@ def solve(
     request = _Request(
         count=count,
         form=form,
+        objective=objective,
         slopes=slopes,
         grid=cells,
         atoms=atoms,
         refine=refine,
         effort=Effort(threads or thread_count(), progress or _silent),
+        rows=2 ** (shared_bits or 0),
     )
     outcome = _METHODS[objective](landscape, request, f)
     error, bound = _certified(outcome, f, objective)
@@ -168,6 +182,7 @@ def solve(
         },
         knots=outcome.knots,
         knots_error=outcome.knots_error,
+        shared_levels=outcome.shared_levels,
         _function=f,
     )
     if grid is None:
@@ -179,8 +194,10 @@ def _check_arguments(form, objective, tails, threads, parameters):
     check_request(form, objective, tails, parameters)
     if threads is not None and not (is_integer(threads) and threads >= 1):
         raise SolveError(f"threads: expected an integer of at least 1, got {threads!r}")
-    if objective == "unbiased" and form != "levels":
-        raise SolveError("objective unbiased: expected form levels (the draw is between levels)")
+    if objective in ("unbiased", "shared") and form != "levels":
+        raise SolveError(
+            f"objective {objective}: expected form levels (the draw is between levels)"
+        )
 
 
 def _warn_of_saturation(f, domain):
@@ -192,7 +209,8 @@ def _warn_of_saturation(f, domain):
 
 
 def _warn_of_gap(table):
-    if table.gap > _LARGE_GAP and table.relative_error > 1e-8:
+    # For objective "shared" the bound is that of unlimited shared randomness, and no grid closes the gap.
+    if table.objective != "shared" and table.gap > _LARGE_GAP and table.relative_error > 1e-8:
         warnings.warn(
             f"{table.function}: the error may be up to {100 * table.gap:.2g} % above the optimum;"
             f" a larger grid= than {table.solver['grid']} narrows the gap",
@@ -215,11 +233,13 @@ def _certified(outcome, f, objective):
 class _Request:
     count: int
     form: str
+    objective: str
     slopes: tuple[float, float] | None
     grid: int
     atoms: int | None  # largest number of atoms in the discrete problem (form levels)
     refine: bool
     effort: Effort
+    rows: int = 1  # number of values of the shared random number (objective shared)
 
 
 @dataclass(frozen=True)
@@ -235,6 +255,7 @@ class _Outcome:
     status: str
     knots: Knots | None = None
     knots_error: float | None = None
+    shared_levels: np.ndarray | None = None
 
 
 def _solve_mse(landscape, request, f):
@@ -291,15 +312,8 @@ def _solve_minimax(landscape, request, f):
 
 
 def _solve_unbiased(landscape, request, f):
-    stand_in = build_stand_in(landscape, request.count)
-    if np.ptp(stand_in.values) == 0:
-        raise SolveError(
-            f"objective unbiased: expected a derivative that varies, got the constant {stand_in.values[0]:g} "
-            f"for {f.name} (objective mse is exact)"
-        )
-    smooth = replace(
-        landscape, derivative=stand_in, kinks=np.unique(stand_in.points), extrema=np.empty(0)
-    )
+    stand_in = _varying_stand_in(landscape, request, f)
+    smooth = _with_derivative(landscape, stand_in)
     coarse, fine = _both_cells(smooth, request.grid)
     values = [stand_in.values.min(), stand_in.values.max(), *(request.slopes or ())]
     ends = np.unique([min(values), max(values), *(request.slopes or ())])
@@ -312,11 +326,79 @@ def _solve_unbiased(landscape, request, f):
     levels, residual = relaxed.levels, math.inf
     if request.refine:
         levels, residual = refine_unbiased(smooth, fine, levels, relaxed.fixed)
-    apart = replace(smooth, derivative=lambda x: landscape.derivative(x) - stand_in(x))
-    bias = apart.integrate(fine.left, fine.right).second_moment
-    error = variance(smooth, fine, levels) + bias
+    bias = _bias(landscape, stand_in, fine)
     if request.slopes is not None:
         stand_in = with_tails(stand_in, request.slopes)
+    return _drawn(
+        landscape,
+        f,
+        fine,
+        stand_in,
+        levels=levels,
+        error=variance(smooth, fine, levels) + bias,
+        lower_bound=relaxed.lower_bound + bias,
+        status=_status(request, residual, levels, fine),
+    )
+
+
+def _solve_shared(landscape, request, f):
+    """Solve objective "shared". The search starts with the levels of objective "unbiased", shifted for every h."""
+    plain = _solve_unbiased(landscape, request, f)
+    if request.rows == 1:
+        return replace(plain, shared_levels=plain.levels[None])
+    stand_in = _varying_stand_in(landscape, request, f)
+    smooth = _with_derivative(landscape, stand_in)
+    cells = smooth.cells(_FINE)
+    first = interleaved(plain.levels, request.rows)
+    steps = {} if request.refine else {"most_steps": 0}
+    request.effort.progress("refining", 0, 2)
+    found = refine_shared(smooth, cells, first, plain.levels[[0, -1]], **steps)
+    request.effort.progress("bounding", 1, 2)
+    bound = lower_bound(smooth, plain.levels, found.levels, request.effort)
+    bias = _bias(landscape, stand_in, cells)
+    status = "stationary" if found.residual < SHARED_RESIDUAL else "stalled"
+    return _drawn(
+        landscape,
+        f,
+        cells,
+        stand_in,
+        levels=found.levels.mean(axis=0),
+        error=found.error + bias,
+        lower_bound=bound + bias,
+        status=status if request.refine else "unrefined",
+        shared_levels=found.levels,
+    )
+
+
+def _varying_stand_in(landscape, request, f):
+    stand_in = build_stand_in(landscape, request.count)
+    if np.ptp(stand_in.values) == 0:
+        raise SolveError(
+            f"objective {request.objective}: expected a derivative that varies, got the constant "
+            f"{stand_in.values[0]:g} for {f.name} (objective mse is exact)"
+        )
+    return stand_in
+
+
+def _with_derivative(landscape, stand_in):
+    """Return the landscape in which the stand-in replaces f'."""
+    kinks = np.unique(stand_in.points)
+    return replace(landscape, derivative=stand_in, kinks=kinks, extrema=np.empty(0))
+
+
+def _bias(landscape, stand_in, cells):
+    """Return the integral of (f' - stand-in)**2 w."""
+    apart = replace(
+        landscape,
+        derivative=lambda x: landscape.derivative(x) - stand_in(x),
+        kinks=np.unique(stand_in.points),
+        extrema=np.empty(0),
+    )
+    return apart.integrate(cells.left, cells.right).second_moment
+
+
+def _drawn(landscape, f, cells, stand_in, *, levels, **found):
+    """Return the outcome of an objective whose levels are drawn at random."""
     knots = Knots(stand_in.points, stand_in.values, closed_sides_of_knots(f, stand_in))
     breaks, codes, closed = lower_pieces(levels, knots)
     return _Outcome(
@@ -324,17 +406,20 @@ def _solve_unbiased(landscape, request, f):
         breaks=breaks,
         codes=codes,
         closed=closed,
-        error=error,
-        lower_bound=relaxed.lower_bound + bias,
-        scale=landscape.integrate(fine.left, fine.right).second_moment,
-        mass=float(fine.mass.sum()),
-        status=_status(request, residual, levels, fine),
+        scale=landscape.integrate(cells.left, cells.right).second_moment,
+        mass=float(cells.mass.sum()),
         knots=knots,
         knots_error=stand_in.error + f.accuracy,
+        **found,
     )
 
 
-_METHODS = {"mse": _solve_mse, "minimax": _solve_minimax, "unbiased": _solve_unbiased}
+_METHODS = {
+    "mse": _solve_mse,
+    "minimax": _solve_minimax,
+    "unbiased": _solve_unbiased,
+    "shared": _solve_shared,
+}
 
 
 def _both_cells(landscape, grid):

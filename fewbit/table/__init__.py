@@ -10,12 +10,14 @@ does not import torch.
 
 from fewbit.table import philox
 from fewbit.table.checks import (
+    DRAWN,
     FLOAT32_MAX,
     FORMS,
     MOST_BINS,
     MOST_CHARACTERS,
     MOST_COUNT,
     MOST_PIECES,
+    MOST_SHARED_LEVELS,
     OBJECTIVES,
     TAILS,
 )
@@ -25,12 +27,14 @@ from fewbit.table.knots import Knots, locate, lower_pieces, round_breaks
 from fewbit.table.table import Table
 
 __all__ = [
+    "DRAWN",
     "FLOAT32_MAX",
     "FORMS",
     "MOST_BINS",
     "MOST_CHARACTERS",
     "MOST_COUNT",
     "MOST_PIECES",
+    "MOST_SHARED_LEVELS",
     "OBJECTIVES",
     "TAILS",
     "Knots",

@@ -24,6 +24,8 @@ from fewbit.demo.transformer import CharTransformer  # noqa: E402
 from fewbit.errors import InputError, OutputExistsError  # noqa: E402
 from fewbit.planning.candidates import Candidate  # noqa: E402
 from fewbit.render.terminal import plain  # noqa: E402
+from fewbit.runtime.backends.reference_quantizer import squares  # noqa: E402
+from fewbit.runtime.format.distortion import distortion, relative_distortion  # noqa: E402
 from fewbit.runtime.quantizers.quantizer import Quantizer  # noqa: E402
 from fewbit.runtime.saved.context import ForwardContext  # noqa: E402
 
@@ -48,13 +50,23 @@ def outcomes(x, bits):
 # --- against closed forms ---------------------------------------------------------------------------
 
 
+def variance_of_rows(rows, bits, kind):
+    """Return the variance that rounding adds to each row: the sum of step^2 p (1 - p), or the rotated distortion."""
+    if kind == "rotated":
+        return distortion(kind, bits) * squares(rows, 256, kind=kind).double().numpy()
+    grids = [naive.grid(row, bits) for row in rows]
+    return np.array([(step**2 * f * (1 - f)).sum() for _, step, f in grids])
+
+
+@pytest.mark.parametrize("kind", ["uniform", "rotated"])
 @pytest.mark.parametrize("bits", [1, 2, 3])
-def test_linear_layers_as_their_formula_says(bits):
-    """ActNN, equation 9 before its average over positions: sum of g^2 step^2 p (1 - p), own contexts alone."""
-    n, d = 4, 96
+def test_linear_layers_as_their_formula_says(bits, kind):
+    """ActNN, equation 9 before its average over positions: sum of g^2 times the variance, own contexts alone."""
+    n, d = 4, 256 if kind == "rotated" else 96
     model = nn.Sequential(nn.Linear(d, d, bias=False), nn.Linear(d, 3))
     x = torch.rand(n, d)
-    profile = variance_profile(model, x, squared, bits=bits, draws=60, chunks=4)
+    settings = {"layers": {"quantizer": kind}, "draws": 60, "chunks": 4}
+    profile = variance_profile(model, x, squared, bits=bits, **settings)
 
     hidden = model[0](x)
     y = model[1](hidden)
@@ -64,8 +76,7 @@ def test_linear_layers_as_their_formula_says(bits):
     of_hidden = of_y @ model[1].weight
     assert profile.contexts == profile.parameters == ("0", "1")
     for i, (kept, grad) in enumerate([(x, of_hidden), (hidden, of_y)]):
-        rows = [naive.grid(row, bits) for row in kept.detach()]
-        variance = np.array([(step**2 * f * (1 - f)).sum() for _, step, f in rows])
+        variance = variance_of_rows(kept.detach(), bits, kind)
         expected = np.square(grad.detach().double().numpy()).sum(1) @ variance
         assert_measures(profile.terms[i, i], profile.terms_error[i, i], expected)
         assert_measures(profile.direct[i], profile.direct_error[i], expected)
@@ -102,9 +113,8 @@ def test_norms_as_all_their_outcomes_say(copies):
     def loss(model, batch):
         return (model(batch[:1]) @ torch.tensor(g, dtype=torch.float32)).sum()
 
-    profile = variance_profile(
-        model, x, loss, bits=bits, layers={"copies": copies}, draws=400, chunks=4
-    )
+    layers = {"copies": copies, "quantizer": "uniform"}
+    profile = variance_profile(model, x, loss, bits=bits, layers=layers, draws=400, chunks=4)
 
     h = model.below(x[:1]).detach().double().numpy()[0]
     z = (h - h.mean()) / h.std()
@@ -437,7 +447,8 @@ def test_settings_are_those_of_a_conversion():
     more = variance_profile(model, x, squared, overrides={"blocks.0.proj": 6}, draws=4)
     row = few.contexts.index("blocks.0.proj")
     ratio = more.terms[row].sum() / few.terms[row].sum()
-    assert ratio == pytest.approx((3 / 63) ** 2, rel=0.3)
+    expected = relative_distortion("rotated", 6) / relative_distortion("rotated", 2)
+    assert ratio == pytest.approx(expected, rel=0.3)
     others = np.arange(len(few.contexts)) != row
     assert more.terms[others].sum() == pytest.approx(few.terms[others].sum(), rel=0.2)
 
@@ -655,3 +666,23 @@ def test_a_deferred_quantizer_rounds_with_all_settings():
     (one,) = found
     assert (one.bits, one.group_size, one.min_dtype, one.added) == (3, 64, "float32", "a setting")
     assert one.context is None and one._selector is quantizer._selector
+
+
+def test_zeros_behind_a_relu_are_not_rounded():
+    """As in a converted model, the ReLU's own codes say where they are."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    x = torch.randn(16, 64)
+    found = {}
+    rounded = deferred._Deferred._rounded
+
+    def note(spec, x, seed):
+        found[spec.context, spec.kind] = x, rounded(spec, x, seed)
+        return found[spec.context, spec.kind][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deferred._Deferred, "_rounded", note)
+        variance_profile(model, x, squared, bits=2, draws=2)
+    assert found.keys() == {("0", "rotated"), ("2", "masked")}
+    exact, values = found["2", "masked"]
+    assert ((values == 0) == (exact == 0)).all() and (exact == 0).any()
+    assert not (found["0", "rotated"][1] == 0).any()

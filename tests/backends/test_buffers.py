@@ -220,15 +220,14 @@ def test_other_wrong_arguments_are_refused(name, changes, message):
 
 
 @compiled
-@pytest.mark.parametrize("key", ["sensitivity", "at_one", "elements"])
-def test_allocation(key):
-    good = {name: floats(4).astype(np.float64) for name in ("sensitivity", "at_one")}
-    good |= {"elements": np.ones(4, np.int64), "bits": codes(4)}
+@pytest.mark.parametrize("key, count", [("variances", 32), ("elements", 4)])
+def test_allocation(key, count):
+    good = {"variances": np.ones((4, 8)), "elements": np.ones(4, np.int64), "bits": codes(4)}
     scalars = {"budget": 8, "least": 1, "most": 8}
     given = {name: buffer(array) for name, array in good.items()}
     _kernels.allocate(**given, **scalars)
     for _, wrong in faults(good[key], False):
-        with pytest.raises(ValueError, match=f"^allocate: {key}: expected 4 .*"):
+        with pytest.raises(ValueError, match=f"^allocate: {key}: expected {count} .*"):
             _kernels.allocate(**given | {key: wrong}, **scalars)
 
 

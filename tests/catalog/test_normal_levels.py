@@ -7,7 +7,7 @@ import pytest
 from scipy.special import ndtr
 
 from fewbit import functions
-from fewbit.catalog.normal_levels import normal_levels
+from fewbit.catalog.normal_levels import normal_levels, unbiased_levels
 from fewbit.catalog.store import shipped_tables
 from fewbit.errors import TableError
 
@@ -15,6 +15,11 @@ BITS = range(1, 9)
 # Max (1960), table I, errors of 2, 4, 8, 16, 32 levels. His last digits are not exact: the certified optimum of 32
 # levels is 0.0025047, and his number is 0.002499.
 PUBLISHED = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
+
+
+def shipped(bits, objective):
+    (table,) = (t for t in shipped_tables("value") if t.bits == bits and t.objective == objective)
+    return table
 
 
 def density(x):
@@ -28,7 +33,7 @@ def whole(bits):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_halves_are_the_shipped_tables(bits):
-    table = next(t for t in shipped_tables("value") if t.bits == bits)
+    table = shipped(bits, "mse")
     breaks, levels = whole(bits)
     assert np.array_equal(table.breaks, breaks) and np.array_equal(table.levels, levels)
     assert np.array_equal(table.codes, np.arange(2**bits))
@@ -49,7 +54,7 @@ def test_levels_are_means_and_breaks_are_midpoints(bits):
     assert levels == pytest.approx(means, abs=1e-9)
     assert breaks == pytest.approx(0.5 * (levels[1:] + levels[:-1]), abs=1e-9)
     error = 1.0 - np.sum(mass * levels**2)
-    table = next(t for t in shipped_tables("value") if t.bits == bits)
+    table = shipped(bits, "mse")
     assert table.error == pytest.approx(error, rel=1e-9)
     assert table.gap <= 1e-4
     if bits in PUBLISHED:
@@ -58,8 +63,18 @@ def test_levels_are_means_and_breaks_are_midpoints(bits):
 
 @pytest.mark.parametrize("bits", [0, 9, 2.5, None])
 def test_other_bits(bits):
-    with pytest.raises(TableError, match="bits: expected 1 to 8"):
-        normal_levels(bits)
+    for function in (normal_levels, unbiased_levels):
+        with pytest.raises(TableError, match="bits: expected 1 to 8"):
+            function(bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_unbiased_levels_are_symmetric(bits):
+    levels = np.array(unbiased_levels(bits))
+    assert levels.shape == (2 ** shipped(bits, "shared").shared_bits, 2**bits)
+    assert np.array_equal(levels, -levels[::-1, ::-1])
+    assert np.all(np.diff(levels, axis=1) > 0)
+    assert levels[:, -1].mean() == pytest.approx(shipped(bits, "shared").domain[1], abs=1e-14)
 
 
 def test_value_is_no_activation():

@@ -14,7 +14,7 @@ NAMES = (*functions.names(), *functions.solver_names())
 
 
 def described(table):
-    return table.form, table.weight["kind"], table.bits
+    return table.form, table.objective, table.weight["kind"], table.bits
 
 
 def test_one_file_for_every_function_and_no_other():
@@ -23,7 +23,9 @@ def test_one_file_for_every_function_and_no_other():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_request_is_shipped(name):
-    wanted = {(r["form"], r["weight"], r["bits"]) for r in requests(name)}
+    wanted = {
+        (r["form"], r.get("objective", "mse"), r["weight"], r["bits"]) for r in requests(name)
+    }
     tables = shipped_tables(name)
     assert {described(t) for t in tables} == wanted
     assert len(tables) == len(wanted)
@@ -41,9 +43,11 @@ def test_claims_hold(name):
         recomputed = recompute_error(table)
         assert recomputed == pytest.approx(table.error, rel=1e-6, abs=1e-28)
         assert 0 <= table.lower_bound <= table.error
-        assert table.gap <= (1e-3 if table.form == "levels" else 1e-2)
+        # The bound of objective "shared" is that of unlimited shared randomness.
+        most = 0.05 if table.objective == "shared" else 1e-3 if table.form == "levels" else 1e-2
+        assert table.gap <= most
         assert table.solver["status"] in {"exact", "stationary"}
-        key = described(table)[:2]
+        key = described(table)[:3]
         assert table.error <= best.get(key, np.inf) * (1 + 1e-12), "error rises with bits"
         best[key] = table.error
 
@@ -61,6 +65,12 @@ def same(mine, shipped):
     They also decide which of two mirror images the solver finds if both are optimal, as of hardsigmoid with one bit.
     """
     assert described(mine) == described(shipped)
+    if mine.objective == "shared":
+        # Many codes have nearly the least error, and rounding decides which of them the solver finds.
+        assert mine.shared_levels.shape == shipped.shared_levels.shape
+        assert mine.error == pytest.approx(shipped.error, rel=1e-3)
+        assert mine.lower_bound == pytest.approx(shipped.lower_bound, rel=1e-2)
+        return
     x = np.linspace(*shipped.domain, 4001)
 
     def distance(table):

@@ -266,6 +266,8 @@ ERRORS = [
     ("plot gelu --bits 2 -o gelu.gif", "gelu.gif: expected a file name that ends in .png or .svg"),
     ("plot several.json -o x.png", "expected one table, got 2"),
     ("compare gelu --bits 9", "bits: expected an integer from 1 to 8, got 9"),
+    ("compare quantizer gelu", "quantizer: expected no function beside it, got 1"),
+    ("compare quantizer --bits 9", "bits: expected an integer from 1 to 8, got 9"),
     ("compare gelu -o x.txt", "x.txt: expected a file name that ends in .csv or .json"),
     (
         "compare one.json",
@@ -739,6 +741,17 @@ def test_compare_as_json_and_as_files():
     assert Path("rows.csv").read_text().startswith("function,bits,paper,")
     succeed("compare", "relu", "--bits", "1", "-o", "rows.json")
     assert json.loads(Path("rows.json").read_text())[0]["levels"] == 0
+
+
+def test_compare_quantizer():
+    out = succeed("compare", "quantizer", "--bits", "2").stdout
+    assert max(map(len, out.splitlines())) <= 80
+    row = next(line for line in out.splitlines() if line.startswith("   2 "))
+    assert {"0.596", "0.132", "0.229", "0.0667"} <= set(row.split())
+    (record,) = json.loads(succeed("compare", "quantizer", "--bits", "1", "--json").stdout)
+    assert record["bits"] == 1 and record["bound"] == 1 / 3
+    succeed("compare", "quantizer", "--bits", "1", "-o", "rows.csv")
+    assert Path("rows.csv").read_text().startswith("bits,uniform,uniform_measured,")
 
 
 def test_verify_all_that_is_shipped(shipped):

@@ -5,6 +5,7 @@ Rows are (N, D) float32; float64 rows are rounded here, 16-bit rows must be wide
 
 from fractions import Fraction
 
+import naive_rotated
 import numpy as np
 
 from fewbit.table import philox
@@ -50,8 +51,9 @@ def mapped(values, scale, shift, inner):
     return result
 
 
-def quantize(rows, seed, widths, group_size, fp32_min):
-    """Return (packed, ranges): uint32 words and (groups, 2 or 3) uint16."""
+def quantize(rows, seed, widths, group_size, fp32_min, kind="uniform"):
+    """Return (packed, ranges): uint32 words and (groups, 2 or 3) uint16, with two more rows in a rotated copy."""
+    group = GROUP_OF[kind]
     rows = np.asarray(rows)
     with np.errstate(over="ignore", under="ignore"):
         rows = rows.astype(np.float32)
@@ -60,7 +62,7 @@ def quantize(rows, seed, widths, group_size, fp32_min):
         elements = rows[chosen].reshape(-1)
         codes = np.zeros(len(elements), np.int64)
         for first, end in cuts:
-            codes[first:end], row = _group(
+            codes[first:end], row = group(
                 elements[first:end], seed, number, bits, group_size, fp32_min
             )
             ranges.append(row)
@@ -68,23 +70,29 @@ def quantize(rows, seed, widths, group_size, fp32_min):
         packed.append(_planes(codes, bits))
     empty = [np.zeros(0, np.uint32)], [np.zeros((0, 3 if fp32_min else 2), np.uint16)]
     ranges = [np.array(ranges, np.uint16)] if ranges else []
+    if kind == "rotated":
+        ranges.append(naive_rotated.seed_rows(seed, 3 if fp32_min else 2))
     return np.concatenate(empty[0] + packed), np.concatenate(empty[1] + ranges)
 
 
-def dequantize(packed, ranges, shape, widths, group_size):
+def dequantize(packed, ranges, shape, widths, group_size, kind="uniform"):
     """Return the values, (N, D) float32."""
+    seed = naive_rotated.seed_of(ranges[-2:]) if kind == "rotated" else None
     out, number = np.zeros(shape, np.float32), 0
     for bits, chosen, cuts in streams(shape, widths, group_size):
         n = len(chosen) * shape[1]
         words = bits * -(-n // 32)
         codes, packed = _codes(packed[:words], bits)[:n], packed[words:]
         values = np.zeros(n, np.float32)
-        unit = np.float32(1) / np.float32(2**bits - 1)
         for first, end in cuts:
-            minimum, extent = _limits(ranges[number])
+            limits, place = _limits(ranges[number]), (seed, number, bits, group_size)
+            if kind == "rotated":
+                values[first:end] = naive_rotated.dequantize_group(
+                    codes[first:end], *limits, *place
+                )
+            else:
+                values[first:end] = _restored(codes[first:end], *limits, bits)
             number += 1
-            with np.errstate(invalid="ignore"):
-                values[first:end] = minimum + extent * (codes[first:end].astype(np.float32) * unit)
         out[chosen] = values.reshape(len(chosen), shape[1])
     return out
 
@@ -113,9 +121,31 @@ def _group(x, seed, number, bits, group_size, fp32_min):
     # Python rounds half to even, in exact arithmetic.
     fixed = np.array([min(round(Fraction(float(step))), top * 65536) for step in steps], np.int64)
     codes = (fixed + draws(seed, number, len(x), group_size)) >> 16
-    upper = [int(number.view(np.uint32)) >> 16 for number in (minimum, extent)]
-    lower = [int(minimum.view(np.uint32)) & 0xFFFF] if fp32_min else []
-    return codes, upper + lower
+    return codes, _row(minimum, extent, fp32_min)
+
+
+def _rotated_group(x, seed, number, bits, group_size, fp32_min):
+    """Return the codes of a group of a rotated copy, and its row of the ranges."""
+    codes, mean, scale = naive_rotated.quantize_group(x, seed, number, bits, group_size, fp32_min)
+    if np.isnan(scale):
+        return codes, [NAN16, NAN16, 0][: 3 if fp32_min else 2]
+    return codes, _row(mean, scale, fp32_min)
+
+
+GROUP_OF = {"uniform": _group, "rotated": _rotated_group}
+
+
+def _row(first, second, fp32_min):
+    """Return two float32 numbers as a row of the ranges."""
+    upper = [int(number.view(np.uint32)) >> 16 for number in (first, second)]
+    return upper + ([int(first.view(np.uint32)) & 0xFFFF] if fp32_min else [])
+
+
+def _restored(codes, minimum, extent, bits):
+    """Return the values of a group of a uniform copy."""
+    unit = np.float32(1) / np.float32(2**bits - 1)
+    with np.errstate(invalid="ignore"):
+        return minimum + extent * (codes.astype(np.float32) * unit)
 
 
 def draws(seed, number, n, group_size):

@@ -21,9 +21,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fewbit.convert.functions import FunctionMode, FunctionQuantizers
 from fewbit.errors import GradientError
-from fewbit.functional.attention import How, attention, scaled_dot_product_attention
+from fewbit.functional.attention import (
+    How,
+    _attend,
+    attention,
+    scaled_dot_product_attention,
+)
 from fewbit.nn.attention import MultiheadAttention
 from fewbit.runtime.format.groups import quantized_bytes
+from fewbit.runtime.quantizers.copies import unquantized
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.calls import CallGuard
 from fewbit.runtime.saved.context import ForwardContext
@@ -495,6 +501,114 @@ def test_size_of_the_bias(bits, of_query, of_value, noise):
         expected = torch.tensor([of_query, of_query, of_value])
         found = torch.tensor(biases).median(0).values / expected
         assert ((found > 0.6) & (found < 1.4)).all()
+
+
+# -- attention: keys and values without their means --------------------------------------------------
+
+
+class Exact(Quantizer):
+    """A quantizer that saves tensors unchanged, and remembers them."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def quantize(self, x, *settings, **named):
+        self.kept.append(x)
+        return unquantized(x)
+
+
+def blocks(rows, columns):
+    """Return the mask of packed sequences, each of which attends to itself."""
+    numbers = torch.arange(len(rows))
+    of_rows, of_columns = (numbers.repeat_interleave(torch.tensor(x)) for x in (rows, columns))
+    return of_rows[:, None] == of_columns[None, :]
+
+
+PARTLY = torch.rand(3, 1, 9, 11, generator=torch.Generator().manual_seed(0)) < 0.4
+PARTLY[..., 0] = True
+ROWS = torch.ones(9, 11, dtype=torch.bool)
+ROWS[4] = False
+FLOATS = normal((3, 1, 9, 11), torch.float64, scale=1.0, seed=5)
+BIAS = normal((1, 4, 9, 11), torch.float64, scale=1.0, seed=6)
+PLAIN = (3, 4, 9, 16), (3, 4, 11, 16)
+WEIGHED = (12, 9, 16), (12, 11, 16)
+FEWER_HEADS = (3, 4, 9, 16), (3, 2, 11, 16)
+WITHOUT_MEANS = {
+    # the shapes of the query and of key and value, mask, position bias, and the settings of the call
+    "plain": (*PLAIN, None, None, {}),
+    "causal": (*PLAIN, None, None, {"is_causal": True}),
+    "scale": (*PLAIN, None, None, {"scale": 0.7}),
+    "boolean mask": (*PLAIN, MASK, None, {}),
+    "float mask": (*PLAIN, FLOATS, None, {}),
+    "minus infinity": (*PLAIN, FLOATS.masked_fill(~PARTLY, -math.inf), None, {}),
+    "partly masked rows": (*PLAIN, PARTLY, None, {}),
+    "a row without keys": (*PLAIN, ROWS, None, {}),
+    "packed sequences": (*PLAIN, blocks([2, 3, 4], [2, 5, 4]), None, {}),
+    "position bias": (*PLAIN, None, BIAS, {}),
+    "position bias, causal": (*PLAIN, None, BIAS, {"is_causal": True}),
+    "position bias, boolean mask": (*PLAIN, PARTLY, BIAS, {}),
+    "position bias, float mask": (*PLAIN, FLOATS, BIAS, {}),
+    "enable_gqa": (*FEWER_HEADS, None, None, {"enable_gqa": True}),
+    "repeats": (*FEWER_HEADS, PARTLY, None, {"repeats": 2}),
+    "weighed": (*WEIGHED, None, None, {"weighed": True}),
+    "weighed, float mask": (*WEIGHED, FLOATS[:1, 0].repeat(12, 1, 1), None, {"weighed": True}),
+    "dropout": (*PLAIN, FLOATS, None, {"dropout_p": 0.3}),
+    "dropout, position bias": (*PLAIN, None, BIAS, {"dropout_p": 0.3}),
+    "weighed, dropout": (*WEIGHED, None, None, {"weighed": True, "dropout_p": 0.3}),
+}
+
+
+def gradients_of(run, tensors):
+    """Return the gradients of a call of attention, which draws the same dropout mask in every call."""
+    torch.manual_seed(3)
+    results = run()
+    results = results if isinstance(results, tuple) else (results,)
+    grads = [normal(y.shape, y.dtype, scale=1.0, seed=20 + i) for i, y in enumerate(results)]
+    wanted = [x for x in tensors if x is not None and x.requires_grad]
+    return torch.autograd.grad(results, wanted, grads)
+
+
+def arguments_of(name):
+    """Return query, key, value, mask and position bias in float64, with large means, and the settings of the call."""
+    query, keys, mask, bias, how = WITHOUT_MEANS[name]
+    shapes = query, keys, keys
+    tensors = [normal(s, torch.float64, scale=1.0, seed=i) for i, s in enumerate(shapes)]
+    tensors[1] = tensors[1] + normal((16,), torch.float64, scale=3.0, seed=8)
+    tensors[2] = tensors[2] + 5.0
+    tensors += [mask, bias]
+    tensors = [
+        x.clone().requires_grad_() if x is not None and x.is_floating_point() else x
+        for x in tensors
+    ]
+    return tensors, How(**how)
+
+
+@pytest.mark.parametrize("name", WITHOUT_MEANS)
+def test_no_gradient_needs_the_means_of_keys_and_values(name):
+    """Saved exactly but without their means, they give torch's gradients, also those of the mask and the bias."""
+    tensors, how = arguments_of(name)
+    exact = Exact()
+    ours = gradients_of(lambda: attention(*tensors, how, exact), tensors)
+    theirs = gradients_of(lambda: _attend(*tensors, how), tensors)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))
+    _, key, value = exact.kept
+    assert float(key.mean(-2).abs().max()) < 1e-12
+    if how.dropout_p > 0:
+        assert torch.equal(value, tensors[2])
+    else:
+        assert float(value.mean(-2).abs().max()) < 1e-12
+
+
+def test_with_dropout_gradients_need_the_mean_of_the_values():
+    """Each query has other keys dropped, so its probabilities do not add up to 1."""
+    (query, key, value, mask, bias), how = arguments_of("dropout")
+    shifted = value.detach() - value.detach().mean(-2, keepdim=True)
+    run = lambda value: _attend(query, key, value, mask, bias, how)  # noqa: E731
+    wanted = [query, key]
+    ours, theirs = (gradients_of(lambda x=x: run(x), wanted) for x in (shifted, value))
+    assert all(relative(a, b) > 0.1 for a, b in zip(ours, theirs, strict=True))
 
 
 # -- attention: errors -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from training import build, least_budget, step
 import fewbit
 from fewbit.errors import InputError
 from fewbit.policies.adaptive import AdaptivePolicy, SlotVariance
+from fewbit.runtime.format.distortion import relative_distortion
 from fewbit.runtime.probes.variance_probe import VarianceProbe
 
 
@@ -123,7 +124,9 @@ def test_allocation_shows_itself():
     assert [line.split()[0] for line in text.splitlines()[4:15]] == [row.name for row in found]
     assert "3.5 fixed" in text and page.count("<tr>") == 12
     records = found.records()
-    assert records[3]["variance"] == found[3].sensitivity / (2 ** found[3].bits - 1) ** 2
+    share = relative_distortion("rotated", found[3].bits)
+    assert records[3]["variance"] == found[3].sensitivity * share
+    assert {record["quantizer"] for record in records} == {"rotated", "masked"}
     assert len(found.to_csv().splitlines()) == 12
     shares = [float(line.split()[-1].rstrip("%")) for line in text.splitlines()[4:15]]
     assert sum(shares) == pytest.approx(100, abs=1)
@@ -229,6 +232,7 @@ def changed(state, key, value):
         (lambda state: changed(state, "bits", 100), "variables[0].bits: expected a number from 1 to 8, got 100"),
         (lambda state: changed(state, "bits", float("nan")), "variables[0].bits: expected a number from 1 to 8, got nan"),
         (lambda state: changed(state, "sensitivity", float("inf")), "variables[0].sensitivity: expected a number from 0 to 1e+100, got inf"),
+        (lambda state: changed(state, "quantizer", "round"), "variables[0].quantizer: expected 'rotated' or 'uniform'"),
         (lambda state: changed(state, "spread", [1.0]), "variables[0].spread: expected a list of 16 entries, got 1"),
         (lambda state: changed(state, "elements", 1.5), "got 1.5"),
         (lambda state: changed(state, "elements", 10**400), "variables[0].elements: expected a whole number from 0 to"),
@@ -255,7 +259,8 @@ def test_states_that_are_refused(change, message):
 
 
 def slot(name, number, elements, sensitivity, at_one, spread=None):
-    return SlotVariance(name, number, 2.5, False, True, elements, 8, sensitivity, at_one, spread)
+    facts = 2.5, False, True, "rotated", elements, 8
+    return SlotVariance(name, number, *facts, sensitivity, at_one, spread)
 
 
 def test_results_of_processes_are_merged():

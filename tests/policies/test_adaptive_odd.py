@@ -379,8 +379,9 @@ def test_gradients_that_are_not_finite_leave_magnitudes_alone():
 def test_equal_samples_have_equal_bits():
     from fewbit.runtime.format.bit_sharing import share_bits
 
-    assert share_bits(torch.zeros(4), 6).tolist() == [2, 2, 1, 1]
-    assert share_bits(torch.ones(4), 8).tolist() == [2, 2, 2, 2]
+    for kind in ("uniform", "rotated"):
+        assert share_bits(torch.zeros(4), 6, kind).tolist() == [2, 2, 1, 1]
+        assert share_bits(torch.ones(4), 8, kind).tolist() == [2, 2, 2, 2]
 
 
 # -- budgets -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from samples import normal
 from torch import nn
 from torch.nn import functional as F
 
+import fewbit
 from fewbit.functional.linear import _Linear
 from fewbit.functional.products import gated as fewbit_gated
 from fewbit.policies.error_bound.error_model import labels
@@ -108,11 +109,17 @@ def test_d_against_rounding(device, layer):
             assert errors[constraint.label] > 0.05 * d
 
 
+@pytest.mark.parametrize("quantizer, decades", [("uniform", 2), ("rotated", 1)])
 @pytest.mark.parametrize(
     "kind", ["linear", "convolution", "layer norm", "batch norm", "instance norm"]
 )
-def test_samples_of_very_different_size(device, kind):
-    """D takes into account that samples share bits and that rows with large gradients have large errors."""
+def test_samples_of_very_different_size(device, kind, quantizer, decades):
+    """D takes into account that samples share bits and that rows with large gradients have large errors.
+
+    The gradients of a batch norm's weight are along the saved tensor here. Errors of rotated copies are orthogonal to
+    it, so they add less than D. The exception is the error from rounding scales, which counts with 6 bits or more. So
+    samples in rotated copies do not differ by as much.
+    """
     torch.manual_seed(0)
     make = {
         "linear": lambda: nn.Linear(256, 16),
@@ -123,7 +130,7 @@ def test_samples_of_very_different_size(device, kind):
     }[kind]
     theirs = make().to(device)
     shape = (16, 256) if kind in ("linear", "layer norm") else (16, 4, 8, 8)
-    scale = torch.logspace(-1, 1, 16).view(-1, *[1] * (len(shape) - 1))
+    scale = torch.logspace(-decades / 2, decades / 2, 16).view(-1, *[1] * (len(shape) - 1))
     x = (normal(shape, scale=1.0) * scale).to(device)
 
     def run(model, x, seed=0):
@@ -137,12 +144,13 @@ def test_samples_of_very_different_size(device, kind):
         }
 
     model = nn.Sequential(copy.deepcopy(theirs))
-    controller = converted(model, 3)
+    controller = converted(model, 3, layers=fewbit.LayerSettings(quantizer=quantizer))
     ((_, seen),) = observed(model, controller, x, run=run).slots.items()
     assert seen.samples == 16 and len(seen.squares) == 16
     (demand,) = (constraint for constraint in seen.constraints if constraint.label == "weight")
     errors = squared_error(model, x, run(theirs, x), 60, run)
-    assert errors["weight"] == pytest.approx(d_of(demand, seen.error2), rel=0.2)
+    near = 0.3 if quantizer == "rotated" and kind == "batch norm" else 0.2
+    assert errors["weight"] == pytest.approx(d_of(demand, seen.error2), rel=near)
 
 
 @pytest.mark.parametrize("bits", [1, 2])
@@ -374,10 +382,11 @@ def test_measured_against_rounding(device, name):
             assert v2 == pytest.approx(true, rel=0.1)
 
 
+@pytest.mark.parametrize("quantizer", ["uniform", "rotated"])
 @pytest.mark.parametrize("slopes", [1, 8])
 @pytest.mark.parametrize("needs_input", [False, True])
-def test_prelu(slopes, needs_input):
-    """Only negative elements have errors, because the saved tensor is 0 at the others."""
+def test_prelu(slopes, needs_input, quantizer):
+    """In uniform copies only negative elements have errors, because the saved tensor is 0 at the others."""
     torch.manual_seed(0)
     theirs = nn.PReLU(slopes)
     x = normal((16, 8, 10), scale=1.0) + 0.5
@@ -390,7 +399,8 @@ def test_prelu(slopes, needs_input):
 
     exact = run(theirs, x)
     model = nn.Sequential(copy.deepcopy(theirs))
-    (seen,) = observed(model, converted(model, 4), x, run=run).slots.values()
+    controller = converted(model, 4, layers=fewbit.LayerSettings(quantizer=quantizer))
+    (seen,) = observed(model, controller, x, run=run).slots.values()
     (demand,) = seen.constraints
     assert (demand.label, demand.kind) == ("weight", "in expectation")
     errors = squared_error(model, x, exact, 100, run)

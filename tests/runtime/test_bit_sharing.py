@@ -14,24 +14,29 @@ import fewbit
 from fewbit.policies import allocation
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.bit_sharing import share_bits
+from fewbit.runtime.format.distortion import BITS, distortion
 from fewbit.runtime.saved.assignment import TensorSlot
 
 
+@pytest.mark.parametrize("kind", ["uniform", "rotated"])
 @pytest.mark.parametrize("samples", [1, 2, 5, 32, 100])
 @pytest.mark.parametrize("average", [1, 1.25, 1.5, 2, 2.75, 4, 7.9, 8])
-def test_split_is_the_best_allocation(samples, average, device):
+def test_split_is_the_best_allocation(samples, average, kind, device):
     squares = torch.exp(3 * normal((samples,), scale=1.0, seed=samples)).to(device)
     total = TensorSlot(("", 0), average).total(samples)
-    bits = share_bits(squares, total).cpu().numpy()
+    bits = share_bits(squares, total, kind).cpu().numpy()
     assert bits.sum() == total and (bits >= 1).all() and (bits <= 8).all()
-    weights = squares.cpu().double().numpy()
-    best = allocation.allocate(weights, np.ones(samples, np.int64), total)
-    assert allocation.variance(weights, bits) == pytest.approx(allocation.variance(weights, best))
+    by_bits = np.array([distortion(kind, number) for number in BITS])
+    variances = squares.cpu().double().numpy()[:, None] * by_bits
+    best = allocation.allocate(variances, np.ones(samples, np.int64), total)
+    assert allocation.variance(variances, bits) == pytest.approx(
+        allocation.variance(variances, best)
+    )
 
 
 def test_samples_that_are_not_finite_get_least():
     squares = torch.tensor([1.0, torch.nan, 4.0, torch.inf])
-    assert share_bits(squares, 8).tolist() == [3, 1, 3, 1]
+    assert share_bits(squares, 8, "uniform").tolist() == [3, 1, 3, 1]
 
 
 def test_totals():

@@ -1,26 +1,28 @@
 """The fewest bits with which the rounding error of a saved tensor stays within a bound.
 
-The elements of a sample are quantized in groups, each with its own range. Stochastic rounding in steps of s adds a
-variance of at most s^2 / 4 to an element. Let sample n be rounded to b_n bits, and let squares_n be the sum of (number
-of elements) * range^2 over the sample's groups. Then the mean squared error of the tensor's elements is at most
+Let sample n be rounded to b_n bits, and let squares_n be the number to which the variance of rounding the sample is
+proportional (`quantizer_ops.squares`). Then the mean squared error of the tensor's elements is at most
 
-    sum_n squares_n / 4 / (2^b_n - 1)^2 / (number of elements of the tensor)
+    sum_n squares_n largest_distortion(kind, b_n) / (number of elements of the tensor)
+
+with the kind of the tensor's copies. For uniform copies this bound holds for any data. For rotated copies it is the
+expected error itself, which does not depend on the data (`runtime/format/distortion.py`).
 """
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
-from fewbit.config import MAX_BITS, MIN_BITS
+from fewbit.config import MIN_BITS
+from fewbit.runtime.format.distortion import BITS, largest_distortion
 from fewbit.runtime.probes.variance_probe import SPREAD
 
-NOISE = [0.25 / (2.0**bits - 1) ** 2 for bits in range(MIN_BITS, MAX_BITS + 1)]
-"""The largest squared error divided by squares_n, for each number of bits from MIN_BITS to MAX_BITS."""
 TOLERANCE = 1e-9
 """The relative excess over a limit that is ignored, because float64 sums have rounding errors."""
 
 
-def least_average(squares, samples: int, elements: int, limit: float) -> float | None:
+def least_average(squares, samples: int, elements: int, limit: float, kind: str) -> float | None:
     """Return the lowest average number of bits with which the mean squared error is at most `limit`.
 
     Args:
@@ -31,18 +33,19 @@ def least_average(squares, samples: int, elements: int, limit: float) -> float |
             number of bits.
         elements: the number of elements of the tensor.
         limit: the largest mean squared error of the elements that is allowed.
+        kind: the kind of the tensor's copies.
 
     Returns:
         The average, or None if MAX_BITS bits are not enough.
     """
-    parts = sizes(samples)
+    parts, noise = sizes(samples), _noise(kind)
     allowed = limit * elements
-    error = NOISE[0] * sum(size * square for size, square in zip(parts, squares, strict=False))
+    error = noise[0] * sum(size * square for size, square in zip(parts, squares, strict=False))
     total = MIN_BITS * sum(parts)
     steps = [
         (squares[part] * (before - after), -part, size)
         for part, size in enumerate(parts)
-        for before, after in pairwise(NOISE)
+        for before, after in pairwise(noise)
     ]
     # Each further bit of a part gains less than the bit before, so sorting keeps the steps of a part in order.
     steps.sort(reverse=True)
@@ -52,6 +55,12 @@ def least_average(squares, samples: int, elements: int, limit: float) -> float |
         error -= gain * size
         total += size
     return total / sum(parts) if error <= allowed * (1 + TOLERANCE) else None
+
+
+@cache
+def _noise(kind: str) -> tuple[float, ...]:
+    """Return the largest squared error divided by squares_n, for each number of bits from 1 to 8."""
+    return tuple(largest_distortion(kind, bits) for bits in BITS)
 
 
 def sizes(samples: int) -> list[int]:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fewbit.config import UNIFORM
 from fewbit.convert.transformers_norms import _RMSNorm as _TransformersRMSNorm
 from fewbit.convert.transformers_norms import scale_of
 from fewbit.functional.batch_norm import _BatchNorm
@@ -32,7 +33,7 @@ from fewbit.functional.linear import _Linear
 from fewbit.functional.prelu import _PReLU
 from fewbit.policies.error_bound.formulas import Convolution, convolution_d, norm_input_coefficients
 from fewbit.runtime.quantizers.normalized import AffineResultSpec
-from fewbit.runtime.quantizers.spec import PermutedSpec
+from fewbit.runtime.quantizers.spec import PermutedSpec, QuantizedTensorSpec
 
 
 class Cost(NamedTuple):
@@ -166,19 +167,34 @@ def _mean(scales2) -> float:
 def _prelu(context, grad, results, errors):
     """Return the error model of PReLU.
 
-    The weight's gradient is the sum of g min(x, 0), which is linear in the saved min(x, 0). Saved elements of 0 have no
-    errors, because 0 is the largest value and so an end of the range. Only the negative elements have errors, so D =
-    (number of elements) / (number of negative elements) * |g at negative elements|^2 dx^2.
+    The weight's gradient is the sum of g min(x, 0), which is linear in the saved min(x, 0). In a rotated copy, all
+    elements have errors of the same variance, but if the signs of x are saved too, the errors of the other elements do
+    not count. So D = |g|^2 dx^2, with g at the negative elements if signs are saved. In a uniform copy, elements of 0
+    have no errors, because 0 is the largest value and so an end of the range. Only the negative elements have errors,
+    so D = (number of elements) / (number of negative elements) * |g at negative elements|^2 dx^2. A slot codec may leave
+    zeros without errors too, so its copies count as uniform.
     """
-    if context.needs_input_grad[0]:
+    has_signs = context.needs_input_grad[0]
+    is_rotated = _is_rotated(context.spec)
+    if is_rotated and not has_signs:
+        return [Part(1, (_squares(grad, tuple(range(grad.dim()))).flatten(),), _weight_cost)]
+    if has_signs:
         _, sign, *_ = context.saved_tensors
         is_negative = ~context.sign.dequantize((sign,)).view(torch.bool)
     else:
         _, *copy = context.saved_tensors
         is_negative = context.spec.dequantize(copy) < 0
     grad2 = _squares(grad * is_negative, tuple(range(grad.dim()))).sum()
-    count = is_negative.sum().clamp(min=1)
-    return [Part(1, ((grad2 / count * grad.numel())[None],), _weight_cost)]
+    if not is_rotated:
+        grad2 = grad2 / is_negative.sum().clamp(min=1) * grad.numel()
+    return [Part(1, (grad2[None],), _weight_cost)]
+
+
+def _is_rotated(spec) -> bool:
+    """Return whether the group quantizer has made a rotated copy."""
+    if isinstance(spec, PermutedSpec):
+        return _is_rotated(spec.inner)
+    return isinstance(spec, QuantizedTensorSpec) and spec.kind != UNIFORM
 
 
 # -- norms: section 6 ----------------------------------------------------------------------------------------

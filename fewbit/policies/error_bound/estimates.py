@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fewbit.config import KINDS, UNIFORM
 from fewbit.policies.error_bound.bits import least_average
 from fewbit.policies.error_bound.formulas import polynomial_error, tolerance
 from fewbit.policies.error_bound.observations import (
@@ -130,13 +131,14 @@ class TensorEstimate(Record):
     The fields from `name` to `dtype_bytes` are those of the latest measurement, a `TensorNorms`.
 
     Args:
-        spreads: for each measurement, one number for each part of the samples (`parts_of`): the mean of range^2 over
-            the elements of the part.
+        spreads: for each measurement, one number for each part of the samples (`parts_of`): `TensorNorms.squares`,
+            divided by the number of elements of a sample.
         weights: the weights by which bits are divided among channels, averaged over measurements; None if all channels
             have the same weight.
         weighed: the number of measurements in the average `weights`, at most HISTORY.
         constraints: the constraints of the gradients that depend on the slot, by label.
         missed: the number of measurements since the slot was last measured.
+        quantizer: the kind of the copies that the group quantizer makes for the slot.
     """
 
     name: str = entry(text)
@@ -160,6 +162,7 @@ class TensorEstimate(Record):
         default_factory=dict,
     )
     missed: int = entry(whole(0, FORGOTTEN), default=0)
+    quantizer: str = entry(choice(*KINDS), default=UNIFORM)
 
     def check(self, where: str) -> None:
         """Raise InputError if fields contradict each other.
@@ -191,7 +194,7 @@ class TensorEstimate(Record):
 
         Args:
             dx2: the largest mean squared error that is allowed.
-            window: "mean" or "max": whether the mean or the largest of the ranges in the last measurements counts.
+            window: "mean" or "max": whether the mean or the largest of the squares in the last measurements counts.
 
         Returns:
             The average, or None if 8 bits are not enough.
@@ -200,7 +203,7 @@ class TensorEstimate(Record):
         alike = [spread for spread in self.spreads if len(spread) == parts]
         combined = max if window == "max" else mean
         squares = [combined(values) for values in zip(*alike, strict=True)]
-        return least_average(squares, self.samples, self.samples or 1, dx2)
+        return least_average(squares, self.samples, self.samples or 1, dx2, self.quantizer)
 
     def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
         """Return the sum of the `Pair`s of parameters' gradients, and the sum of the `Pair`s of all gradients.

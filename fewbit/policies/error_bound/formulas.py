@@ -9,8 +9,10 @@ whose size is given by a square, dx2:
 - in expectation (expectation=True): the mean of the squared gradient error is at most D if the elements' errors are
   independent, with mean 0 and variances of at most dx2. If a function needs a further condition, its docstring says so.
 
-Rounding to b bits in a range r has steps of r / (2^b - 1). With stochastic rounding, variances are at most step^2 / 4
-and errors at most one step. With rounding to nearest, errors are at most step / 2, and their mean is not 0.
+In a uniform copy, rounding to b bits in a range r has steps of r / (2^b - 1). With stochastic rounding, variances are at
+most step^2 / 4 and errors at most one step. With rounding to nearest, errors are at most step / 2, and their mean is
+not 0. In a rotated copy, the errors of a group are a rotation of the errors of its codes, so they look normal. They have
+no largest value, and the worst case says nothing about them; the policy uses the bounds in expectation.
 
 Values are floats, or float64 tensors with one value for each channel. A function returns the kind of value that it was
 given.
@@ -26,10 +28,11 @@ from torch import Tensor
 
 from fewbit.errors import InputError
 
-KURTOSIS = 4.0 / 3.0
-"""The factor in E dx^4 <= KURTOSIS * dx2^2, for the error dx of stochastic rounding and dx2 = step^2 / 4.
+KURTOSIS = 3.0
+"""The factor in E dx^4 <= KURTOSIS * dx2^2, for the error dx of rounding.
 
-docs/theory/ac_gc.md derives the inequality in section 1.
+It is 3 for the errors of rotated copies, which look normal. Stochastic rounding in uniform copies has 4 / 3 with
+dx2 = step^2 / 4. docs/theory/ac_gc.md derives both in section 1.
 """
 
 

@@ -28,8 +28,8 @@ class MeasuredTensor:
         has_samples: whether the tensor's bits are divided among its samples (slices of dimension 0).
         errors: (rows,) the sum of squared rounding errors in each entry of dimension 0.
         error: 0-D, the root of the sum of all squared errors.
-        squares: 0-D, the sum of n * range^2 over the groups of the quantizer, where n is the number of elements of a
-            group. The rounding errors for any number of bits follow from this sum.
+        squares: 0-D, the number to which the variance of rounding is proportional (`QuantizationRecord.squares`). The
+            rounding errors for any number of bits follow from this number.
         deviation: 0-D, the standard deviation of the noise with which the effect of errors is measured.
     """
 

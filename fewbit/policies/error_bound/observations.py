@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fewbit import functions
+from fewbit.config import KINDS, UNIFORM
 from fewbit.errors import FunctionError, InputError
 from fewbit.policies.records import (
     Record,
@@ -119,9 +120,9 @@ class TensorNorms(Record):
         is_fixed: whether the user gave these bits.
         elements: the number of elements of all tensors of the slot.
         samples: the number of samples among which the bits are divided; 0 if all samples have the same bits.
-        squares: SPREAD (16) numbers in rising order, from which the samples' bits follow. A sample's number is the sum
-            over its groups of (number of elements) * range^2. If there are more than SPREAD samples, the samples are
-            divided into SPREAD parts of nearly equal size, and each number is the mean of a part. If there are fewer
+        squares: SPREAD (16) numbers in rising order, from which the samples' bits follow. The variance of rounding a
+            sample is proportional to its number (`quantizer_ops.squares`). If there are more than SPREAD samples, the
+            samples are divided into SPREAD parts of nearly equal size, and each number is the mean of a part. If there are fewer
             samples, zeros follow. If `samples` is 0, the first number is the sum for the whole tensor, and the others
             are 0.
         error2: the mean squared error of the elements.
@@ -131,6 +132,7 @@ class TensorNorms(Record):
             error that the constraints allow. None if there are no channels, or if all channels have the same weight.
         is_known: whether all gradients that depend on the slot were measured.
         monitored: the squared norms of gradients that were also computed from exact values.
+        quantizer: the kind of the copies that the group quantizer makes for the slot.
     """
 
     name: str = entry(text)
@@ -152,6 +154,7 @@ class TensorNorms(Record):
     monitored: tuple[MonitoredNorms, ...] = entry(
         vector(named_tuple(MonitoredNorms, text, real(), real())), merge_monitored, default=()
     )
+    quantizer: str = entry(choice(*KINDS), default=UNIFORM)
 
     def check(self, where: str) -> None:
         """Raise InputError if `squares` has fewer numbers than the parts into which the samples are divided."""

@@ -109,7 +109,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         assignment.averages, assignment.codecs = self.averages, self._codecs
         assignment.activations = self.activations
         assignment.channels, assignment.channel_weights = self._channels, self._channel_weights
-        # Shorter samples share groups, so the range of one sample changes the errors of others.
+        # Shorter samples share groups, so the elements of one sample change the errors of others.
         assignment.least_features = LEAST_FEATURES
         assignment.rounds_up = True
 

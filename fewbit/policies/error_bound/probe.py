@@ -45,17 +45,12 @@ from fewbit.policies.error_bound.observations import (
     ProbeResult,
     TensorNorms,
 )
+from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.probes.norms import is_dense, norm
 from fewbit.runtime.probes.restoring import Restoring
 from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
 from fewbit.runtime.quantizers.spec import QuantizationRecord
 from fewbit.runtime.saved.assignment import TensorSlot
-
-_LEAST_ERROR = 1.0 / (6.0 * (2.0**MAX_BITS - 1) ** 2)
-"""The expected sum of squared errors of rounding to 8 bits, as a fraction of the sum of (group's elements) * range^2.
-
-The noise with which the probe measures D is at least as large as these errors.
-"""
 
 
 @dataclass(eq=False)
@@ -111,7 +106,8 @@ class ErrorBoundProbe(VarianceProbe):
         errors = _row_squares(difference)
         squares = record.squares().double()
         error2, elements = errors.sum(), difference.numel()
-        deviation = (torch.maximum(error2, _LEAST_ERROR * squares) / elements).sqrt()
+        least = distortion(slot.kind, MAX_BITS) * squares
+        deviation = (torch.maximum(error2, least) / elements).sqrt()
         has_samples = record.spec.samples is not None
         numbers = errors, error2.sqrt(), squares, deviation
         tensor = MeasuredTensor(slot.name, elements, has_samples, *numbers)
@@ -250,6 +246,7 @@ class ErrorBoundProbe(VarianceProbe):
             channel_weights(costs),
             seen.is_known and (bool(costs) or name not in self._reached_within),
             monitored_norms(host, shares),
+            seen.kind,
         )
 
     def _activation_norms(self, host) -> dict[str, ActivationNorms]:

@@ -41,8 +41,8 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
     weights, weighed, spreads = None, 0, ()
     if before is not None:
         weights, weighed, spreads = before.weights, before.weighed, before.spreads
-    if weighed == 1:
-        spreads = ()  # bits were not divided by channel weights then
+    if weighed == 1 or (before is not None and before.quantizer != now.quantizer):
+        spreads = ()  # bits were not divided by channel weights then, or copies were of another kind
     if now.channel_weights is not None:
         if weights is None or len(weights) != len(now.channel_weights):
             weights, weighed = (0.0,) * len(now.channel_weights), 0
@@ -61,6 +61,7 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
         weights,
         weighed,
         _updated_constraints({} if before is None else before.constraints, now, total),
+        quantizer=now.quantizer,
     )
 
 

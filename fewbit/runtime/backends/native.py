@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fewbit import _kernels
-from fewbit.config import ROTATED, UNIFORM
+from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
@@ -18,6 +18,8 @@ from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
+KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
+"""The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
 # Tables with more breaks or points, which only unusual functions of a user have, do not fit the parameters of a CUDA
 # kernel.
@@ -142,7 +144,7 @@ class Kernels:
             group_size,
             bits,
             fp32_min,
-            kind == ROTATED,
+            KIND_NUMBERS[kind],
             _buffer(qseed),
             _buffer(packed),
             _buffer(ranges),
@@ -186,7 +188,7 @@ class Kernels:
             1 if widths is not None else bits,  # not used with widths, but checked
             *streams,
             fp32_min,
-            kind == ROTATED,
+            KIND_NUMBERS[kind],
             _buffer(seed),
             _buffer(packed),
             _buffer(ranges),
@@ -207,7 +209,7 @@ class Kernels:
             samples,
             features,
             group_size,
-            kind == ROTATED,
+            KIND_NUMBERS[kind],
             _buffer(out),
             *self._where(x),
             *_vectors(normalize, x.numel()),
@@ -226,7 +228,7 @@ class Kernels:
             1 if widths is not None else bits,  # not used with widths, but checked
             *streams,
             ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
-            kind == ROTATED,
+            KIND_NUMBERS[kind],
             samples,
             features,
             group_size,

@@ -15,8 +15,9 @@ import torch
 
 from fewbit.catalog.normal_levels import normal_levels
 from fewbit.runtime.backends.reference_bits import philox_words
+from fewbit.runtime.format import groups
 
-_PART = 256  # the number of elements that are rotated together
+_PART = groups.PART
 _MASK32 = 0xFFFFFFFF
 _FIRST_COUNTER = -(2**63)  # 2^63 as int64: no draw of a uniform copy has such a counter
 _COUNTERS = 16  # of each part
@@ -207,8 +208,27 @@ def _sign_words(seed, first_group, count, parts):
 
 def _rotated(values, lengths, words, is_twice):
     once = _rotate(values, lengths, words[:, :, :2])
-    twice = _rotate(once, lengths, words[:, :, 2:])
-    return torch.where(is_twice[:, None, None], twice, once)
+    twice = _rotate(_moved(once, lengths, 1), lengths, words[:, :, 2:])
+    return torch.where(_second(lengths, is_twice), twice, once)
+
+
+def _second(lengths, is_twice):
+    """Return whether parts are rotated twice, (groups, parts, 1) bool."""
+    is_power = (lengths & (lengths - 1)) == 0
+    return (is_twice[:, None] | ~is_power)[..., None]
+
+
+def _moved(values, lengths, direction):
+    """Move the numbers of parts whose length is no power of two to the left, or back if `direction` is -1."""
+    out = values.clone()
+    for m in lengths.unique().tolist():
+        size, _ = _transform_of(m)
+        if m <= size:
+            continue
+        rows = out[lengths == m]
+        rows[:, :m] = rows[:, :m].roll(-direction * ((m - size) // 2), 1)
+        out[lengths == m] = rows
+    return out
 
 
 def _rotate(values, lengths, signs):
@@ -231,7 +251,7 @@ def _rotate(values, lengths, signs):
 
 def _rotated_back(values, lengths, words, is_twice, scale):
     once = _rotate_back(values, lengths, words[:, :, 2:], torch.ones_like(scale))
-    y = torch.where(is_twice[:, None, None], once, values)
+    y = torch.where(_second(lengths, is_twice), _moved(once, lengths, -1), values)
     return _rotate_back(y, lengths, words[:, :, :2], scale)
 
 
@@ -259,7 +279,7 @@ def _rotate_back(values, lengths, signs, scale):
 
 def _transform_of(m: int):
     """Return the size of the transforms of a part of m elements, and the factor that makes them orthogonal."""
-    size = 1 << (m.bit_length() - 1)
+    size = 1 << max(m.bit_length() - 1, 0)
     return size, torch.tensor(1 / math.sqrt(size), dtype=torch.float32).item()
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
-from fewbit.config import MAX_BITS, MIN_BITS
-
-_NOISE = [1.0 / (2.0**bits - 1) ** 2 for bits in range(MIN_BITS, MAX_BITS + 1)]
-_GAINS = [before - after for before, after in zip(_NOISE, _NOISE[1:], strict=False)]
+from fewbit.config import MIN_BITS
+from fewbit.runtime.format.distortion import BITS, relative_distortion
 
 
-def share_bits(squares: torch.Tensor, total: int) -> torch.Tensor:
+def share_bits(squares: torch.Tensor, total: int, kind: str) -> torch.Tensor:
     """Return the bits of each of N samples, `total` bits in all, with which rounding adds the least variance.
 
-    Up to a factor, this variance is the sum of square / (2^bits - 1)^2 over the samples, with `square` from `squares`.
-    Each further bit of a sample lowers the sum by less than the bit before. The minimum is therefore reached if every
-    sample first gets one bit, and then those `total` - N single bits are added that lower the sum most. No computation
-    here waits for a device.
+    This variance is the sum of square * distortion(kind, bits) over the samples, with `square` from `squares`. Each
+    further bit of a sample lowers the sum by less than the bit before. The minimum is therefore reached if every sample
+    first gets one bit, and then those `total` - N single bits are added that lower the sum most. No computation here
+    waits for a device.
 
     Args:
-        squares: (N,) float32, for each sample the sum over its groups of (number of elements) * range^2, possibly times
-            the sample's squared gradient norm.
+        squares: (N,) float32, for each sample the number to which the variance of rounding is proportional
+            (`quantizer_ops.squares`), possibly times the sample's squared gradient norm.
         total: the sum of all samples' bits, from N to 8 N.
+        kind: the kind of the copy, "uniform" or "rotated".
 
     Returns:
         (N,) uint8, from 1 to 8.
@@ -33,12 +33,15 @@ def share_bits(squares: torch.Tensor, total: int) -> torch.Tensor:
     widths = torch.full_like(squares, MIN_BITS, dtype=torch.int64)
     if extra > 0:
         # If keys are equal, for example all 0, every sample gets its second bit before any sample gets a third.
-        keys = _gains(squares.device)[:, None] * squares.nan_to_num(0.0, 0.0, 0.0)
+        keys = _gains(kind, squares.device)[:, None] * squares.nan_to_num(0.0, 0.0, 0.0)
         best = keys.flatten().argsort(descending=True, stable=True)[:extra]
         widths.index_add_(0, best % samples, torch.ones_like(best))
     return widths.to(torch.uint8)
 
 
 @lru_cache(maxsize=64)
-def _gains(device: torch.device) -> torch.Tensor:
-    return torch.tensor(_GAINS, dtype=torch.float32, device=device)
+def _gains(kind: str, device: torch.device) -> torch.Tensor:
+    """Return by how much each further bit lowers the variance, in units of the variance at 1 bit: (7,) float32."""
+    shares = [relative_distortion(kind, bits) for bits in BITS]
+    gains = [before - after for before, after in pairwise(shares)]
+    return torch.tensor(gains, dtype=torch.float32, device=device)

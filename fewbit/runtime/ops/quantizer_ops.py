@@ -98,7 +98,7 @@ def quantize_samples(
     features = source.numel() // samples
     total = slot.total(samples)
     of_samples = _sensitivities(source, slot, group_size, normalize, kind)
-    widths = share_bits(of_samples, total)
+    widths = share_bits(of_samples, total, kind)
     words = groups.words_of_total(total, features)
     tensors = quantize(source, seed, 0, group_size, fp32_min, normalize, widths, words, kind)
     return *tensors, widths, of_samples
@@ -126,7 +126,8 @@ def _sensitivities(source, slot, group_size, normalize, kind):
 def squares(x, group_size, normalize=None, kind=UNIFORM):
     """Return, for each sample of x, a number to which the variance of rounding is proportional, (N,) float32.
 
-    It is a sum over the sample's groups. In a uniform copy, a group adds (number of elements) * range^2. In a rotated
+    The variance, summed over the sample's elements, is this number times `distortion(kind, bits)`
+    (`runtime/format/distortion.py`). The number is a sum over the sample's groups. In a uniform copy, a group adds (number of elements) * range^2. In a rotated
     copy, it adds the sum of the squares of its elements minus their mean.
 
     Args:

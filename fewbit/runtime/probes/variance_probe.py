@@ -31,7 +31,8 @@ the noise itself. Then
 and the variance that rounding the slot adds in all is  sum of own[p] + sum of out[e] S(node below e)
 (docs/controller.md). This variance is measured at two *levels*. Level 1 stands for rounding to 1 bit. It is measured
 separately, because the noise of 1 bit differs most from that of other numbers of bits. Level 2 stands for rounding to
-the slot's own bits, but at least 2.
+the slot's own bits, but at least 2. From the variance at level 2 follows that at other bits, by the distortion of the
+slot's kind of copies (`runtime/format/distortion.py`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from fewbit.runtime.format.distortion import relative_distortion
 from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.probes.norms import by_edge, is_dense, norm, squared
@@ -70,11 +72,13 @@ class RoundingEffect:
     Args:
         average: the average bits per element that the slot had.
         is_fixed: whether the user fixed these bits.
+        kind: the kind of the slot's copies, "uniform" or "rotated".
         elements: the number of elements of all tensors that were saved for the slot.
         samples: the number of samples among which the bits were divided, or 0.
-        sensitivity: the variance that rounding adds to the gradient, times (2^bits - 1)^2; 0 if no gradient reached the
-            layer.
-        at_one: the variance that rounding to 1 bit adds to the gradient.
+        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(kind, bits)`. This
+            is the variance that rounding to 1 bit would add if the distortion alone determined it. 0 if no gradient
+            reached the layer.
+        at_one: the variance that rounding to 1 bit adds to the gradient, as measured.
         spread: SPREAD numbers that summarize the `sensitivities` that `VarianceProbe.record_saved` got, one for each
             sample. The sensitivities are sorted and cut into SPREAD equal parts. Each entry is the mean of one part. If
             there are fewer samples, the entries are the sorted sensitivities, followed by zeros. If several tensors
@@ -86,6 +90,7 @@ class RoundingEffect:
 
     average: float
     is_fixed: bool
+    kind: str
     elements: int = 0
     samples: int = 0
     sensitivity: float = 0.0
@@ -101,7 +106,8 @@ class _Noise:
     Args:
         name: the name of the slot: the layer's name and the number of the layer's input.
         level: the level of the noise, see `LEVELS`.
-        scale: the factor by which the sum of squared changes is multiplied: (2^bits - 1)^2, or 1 at level 1.
+        scale: the factor by which the sum of squared changes is multiplied: 1 / relative_distortion(kind, bits), which
+            is 1 at level 1.
         norms: for each edge the norm of the change, 0-D float32, or None if there is no change to measure.
         is_own: whether the node is the layer that saved the slot. If so, edges to a layer that is probed itself do not
             count, because the change is handed to that layer (`_Node.handed`).
@@ -184,7 +190,8 @@ class VarianceProbe:
         """
         if not self._is_open:
             return
-        seen = self.slots.setdefault(slot.name, RoundingEffect(slot.average, slot.is_fixed))
+        effect = RoundingEffect(slot.average, slot.is_fixed, slot.kind)
+        seen = self.slots.setdefault(slot.name, effect)
         seen.elements += elements
         if sensitivities is not None:
             seen.samples = len(sensitivities)
@@ -343,7 +350,7 @@ class VarianceProbe:
         return not self.is_void
 
     def _add(self, node, slot, level, exact, noisy) -> None:
-        scale, norms = _levels(slot, level) ** 2, []
+        scale, norms = 1.0 / _share_at(slot, level), []
         for at, below in enumerate(node.below):
             change = _difference(exact[at], noisy[at])
             noisy[at] = None
@@ -384,7 +391,8 @@ class VarianceProbe:
         variance = slot.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
             variance = variance.mean().expand(len(rows))
-        deviation = variance.sqrt() * ((2**level - 1) / _levels(slot, level))
+        smaller = _share_at(slot, level) / relative_distortion(slot.kind, level)
+        deviation = variance.sqrt() * math.sqrt(smaller)
         return self._uniform(rows).sub_(0.5).mul_(deviation[:, None] * math.sqrt(12))
 
     def _with_signs(self, grad):
@@ -518,9 +526,9 @@ def _part_ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
     return ends.to(device), ends.diff().double().to(device)
 
 
-def _levels(slot, level: int) -> float:
-    """Return 2^bits - 1 for the bits that a level stands for: 1 bit at level 1, else the slot's bits, at least 2."""
-    return 1.0 if level == 1 else max(slot.levels, 3.0)
+def _share_at(slot, level: int) -> float:
+    """Return `relative_distortion` of the bits that a level stands for: 1 bit at level 1, else the slot's, at least 2."""
+    return relative_distortion(slot.kind, 1 if level == 1 else max(slot.average, 2))
 
 
 def _difference(exact, noisy):

@@ -261,7 +261,7 @@ class Quantizer:
             (tensors to save, spec).
         """
         assignment = self.context.assignment(x)
-        slot = assignment.slot((self.name, number), self.average, self.is_fixed)
+        slot = assignment.slot((self.name, number), self.average, self.is_fixed, kind)
         samples = assignment.samples_of(x, self.name if number == 0 else "")
         bits, sensitivities = slot.uniform(), None
         spec = self._spec(x, dtype, bits, samples, slot, kind)

@@ -15,6 +15,7 @@ import torch
 from fewbit.config import UNIFORM
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import activation_ops, quantizer_ops
@@ -174,7 +175,12 @@ class QuantizationRecord(NamedTuple):
     normalize: tuple | None
 
     def variance(self, bits: int, generator) -> torch.Tensor:
-        """Estimate the variance that rounding to `bits` adds to an element, as a mean over the elements of each sample.
+        """Return the variance that rounding to `bits` adds to an element, as a mean over the elements of each sample.
+
+        The variance of a rotated copy follows from the sums of squares. The variance of a uniform copy depends on how
+        the elements lie between the codes, and is estimated from two random roundings, as is that of a rotated copy
+        whose groups are cut into several parts: one part may have more energy than another, and then the rotated
+        elements do not look normal.
 
         Args:
             bits: the bits per element, 1 to 8.
@@ -183,21 +189,31 @@ class QuantizationRecord(NamedTuple):
         Returns:
             (samples,) float32.
         """
+        kind = self.spec.kind
+        if kind != UNIFORM and self.group_size <= groups.PART:
+            squares = self._squares_by_sample()
+            return squares * (distortion(kind, bits) * len(squares) / max(self.x.numel(), 1))
         settings = self.group_size, self.fp32_min, self.normalize
         return quantizer_ops.rounding_variance(
-            self.x, self.spec.samples, *settings, bits, generator, self.spec.kind
+            self.x, self.spec.samples, *settings, bits, generator, kind
         )
 
     def squares(self) -> torch.Tensor:
-        """Return a number to which the variance of rounding is proportional, 0-D float32.
+        """Return the number to which the variance of rounding is proportional (`quantizer_ops.squares`), 0-D float32.
 
-        It is the sum over all groups of (number of elements) * range^2 for a uniform copy, and of the squares of the
-        elements minus their group's mean for a rotated copy.
+        Multiplied by `distortion(kind, bits)`, it is the variance of rounding, summed over all elements.
         """
+        return self._squares_by_sample().sum()
+
+    def _squares_by_sample(self) -> torch.Tensor:
+        """Return the sample's share of `squares` for each sample, (samples,) float32."""
         x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
-        if x.numel() < groups.LEAST_FEATURES * len(x):
-            x = layout.storage_order(x).view(1, -1)  # groups run across samples that are so short
-        return quantizer_ops.squares(x, self.group_size, self.normalize, self.spec.kind).sum()
+        samples = self.spec.samples or (len(x) if x.dim() else 1)
+        is_short = x.numel() < groups.LEAST_FEATURES * samples
+        rows = layout.storage_order(x).view(1 if is_short else samples, -1)
+        found = quantizer_ops.squares(rows, self.group_size, self.normalize, self.spec.kind)
+        # Groups run across samples that are so short, and the errors of all elements of a group have the same variance.
+        return (found / samples).expand(samples) if is_short else found
 
     def exact(self) -> torch.Tensor:
         """Return the values that were quantized, before rounding, in the spec's size, strides and dtype."""

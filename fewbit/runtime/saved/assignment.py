@@ -6,15 +6,17 @@ changes the gradient.
 
 A *slot* is one tensor that a layer saves in every forward pass, for example the input of a linear layer. Each slot has
 an average number of bits per element, so the bytes of the saved tensor follow from its shape alone. A *sample* is one
-slice of the tensor along dimension 0. Samples of larger range get more of the tensor's bits (ActNN, section 4.2). This
-is because rounding adds step^2 / 6 to the variance of an element on average, with step = (range of the element's group)
-/ (2^bits - 1). Rounding sample n with bits_n bits per element therefore adds the variance
+slice of the tensor along dimension 0. Rounding sample n with bits_n bits per element adds the variance
 
-    squares_n / 6 / (2^bits_n - 1)^2,   with squares_n = sum over the sample's groups of (elements in group) * range^2.
+    distortion(kind, bits_n) * squares_n
+
+with the distortion of the slot's kind of copies (`runtime/format/distortion.py`). In rotated copies, squares_n is the sum
+of the squares of the sample's elements minus their group's mean. In uniform copies it is the sum over the sample's groups
+of (elements in group) * range^2. Samples with larger squares get more of the tensor's bits (ActNN, section 4.2).
 
 The *sensitivity* of sample n is squares_n. If the squared norm of the sample's gradient is known, the sensitivity is
-squares_n times this squared norm. The bits are chosen so that the sum of sensitivity_n / (2^bits_n - 1)^2 over all
-samples is small.
+squares_n times this squared norm. The bits are chosen so that the sum of distortion(kind, bits_n) * sensitivity_n over
+all samples is small.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fewbit.config import MAX_BITS, MIN_BITS
+from fewbit.config import MAX_BITS, MIN_BITS, UNIFORM
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes, SampleIndices
@@ -47,6 +49,8 @@ class TensorSlot(NamedTuple):
         rounding: the object that the probe's `record_rounding` returned for this tensor, or None.
         user: the name of the layer that dequantizes the tensor, if another layer saved it and a probe measures the
             forward pass; else None.
+        kind: the kind of the tensor's copies, "uniform" or "rotated". If a slot codec saves the tensor, it is the kind
+            of the copies that the group quantizer would make.
     """
 
     name: tuple[str, int]
@@ -55,6 +59,7 @@ class TensorSlot(NamedTuple):
     assignment: BitAssignment | None = None
     rounding: object = None
     user: str | None = None
+    kind: str = UNIFORM
 
     def total(self, samples: int) -> int:
         """Return the sum of the bits per element over `samples` samples."""
@@ -69,11 +74,6 @@ class TensorSlot(NamedTuple):
         if self.assignment is not None and self.assignment.rounds_up and not self.is_fixed:
             return math.ceil(bits - 1e-6)
         return math.floor(bits + 1e-6)
-
-    @property
-    def levels(self) -> float:
-        """The number of steps into which a group's range is divided: 2^average - 1."""
-        return 2.0**self.average - 1
 
 
 class Probe(Protocol):
@@ -196,17 +196,20 @@ class BitAssignment:
     unobserved: str = ""
     _numbers_by_device: dict = field(default_factory=dict, repr=False)
 
-    def slot(self, name: tuple[str, int], average: float, is_fixed: bool) -> TensorSlot:
+    def slot(
+        self, name: tuple[str, int], average: float, is_fixed: bool, kind: str = UNIFORM
+    ) -> TensorSlot:
         """Return the slot `name`, with the average that the policy chose for the slot, else with the given average.
 
         Args:
             name: (the layer's name, the number of the tensor among the layer's inputs).
             average: the layer's own average of bits per element.
             is_fixed: whether the policy must not change the average.
+            kind: the kind of the slot's copies.
         """
         if not is_fixed:
             average = self.averages.get(name, average)
-        return TensorSlot(name, average, is_fixed, self)
+        return TensorSlot(name, average, is_fixed, self, kind=kind)
 
     def codec(self, slot: TensorSlot):
         """Return the slot codec that saves this slot's tensors instead of the group quantizer, or None."""
@@ -221,7 +224,8 @@ class BitAssignment:
 
         Args:
             slot: the slot of the tensor.
-            squares: (samples,) float32, for each sample the sum over its groups of (elements in group) * range^2.
+            squares: (samples,) float32, for each sample the number to which the variance of rounding is proportional
+                (`quantizer_ops.squares`).
 
         Returns:
             (samples,) float32. If the user numbered the samples, the squares are multiplied by the samples' squared

@@ -1,0 +1,204 @@
+"""One group of a rotated copy in NumPy float32, as docs/quantizer.md defines it: an oracle for the backends.
+
+`naive_quantizer` cuts tensors into groups and calls this module. bfloat16 numbers are uint16.
+"""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from fewbit.catalog.normal_levels import normal_levels
+from fewbit.table import philox
+
+PART = 256
+GREATEST = np.array(0x7F7F0000, np.uint32).view(np.float32)[()]  # of the bfloat16 numbers
+SPREAD = 8  # beyond the sum of squares divided by this, one square calls for a second rotation
+
+
+def quantize_group(x, seed, number, bits, group_size, fp32_min):
+    """Return the codes of a group, (mean, scale) as float32 with the bits that are stored, and (NaN, NaN) if not finite."""
+    with np.errstate(all="ignore"):
+        return _quantize_group(x, seed, number, bits, group_size, fp32_min)
+
+
+def _quantize_group(x, seed, number, bits, group_size, fp32_min):
+    n, nothing = np.float32(len(x)), np.zeros(len(x), np.int64)
+    mean = group_sum(x) / n
+    mean = (mean if fp32_min else nearest_bfloat16(mean)) + np.float32(0)  # makes -0 a +0
+    v = x - mean
+    energy, u = group_sum(v * v), np.float32(1)
+    if energy < np.float32(2.0**-80):
+        u = np.float32(2.0**96)
+    elif not energy < np.float32(2.0**100):
+        u = np.float32(2.0**-96)
+    if u != 1:
+        v = v * u
+        energy = group_sum(v * v)
+    if not (np.isfinite(mean) and np.isfinite(energy)):
+        return nothing, np.float32(np.nan), np.float32(np.nan)
+    if energy == 0:
+        return nothing, mean, np.float32(0)
+    greatest = np.abs(v).max()
+    twice = greatest * greatest * np.float32(SPREAD) > energy
+    y = np.concatenate([rotated(*part, twice) for part in parts(v, seed, number, group_size)])
+    breaks, levels = (np.array(half, np.float64).astype(np.float32) for half in normal_levels(bits))
+    thresholds = breaks * np.sqrt(energy / n)
+    index = (thresholds[None, :] < np.abs(y)[:, None]).sum(1)
+    codes = index + 2 ** (bits - 1) * np.signbit(y)
+    scale = energy / group_sum(np.abs(y) * levels[index]) * (np.float32(1) / u)
+    scale = stochastic_bfloat16(min(scale, GREATEST), seed, number, group_size)
+    return codes, mean, -scale if twice else scale
+
+
+def dequantize_group(codes, mean, scale, seed, number, bits, group_size):
+    """Return the values of a group, float32."""
+    if np.isnan(scale):
+        return np.full(len(codes), np.nan, np.float32)
+    _, levels = (np.array(half, np.float64).astype(np.float32) for half in normal_levels(bits))
+    half = 2 ** (bits - 1)
+    y = levels[codes % half]
+    y = np.where(codes >= half, -y, y)
+    twice, scale = np.signbit(scale), np.abs(scale)
+    with np.errstate(all="ignore"):
+        back = [rotated_back(*part, twice, scale) for part in parts(y, seed, number, group_size)]
+        return mean + np.concatenate(back)
+
+
+# -- sums and parts ----------------------------------------------------------------------------------------
+
+
+def parts(values, seed, number, group_size):
+    """Yield each part of a group, with the seed and with the part's first Philox counter."""
+    for i, first in enumerate(range(0, len(values), PART)):
+        counter = 2**63 + 16 * (number * -(-group_size // PART) + i)
+        yield values[first : first + PART], seed, counter
+
+
+def group_sum(values):
+    """Return the sum of the sums of the parts, from the first part on."""
+    total = None
+    for first in range(0, len(values), PART):
+        part = tree_sum(values[first : first + PART])
+        total = part if total is None else total + part
+    return total
+
+
+def tree_sum(values):
+    """Return the sum of 256 numbers, of which some are given and the others are 0: i and i + 128, then i and i + 64 ..."""
+    numbers = np.zeros(PART, np.float32)
+    numbers[: len(values)] = values
+    half = PART // 2
+    while half:
+        for_next = numbers[:half] + numbers[half : 2 * half]
+        numbers, half = for_next, half // 2
+    return numbers[0]
+
+
+# -- rotation ----------------------------------------------------------------------------------------------
+
+
+def rotated(v, seed, counter, twice):
+    """Return a part after one or two rotations. twice: whether the group has an element with much of the energy."""
+    v = _rotated_once(v, signs(seed, counter), signs(seed, counter + 2))
+    if not (twice or _is_odd(v)):
+        return v
+    moved = np.array([v[(i + _places(v)) % len(v)] for i in range(len(v))], np.float32)
+    return _rotated_once(moved, signs(seed, counter + 4), signs(seed, counter + 6))
+
+
+def _is_odd(v):
+    return bin(len(v)).count("1") > 1
+
+
+def _places(v):
+    return (len(v) - power_below(len(v))[0]) // 2
+
+
+def rotated_back(y, seed, counter, twice, scale):
+    """Return scale times the part from which the rotations made y."""
+    if twice or _is_odd(y):
+        moved = _back_once(y, signs(seed, counter + 4), signs(seed, counter + 6), np.float32(1))
+        y = np.zeros_like(moved)
+        for i in range(len(y)):
+            y[(i + _places(y)) % len(y)] = moved[i]
+    return _back_once(y, signs(seed, counter), signs(seed, counter + 2), scale)
+
+
+def _rotated_once(v, first, second):
+    m, power, r = len(v), *power_below(len(v))
+    v = v.copy()
+    v[:power] = hadamard(v[:power] * (first[:power] * r))
+    v[power:] = v[power:] * first[power:m]
+    if power < m:
+        v[m - power :] = hadamard(v[m - power :] * (second[m - power : m] * r))
+    return v
+
+
+def _back_once(y, first, second, scale):
+    m, power, r = len(y), *power_below(len(y))
+    y = y.copy()
+    if power < m:
+        y[m - power :] = hadamard(y[m - power :]) * (second[m - power : m] * r)
+    y[:power] = hadamard(y[:power]) * (first[:power] * (scale * r))
+    y[power:] = y[power:] * (first[power:m] * scale)
+    return y
+
+
+def power_below(m):
+    """Return the largest power of two P <= m, and 1 / sqrt(P) in float32."""
+    power = 1 << (m.bit_length() - 1)
+    return power, np.float32(1 / math.sqrt(power))
+
+
+def hadamard(values):
+    """Return the Walsh-Hadamard transform, whose stages are P/2, P/4, ..., 1."""
+    values = values.copy()
+    h = len(values) // 2
+    while h:
+        pairs = values.reshape(-1, 2, h)
+        values = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).reshape(-1)
+        h //= 2
+    return values
+
+
+def signs(seed, counter):
+    """Return the 256 signs, +1 or -1, of the eight words of two Philox counters."""
+    words = philox.philox4x32(
+        (*philox.split64(np.array([counter, counter + 1], np.uint64)), 0, 0), philox.seed_key(seed)
+    )
+    words = np.stack(words, 1).reshape(-1)  # the four words of the first counter come first
+    bits = words[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)
+    return np.where(bits.reshape(-1), np.float32(-1), np.float32(1))
+
+
+# -- bfloat16 ----------------------------------------------------------------------------------------------
+
+
+def nearest_bfloat16(x):
+    """Return x rounded to the nearest bfloat16, half to even, as float32."""
+    if not np.isfinite(x) or x == 0:
+        return x
+    _, exponent = math.frexp(float(x))
+    step = Fraction(2) ** max(exponent - 8, -133)
+    nearest = round(Fraction(float(x)) / step) * step  # round rounds half to even
+    return np.float32(math.copysign(math.inf, x) if abs(nearest) >= 2**128 else float(nearest))
+
+
+def stochastic_bfloat16(scale, seed, number, group_size):
+    """Return scale rounded at random to one of the two nearest bfloat16 numbers, as float32."""
+    counter = 2**63 + 16 * number * -(-group_size // PART) + 8
+    word, *_ = philox.philox4x32((*philox.split64(counter), 0, 0), philox.seed_key(seed))
+    raised = int(np.float32(scale).view(np.uint32)) + (int(word) & 0xFFFF)
+    return np.array(raised & 0xFFFF0000, np.uint32).view(np.float32)[()]
+
+
+def seed_rows(seed, columns):
+    """Return the two last rows of the ranges, which have the four 16-bit words of the seed."""
+    words = [seed % 2**64 >> 16 * i & 0xFFFF for i in range(4)]
+    return np.array(words + [0] * (2 * columns - 4), np.uint16).reshape(2, columns)
+
+
+def seed_of(rows):
+    """Return the seed, in [0, 2**64), from the two last rows of the ranges."""
+    return sum(int(word) << 16 * i for i, word in enumerate(rows.reshape(-1)[:4]))

@@ -204,14 +204,14 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const Stream& stream = streams.of[of.stream];
     const int length = of.length, longest = larger(length), bits = stream.bits, most_bits = larger(bits);
     const GroupScale found = load_scale(ranges, streams.fp32_min, length > 0 ? of.number : 0);
-    const bool is_once = !any(found.is_twice);
+    const bool have_spikes = any(found.is_twice);
 #pragma unroll 1
     for (int begin = 0; begin < longest; begin += kRotatedPart) {
       const int m = part_length(length, begin);
       const int64_t first = of.first + begin;
       const uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
       const Planes planes = read_planes({words, m, lane_of(first), bits}, most_bits);
-      const bool is_simple = is_once && longest == kRotatedPart && all(m == kRotatedPart);
+      const bool is_simple = !have_spikes && longest == kRotatedPart && all(m == kRotatedPart);
       float values[kSide];
       if (is_simple) {
         if (most_bits <= CodeLevels::kFewBits) {
@@ -228,8 +228,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
         decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
         put_random_of_part(own, seed, of.number, begin / kRotatedPart, streams.group_size);
         put_column(values, own);
-        if (!is_once) rotate_back_in_memory(own, own.random + 4 * sign_counter(1, 0), found.is_twice ? m : 0, 1.0f);
-        rotate_back_in_memory(own, own.random + 4 * sign_counter(0, 0), m, found.scale);
+        rotate_back_in_memory(own, own.random, m, found.scale, found.is_twice);
         get_row(values, own);
       }
 #pragma unroll

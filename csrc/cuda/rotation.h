@@ -292,24 +292,56 @@ __device__ inline void multiply_in_memory(Workspace& own, const uint32_t* words,
   __syncwarp();
 }
 
-// Rotates a part of m elements. words: of the rotation, the signs of its first transform before those of its second one.
-__device__ inline void rotate_in_memory(Workspace& own, const uint32_t* words, int m) {
+// Moves the numbers of a part of m elements: number i becomes the former number (i + by) mod m.
+__device__ inline void move_in_memory(Workspace& own, int m, int by) {
+  float moved[kSide];
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) {
+    const int i = j * kSide + lane_of_group(), from = i + by < m ? i + by : i + by - m;
+    moved[j] = i < m ? own.at(from) : 0.0f;
+  }
+  put_column(moved, own);
+}
+
+// Does one rotation of a part of m elements. signs: those of the first transform before those of the second one.
+__device__ inline void rotate_once_in_memory(Workspace& own, const uint32_t* signs, int m) {
   const int size = transform_size(m), last = size < m ? size : 0;
   const float root = inverse_root(size);
-  multiply_in_memory(own, words, 0, m, size, root, 1.0f);
+  multiply_in_memory(own, signs, 0, m, size, root, 1.0f);
   transform_in_memory(own, 0, size);
-  multiply_in_memory(own, words + 8, m - last, m, m, root, root);
+  multiply_in_memory(own, signs + 8, m - last, m, m, root, root);
   transform_in_memory(own, m - last, last);
 }
 
-// Undoes a rotation, and multiplies by `scale`.
-__device__ inline void rotate_back_in_memory(Workspace& own, const uint32_t* words, int m, float scale) {
+// Undoes one rotation, and multiplies by `scale`.
+__device__ inline void rotate_once_back_in_memory(Workspace& own, const uint32_t* signs, int m, float scale) {
   const int size = transform_size(m), last = size < m ? size : 0;
   const float root = inverse_root(size);
   transform_in_memory(own, m - last, last);
-  multiply_in_memory(own, words + 8, m - last, m, m, root, root);
+  multiply_in_memory(own, signs + 8, m - last, m, m, root, root);
   transform_in_memory(own, 0, size);
-  multiply_in_memory(own, words, 0, m, size, scale * root, scale);
+  multiply_in_memory(own, signs, 0, m, size, scale * root, scale);
+}
+
+// Rotates a part of m elements, and undoes it. words: those of the part. has_spike: one element has more than an eighth of the
+// group's energy.
+__device__ inline void rotate_in_memory(Workspace& own, const uint32_t* words, int m, bool has_spike) {
+  const int twice = rotates_twice(m, has_spike) ? m : 0;
+#pragma unroll 1
+  for (int rotation = 0; rotation < 2; ++rotation) {
+    if (rotation == 1 && !any(twice > 0)) break;
+    if (rotation == 1) move_in_memory(own, m, twice > 0 ? shift_of(m) : 0);
+    rotate_once_in_memory(own, words + 4 * sign_counter(rotation, 0), rotation == 0 ? m : twice);
+  }
+}
+__device__ inline void rotate_back_in_memory(Workspace& own, const uint32_t* words, int m, float scale, bool has_spike) {
+  const int twice = rotates_twice(m, has_spike) ? m : 0;
+#pragma unroll 1
+  for (int rotation = 1; rotation >= 0; --rotation) {
+    if (rotation == 1 && !any(twice > 0)) continue;
+    rotate_once_back_in_memory(own, words + 4 * sign_counter(rotation, 0), rotation == 0 ? m : twice, rotation == 0 ? scale : 1.0f);
+    if (rotation == 1) move_in_memory(own, m, twice > 0 ? (m - shift_of(m)) % m : 0);
+  }
 }
 
 // -- bit-planes ------------------------------------------------------------------------------------------

@@ -96,11 +96,11 @@ class OneRange(Quantizer):
     def quantize_normalized(self, x, mean, rstd, inner):
         return super().quantize_normalized(x, mean, rstd, None)  # as a tensor, like any other
 
-    def quantize_with_activation(self, run, y):
+    def quantize_with_activation(self, run, y, encoding=None):
         return None
 
     def _quantize(
-        self, x, dtype, slot=0, normalize=None, activation=None, input_dtype=None
+        self, x, dtype, slot=0, normalize=None, activation=None, **settings_of_other_copies
     ) -> SavedTensors:
         assert normalize is None
         generator = torch.Generator().manual_seed(self._seed(x, slot, activation).item())

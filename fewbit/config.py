@@ -19,8 +19,8 @@ from fewbit.text import shorten
 
 MIN_BITS, MAX_BITS = 1, 8
 """The smallest and the largest number of bits per element of a quantized tensor."""
-GROUP_SIZE, LARGEST_GROUP = 256, 1 << 16
-"""The default and the largest number of elements that one minimum and one range quantize (ActNN, section 4.1)."""
+GROUP_SIZE, LARGEST_GROUP, LARGEST_ROTATED_GROUP = 256, 1 << 16, 256
+"""The default and the largest number of elements of a group (ActNN, section 4.1), and the largest of a rotated copy."""
 BLOCK = 32
 """The number of elements whose codes are packed together. Group sizes are multiples of this number."""
 MIN_DTYPES = ("auto", "bfloat16", "float32")
@@ -99,6 +99,16 @@ def check_quantizer(quantizer, name: str = "quantizer") -> str:
     """
     is_known = isinstance(quantizer, str) and quantizer in QUANTIZERS
     return _require(is_known, "rotated or uniform", name, quantizer)
+
+
+def check_rotated_size(quantizer, group_size) -> None:
+    """Raise InputError if `quantizer` is "rotated" and groups have more elements than are rotated together.
+
+    Parts of such a group would share one scale. If their energies differ, this scale biases the values.
+    """
+    is_possible = quantizer != ROTATED or group_size <= LARGEST_ROTATED_GROUP
+    expected = f"at most {LARGEST_ROTATED_GROUP} with quantizer='rotated'"
+    _require(is_possible, expected, "group_size", group_size)
 
 
 def _require(is_good: bool, expected: str, name: str, value):
@@ -326,7 +336,8 @@ class FixedBits(BitConfig):
 class SampleBits(BitConfig):
     """The bits of each tensor are divided among the tensor's samples (level L2.5 of ActNN).
 
-    A sample gets more bits if its groups have larger ranges. A range is the maximum of a group minus the minimum.
+    A sample gets more bits if rounding adds more variance to it: if the elements of its groups differ more from each
+    other.
 
     Attributes:
         average: the average bits per element of each tensor, a number from 1 to 8.

@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "../common/dtype.h"
+#include "../common/planes.h"
+#include "../common/quantize.h"
 
 namespace fewbit {
 inline namespace FEWBIT_NAMESPACE {
@@ -24,10 +26,15 @@ inline void transform_one_by_one(float* y, int size) {
 
 // Multiplies the numbers [begin, end) of a part by factor, or by -factor if their signs are set.
 inline void multiply_signed(float* y, int begin, int end, float factor, const uint64_t* signs) {
-  for (int i = begin; i < end; ++i) {
-    const uint32_t sign = static_cast<uint32_t>(signs[i / 64] >> i % 64) << 31;
-    y[i] *= float_of(bits_of(factor) ^ sign);
+  alignas(64) float factors[kDrawBlock];
+  for (int word = begin / kBlock; word * kBlock < end; ++word) {
+    const uint32_t negative = static_cast<uint32_t>(signs[word / 2] >> word % 2 * kBlock);
+    for (int i = 0; i < kBlock; ++i) {
+      const uint32_t sign = (negative << (kBlock - 1 - i)) & 0x80000000u;
+      factors[kBlock * word + i] = float_of(bits_of(factor) ^ sign);
+    }
   }
+  for (int i = begin; i < end; ++i) y[i] *= factors[i];
 }
 
 }  // namespace

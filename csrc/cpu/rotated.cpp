@@ -62,13 +62,12 @@ constexpr OfBits kOfBits[] = {of_bits<1>, of_bits<2>, of_bits<3>, of_bits<4>,
 void rotate(float* y, int m, Signs& signs, int64_t part, int rotation) {
   const int size = transform_size(m);
   const float root = inverse_root(size);
-  uint64_t of_transform[kSignQuarters];
-  signs.of(part, rotation, 0, of_transform);
+  const uint64_t* of_transform = signs.of(part, rotation, 0);
   multiply_signed(y, 0, size, root, of_transform);
   multiply_signed(y, size, m, 1.0f, of_transform);
   transform(y, size);
   if (size == m) return;
-  signs.of(part, rotation, 1, of_transform);
+  of_transform = signs.of(part, rotation, 1);
   multiply_signed(y, m - size, m, root, of_transform);
   transform(y + m - size, size);
 }
@@ -86,13 +85,11 @@ void move(float* y, int m, int places) {
 void rotate_back(float* y, int m, Signs& signs, int64_t part, int rotation, float scale) {
   const int size = transform_size(m);
   const float root = inverse_root(size);
-  uint64_t of_transform[kSignQuarters];
   if (size < m) {
-    signs.of(part, rotation, 1, of_transform);
     transform(y + m - size, size);
-    multiply_signed(y, m - size, m, root, of_transform);
+    multiply_signed(y, m - size, m, root, signs.of(part, rotation, 1));
   }
-  signs.of(part, rotation, 0, of_transform);
+  const uint64_t* of_transform = signs.of(part, rotation, 0);
   transform(y, size);
   multiply_signed(y, 0, size, scale * root, of_transform);
   multiply_signed(y, size, m, scale, of_transform);

@@ -16,7 +16,7 @@ constexpr int kSignQuarters = 4;  // 64-bit words with the signs of a part: bit 
 class Signs {
  public:
   // The seed is that of the copy.
-  explicit Signs(uint64_t seed) : seed_(seed), keys_(seed) {}
+  explicit Signs(uint64_t seed) : keys_(seed) {}
 
   // Returns the signs of a part's first transform in the first rotation. part: the number of the part among all parts of all
   // groups, if each group had as many parts as the largest. The result is valid until the next call.
@@ -31,15 +31,13 @@ class Signs {
     return static_cast<uint32_t>(rounding_[part - begin_]);
   }
 
-  // Computes the signs of any transform, see sign_counter.
-  void of(int64_t part, int rotation, int transform, uint64_t* signs) const {
-    const uint64_t counter = counter_of(part) + static_cast<uint64_t>(sign_counter(rotation, transform));
-    for (int half = 0; half < 2; ++half) {
-      const PhiloxWords found = philox_words(seed_, counter + static_cast<uint64_t>(half));
-      for (int i = 0; i < 2; ++i) {
-        signs[2 * half + i] = static_cast<uint64_t>(found.words[2 * i + 1]) << 32 | found.words[2 * i];
-      }
+  // Returns the signs of any transform, see sign_counter. The result is valid until the next call for another part.
+  const uint64_t* of(int64_t part, int rotation, int transform) {
+    if (part != part_) {
+      part_ = part;
+      fill_all();
     }
+    return all_signs_ + kSignQuarters / 2 * sign_counter(rotation, transform);
   }
 
  private:
@@ -80,11 +78,32 @@ class Signs {
     }
   }
 
-  const uint64_t seed_;
+  // Computes the signs of all transforms of part_.
+  void fill_all() {
+    constexpr int kLanes = sizeof(Lanes) / sizeof(uint64_t);
+    const uint64_t first = counter_of(part_);
+    for (int i = 0; i < kSignCounters; i += kLanes) {
+      Lanes counters = {}, words[4][1];
+      for (int lane = 0; lane < kLanes; ++lane) counters[lane] = static_cast<uint32_t>(first) + static_cast<uint32_t>(i + lane);
+      // Counters of parts are multiples of kCountersOfPart, so all have the same upper word.
+      philox_lanes<1>(keys_, &counters, first >> 32, words);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        for (int half = 0; half < 2; ++half) {
+          const uint64_t lower = words[2 * half][0][lane], upper = words[2 * half + 1][0][lane];
+          all_signs_[2 * (i + lane) + half] = upper << 32 | static_cast<uint32_t>(lower);
+        }
+      }
+    }
+  }
+
+  static constexpr int kSignCounters = 8;  // of a part
+
   const DrawKeys keys_;
   int64_t begin_ = -1;  // the first part whose numbers are in the arrays
   uint64_t signs_[kBatch][kSignQuarters];
   uint64_t rounding_[kBatch];  // in the lower halves
+  int64_t part_ = -1;          // the part whose signs are in all_signs_
+  uint64_t all_signs_[2 * kSignCounters];
 };
 
 }  // namespace FEWBIT_NAMESPACE

@@ -42,7 +42,8 @@ FEWBIT_HD constexpr int levels_begin(int bits) { return (1 << (bits - 1)) - 1; }
 
 def halves() -> tuple[list[float], list[float]]:
     """Return the positive breaks and the positive levels for 1 to 8 bits, one after the other."""
-    tables = {table["bits"]: table for table in json.loads(_TABLES.read_text())["tables"]}
+    shipped = json.loads(_TABLES.read_text())["tables"]
+    tables = {table["bits"]: table for table in shipped if table["objective"] == "mse"}
     breaks, levels = [], []
     for bits in range(1, 9):
         half = 2 ** (bits - 1)

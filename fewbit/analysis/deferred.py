@@ -94,7 +94,7 @@ class DeferredQuantizer(Quantizer):
         self, x: torch.Tensor, shared: bool = True, slot: int = 0, usual: str = ROTATED
     ) -> SavedTensors:
         """Save x unchanged. Backward passes round it to a copy of the kind that `Quantizer.quantize` would make."""
-        kind = self.kind or usual
+        kind = self.kind_of(usual)
         if kind == ROTATED and shared and self.context is not None and is_eager(x):
             kind = ROTATED if self.context.cache.get_mask(x) is None else MASKED
         return self._save_exactly(x.detach(), False, kind)
@@ -104,7 +104,7 @@ class DeferredQuantizer(Quantizer):
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        return self._save_exactly(x, True, self.kind or ROTATED)
+        return self._save_exactly(x, True, self.kind_of(ROTATED))
 
     def _save_exactly(self, x, is_normalized, kind) -> SavedTensors:
         context, number = self.noise.number_saved()

@@ -12,6 +12,7 @@ from fewbit.config import (
     LayerSettings,
     check_average,
     check_bits,
+    check_rotated_size,
 )
 from fewbit.convert import kinds
 from fewbit.convert.functions import FunctionQuantizers
@@ -84,6 +85,7 @@ class ResolvedSettings:
         check(self.bits)
         if self.attention_bits is not None:
             check(self.attention_bits, "attention_bits")
+        check_rotated_size(self.quantizer, self.group_size)
         if self.fuses_norms and self.copies != 1:
             raise InputError(
                 f"expected copies=1 with PreActivationBits, got {self.copies}: two fixed-point copies would be alike"

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from fewbit.config import KINDS, MAX_BITS, MIN_BITS
+from fewbit.config import KINDS, MAX_BITS, MIN_BITS, UNIFORM
 from fewbit.policies.allocation import allocate
 from fewbit.policies.allocation_report import Allocated, Allocation
 from fewbit.policies.probing import ProbingPolicy
@@ -78,13 +78,13 @@ class SlotVariance(Record):
     bits: float = entry(real(MIN_BITS, MAX_BITS), mean)
     is_fixed: bool = entry(flag, any)
     is_known: bool = entry(flag, all)
-    quantizer: str = entry(choice(*KINDS))
     elements: int = entry(whole(0, MOST_ELEMENTS), sum)
     samples: int = entry(whole(0, MOST_ELEMENTS), rounded_mean)
     sensitivity: float = entry(real(), sum)
     at_one: float = entry(real(), sum)
     spread: tuple[float, ...] | None = entry(optional(vector(real(), SPREAD, SPREAD)), vector_sum)
     missed: int = entry(whole(0, FORGOTTEN), default=0)
+    quantizer: str = entry(choice(*KINDS), default=UNIFORM)
 
     def is_adjustable(self) -> bool:
         """Return whether the policy chooses the slot's bits: the user gave none, and all gradients were measured."""

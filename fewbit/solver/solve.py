@@ -2,8 +2,9 @@
 
 Each stage has its own module. `weight` makes the weight, and `cells` cuts the domain into cells. `relaxation` solves a
 discrete problem exactly, with the help of `partition`, `dynamic_program` and `segments`. Its optimum gives the lower
-bound and the first levels. `refine` or, for objective "unbiased", `unbiased` improves these levels until the error is
-stationary. For objective "shared", `shared` does this and finds another lower bound. Objective "minimax" needs only `minimax`, which finds the optimum directly.
+bound and the first levels. `refine` improves these levels until the error is stationary. Two objectives have modules of
+their own for this, in `drawn`: `unbiased`, and `shared`, which also finds another lower bound. Objective "minimax" needs
+only `minimax`, which finds the optimum directly.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from fewbit.errors import SolveError
 from fewbit.functions.callables import resolve
 from fewbit.solver.cells import merge, survey
 from fewbit.solver.certificate import widened
+from fewbit.solver.drawn.shared import RESIDUAL as SHARED_RESIDUAL
+from fewbit.solver.drawn.shared import (
+    interleaved,
+    lower_bound,
+    refine_shared,
+)
+from fewbit.solver.drawn.unbiased import build_stand_in, refine_unbiased, variance, with_tails
 from fewbit.solver.dynamic_program import thread_count
 from fewbit.solver.finish import (
     closed_sides,
@@ -39,14 +47,7 @@ from fewbit.solver.request import (
     domain_of,
     is_integer,
 )
-from fewbit.solver.shared import RESIDUAL as SHARED_RESIDUAL
-from fewbit.solver.shared import (
-    interleaved,
-    lower_bound,
-    refine_shared,
-)
 from fewbit.solver.steps import nearest_steps, totals
-from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance, with_tails
 from fewbit.solver.weight import make_weight
 from fewbit.table import Knots, Table, lower_pieces
 

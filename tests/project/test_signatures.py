@@ -10,7 +10,7 @@ from torch import nn
 
 import fewbit.nn
 
-OURS = {"bits", "group_size", "copies", "table"}
+OURS = {"bits", "group_size", "quantizer", "copies", "table"}
 NAMES = [name for name in fewbit.nn.__all__ if hasattr(nn, name)]
 
 

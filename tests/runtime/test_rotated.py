@@ -11,11 +11,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fewbit.functional as F
 from fewbit.catalog.normal_levels import normal_levels
-from fewbit.catalog.store import shipped_tables
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.ops import quantizer_ops
 
-DISTORTION = {table.bits: table.error for table in shipped_tables("value")}
+
+def distortion(bits):
+    """Return D, the mean squared error of a standard normal number's level: the integral over each piece, in closed form."""
+    breaks, levels = (np.array(half) for half in normal_levels(bits))
+    ends = np.array([0.0, *breaks, np.inf])
+    density = np.exp(-(ends**2) / 2) / math.sqrt(2 * math.pi)
+    below = np.array([math.erf(end / math.sqrt(2)) for end in ends]) / 2
+    mass, first = np.diff(below), -np.diff(density)
+    return float(1 - 2 * (2 * levels * first - levels**2 * mass).sum())
+
+
+DISTORTION = {bits: distortion(bits) for bits in range(1, 9)}
 
 
 def copied(backend, x, bits, group_size=256, fp32_min=True, seed=0):
@@ -70,7 +80,7 @@ SIZES = {
     "64": ((8192, 64), 64, False),
     "1024": ((512, 1024), 1024, False),
     "100, the last of a sample": ((4096, 356), 256, True),
-    "44, the last of a sample": ((8192, 108), 64, True),
+    "44, the last of a sample": ((4096, 108), 64, True),
 }
 
 
@@ -186,7 +196,7 @@ def test_mean_error_of_a_large_element_that_is_rotated_once(backend, bits, gain)
     assert float(found.mean()) > 4 * standard_error  # it is not 0
 
 
-LIMITS = {1: (0.6, 0.035), 2: (0.31, 0.018), 4: (0.085, 0.003)}
+LIMITS = {1: (0.6, 0.06), 2: (0.31, 0.03), 4: (0.085, 0.005)}
 """The norm of the mean error over the norm of the group, by bits: in groups of 3 to 8 elements, and in longer ones."""
 
 

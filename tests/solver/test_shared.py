@@ -112,7 +112,7 @@ def test_draws_are_exactly_unbiased(seed, rows, columns):
 # --- solved codes -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bits", "shared_bits"), [(1, 1), (1, 4), (2, 3), (3, 4), (5, 2)])
+@pytest.mark.parametrize(("bits", "shared_bits"), [(1, 1), (1, 4), (2, 3), (3, 4), (4, 1)])
 def test_a_solved_code_is_unbiased_with_the_claimed_error(bits, shared_bits):
     table = code(bits, shared_bits)
     assert table.shared_levels.shape == (2**shared_bits, 2**bits)
@@ -145,8 +145,7 @@ def test_without_shared_bits_it_is_objective_unbiased(bits):
     assert (table.error, table.lower_bound) == (plain.error, plain.lower_bound)
 
 
-@pytest.mark.fast(10)
-@pytest.mark.parametrize("bits", [1, 2, 3])
+@pytest.mark.parametrize("bits", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_error_falls_with_shared_bits_to_the_bound(bits):
     tables = [code(bits, shared_bits) for shared_bits in range(5)]
     errors = [table.error for table in tables]

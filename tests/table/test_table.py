@@ -486,7 +486,10 @@ REFUSED = [
     (dict(bits=2.5), "bits: expected an integer, got 2.5"),
     (dict(bits=1), "levels: expected 1 to 2 numbers for 1 bit, got 4"),
     (dict(form="steps"), 'form: expected one of "levels", "intervals", got \'steps\''),
-    (dict(objective="l2"), 'objective: expected one of "mse", "unbiased", "minimax", "shared", got \'l2\''),
+    (
+        dict(objective="l2"),
+        'objective: expected one of "mse", "unbiased", "minimax", "shared", got \'l2\'',
+    ),
     (dict(tails="cut"), 'tails: expected one of "free", "pinned", got \'cut\''),
     (dict(domain=(1, 1)), "domain: expected two numbers a < b, got (1, 1)"),
     (

@@ -243,7 +243,9 @@ def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
         groups_of = cut, exists, seed, bits, fp32_min, first_group, kind == MASKED
         codes, minimum, extent = reference_rotated.quantize_groups(*groups_of)
     else:
-        codes, minimum, extent = _uniform(cut, exists, seed, bits, fp32_min, first_group, group_size)
+        codes, minimum, extent = _uniform(
+            cut, exists, seed, bits, fp32_min, first_group, group_size
+        )
     packed = pack(codes[exists].to(torch.uint8), bits)
     columns = [_upper(minimum), _upper(extent)]
     if fp32_min:

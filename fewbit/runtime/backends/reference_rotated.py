@@ -304,4 +304,3 @@ def _transformed(y):
         y = torch.stack((a + b, a - b), 2).reshape(rows, size)
         half //= 2
     return y
-

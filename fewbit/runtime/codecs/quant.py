@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.config import GROUP_SIZE
+from fewbit.config import GROUP_SIZE, UNIFORM
 from fewbit.runtime.backends.reference_quantizer import limits_of
 from fewbit.runtime.codecs.payload import (
     Codec,
@@ -19,6 +19,7 @@ from fewbit.runtime.codecs.payload import (
 )
 from fewbit.runtime.codecs.payload import exact as exact_payload
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.distortion import BITS, largest_distortion
 from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
@@ -30,8 +31,8 @@ class Quant(Codec):
     """A codec that saves codes of 1 to 8 bits, with a minimum and a range for each group of 256 elements.
 
     Values are exact in expectation (docs/quantizer.md). The bound limits the expected squared error, averaged over the
-    tensor. If channels have bounds of their own, the average is over each channel. The bound holds for any data,
-    because the variance of a rounding error is at most a quarter of the squared distance between the values of
+    tensor. If channels have bounds of their own, the average is over each channel. Copies are uniform, so the bound holds
+    for any data: the variance of a rounding error is at most a quarter of the squared distance between the values of
     neighboring codes. The host waits once for the ranges, to choose the fewest bits.
     """
 
@@ -139,7 +140,8 @@ def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
 def widths_for(ranges, size, limits, dtype) -> list[int]:
     """Return the fewest bits, 1 to 8, that keep the expected squared error of each sample within the sample's limit.
 
-    The expected squared error of an element is at most range^2 / (4 (2^bits - 1)^2), with the range of its group.
+    The expected squared error of an element is at most range^2 times the `largest_distortion` of uniform copies, with the
+    range of its group.
 
     Args:
         ranges: the minimum and range of each group, from `quantizer_ops.quantize`.
@@ -165,7 +167,7 @@ def _bits(square: float, limit: float) -> int:
     """Return the bits for a sample whose mean range^2 is `square`; 0 if 8 are not enough or a range is not finite."""
     if not (math.isfinite(square) and limit > 0):
         return 0
-    fits = (bits for bits in range(1, 9) if square <= limit * 4 * (2**bits - 1) ** 2)
+    fits = (bits for bits in BITS if square * largest_distortion(UNIFORM, bits) <= limit)
     return next(fits, 0)
 
 

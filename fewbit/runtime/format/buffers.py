@@ -80,9 +80,7 @@ class Entry:
         check_bits(bits)
         self.check("packed", packed, packed_words(n, bits), torch.int32)
 
-    def check_copy(
-        self, packed, ranges, bits, group_size, shape, widths, kind=UNIFORM
-    ) -> None:
+    def check_copy(self, packed, ranges, bits, group_size, shape, widths, kind=UNIFORM) -> None:
         """Raise ValueError unless packed codes and ranges have the sizes that a tensor of the given shape needs.
 
         Args:

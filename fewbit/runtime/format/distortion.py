@@ -15,7 +15,7 @@ elements look normal. They are replaced by the levels of the table with the leas
 distribution, and multiplied by the scale that makes the result right in expectation. This leaves the variance
 D / (1 - D) (EDEN, Vargaftik et al., ICML 2022). The random rounding of the scale to bfloat16 adds a little, which counts
 from 7 bits on. Rotated numbers have shorter tails than normal numbers, so a group of n elements has up to 4.5 / n less
-variance than this (docs/quantizer.md).
+variance than this (docs/theory/rounding.md).
 """
 
 from __future__ import annotations

@@ -139,9 +139,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
     return backends.of(x).squares(x, group_size, normalize, kind)
 
 
-def rounding_variance(
-    x, samples, group_size, fp32_min, normalize, bits, generator, kind=UNIFORM
-):
+def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator, kind=UNIFORM):
     """Return the variance that rounding to `bits` adds to an element, as a mean for each sample: (samples,) float32.
 
     The variance is estimated from the difference of two random roundings of x.

@@ -18,6 +18,7 @@ import torch
 
 from fewbit.config import (
     GROUP_SIZE,
+    LARGEST_ROTATED_GROUP,
     MASKED,
     ROTATED,
     UNIFORM,
@@ -25,6 +26,7 @@ from fewbit.config import (
     check_group_size,
     check_min_dtype,
     check_quantizer,
+    check_rotated_size,
 )
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
@@ -66,8 +68,7 @@ class Quantizer:
         average: the mean number of bits per element, if a policy divides bits among samples; `bits` unless given.
         is_fixed: whether the policy must not change the average.
         fuse: whether norms make fixed-point copies, which the layers after the norms can use.
-        kind: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer, which is "uniform" for
-            the results of softmax and "rotated" for all other tensors (docs/decisions/0016).
+        kind: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer (`kind_of`).
 
     Raises:
         InputError: bits, group_size, min_dtype or kind is not valid.
@@ -90,6 +91,7 @@ class Quantizer:
         check_min_dtype(min_dtype)
         if kind is not None:
             check_quantizer(kind)
+            check_rotated_size(kind, group_size)
         self.bits = bits
         self.group_size = group_size
         self.min_dtype = min_dtype
@@ -111,6 +113,18 @@ class Quantizer:
         other = copy(self)
         vars(other).update(changes, name=name, _selector=MinDtypeSelector())
         return other
+
+    def kind_of(self, usual: str) -> str:
+        """Return the kind of copies of a tensor.
+
+        Args:
+            usual: the kind that the layer prefers: "uniform" for the results of softmax, "rotated" for all other
+                tensors (docs/decisions/0016). It applies if the quantizer has no kind of its own and groups are small
+                enough to be rotated.
+        """
+        if self.kind is not None:
+            return self.kind
+        return usual if self.group_size <= LARGEST_ROTATED_GROUP else UNIFORM
 
     def quantize_or_reuse(self, x: torch.Tensor) -> SavedTensors:
         """Return the fixed-point copy of x if a norm has made one, else make a copy with `quantize(x)`.
@@ -158,7 +172,7 @@ class Quantizer:
         saved = context.cache.get(x, self.key)
         activation = context.cache.record_consumer(x, self)
         if saved is None:
-            is_rotated = (self.kind or usual) == ROTATED
+            is_rotated = (self.kind_of(usual)) == ROTATED
             mask = context.cache.get_mask(x) if is_rotated else None
             made_by = {"activation": activation, "usual": usual, "mask": mask}
             saved = self._quantize(x, x.dtype, slot, **made_by)
@@ -225,7 +239,7 @@ class Quantizer:
             usual: the kind of the copy if the quantizer has no kind.
             mask: the `Mask` that says where x is 0, or None.
         """
-        kind = MASKED if mask is not None else self.kind or usual
+        kind = MASKED if mask is not None else self.kind_of(usual)
         if not is_plain(x):
             return self._quantize_traced(x, kind)
         fp32_min, ask = self._fp32_min_of(x)
@@ -343,7 +357,7 @@ class Quantizer:
             return None
         seed = self.context.seed_of_result(y, self.key)
         fp32_min, ask = self._fp32_min_of(y)
-        kind = self.kind or ROTATED
+        kind = self.kind_of(ROTATED)
         is_masked = kind == ROTATED and encoding is not None
         kind = MASKED if is_masked else kind
         made = run(seed, self.bits, self.group_size, bool(fp32_min), kind)
@@ -451,9 +465,7 @@ def _quantizer_of(bits: int, group_size: int, kind: str | None) -> Quantizer:
     return Quantizer(bits, group_size, kind=kind)
 
 
-def quantizer_of(
-    bits: int, group_size: int, quantizer: Quantizer | str | None = None
-) -> Quantizer:
+def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None = None) -> Quantizer:
     """Return the Quantizer that functions of `fewbit.functional` use if they are called with these settings.
 
     Args:

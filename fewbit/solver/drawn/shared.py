@@ -2,7 +2,7 @@
 
 Encoder and decoder share h, uniform in {0, ..., H-1}. The decoder restores R[h][c] from a code c of K. A code is exactly
 unbiased if the restored number has the mean v, over h and the encoder's own randomness, for every value v of the
-stand-in (`fewbit.solver.unbiased`). `fewbit.table.staircase` describes the best encoder for given levels R. Let M_k be
+stand-in (`fewbit.solver.drawn.unbiased`). `fewbit.table.staircase` describes the best encoder for given levels R. Let M_k be
 the mean of state k, S_k the variance of its H levels, and w the weight. The expected squared error is
 
     E = integral of [(v - M_k)(M_{k+1} - v) + (1 - p) S_k + p S_{k+1}] w,   v = (1 - p) M_k + p M_{k+1}.

@@ -247,8 +247,9 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
   const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform, group_map(uniform, of.counts),
-           of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine, static_cast<T*>(out));
+    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,
+           group_map(uniform, of.counts), of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine,
+           static_cast<T*>(out));
   });
 }
 

@@ -1,4 +1,6 @@
-// The quantizer of rotated copies, and the energies of groups: two groups a warp, 256 elements of each at a time.
+// The quantizer of rotated and masked copies, and the energies of groups: two groups a warp, 256 elements of each at a time.
+
+#include <algorithm>
 
 #include "common/normal_levels.h"
 #include "common/rotate.h"
@@ -15,8 +17,8 @@ namespace {
 // Lanes look up levels by codes of their own, for which constant memory would be slow.
 __device__ const NormalLevels kLevelsOnDevice = kNormalLevels;
 
-// The third counter of a group is that of the scale. The counters of a group fill four lanes.
-constexpr int kCountersAhead = 4, kTurns = kSide / kCountersAhead;
+// A group needs the two counters of its signs and that of its scale, whose place is the third. A fourth lane has nothing to do.
+constexpr int kCountersAhead = 4, kTurns = kSide / kCountersAhead, kPlaceOfScale = 2;
 
 // -- codes -----------------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ __device__ uint32_t rotate_any(float* values, const Quantizer& by, int64_t numbe
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
-                    const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization, 
+                    const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
                     const int64_t* seed_address, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
@@ -167,10 +169,11 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     reinterpret_cast<float*>(&table)[i] = reinterpret_cast<const float*>(&kLevelsOnDevice)[i];
   }
   share_streams(streams, uniform, counts);
-  const Quantizer by = {streams,          table, workspaces[threadIdx.x / kSide], static_cast<uint64_t>(*seed_address),
-                        {streams.fp32_min, is_masked}, whole, packed, ranges};
+  const CopySettings settings = {streams.fp32_min, is_masked};
+  const uint64_t seed = static_cast<uint64_t>(*seed_address);
+  const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    store_seed(by.seed, streams.fp32_min, ranges + uniform.groups * columns(streams.fp32_min));
+    store_seed(seed, streams.fp32_min, ranges + uniform.groups * columns(streams.fp32_min));
   }
 
   int turn = 0;  // the place of the next group's random words; 0: there are none yet
@@ -184,8 +187,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     };
     float values[kSide];
     Remainders found;
-    const bool is_simple = elements().read_simple(values) && remainders_of_full(found, values, by.settings);
-    if (!is_simple) found = remainders_of(values, elements(), by.settings, by.own);
+    const bool is_simple = elements().read_simple(values) && remainders_of_full(found, values, settings);
+    if (!is_simple) found = remainders_of(values, elements(), settings, by.own);
     const bool has_spike = !is_simple && is_spiky(found);
     const bool has_codes = is_simple || (has_values(found.energy, found.mean) && found.energy > 0.0f);
     float inner = 0.0f;
@@ -193,10 +196,10 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll 1
     for (int begin = 0; begin < longest; begin += kRotatedPart) {
       if (is_simple) {
-        if (turn == 0) put_random_ahead<kCountersAhead>(by.own, by.seed, of.number, streams.group_size);
+        if (turn == 0) put_random_ahead<kCountersAhead>(by.own, seed, of.number, streams.group_size);
         const uint32_t* words = by.own.random + 4 * kCountersAhead * turn;
         turn = (turn + 1) % kTurns;
-        rounding = words[4 * 2];
+        rounding = words[4 * kPlaceOfScale];
         rotate(values, by.own, words);
       } else {
         turn = 0;
@@ -252,8 +255,9 @@ void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dt
   const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(quantize_kernel<T>, device, stream, pairs, kLaunchedBlocks, uniform, group_map(uniform, of.counts), of.order, of.counts,
-           static_cast<const T*>(x), normalization, seed, is_masked, whole, reinterpret_cast<uint32_t*>(packed), ranges);
+    launch(quantize_kernel<T>, device, stream, pairs, kLaunchedBlocks, uniform, group_map(uniform, of.counts), of.order,
+           of.counts, static_cast<const T*>(x), normalization, seed, is_masked, whole, reinterpret_cast<uint32_t*>(packed),
+           ranges);
   });
 }
 

@@ -339,7 +339,8 @@ __device__ inline void rotate_back_in_memory(Workspace& own, const uint32_t* wor
 #pragma unroll 1
   for (int rotation = 1; rotation >= 0; --rotation) {
     if (rotation == 1 && !any(twice > 0)) continue;
-    rotate_once_back_in_memory(own, words + 4 * sign_counter(rotation, 0), rotation == 0 ? m : twice, rotation == 0 ? scale : 1.0f);
+    const uint32_t* signs = words + 4 * sign_counter(rotation, 0);
+    rotate_once_back_in_memory(own, signs, rotation == 0 ? m : twice, rotation == 0 ? scale : 1.0f);
     if (rotation == 1) move_in_memory(own, m, twice > 0 ? (m - shift_of(m)) % m : 0);
   }
 }

@@ -692,37 +692,44 @@ struct Cuda {
                 const Buffer& ranges, int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd,
                 int64_t inner) const {
     const Entry entry("quantize", device);
-    refuse_masked(entry, kind);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const int64_t* key = entry.seed("seed", seed);
     const auto [of, copy] = quantized(entry, shape, bits, order, counts, packed, ranges);
     py::gil_scoped_release release;
-    const auto quantize = shape.is_rotated() ? fewbit::cuda::quantize_rotated : fewbit::cuda::quantize;
-    quantize(of, address_of<const void>(x), item_of(dtype), normalization, key, words_at(copy.packed), copy.ranges, device,
-             stream_at(stream));
+    const auto* from = address_of<const void>(x);
+    if (shape.kind == fewbit::CopyKind::uniform) {
+      fewbit::cuda::quantize(of, from, item_of(dtype), normalization, key, words_at(copy.packed), copy.ranges, device,
+                             stream_at(stream));
+    } else {
+      fewbit::cuda::quantize_rotated(of, shape.kind == fewbit::CopyKind::masked, from, item_of(dtype), normalization, key,
+                                     words_at(copy.packed), copy.ranges, device, stream_at(stream));
+    }
   }
 
   void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, int kind, const Buffer& out,
                int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("squares", device);
-    refuse_masked(entry, kind);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, false, kind);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const fewbit::Streams streams = streams_of_squares(shape);
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     py::gil_scoped_release release;
-    const auto squares = shape.is_rotated() ? fewbit::cuda::squares_rotated : fewbit::cuda::squares;
-    squares(streams, address_of<const void>(x), item_of(dtype), normalization, to, device, stream_at(stream));
+    const auto* from = address_of<const void>(x);
+    if (shape.kind == fewbit::CopyKind::uniform) {
+      fewbit::cuda::squares(streams, from, item_of(dtype), normalization, to, device, stream_at(stream));
+    } else {
+      fewbit::cuda::squares_rotated(streams, shape.kind == fewbit::CopyKind::masked, from, item_of(dtype), normalization, to,
+                                    device, stream_at(stream));
+    }
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& order, const Buffer& counts,
                   bool fp32_min, int kind, int64_t samples, int64_t features, int group_size, const Buffer& out,
                   int device, uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner) const {
     const Entry entry("dequantize", device);
-    refuse_masked(entry, kind);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = counts.exists && features < fewbit::kLeastFeatures;
@@ -788,10 +795,6 @@ struct Cuda {
   }
 
  private:
-  static void refuse_masked(const Entry& entry, int kind) {
-    if (kind == 2) entry.wrong("kind", "0 or 1, as masked copies have no CUDA kernels yet", std::to_string(kind));
-  }
-
   // Only the device knows the widths, so the kernel checks that words and groups suffice.
   static std::pair<fewbit::cuda::Quantized, Copy> quantized(const Entry& entry, const QuantizedShape& shape, int bits,
                                                             const Buffer& order, const Buffer& counts,

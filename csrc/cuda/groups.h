@@ -54,10 +54,16 @@ __device__ inline int64_t first_group_of_warp() {
 }
 __device__ inline int64_t groups_apart() { return static_cast<int64_t>(gridDim.x) * (blockDim.x / 32); }
 
-// Returns a / b for numbers that are not negative. A 64-bit division takes about a hundred instructions, a 32-bit one twenty.
+// Return a / b and a % b for numbers that are not negative. A 64-bit division takes about a hundred instructions, a 32-bit one
+// twenty.
 __device__ inline int64_t quotient(int64_t a, int64_t b) {
   if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;
+}
+
+__device__ inline int64_t modulo(int64_t a, int64_t b) {
+  if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) % static_cast<uint32_t>(b);
+  return a % b;
 }
 
 // The places of a group's elements in the tensor.
@@ -98,7 +104,7 @@ class Entries {
  public:
   __device__ Entries(const VectorIndex& index, int64_t element) : count_(index.count) {
     const int64_t number = quotient(element, index.inner), left = index.inner - (element - number * index.inner);
-    entry_ = number - quotient(number, index.count) * index.count;
+    entry_ = modulo(number, index.count);
     inner_ = index.inner < kDrawBlock ? static_cast<unsigned>(index.inner) : kDrawBlock;
     left_ = left < kDrawBlock ? static_cast<unsigned>(left) : kDrawBlock;
   }

@@ -77,12 +77,13 @@ void squares(const Streams& streams, const void* x, int dtype, const Normalizati
 void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
                 int dtype, int device, void* stream);
 
-// Do the same for rotated copies. The ranges have kSeedRows more rows, which Quantized::groups does not count. squares_rotated
-// computes the energy of each group with a float32 mean.
-void quantize_rotated(const Quantized& of, const void* x, int dtype, const Normalization& normalization,
+// Do the same for rotated copies, and for masked ones. The ranges have kSeedRows more rows, which Quantized::groups does not
+// count. squares_rotated computes the energy of each group with a float32 mean, times the share of elements that are not
+// masked. Masked copies are dequantized as rotated ones.
+void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                       const int64_t* seed, int32_t* packed, uint16_t* ranges, int device, void* stream);
-void squares_rotated(const Streams& streams, const void* x, int dtype, const Normalization& normalization, float* out,
-                     int device, void* stream);
+void squares_rotated(const Streams& streams, bool is_masked, const void* x, int dtype, const Normalization& normalization,
+                     float* out, int device, void* stream);
 void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine,
                         void* out, int dtype, int device, void* stream);
 

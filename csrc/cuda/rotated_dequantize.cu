@@ -185,7 +185,7 @@ __device__ void store_row(const float* values, const Affine& affine, T* out, con
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
                       const __grid_constant__ Affine affine, T* out) {
@@ -202,16 +202,16 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
     const Stream& stream = streams.of[of.stream];
-    const int length = of.group.length, longest = larger(length), bits = stream.bits, most_bits = larger(bits);
+    const int length = of.length, longest = larger(length), bits = stream.bits, most_bits = larger(bits);
     const GroupScale found = load_scale(ranges, streams.fp32_min, length > 0 ? of.number : 0);
-    const bool is_once = !any(found.is_twice);
+    const bool have_spikes = any(found.is_twice);
 #pragma unroll 1
     for (int begin = 0; begin < longest; begin += kRotatedPart) {
       const int m = part_length(length, begin);
-      const int64_t first = of.group.first + begin;
+      const int64_t first = of.first + begin;
       const uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
       const Planes planes = read_planes({words, m, lane_of(first), bits}, most_bits);
-      const bool is_simple = is_once && longest == kRotatedPart && all(m == kRotatedPart);
+      const bool is_simple = !have_spikes && longest == kRotatedPart && all(m == kRotatedPart);
       float values[kSide];
       if (is_simple) {
         if (most_bits <= CodeLevels::kFewBits) {
@@ -228,14 +228,12 @@ __global__ void __launch_bounds__(kThreads, 4)
         decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
         put_random_of_part(own, seed, of.number, begin / kRotatedPart, streams.group_size);
         put_column(values, own);
-        if (!is_once) rotate_back_in_memory(own, own.random + 4 * sign_counter(1, 0), found.is_twice ? m : 0, 1.0f);
-        rotate_back_in_memory(own, own.random + 4 * sign_counter(0, 0), m, found.scale);
+        rotate_back_in_memory(own, own.random, m, found.scale, found.is_twice);
         get_row(values, own);
       }
 #pragma unroll
       for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];
-      const GroupPlace place(streams, stream, order, of.group);
-      store_row(values, affine, out, place, begin, m, own);
+      store_row(values, affine, out, place_of(of, streams, order), begin, m, own);
     }
   }
 }
@@ -249,8 +247,9 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
   const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kOneWave, uniform, group_map(uniform, of.counts),
-           of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine, static_cast<T*>(out));
+    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,
+           group_map(uniform, of.counts), of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine,
+           static_cast<T*>(out));
   });
 }
 

@@ -82,18 +82,44 @@ class GroupElements {
   const int length_, longest_;
 };
 
-// What is known of a group's elements minus their mean. The remainders are these numbers times `factor`.
+// What is known of a group's elements minus their mean. The remainders are these numbers times `factor`. In a masked copy, the
+// remainders of elements that are 0 are 0.
 struct Remainders {
+  int count;       // of the elements that the mean is computed from
   float mean;      // as it is stored
   float factor;
   float energy;    // of the remainders
   float greatest;  // the greatest square of a remainder in this lane
 };
 
-// Subtracts the mean from a column of m elements.
-__device__ inline void subtract(float* values, float mean, int m) {
+// The settings of a copy.
+struct CopySettings {
+  bool fp32_min, is_masked;
+};
+
+// Returns the number of elements of a column that are not 0, in all lanes of the group summed up.
+__device__ inline int count_nonzero(const float* values) {
+  int count = 0;
 #pragma unroll
-  for (int j = 0; j < kSide; ++j) values[j] = j * kSide + lane_of_group() < m ? values[j] - mean : 0.0f;
+  for (int j = 0; j < kSide; ++j) count += values[j] != 0.0f;
+#pragma unroll
+  for (int step = kSide / 2; step > 0; step /= 2) {
+    count += static_cast<int>(__shfl_xor_sync(kAllLanes, static_cast<uint32_t>(count), step));
+  }
+  return count;
+}
+
+__device__ inline float mean_of(float sum, int count, bool fp32_min) {
+  return count > 0 ? group_mean(sum, count, fp32_min) : 0.0f;
+}
+
+// Subtracts the mean from a column of m elements.
+__device__ inline void subtract(float* values, float mean, int m, bool is_masked) {
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) {
+    const bool exists = j * kSide + lane_of_group() < m && !(is_masked && values[j] == 0.0f);
+    values[j] = exists ? values[j] - mean : 0.0f;
+  }
 }
 
 __device__ inline void multiply(float* values, float factor) {
@@ -104,22 +130,26 @@ __device__ inline void multiply(float* values, float factor) {
 // Reads a column of remainders.
 template <class T>
 __device__ void read_remainders(float* values, const GroupElements<T>& elements, const Remainders& by, int begin,
-                                Workspace& own) {
+                                bool is_masked, Workspace& own) {
   elements.read(values, begin, own);
-  subtract(values, by.mean, part_length(elements.length(), begin));
+  subtract(values, by.mean, part_length(elements.length(), begin), is_masked);
   multiply(values, by.factor);
 }
 
+// Computes `count` and `mean`.
 template <class T>
-__device__ float sum_of(float* values, const GroupElements<T>& elements, Workspace& own) {
+__device__ void add_elements(Remainders& to, float* values, const GroupElements<T>& elements, const CopySettings& settings,
+                             Workspace& own) {
   float sum = 0.0f;
+  to.count = settings.is_masked ? 0 : elements.length();
 #pragma unroll 1
   for (int begin = 0; begin < elements.longest(); begin += kRotatedPart) {
     elements.read(values, begin, own);
     const float part = sum_of_part(values);
     if (begin < elements.length()) sum = begin == 0 ? part : sum + part;
+    if (settings.is_masked) to.count += count_nonzero(values);
   }
-  return sum;
+  to.mean = mean_of(sum, to.count, settings.fp32_min);
 }
 
 // Adds the squares of a part's remainders.
@@ -135,27 +165,36 @@ __device__ inline void add_squares(Remainders& to, const float* values, int begi
 }
 
 // Computes the remainders of 256 elements. Afterwards `values` is a column of them. It returns false if one of the warp's two
-// groups needs a factor, or a second rotation, or has no values, all of which is rare.
-__device__ inline bool remainders_of_full(Remainders& found, float* values, bool fp32_min) {
-  found = {group_mean(sum_of_part(values), kRotatedPart, fp32_min), 1.0f, 0.0f, 0.0f};
+// groups needs a factor, or has a spike, or has no values, all of which is rare.
+__device__ inline bool remainders_of_full(Remainders& found, float* values, const CopySettings& settings) {
+  found = {kRotatedPart, 0.0f, 1.0f, 0.0f, 0.0f};
+  const float sum = sum_of_part(values);
+  if (settings.is_masked) {
+    found.count = count_nonzero(values);
+    found.mean = mean_of(sum, found.count, settings.fp32_min);
+    subtract(values, found.mean, kRotatedPart, true);
+  } else {
+    found.mean = group_mean(sum, kRotatedPart, settings.fp32_min);
 #pragma unroll
-  for (int j = 0; j < kSide; ++j) values[j] -= found.mean;
+    for (int j = 0; j < kSide; ++j) values[j] -= found.mean;
+  }
   add_squares(found, values, 0, kRotatedPart);
   return all(rescue_factor(found.energy) == 1.0f && !(found.greatest * 8.0f > found.energy));
 }
 
 // Computes the remainders of any group. Afterwards `values` is a column of them, unless groups are long.
 template <class T>
-__device__ Remainders remainders_of(float* values, const GroupElements<T>& elements, bool fp32_min, Workspace& own) {
-  Remainders found = {0.0f, 1.0f, 0.0f, 0.0f};
-  found.mean = group_mean(sum_of(values, elements, own), elements.length(), fp32_min);
-  if (!elements.is_long()) subtract(values, found.mean, elements.length());
+__device__ Remainders remainders_of(float* values, const GroupElements<T>& elements, const CopySettings& settings,
+                                    Workspace& own) {
+  Remainders found = {0, 0.0f, 1.0f, 0.0f, 0.0f};
+  add_elements(found, values, elements, settings, own);
+  if (!elements.is_long()) subtract(values, found.mean, elements.length(), settings.is_masked);
 #pragma unroll 1
   for (bool is_again = false;; is_again = true) {
     found.energy = found.greatest = 0.0f;
 #pragma unroll 1
     for (int begin = 0; begin < elements.longest(); begin += kRotatedPart) {
-      if (elements.is_long()) read_remainders(values, elements, found, begin, own);
+      if (elements.is_long()) read_remainders(values, elements, found, begin, settings.is_masked, own);
       add_squares(found, values, begin, elements.length());
     }
     const float factor = rescue_factor(found.energy);
@@ -167,6 +206,6 @@ __device__ Remainders remainders_of(float* values, const GroupElements<T>& eleme
 
 // Returns true if one element has more than an eighth of the group's energy. It compares squares, whose order is that of the
 // magnitudes.
-__device__ inline bool is_rotated_twice(const Remainders& of) { return any_of_group(of.greatest * 8.0f > of.energy); }
+__device__ inline bool is_spiky(const Remainders& of) { return any_of_group(of.greatest * 8.0f > of.energy); }
 
 }  // namespace fewbit::cuda

@@ -1,4 +1,6 @@
-// The quantizer of rotated copies, and the energies of groups: two groups a warp, 256 elements of each at a time.
+// The quantizer of rotated and masked copies, and the energies of groups: two groups a warp, 256 elements of each at a time.
+
+#include <algorithm>
 
 #include "common/normal_levels.h"
 #include "common/rotate.h"
@@ -15,8 +17,8 @@ namespace {
 // Lanes look up levels by codes of their own, for which constant memory would be slow.
 __device__ const NormalLevels kLevelsOnDevice = kNormalLevels;
 
-// The third counter of a group is that of the scale. The counters of a group fill four lanes.
-constexpr int kCountersAhead = 4, kTurns = kSide / kCountersAhead;
+// A group needs the two counters of its signs and that of its scale, whose place is the third. A fourth lane has nothing to do.
+constexpr int kCountersAhead = 4, kTurns = kSide / kCountersAhead, kPlaceOfScale = 2;
 
 // -- codes -----------------------------------------------------------------------------------------------
 
@@ -112,7 +114,7 @@ struct Quantizer {
   const NormalLevels& table;
   Workspace& own;
   uint64_t seed;
-  bool fp32_min;
+  CopySettings settings;
   bool whole;  // no block of elements belongs to two groups
   uint32_t* packed;
   uint16_t* ranges;
@@ -121,11 +123,11 @@ struct Quantizer {
   __device__ float encode(float* y, const LocatedGroup& of, int begin, const Remainders& found, bool has_codes) const {
     const Stream& stream = streams.of[of.stream];
     const int bits = stream.bits, most_bits = larger(bits);
-    const float rms = root_mean_square(found.energy, of.group.length);
+    const float rms = root_mean_square(found.energy, of.length);
     const Planes planes = most_bits <= 2 ? encode_few(y, bits, rms) : encode_many(y, bits, most_bits, rms, own, table);
-    const int64_t first = of.group.first + begin;
+    const int64_t first = of.first + begin;
     uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
-    store_planes(planes, {words, part_length(of.group.length, begin), lane_of(first), bits}, most_bits, whole, has_codes);
+    store_planes(planes, {words, part_length(of.length, begin), lane_of(first), bits}, most_bits, whole, has_codes);
     put_row(y, own);
     get_column(y, own);
     return sum_of_part(y);
@@ -133,22 +135,21 @@ struct Quantizer {
 
   // Writes mean and scale.
   __device__ void store(const LocatedGroup& of, const Remainders& found, float inner, uint32_t rounding,
-                        bool is_twice) const {
-    if (lane_of_group() > 0 || of.group.length == 0) return;
-    if (!has_values(found.energy, found.mean)) return store_no_scale(fp32_min, of.number, ranges);
-    const uint16_t scale = stored_scale(found.energy, inner, found.factor, rounding, is_twice);
-    store_scale(found.mean, scale, fp32_min, of.number, ranges);
+                        bool has_spike) const {
+    if (lane_of_group() > 0 || of.length == 0) return;
+    if (!has_values(found.energy, found.mean)) return store_no_scale(settings.fp32_min, of.number, ranges);
+    const uint16_t scale = stored_scale(found.energy, inner, found.factor, rounding, has_spike);
+    store_scale(found.mean, scale, settings.fp32_min, of.number, ranges);
   }
 };
 
 // Rotates a part of any group: a column becomes a row. Returns the word by which the group's scale is rounded, for its first
 // part.
-__device__ uint32_t rotate_any(float* values, const Quantizer& by, int64_t number, int part, int m, bool is_twice) {
+__device__ uint32_t rotate_any(float* values, const Quantizer& by, int64_t number, int part, int m, bool has_spike) {
   Workspace& own = by.own;
   put_random_of_part(own, by.seed, number, part, by.streams.group_size);
   put_column(values, own);
-  rotate_in_memory(own, own.random + 4 * sign_counter(0, 0), m);
-  if (any(is_twice)) rotate_in_memory(own, own.random + 4 * sign_counter(1, 0), is_twice ? m : 0);
+  rotate_in_memory(own, own.random, m, has_spike);
   get_row(values, own);
   return own.random[4 * kRoundingCounter];
 }
@@ -156,10 +157,10 @@ __device__ uint32_t rotate_any(float* values, const Quantizer& by, int64_t numbe
 // -- kernels ---------------------------------------------------------------------------------------------
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
-                    const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization, 
-                    const int64_t* seed_address, bool whole, uint32_t* packed, uint16_t* ranges) {
+                    const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
+                    const int64_t* seed_address, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
   __shared__ Workspace workspaces[kGroupsOfBlock];
@@ -168,73 +169,75 @@ __global__ void __launch_bounds__(kThreads, 3)
     reinterpret_cast<float*>(&table)[i] = reinterpret_cast<const float*>(&kLevelsOnDevice)[i];
   }
   share_streams(streams, uniform, counts);
-  const Quantizer by = {streams,          table, workspaces[threadIdx.x / kSide], static_cast<uint64_t>(*seed_address),
-                        streams.fp32_min, whole, packed,                          ranges};
+  const CopySettings settings = {streams.fp32_min, is_masked};
+  const uint64_t seed = static_cast<uint64_t>(*seed_address);
+  const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    store_seed(by.seed, by.fp32_min, ranges + uniform.groups * columns(by.fp32_min));
+    store_seed(seed, streams.fp32_min, ranges + uniform.groups * columns(streams.fp32_min));
   }
 
   int turn = 0;  // the place of the next group's random words; 0: there are none yet
 #pragma unroll 1
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
-    const int length = of.group.length, longest = larger(length);
+    const int length = of.length, longest = larger(length);
     // Made again where it is needed, which takes fewer registers.
     const auto elements = [&] {
-      return GroupElements<T>(x, normalization, GroupPlace(streams, streams.of[of.stream], order, of.group), length, longest);
+      return GroupElements<T>(x, normalization, place_of(of, streams, order), length, longest);
     };
     float values[kSide];
     Remainders found;
-    const bool is_simple = elements().read_simple(values) && remainders_of_full(found, values, by.fp32_min);
-    if (!is_simple) found = remainders_of(values, elements(), by.fp32_min, by.own);
-    const bool is_twice = !is_simple && is_rotated_twice(found);
+    const bool is_simple = elements().read_simple(values) && remainders_of_full(found, values, settings);
+    if (!is_simple) found = remainders_of(values, elements(), settings, by.own);
+    const bool has_spike = !is_simple && is_spiky(found);
     const bool has_codes = is_simple || (has_values(found.energy, found.mean) && found.energy > 0.0f);
     float inner = 0.0f;
     uint32_t rounding = 0;
 #pragma unroll 1
     for (int begin = 0; begin < longest; begin += kRotatedPart) {
       if (is_simple) {
-        if (turn == 0) put_random_ahead<kCountersAhead>(by.own, by.seed, of.number, streams.group_size);
+        if (turn == 0) put_random_ahead<kCountersAhead>(by.own, seed, of.number, streams.group_size);
         const uint32_t* words = by.own.random + 4 * kCountersAhead * turn;
         turn = (turn + 1) % kTurns;
-        rounding = words[4 * 2];
+        rounding = words[4 * kPlaceOfScale];
         rotate(values, by.own, words);
       } else {
         turn = 0;
-        if (longest > kRotatedPart) read_remainders(values, elements(), found, begin, by.own);
+        if (longest > kRotatedPart) read_remainders(values, elements(), found, begin, is_masked, by.own);
         const int m = part_length(length, begin);
-        const uint32_t word = rotate_any(values, by, of.number, begin / kRotatedPart, m, is_twice);
+        const uint32_t word = rotate_any(values, by, of.number, begin / kRotatedPart, m, has_spike);
         if (begin == 0) rounding = word;
       }
       const float part = by.encode(values, of, begin, found, has_codes);
       if (begin < length) inner = begin == 0 ? part : inner + part;
     }
-    by.store(of, found, inner, rounding, is_twice);
+    by.store(of, found, inner, rounding, has_spike);
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     squares_kernel(const __grid_constant__ Streams streams, const __grid_constant__ GroupMap map, const T* x,
-                   const __grid_constant__ Normalization normalization, float* out) {
+                   const __grid_constant__ Normalization normalization, bool is_masked, float* out) {
   __shared__ Workspace workspaces[kGroupsOfBlock];
 #pragma unroll 1
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
-    const GroupPlace place(streams, streams.of[0], nullptr, of.group);
-    const GroupElements<T> elements(x, normalization, place, of.group.length, larger(of.group.length));
+    const GroupPlace place = place_of(of, streams, nullptr);
+    const GroupElements<T> elements(x, normalization, place, of.length, larger(of.length));
     float values[kSide];
-    const Remainders found = remainders_of(values, elements, true, workspaces[threadIdx.x / kSide]);
-    const float back = inverse_rescue(found.factor), nan = float_of(0x7FC00000u);
-    if (lane_of_group() == 0 && of.group.length > 0) {
-      out[of.number] = has_values(found.energy, found.mean) ? found.energy * back * back : nan;
-    }
+    const Remainders found = remainders_of(values, elements, {true, is_masked}, workspaces[threadIdx.x / kSide]);
+    if (lane_of_group() > 0 || of.length == 0) continue;
+    const float back = inverse_rescue(found.factor);
+    float energy = found.energy * back * back;
+    if (is_masked) energy = energy * static_cast<float>(found.count) / static_cast<float>(of.length);
+    out[of.number] = has_values(found.energy, found.mean) ? energy : float_of(0x7FC00000u);
   }
 }
 
 }  // namespace
 
-void quantize_rotated(const Quantized& of, const void* x, int dtype, const Normalization& normalization,
+void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                       const int64_t* seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
   const DeviceScope scope(device);
   const auto on = static_cast<cudaStream_t>(stream);
@@ -252,19 +255,20 @@ void quantize_rotated(const Quantized& of, const void* x, int dtype, const Norma
   const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(quantize_kernel<T>, device, stream, pairs, kOneWave, uniform, group_map(uniform, of.counts), of.order, of.counts,
-           static_cast<const T*>(x), normalization, seed, whole, reinterpret_cast<uint32_t*>(packed), ranges);
+    launch(quantize_kernel<T>, device, stream, pairs, kLaunchedBlocks, uniform, group_map(uniform, of.counts), of.order,
+           of.counts, static_cast<const T*>(x), normalization, seed, is_masked, whole, reinterpret_cast<uint32_t*>(packed),
+           ranges);
   });
 }
 
-void squares_rotated(const Streams& streams, const void* x, int dtype, const Normalization& normalization, float* out,
-                     int device, void* stream) {
+void squares_rotated(const Streams& streams, bool is_masked, const void* x, int dtype, const Normalization& normalization,
+                     float* out, int device, void* stream) {
   if (streams.groups <= 0) return;
   const DeviceScope scope(device);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(squares_kernel<T>, device, stream, pair_count(streams.groups), kOneWave, streams, group_map(streams, false),
-           static_cast<const T*>(x), normalization, out);
+    launch(squares_kernel<T>, device, stream, pair_count(streams.groups), kLaunchedBlocks, streams, group_map(streams, false),
+           static_cast<const T*>(x), normalization, is_masked, out);
   });
 }
 

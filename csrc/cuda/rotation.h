@@ -29,6 +29,10 @@ constexpr int kSide = 16;  // rows and columns of a part, and lanes that work on
 constexpr int kGroupsOfBlock = kThreads / kSide;
 static_assert(kSide * kSide == kRotatedPart);
 
+// The blocks that fit on a multiprocessor with 80 registers a thread, and the blocks that are launched for each: two full waves,
+// or three on a device whose shared memory has room for two blocks.
+constexpr int kResidentBlocks = 3, kLaunchedBlocks = 6;
+
 // The shared memory of the lanes that work on one group.
 struct alignas(16) Workspace {
   // Rows are padded. Otherwise lanes that read 16 bytes of different rows would meet in the same banks.
@@ -76,28 +80,35 @@ inline GroupMap group_map(const Streams& uniform, bool is_mixed) {
 // A group as its lanes see it.
 struct LocatedGroup {
   int64_t number;
+  int64_t first;  // the group's first element in the stream
   int stream;
-  Group group;  // of length 0 if the number is beyond the last group
+  int length;     // 0 if the number is beyond the last group
 };
-
-// Returns the group that begins with element `first` and does not extend beyond `end`.
-__device__ inline Group cut_group(int64_t first, int64_t end, int64_t sample, int group_size) {
-  return {first, sample, end - first < group_size ? static_cast<int>(end - first) : group_size};
-}
 
 // Finds the groups 2 p and 2 p + 1 of a pair p.
 __device__ inline LocatedGroup locate(const Streams& streams, const GroupMap& map, int64_t pair) {
   const int64_t number = 2 * pair + threadIdx.x / kSide % 2;
   const int size = streams.group_size;
-  if (number >= streams.groups) return {number, 0, {0, 0, 0}};
-  if (map.is_flat) return {number, 0, cut_group(number * size, map.end, 0, size)};
-  const Stream& stream = stream_of(streams, number);
-  const int in = static_cast<int>(&stream - streams.of);
-  const int64_t index = number - stream.first_group;
-  if (map.per_sample == 0) return {number, in, cut_group(index * size, elements(streams, stream), 0, size)};
-  const int64_t sample = quotient(index, map.per_sample), begin = sample * streams.features;
-  const int64_t first = begin + (index - sample * map.per_sample) * size;
-  return {number, in, cut_group(first, begin + streams.features, sample, size)};
+  if (number >= streams.groups) return {number, 0, 0, 0};
+  int64_t first = number * size, end = map.end;
+  int in = 0;
+  if (!map.is_flat) {
+    const Stream& stream = stream_of(streams, number);
+    in = static_cast<int>(&stream - streams.of);
+    const int64_t index = number - stream.first_group;
+    first = index * size, end = elements(streams, stream);
+    if (map.per_sample > 0) {
+      const int64_t sample = quotient(index, map.per_sample), begin = sample * streams.features;
+      first = begin + (index - sample * map.per_sample) * size, end = begin + streams.features;
+    }
+  }
+  return {number, first, in, end - first < size ? static_cast<int>(end - first) : size};
+}
+
+// Returns the place of a group's elements. The sample is computed where it is needed, which takes fewer registers.
+__device__ inline GroupPlace place_of(const LocatedGroup& of, const Streams& streams, const int64_t* order) {
+  const int64_t sample = order && by_sample(streams) ? quotient(of.first, streams.features) : 0;
+  return GroupPlace(streams, streams.of[of.stream], order, {of.first, sample, of.length});
 }
 
 inline int64_t pair_count(int64_t groups) { return groups / 2 + groups % 2; }
@@ -281,24 +292,57 @@ __device__ inline void multiply_in_memory(Workspace& own, const uint32_t* words,
   __syncwarp();
 }
 
-// Rotates a part of m elements. words: of the rotation, the signs of its first transform before those of its second one.
-__device__ inline void rotate_in_memory(Workspace& own, const uint32_t* words, int m) {
+// Moves the numbers of a part of m elements: number i becomes the former number (i + by) mod m.
+__device__ inline void move_in_memory(Workspace& own, int m, int by) {
+  float moved[kSide];
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) {
+    const int i = j * kSide + lane_of_group(), from = i + by < m ? i + by : i + by - m;
+    moved[j] = i < m ? own.at(from) : 0.0f;
+  }
+  put_column(moved, own);
+}
+
+// Does one rotation of a part of m elements. signs: those of the first transform before those of the second one.
+__device__ inline void rotate_once_in_memory(Workspace& own, const uint32_t* signs, int m) {
   const int size = transform_size(m), last = size < m ? size : 0;
   const float root = inverse_root(size);
-  multiply_in_memory(own, words, 0, m, size, root, 1.0f);
+  multiply_in_memory(own, signs, 0, m, size, root, 1.0f);
   transform_in_memory(own, 0, size);
-  multiply_in_memory(own, words + 8, m - last, m, m, root, root);
+  multiply_in_memory(own, signs + 8, m - last, m, m, root, root);
   transform_in_memory(own, m - last, last);
 }
 
-// Undoes a rotation, and multiplies by `scale`.
-__device__ inline void rotate_back_in_memory(Workspace& own, const uint32_t* words, int m, float scale) {
+// Undoes one rotation, and multiplies by `scale`.
+__device__ inline void rotate_once_back_in_memory(Workspace& own, const uint32_t* signs, int m, float scale) {
   const int size = transform_size(m), last = size < m ? size : 0;
   const float root = inverse_root(size);
   transform_in_memory(own, m - last, last);
-  multiply_in_memory(own, words + 8, m - last, m, m, root, root);
+  multiply_in_memory(own, signs + 8, m - last, m, m, root, root);
   transform_in_memory(own, 0, size);
-  multiply_in_memory(own, words, 0, m, size, scale * root, scale);
+  multiply_in_memory(own, signs, 0, m, size, scale * root, scale);
+}
+
+// Rotates a part of m elements, and undoes it. words: those of the part. has_spike: one element has more than an eighth of the
+// group's energy.
+__device__ inline void rotate_in_memory(Workspace& own, const uint32_t* words, int m, bool has_spike) {
+  const int twice = rotates_twice(m, has_spike) ? m : 0;
+#pragma unroll 1
+  for (int rotation = 0; rotation < 2; ++rotation) {
+    if (rotation == 1 && !any(twice > 0)) break;
+    if (rotation == 1) move_in_memory(own, m, twice > 0 ? shift_of(m) : 0);
+    rotate_once_in_memory(own, words + 4 * sign_counter(rotation, 0), rotation == 0 ? m : twice);
+  }
+}
+__device__ inline void rotate_back_in_memory(Workspace& own, const uint32_t* words, int m, float scale, bool has_spike) {
+  const int twice = rotates_twice(m, has_spike) ? m : 0;
+#pragma unroll 1
+  for (int rotation = 1; rotation >= 0; --rotation) {
+    if (rotation == 1 && !any(twice > 0)) continue;
+    const uint32_t* signs = words + 4 * sign_counter(rotation, 0);
+    rotate_once_back_in_memory(own, signs, rotation == 0 ? m : twice, rotation == 0 ? scale : 1.0f);
+    if (rotation == 1) move_in_memory(own, m, twice > 0 ? (m - shift_of(m)) % m : 0);
+  }
 }
 
 // -- bit-planes ------------------------------------------------------------------------------------------

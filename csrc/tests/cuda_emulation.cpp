@@ -105,30 +105,34 @@ const char* emulated_forward(int function, double p0, double p1, const void* tab
 }
 
 const char* emulated_quantize(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int bits,
-                              const int64_t* order, const int64_t* counts, int fp32_min, int is_rotated,
+                              const int64_t* order, const int64_t* counts, int fp32_min, int kind,
                               const int64_t* seed, int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups,
                               const float* mean, const float* rstd, int64_t entries, int64_t inner) {
   const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, order, counts, words, groups};
   const fewbit::Normalization by{mean, rstd, {entries, inner}};
-  const auto quantize = is_rotated ? fewbit::cuda::quantize_rotated : fewbit::cuda::quantize;
-  return guarded([&] { quantize(of, x, dtype, by, seed, packed, ranges, 1, nullptr); });
+  return guarded([&] {
+    if (kind == 0) return fewbit::cuda::quantize(of, x, dtype, by, seed, packed, ranges, 1, nullptr);
+    fewbit::cuda::quantize_rotated(of, kind == 2, x, dtype, by, seed, packed, ranges, 1, nullptr);
+  });
 }
 
-const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int is_rotated,
+const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int kind,
                              float* out, const float* mean, const float* rstd, int64_t entries, int64_t inner) {
   const fewbit::Streams streams = fewbit::one_stream(samples, features, group_size, false, 1);
   const fewbit::Normalization by{mean, rstd, {entries, inner}};
-  const auto squares = is_rotated ? fewbit::cuda::squares_rotated : fewbit::cuda::squares;
-  return guarded([&] { squares(streams, x, dtype, by, out, 1, nullptr); });
+  return guarded([&] {
+    if (kind == 0) return fewbit::cuda::squares(streams, x, dtype, by, out, 1, nullptr);
+    fewbit::cuda::squares_rotated(streams, kind == 2, x, dtype, by, out, 1, nullptr);
+  });
 }
 
 const char* emulated_dequantize(const int32_t* packed, int64_t words, const uint16_t* ranges, int64_t groups, int bits,
-                                const int64_t* order, const int64_t* counts, int fp32_min, int is_rotated,
+                                const int64_t* order, const int64_t* counts, int fp32_min, int kind,
                                 int64_t samples, int64_t features, int group_size, void* out, int dtype,
                                 const float* scale, const float* shift, int64_t entries, int64_t inner) {
   const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, order, counts, words, groups};
   const fewbit::Affine by{scale, shift, {entries, inner}};
-  const auto dequantize = is_rotated ? fewbit::cuda::dequantize_rotated : fewbit::cuda::dequantize;
+  const auto dequantize = kind ? fewbit::cuda::dequantize_rotated : fewbit::cuda::dequantize;
   return guarded([&] { dequantize(of, packed, ranges, by, out, dtype, 1, nullptr); });
 }
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fewbit import functions
-from fewbit.config import ROTATED, UNIFORM
+from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.encoding import Draw, Encoding, packed_words
@@ -30,6 +30,7 @@ except ImportError:
 CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which((sysconfig.get_config_var("CXX") or "c++").split()[0])
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # by number
+KINDS = (UNIFORM, ROTATED, MASKED)  # by number
 FUSED = DTYPES[0], DTYPES[2], DTYPES[3]
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 GUARD = 64  # bytes on both sides of an array that must not change
@@ -182,7 +183,7 @@ class Emulation:
             bits,
             *streams,
             int(fp32_min),
-            int(kind == ROTATED),
+            KINDS.index(kind),
             seed,
             packed.data,
             _long(words),
@@ -203,7 +204,7 @@ class Emulation:
             _long(samples),
             _long(features),
             group_size,
-            int(kind == ROTATED),
+            KINDS.index(kind),
             out.data,
             *_vectors(normalize),
         )
@@ -233,7 +234,7 @@ class Emulation:
             bits,
             *streams,
             int(ranges.shape[1] == 3),
-            int(kind == ROTATED),
+            KINDS.index(kind),
             _long(shape[0]),
             _long(shape[1]),
             group_size,
@@ -579,12 +580,14 @@ QUANTIZED = [
 ]
 
 
-kinds = pytest.mark.parametrize("kind", (UNIFORM, ROTATED))
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def compare_quantizer(
     cuda, x, bits, group_size, fp32_min, widths=None, words=None, offset=0, kind=UNIFORM
 ):
+    if kind == MASKED:  # about half of the elements are 0
+        x = x.clamp(min=0)
     seed = torch.tensor([-(2**62) + bits])
     arguments = seed, bits, group_size, fp32_min, widths, words
     packed, ranges = cuda.quantize(x, *arguments, offset=offset, kind=kind)
@@ -621,6 +624,52 @@ def test_quantizer_of_several_widths(cuda, dtype, kind):
         widths = torch.from_numpy(rng.integers(1, 9, shape[0], np.uint8))
         words = groups.mixed_words(widths.tolist(), shape[1]) + i % 4
         compare_quantizer(cuda, x, 1, group_size, i % 2 == 0, widths, words, i % 3, kind)
+
+
+rotated_kinds = pytest.mark.parametrize("kind", KINDS[1:])
+
+
+@rotated_kinds
+@pytest.mark.parametrize("group_size", (32, 96, 256, 288, 1024))
+def test_rotated_groups_of_every_length(cuda, group_size, kind):
+    """Parts of 1 to 256 elements, in groups of up to three parts, with all dtypes and bits in turn."""
+    rng = np.random.default_rng(group_size)
+    for features in range(64, 601, 1 if group_size == 256 else 5):
+        dtype, bits = DTYPES[features % 4], 1 + features // 4 % 8
+        x = torch.from_numpy(rng.normal(1, 2, (2 + features % 2, features))).to(dtype)
+        compare_quantizer(cuda, x, bits, group_size, features % 3 == 0, kind=kind)
+    for n in range(64):
+        x = torch.from_numpy(rng.standard_cauchy((n % 9, n))).float()
+        compare_quantizer(cuda, x, 1 + n % 8, group_size, n % 2 == 0, kind=kind)
+
+
+def unusual_groups(length):
+    """Rows that are rare: constant, with one element or two, near the ends of float32, and not finite."""
+    x = torch.from_numpy(np.random.default_rng(length).normal(0, 1, (14, length))).float()
+    x[0], x[1], x[2] = 0.0, -3.0, 1e-40
+    x[3], x[3, length // 3] = 0.0, 5.0
+    x[4], x[4, 0], x[4, -1] = 0.0, -1.0, 1.0
+    x[5, length // 2] = 100.0
+    x[6] *= 1e37
+    x[7] *= 1e19
+    x[8] *= 1e-25
+    x[9] *= 1e-40
+    x[10, 7], x[11, 3], x[12, length - 1] = torch.nan, torch.inf, -torch.inf
+    x[13, :2] = torch.tensor([3.4e38, -3.4e38])
+    return x
+
+
+@rotated_kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", (64, 100, 256, 300, 512, 1000))
+def test_unusual_rotated_groups(cuda, length, dtype, kind):
+    rows = unusual_groups(length)
+    for bits in range(1, 9):
+        # An odd and an even number of normal groups before: the two groups of a warp differ.
+        normal = torch.ones(bits % 3, length).cumsum(1).sin()
+        x = torch.cat([normal, rows]).to(dtype)
+        for group_size in (256, 1024)[: 1 + (length > 256)]:
+            compare_quantizer(cuda, x, bits, group_size, bits % 2 == 0, kind=kind)
 
 
 @kinds
@@ -712,7 +761,7 @@ def squares_of_cpu(isa, x, group_size, normalize=None):
     """The same of the CPU's kernels."""
     samples, features = x.shape
     out = torch.empty(groups.group_count(samples, features, group_size))
-    place = native._buffer(x), samples, features, group_size, False, native._buffer(out)
+    place = native._buffer(x), samples, features, group_size, 0, native._buffer(out)
     _kernels.Cpu(isa).squares(*place, 1, *native._vectors(normalize, x.numel()))
     return out
 
@@ -723,6 +772,28 @@ def compare_squares(cuda, x, group_size, normalize=None, offset=0):
     for isa in _kernels.cpu_isas() if _kernels else ():
         same(found, squares_of_cpu(isa, x, group_size, normalize))
     return found
+
+
+def compare_rotated_squares(cuda, x, group_size, normalize=None, kind=ROTATED):
+    samples, features = x.shape
+    found = cuda.squares(x, group_size, normalize, kind=kind).view(samples, -1)
+    same(found.sum(1), reference.squares(x, group_size, normalize, kind))
+
+
+@rotated_kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squares_of_rotated_groups(cuda, dtype, kind):
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for shape, group_size in SQUARED:
+        if not shape[0]:
+            continue
+        x = torch.from_numpy(rng.normal(3, 2, shape)).to(dtype)
+        x[rng.random(shape) < 0.3] = 0
+        compare_rotated_squares(cuda, x, group_size, kind=kind)
+        vectors = (torch.from_numpy(rng.normal(1, 1, shape[1])).float() for _ in range(2))
+        compare_rotated_squares(cuda, x, group_size, (*vectors, 1), kind)
+    for length in (64, 256, 600):
+        compare_rotated_squares(cuda, unusual_groups(length).to(dtype), 256, kind=kind)
 
 
 SQUARED = [(shape, size) for shape, size in QUANTIZED if shape[1] >= groups.LEAST_FEATURES]

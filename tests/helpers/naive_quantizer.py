@@ -4,6 +4,7 @@ Rows are (N, D) float32; float64 rows are rounded here, 16-bit rows must be wide
 """
 
 from fractions import Fraction
+from functools import partial
 
 import naive_rotated
 import numpy as np
@@ -52,7 +53,7 @@ def mapped(values, scale, shift, inner):
 
 
 def quantize(rows, seed, widths, group_size, fp32_min, kind="uniform"):
-    """Return (packed, ranges): uint32 words and (groups, 2 or 3) uint16, with two more rows in a rotated copy."""
+    """Return (packed, ranges): uint32 words and (groups, 2 or 3) uint16, with two more rows unless uniform."""
     group = GROUP_OF[kind]
     rows = np.asarray(rows)
     with np.errstate(over="ignore", under="ignore"):
@@ -70,14 +71,14 @@ def quantize(rows, seed, widths, group_size, fp32_min, kind="uniform"):
         packed.append(_planes(codes, bits))
     empty = [np.zeros(0, np.uint32)], [np.zeros((0, 3 if fp32_min else 2), np.uint16)]
     ranges = [np.array(ranges, np.uint16)] if ranges else []
-    if kind == "rotated":
+    if kind != "uniform":
         ranges.append(naive_rotated.seed_rows(seed, 3 if fp32_min else 2))
     return np.concatenate(empty[0] + packed), np.concatenate(empty[1] + ranges)
 
 
 def dequantize(packed, ranges, shape, widths, group_size, kind="uniform"):
-    """Return the values, (N, D) float32."""
-    seed = naive_rotated.seed_of(ranges[-2:]) if kind == "rotated" else None
+    """Return the values, (N, D) float32. Those of a masked copy have no zeros yet."""
+    seed = naive_rotated.seed_of(ranges[-2:]) if kind != "uniform" else None
     out, number = np.zeros(shape, np.float32), 0
     for bits, chosen, cuts in streams(shape, widths, group_size):
         n = len(chosen) * shape[1]
@@ -86,7 +87,7 @@ def dequantize(packed, ranges, shape, widths, group_size, kind="uniform"):
         values = np.zeros(n, np.float32)
         for first, end in cuts:
             limits, place = _limits(ranges[number]), (seed, number, bits, group_size)
-            if kind == "rotated":
+            if kind != "uniform":
                 values[first:end] = naive_rotated.dequantize_group(
                     codes[first:end], *limits, *place
                 )
@@ -124,15 +125,21 @@ def _group(x, seed, number, bits, group_size, fp32_min):
     return codes, _row(minimum, extent, fp32_min)
 
 
-def _rotated_group(x, seed, number, bits, group_size, fp32_min):
-    """Return the codes of a group of a rotated copy, and its row of the ranges."""
-    codes, mean, scale = naive_rotated.quantize_group(x, seed, number, bits, group_size, fp32_min)
+def _rotated_group(x, seed, number, bits, group_size, fp32_min, is_masked=False):
+    """Return the codes of a group of a rotated or masked copy, and its row of the ranges."""
+    codes, mean, scale = naive_rotated.quantize_group(
+        x, seed, number, bits, group_size, fp32_min, is_masked
+    )
     if np.isnan(scale):
         return codes, [NAN16, NAN16, 0][: 3 if fp32_min else 2]
     return codes, _row(mean, scale, fp32_min)
 
 
-GROUP_OF = {"uniform": _group, "rotated": _rotated_group}
+GROUP_OF = {
+    "uniform": _group,
+    "rotated": _rotated_group,
+    "masked": partial(_rotated_group, is_masked=True),
+}
 
 
 def _row(first, second, fp32_min):

@@ -1,4 +1,4 @@
-"""One group of a rotated copy in NumPy float32, as docs/quantizer.md defines it: an oracle for the backends.
+"""One group of a rotated or masked copy in NumPy float32, as docs/quantizer.md defines it: an oracle for the backends.
 
 `naive_quantizer` cuts tensors into groups and calls this module. bfloat16 numbers are uint16.
 """
@@ -16,17 +16,22 @@ GREATEST = np.array(0x7F7F0000, np.uint32).view(np.float32)[()]  # of the bfloat
 SPREAD = 8  # beyond the sum of squares divided by this, one square calls for a second rotation
 
 
-def quantize_group(x, seed, number, bits, group_size, fp32_min):
-    """Return the codes of a group, (mean, scale) as float32 with the bits that are stored, and (NaN, NaN) if not finite."""
+def quantize_group(x, seed, number, bits, group_size, fp32_min, is_masked=False):
+    """Return the codes of a group, (mean, scale) as float32 with the bits that are stored, and (NaN, NaN) if not finite.
+
+    If `is_masked`, elements that are 0 are left out.
+    """
     with np.errstate(all="ignore"):
-        return _quantize_group(x, seed, number, bits, group_size, fp32_min)
+        return _quantize_group(x, seed, number, bits, group_size, fp32_min, is_masked)
 
 
-def _quantize_group(x, seed, number, bits, group_size, fp32_min):
+def _quantize_group(x, seed, number, bits, group_size, fp32_min, is_masked):
     n, nothing = np.float32(len(x)), np.zeros(len(x), np.int64)
-    mean = group_sum(x) / n
+    counted = [i for i in range(len(x)) if x[i] != 0] if is_masked else list(range(len(x)))
+    mean = group_sum(x) / np.float32(len(counted)) if counted else np.float32(0)
     mean = (mean if fp32_min else nearest_bfloat16(mean)) + np.float32(0)  # makes -0 a +0
-    v = x - mean
+    v = np.zeros(len(x), np.float32)
+    v[counted] = x[counted] - mean
     energy, u = group_sum(v * v), np.float32(1)
     if energy < np.float32(2.0**-80):
         u = np.float32(2.0**96)

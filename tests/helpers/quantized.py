@@ -16,8 +16,17 @@ ISAS = _kernels.cpu_isas() if _kernels else ()
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 compiled = pytest.mark.skipif(_kernels is None, reason="fewbit was installed without kernels")
-kinds = pytest.mark.parametrize("kind", ["uniform", "rotated"])
-DATA = ("normal", "offset", "scales", "specials", "zeros", "sparse", "samples of all scales")
+kinds = pytest.mark.parametrize("kind", ["uniform", "rotated", "masked"])
+DATA = (
+    "normal",
+    "offset",
+    "scales",
+    "specials",
+    "zeros",
+    "sparse",
+    "relu",
+    "samples of all scales",
+)
 SEED = -(2**63) + 12345
 SHAPES = [
     (3, 70),
@@ -49,6 +58,8 @@ def inputs(shape, dtype, data="normal", seed=0):
         x = np.where(rng.random(shape) < 0.5, -0.0, 0.0)
     elif data == "sparse":  # rotated copies of such groups are rotated twice
         x = np.where(rng.random(shape) < 3 / (1 + shape[-1]), x, 0.0)
+    elif data == "relu":  # the elements that masked copies leave out
+        x = np.maximum(x, 0)
     elif data == "samples of all scales":
         x = x * 10.0 ** rng.integers(-45, 39, (shape[0], *[1] * (len(shape) - 1)))
     return torch.from_numpy(x).to(dtype)

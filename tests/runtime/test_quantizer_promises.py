@@ -17,7 +17,7 @@ def bytes_of(shape, bits, group_size, fp32_min, kind):
     whole, of_group = samples * features, 6 if fp32_min else 4
     count = samples * math.ceil(features / group_size) if features >= 64 else None
     count = math.ceil(whole / group_size) if count is None else count
-    seed = {"uniform": 0, "rotated": 2 * of_group}[kind]
+    seed = 0 if kind == "uniform" else 2 * of_group
     return 4 * bits * math.ceil(whole / 32) + of_group * count + seed
 
 

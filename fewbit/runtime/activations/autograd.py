@@ -40,7 +40,8 @@ class Activation(Function):
             y, packed = _in_context(context, x, function, parameters, encoding, seed)
         if inplace:
             ctx.mark_dirty(x)
-        if context is not None and function in activation_ops.MASKING and layout.is_dense(x):
+        is_mask = activation_ops.is_masking(function, encoding, x.dtype)
+        if context is not None and is_mask and layout.is_dense(x):
             context.cache.put_mask(y, Mask(packed, encoding), inplace)
         offload.mark(packed)
         ctx.save_for_backward(packed)

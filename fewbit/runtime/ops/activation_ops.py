@@ -32,7 +32,7 @@ from fewbit.runtime.ops.library import (
 from fewbit.runtime.ops.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE, OTHER_STRIDES
 
 MASKING = ("relu",)
-"""The functions f whose result f(x) is 0 exactly where the value of x's code is 0."""
+"""The functions f whose result f(x) is 0 exactly where x <= 0, for finite x."""
 
 # -- implementations, shared with eager ----------------------------------------------------------------------
 
@@ -73,6 +73,20 @@ def _result_stride(x, function):
     return layout.result_stride(x)
 
 
+def is_masking(function: str, encoding: Encoding, dtype: torch.dtype) -> bool:
+    """Return whether f(x) is 0 exactly where the code of x stands for 0, so that the codes are a mask of f(x).
+
+    A table of the user may have other levels, if its domain has no 0, or may draw codes at random. The quantizer rounds
+    float64 results to float32, where more of them are 0 than the codes say.
+
+    Args:
+        function: the name of f.
+        encoding: the encoding of the codes.
+        dtype: the dtype of x.
+    """
+    return function in MASKING and dtype != torch.float64 and encoding.is_step_at_zero
+
+
 def activation_quantized(x, function, parameters, encoding, seed, quantizer):
     """Compute f(x) and the packed codes of x, and quantize f(x), in one pass over memory.
 
@@ -96,8 +110,8 @@ def activation_quantized(x, function, parameters, encoding, seed, quantizer):
     def run(*settings):
         return backend.forward_quantized(x, function, parameters, encoding, seed, out, *settings)
 
-    is_masking = function in MASKING and x.dtype != torch.float64
-    made = quantizer.quantize_with_activation(run, out, encoding if is_masking else None)
+    mask_encoding = encoding if is_masking(function, encoding, x.dtype) else None
+    made = quantizer.quantize_with_activation(run, out, mask_encoding)
     return None if made is None else (out, *made)
 
 

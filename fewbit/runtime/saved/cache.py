@@ -125,7 +125,9 @@ class SavedTensorCache:
             is_in_place: whether y overwrote the ReLU's input. torch increases y's version when the ReLU returns.
         """
         can_find = self.is_open and not in_checkpoint() and layout.is_dense(y)
-        if can_find and y.dtype != torch.float64 and not y.is_inference():
+        if can_find and not y.is_inference():
+            if offload.is_active():
+                _drop_expired(self._local.masks)
             reference = StorageWeakRef(y.untyped_storage())
             self._local.masks[_memory(y, is_in_place)] = reference, mask, fingerprint(y)
 
@@ -269,6 +271,6 @@ def _memory(x, changes: int = 0) -> tuple:
 
 
 def _drop_expired(entries) -> None:
-    """Drop copies of tensors that no longer exist. Such copies would stay on the device until the forward ends."""
+    """Drop copies and masks of tensors that no longer exist. They would stay on the device until the forward ends."""
     for key in [key for key, (storage, *_) in entries.items() if storage.expired()]:
         del entries[key]

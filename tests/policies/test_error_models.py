@@ -93,18 +93,22 @@ def is_padded(layer) -> bool:
 @pytest.mark.fast(12)
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_d_against_rounding(device, layer):
-    """D is measured at 3 bits with the errors: never below them, and equal if theory says so."""
+    """D is measured at 3 bits with the errors: never below them, and near them if theory says so.
+
+    The errors of a rotated copy are orthogonal to their group. They are smaller than D if gradients of the result are
+    along the layer's input, as those of these small tensors are in part.
+    """
     model, theirs, x = pair(layer, device)
     exact = gradients(theirs, x)
     controller = converted(model, 3)
     ((_, seen),) = observed(model, controller, x).slots.items()
-    errors = squared_error(model, x, exact, 40)
+    errors = squared_error(model, x, exact, 150)
     for constraint in seen.constraints:
         d = d_of(constraint, seen.error2)
         assert errors[constraint.label] < 1.25 * d, constraint.label
         is_equal = layer in LINEAR and "Transpose" not in layer.name and layer.name != "Conv3d"
         if is_equal and not is_padded(layer):
-            assert errors[constraint.label] > 0.8 * d
+            assert errors[constraint.label] > 0.5 * d
         else:
             assert errors[constraint.label] > 0.05 * d
 

@@ -11,7 +11,8 @@ norm.
 attention (docs/decisions/0008): the final loss of the demo's transformer if all tensors have 2 bits, except
 attention's.
 
-bias (docs/layers.md): for the layers in LAYERS, whose gradients are not exact in expectation, on normal random inputs.
+bias (docs/layers.md): for the layers in LAYERS, whose gradients are not exact in expectation, on normal random inputs,
+with rotated and with uniform copies.
 The bias is the distance between the mean gradient over many backward passes and torch's gradient in float64, after
 correction for the sampling error of the mean. The noise is the root mean square error of a single backward pass. Bias,
 sampling error and noise are divided by the norm of torch's gradient, and are medians over inputs.
@@ -26,6 +27,7 @@ import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -45,6 +47,7 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 NORM_BITS = (2, 3, 4, 8)
 ATTENTION_BITS = (2, 3, 4, 8)
 BIAS_BITS = (2, 3, 4, 8)
+KINDS = ("rotated", "uniform")
 CHUNK = 1000  # backward passes at once
 EPS = 1e-5
 
@@ -223,7 +226,7 @@ def gradients(function, tensors, grad, count):
     return torch.autograd.grad(y, many, grad.expand_as(y))
 
 
-def bias_and_noise(layer, bits, seed, draws):
+def bias_and_noise(layer, kind, bits, seed, draws):
     """Yield (bias, sampling error of the mean, noise) for each gradient, divided by the norm of torch's gradient."""
     torch.manual_seed(1000 + seed)
     *tensors, grad = (torch.randn(layer.shape) for _ in (*layer.names, "grad"))
@@ -231,7 +234,7 @@ def bias_and_noise(layer, bits, seed, draws):
     off = [torch.zeros_like(x[0]) for x in exact]  # sums of errors
     squares = [0.0] * len(exact)
     for _ in range(draws // CHUNK):
-        found = gradients(partial(layer.ours, bits=bits), tensors, grad, CHUNK)
+        found = gradients(partial(layer.ours, bits=bits, quantizer=kind), tensors, grad, CHUNK)
         for i, (a, b) in enumerate(zip(found, exact, strict=True)):
             errors = a.double().sub_(b)
             off[i] += errors.sum(0)
@@ -244,21 +247,24 @@ def bias_and_noise(layer, bits, seed, draws):
 
 
 def bias(inputs, fewer):
-    """Yield a row for each layer, number of bits and gradient, with medians over inputs and the extremes of the bias.
+    """Yield a row for each layer, kind of copies, number of bits and gradient.
+
+    A row has medians over inputs, and the extremes of the bias.
 
     Args:
         inputs: The number of random inputs.
         fewer: The factor by which the number of backward passes is reduced.
     """
-    for name, layer in LAYERS.items():
+    for (name, layer), kind in product(LAYERS.items(), KINDS):
         draws = layer.draws // fewer
         for bits in BIAS_BITS:
-            found = [bias_and_noise(layer, bits, seed, draws) for seed in range(inputs)]
+            found = [bias_and_noise(layer, kind, bits, seed, draws) for seed in range(inputs)]
             for gradient_of, each in zip(layer.names, zip(*found, strict=True), strict=True):
                 biases, errors, noises = zip(*each, strict=True)
                 assert bits < 8 or max(noises) < 0.1, "wrong backward pass"
                 yield {
                     "layer": name,
+                    "quantizer": kind,
                     "bits": bits,
                     "gradient": gradient_of,
                     "inputs": inputs,
@@ -274,7 +280,7 @@ def bias(inputs, fewer):
 PARTS = {
     "norms": "norms keep {kept:16} in {bits} bits: error {relative_error:.3f}, norm {relative_norm:.3f}",
     "attention": "attention {attention_bits} bits, seed {seed}: {final:.4f}",
-    "bias": "{layer:10} {bits} bits, {gradient:5}: bias {bias:8.4%}, sampling error {sampling_error:.4%}, "
+    "bias": "{layer:10} {quantizer:7} {bits} bits, {gradient:5}: bias {bias:8.4%}, sampling error {sampling_error:.4%}, "
     "noise {noise:8.3%}",
 }
 

@@ -18,7 +18,7 @@ def moments(samples):
     return samples.mean(0), samples.std(0) / math.sqrt(len(samples))
 
 
-def pooled_z(samples, exact, least, independent=None) -> float:
+def pooled_z(samples, exact, least, independent=None, may_stay=None) -> float:
     """Return the sum of squared z over the entries that vary as a z score itself.
 
     Args:
@@ -26,13 +26,15 @@ def pooled_z(samples, exact, least, independent=None) -> float:
         exact: its expectation.
         least: the standard error below which differences are only float64's rounding.
         independent: the number of independent entries if not all are, because entries that share a sum are correlated. If
-            all are, entries that do not vary must agree with `exact`. An entry of a product may not vary in these draws
-            although it would in more of them.
+            all are, entries that do not vary must agree with `exact`.
+        may_stay: whether entries that do not vary may differ from `exact`, by default if not all are independent. An
+            entry of a product may not vary in these draws although it would in more of them.
     """
+    may_stay = independent is not None if may_stay is None else may_stay
     mean, error = moments(samples)
     known = error > least
     off = (mean - exact.double()).abs()
-    assert independent is not None or (off[~known] <= 50 * least).all()
+    assert may_stay or (off[~known] <= 50 * least).all()
     z = (off[known] / error[known]).square()
     # The mean square of a t statistic is v / (v - 2); for the draws of these tests that is within 2 % of 1.
     count = min(independent or len(z), len(z))
@@ -66,9 +68,26 @@ def bias_of(samples, exact) -> float:
     return float((distance - sampling).clamp(min=0).sqrt() / exact.norm())
 
 
-def variance(x, bits):
-    """Return the variance that rounding adds to each element of x, which is one group."""
-    _, ranges = Quantizer(bits).quantize(x[None]).tensors
+def variance(x, bits, kind):
+    """Return the variance that rounding adds to each element of x, whose elements are one group, float64.
+
+    The variance of a uniform copy follows from its ranges. That of a rotated copy is measured.
+    """
+    if kind == "rotated":
+        return covariance(x, bits, kind).diagonal().view_as(x)
+    _, ranges = Quantizer(bits, kind=kind).quantize(x[None]).tensors
     step = float(ranges[0, 1]) / (2**bits - 1)
     part = (x.double() - float(ranges[0, 0])) / step % 1
     return part * (1 - part) * step**2
+
+
+def covariance(x, bits, kind, count=40000):
+    """Return the covariance that rounding gives the n elements of x, which are one group, (n, n) float64.
+
+    In a uniform copy, elements are rounded independently. In a rotated copy, they are not quite: the error is
+    orthogonal to the group minus its mean. The covariance is measured from `count` independent roundings.
+    """
+    if kind == "uniform":
+        return variance(x, bits, kind).flatten().diag()
+    kept = Quantizer(bits, kind=kind).quantize(x.flatten().expand(count, -1).float().contiguous())
+    return kept.spec.dequantize(kept.tensors).double().t().cov()

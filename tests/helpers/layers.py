@@ -57,6 +57,7 @@ class Layer:
         saved_shape: shape of the quantized tensor, if that is not the input's.
         vectors: the number of float32 numbers that are saved besides the quantized tensor.
         saved: (bits, output) -> saved bytes, for layers that save other tensors.
+        kind: the usual kind of the layer's copies (docs/decisions/0016).
     """
 
     name: str
@@ -70,6 +71,7 @@ class Layer:
     saved_shape: tuple[int, ...] | None = None
     vectors: int = 0
     saved: Callable | None = field(default=None, repr=False)
+    kind: str = "rotated"
 
     @property
     def id(self) -> str:
@@ -120,7 +122,8 @@ class Layer:
         """Return the bytes that the forward with output y saves besides parameters (docs/quantizer.md)."""
         if self.saved is not None:
             return self.saved(bits, y)
-        return quantized_bytes(self.saved_shape or self.shape, bits) + 4 * self.vectors
+        copied = quantized_bytes(self.saved_shape or self.shape, bits, kind=self.kind)
+        return copied + 4 * self.vectors
 
     def limits(self, module, dtype) -> list[float]:
         """Return the largest relative error of each gradient at 8 bits, of the inputs and then of the parameters."""
@@ -311,10 +314,10 @@ ROUNDED = [
     _prelu((), (40,)),
     _prelu((5,), (2, 5, 4, 3), LAST),
     _prelu((5,), (2, 5, 2, 4, 3), LAST_3D),
-    Layer("Softmax", (-1,), (6, 70), exact=(False,)),
-    Layer("Softmax", (1,), (3, 4, 5), exact=(False,)),
-    Layer("LogSoftmax", (-1,), (6, 70), exact=(False,)),
-    Layer("LogSoftmax", (0,), (3, 4, 5), exact=(False,)),
+    Layer("Softmax", (-1,), (6, 70), exact=(False,), kind="uniform"),
+    Layer("Softmax", (1,), (3, 4, 5), exact=(False,), kind="uniform"),
+    Layer("LogSoftmax", (-1,), (6, 70), exact=(False,), kind="uniform"),
+    Layer("LogSoftmax", (0,), (3, 4, 5), exact=(False,), kind="uniform"),
     _bilinear((5, 6, 7, True), (30,)),
     _bilinear((66, 6, 3, False), (4, 5)),
     _gated("SwiGLU"),

@@ -86,7 +86,7 @@ def check_copies(copies, name: str = "copies") -> int:
 def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
     """Return `min_dtype`. Raise InputError if `min_dtype` is not "auto", "bfloat16" or "float32".
 
-    `min_dtype` says in which dtype groups save their minimums. The message calls the value `name`.
+    `min_dtype` says in which dtype groups save their minimums or means. The message calls the value `name`.
     """
     is_known = isinstance(min_dtype, str) and min_dtype in MIN_DTYPES
     return _require(is_known, "auto, bfloat16 or float32", name, min_dtype)
@@ -618,9 +618,9 @@ class LayerSettings(_Config):
         attention_bits: the bits of the queries, keys and values of attention. With AdaptiveBits, Budget and ErrorBound
             the policy usually chooses these bits, like those of other tensors. Otherwise they are usually the bits of
             quantized inputs, but at least 4 (docs/decisions/0008).
-        group_size: the number of consecutive elements that are quantized with one minimum and one range, a multiple of
-            32 (usually 256). These elements are called a group.
-        min_dtype: the dtype in which groups save their minimums: "bfloat16", "float32" or "auto" (usually "auto").
+        group_size: the number of consecutive elements that are quantized together, a multiple of 32 (usually 256).
+            These elements are called a group.
+        min_dtype: the dtype in which groups save their means: "bfloat16", "float32" or "auto" (usually "auto").
             "auto" takes float32 for tensors that are far from 0 compared with their range (docs/quantizer.md).
         copies: how many copies a norm saves of its input, each with its own random rounding: 1 or 2 (usually 1). With 2
             copies the mean of a norm's gradient over the random rounding is exact.

@@ -252,7 +252,7 @@ def _known(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
 
 
 def _are_ranges(tensor) -> bool:
-    """Return whether a tensor looks like the minimums and ranges of groups (docs/quantizer.md)."""
+    """Return whether a tensor looks like the pairs of numbers of groups (docs/quantizer.md)."""
     return (
         tensor.dtype == torch.bfloat16
         and tensor.ndim == 2

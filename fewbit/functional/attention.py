@@ -7,20 +7,25 @@ q^, k^ and v^ from these copies, runs torch's own attention again on q^, k^ and 
 
 The copies of k and v are made without their means over the keys, which are not saved (`_without_mean`).
 
-q^, k^ and v^ are rounded independently, and the mean of each over the random rounding is exact. The gradients are not
-linear in q^, k^ and v^, so the mean of a gradient differs from the exact gradient. This difference is called the bias.
+q^, k^ and v^ are rounded independently, and the mean of each over the random rounding is exact (in rotated copies,
+nearly so: docs/quantizer.md). The gradients are not linear in q^, k^ and v^, so the mean of a gradient differs from the
+exact gradient. This difference is called the bias.
 Let G be one of the exact gradients, as a function of the elements x of q, k and v, and G^ the gradient that the
 backward pass computes. The bias of G^ is, up to terms of higher order (ActNN, Chen et al., ICML 2021, long version,
 appendix B.2, derives the same for norms),
 
     E[G^] - G = 1/2 sum_x Var[x^] d2G / dx2
 
-Var[x^] = f (1 - f) step^2 is the variance that rounding adds to x. Here step is the distance between the two
-neighboring levels to which x can be rounded, and f is the distance from x to the lower one, divided by step.
+Var[x^] is the variance that rounding adds to x. In a rotated copy, the usual kind, it is about the same for all elements
+of a group: the distortion of the bits (`runtime/format/distortion.py`) times the mean square of the group minus its
+mean. The errors of two elements of a group also have a small covariance, because the error is orthogonal to the group
+minus its mean. The sum is then one of Cov[x^, z^] d2G / dx dz over pairs of elements x and z of a tensor. In a uniform
+copy, Var[x^] = f (1 - f) step^2. Here step is the distance between the two neighboring levels to which x can be rounded,
+and f is the distance from x to the lower one, divided by step.
 
 With the probabilities P and the gradient g of the output, the gradient of v is transpose(P) g. Its bias is
 transpose(E[P^] - P) g, in which P^ are the probabilities computed from q^ and k^. Let i number the queries, j and m the
-keys, and d the features. With the scores S and the mean key a_i of query i,
+keys, and d the features, and let elements be rounded independently. With the scores S and the mean key a_i of query i,
 
     S_ij = scale sum_d q_id k_jd     a_id = sum_m P_im k_md
     E[P^_ij] - P_ij = P_ij / 2 (w_ij - sum_m P_im w_im)     w_ij = Var[S^_ij - sum_m P_im S^_im]
@@ -29,10 +34,11 @@ keys, and d the features. With the scores S and the mean key a_i of query i,
 On average, rounding therefore raises the probabilities of the keys to whose scores it adds the most variance.
 
 The size of a bias is its norm divided by the norm of the exact gradient. For normally distributed q, k and v (one head,
-16 queries and keys of 16 features, median of 96 random examples) the size at 2, 3 and 4 bits is 25, 5 and 1.1 % for
-query and key, and 15, 3.0 and 0.6 % for value. The bias is the mean of the error over many backward passes. The error
-of a single pass is much larger: for query and key, 160, 62 and 28 % at 2, 3 and 4 bits, and 1.7 % at 8 bits. All these
-numbers grow with the size of the scores.
+16 queries and keys of 16 features, median of 96 random examples) the size at 2, 3 and 4 bits is 6.2, 1.6 and 0.4 % for
+query and key, and 3.4, 0.9 and 0.2 % for value. With uniform copies it is 24, 5 and 1.1 %, and 14, 2.8 and 0.6 %. The
+bias is the mean of the error over many backward passes. The error of a single pass is much larger: for query and key,
+67, 34 and 18 % at 2, 3 and 4 bits, and 1.2 % at 8 bits; with uniform copies 155, 60, 28 and 1.6 %. All these numbers
+grow with the size of the scores.
 """
 
 from __future__ import annotations

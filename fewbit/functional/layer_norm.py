@@ -1,7 +1,7 @@
 """Layer, root-mean-square and group norm, whose normalized input is saved quantized.
 
 The normalized input x~ = (x - mean) / s is saved in place of the input x; s is the standard deviation. All channels and
-rows of x~ have the same scale, so elements of several of them can be quantized with one minimum and one range
+rows of x~ have the same scale, so elements of several of them can be quantized in one group
 (docs/decisions/0007). Let g be the gradient of the result, times the weight, and N the number of elements over which a
 mean is taken. The gradient of x is (ActNN, Chen et al., ICML 2021, long version, appendix B.2)
 

@@ -6,14 +6,15 @@ gradient of y, grad the exact gradient of the input, and grad^ the gradient that
     grad_j = y_j (g_j - sum_i g_i y_i)
     grad^_j - grad_j = e_j (g_j - sum_i g_i y_i) - y_j sum_i g_i e_i - e_j sum_i g_i e_i
 
-The e_i are independent and have mean 0. Take the mean over the rounding: the first two terms of the error vanish, and
+Copies are uniform, unless the caller chooses another kind. The e_i are then independent and have mean 0. Take the mean over the rounding: the first two terms of the error vanish, and
 of the sum in the last term only the summand with i = j remains. So
 
     E[grad^_j] - grad_j = -g_j Var[e_j]
 
 This difference is called the bias of the gradient. Var[e_j] = f (1 - f) step^2, which is at most step^2 / 4. Here step
 is the distance between the two neighboring levels to which y_j can be rounded, and f is the distance from y_j to the
-lower one, divided by step. Elements that are quantized together have step = (maximum - minimum) / (2^bits - 1).
+lower one, divided by step. Elements that are quantized together have step = (maximum - minimum) / (2^bits - 1). In a
+rotated copy, the errors of elements have a covariance too, and the bias is -sum_i Cov[e_j, e_i] g_i.
 
 For y = log_softmax(x) with the gradient g of y, the gradient of x is g - exp(y) sum(g). The probabilities exp(y) are
 saved quantized. The gradient is linear in exp(y), and therefore exact in expectation: its mean over the rounding is

@@ -12,7 +12,8 @@ class QuantizedGroups(NamedTuple):
 
     Attributes:
         packed: the packed codes of the elements, int32.
-        ranges: (groups, 2) bfloat16, the minimum and the range of each group; (groups, 3) if minimums are float32.
+        ranges: (groups, 2) bfloat16, the two numbers of each group; (groups, 3) if minimums or means are float32. A
+            rotated copy has two more rows, with its seed.
         spread: the smallest and the largest element in float32, as two numbers or 0-D tensors. None from the CUDA
             kernels, because the host would have to wait for these numbers.
     """

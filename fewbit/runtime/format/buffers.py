@@ -85,7 +85,7 @@ class Entry:
 
         Args:
             packed: The packed codes.
-            ranges: The minimums and ranges of the groups.
+            ranges: The two numbers of each group.
             bits: The bits per element of all samples, unless `widths` is given.
             group_size: The number of elements in a group.
             shape: The shape of the quantized tensor.

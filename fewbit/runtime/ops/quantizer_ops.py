@@ -188,7 +188,7 @@ def dequantize_samples(
 
     Args:
         packed: the packed codes.
-        ranges: the minimums and ranges.
+        ranges: the two numbers of each group.
         widths: the bits per element of each sample.
         samples: the number of samples that `quantize_samples` got.
         group_size: the number of elements in a group.
@@ -220,7 +220,7 @@ def dequantize(
 
     Args:
         packed: the packed codes that `quantize` returned.
-        ranges: the minimums and ranges that `quantize` returned.
+        ranges: the two numbers of each group, which `quantize` returned.
         bits: the bits per element of all samples, unless `widths` is given.
         group_size: the number of elements in a group.
         size: the size of the quantized tensor.

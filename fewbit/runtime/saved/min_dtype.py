@@ -1,10 +1,11 @@
-"""Decide whether the minimums of groups are float32 or bfloat16, for one layer on a GPU.
+"""Decide whether the minimums (in rotated copies, the means) of groups are float32 or bfloat16, for one layer on a GPU.
 
-The group quantizer saves a minimum and a range for each group of elements. A minimum in bfloat16 is rounded down, and
-the range is enlarged to reach the greatest element. If a tensor's elements are far from zero compared with their range,
-this makes the range, and so the rounding errors, much larger. On the CPU the dtype is decided for every tensor. On a
-GPU the host would have to wait for the decision, so a layer uses the decision about one of its earlier tensors.
-Dequantized values are exact in expectation with either dtype, but their variance differs.
+A uniform copy has a minimum and a range for each group of elements. A minimum in bfloat16 is rounded down, and the range
+is enlarged to reach the greatest element. If a tensor's elements are far from zero compared with their range, this makes
+the range, and so the rounding errors, much larger. A rotated copy has means: the distance from a group's mean to the
+nearest bfloat16 number adds to all elements of the group, and so to their rounding errors. On the CPU the dtype is
+decided for every tensor. On a GPU the host would have to wait for the decision, so a layer uses the decision about one of
+its earlier tensors. Dequantized values are exact in expectation with either dtype, but their variance differs.
 """
 
 from __future__ import annotations

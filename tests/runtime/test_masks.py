@@ -21,7 +21,7 @@ from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.activation_ops import is_masking
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import QuantizationRecord
-from fewbit.runtime.saved import offload
+from fewbit.runtime.saved import cache, offload
 from fewbit.runtime.saved.cache import Mask, SavedTensorCache
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
 
@@ -199,6 +199,24 @@ def test_between_the_relu_and_the_layer(between):
             check_not_masked(model, 0.25)
 
 
+@pytest.mark.parametrize(
+    "between", [name for name in VIEWS if "in place" in name or "view" in name]
+)
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["", "in place"])
+def test_versions_alone_show_changes(between, is_in_place, monkeypatch):
+    """On a GPU there are no checksums, because they would have to wait for the device."""
+    monkeypatch.setattr(cache, "fingerprint", lambda x: None)
+    function, expected = VIEWS[between]
+    width = function(data((8, 4, 64)), data((8, 4, 64))).shape[-1]
+    relu = lambda x: torch_f.relu(x, inplace=is_in_place)  # noqa: E731
+    model = compressed(Layers(nn.Linear(width, 3), relu=relu, between=function), 4)
+    for _ in range(2):
+        x = data((8, 4, 64)).requires_grad_()
+        model(x * 1.0)
+        assert is_masked(model.nodes[0]) == expected
+        assert relative(restored(model.nodes[0]), model.inputs[0]) < 0.25
+
+
 def data_(y, x):
     y.data.sub_(0.5)
     return y
@@ -217,9 +235,11 @@ def roll_(y, x):
 
 @pytest.mark.parametrize("write", [data_, numpy_, roll_], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["", "in place"])
-def test_a_write_that_autograd_does_not_see(write, is_in_place):
-    relu = lambda x: torch_f.relu(x, inplace=is_in_place)  # noqa: E731
-    model = compressed(Layers(nn.Linear(64, 3), relu=relu, between=write), 8)
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_write_that_autograd_does_not_see(write, is_in_place, functional):
+    """Checksums show it, and before them the mode that replaces functions."""
+    model = Layers(nn.Linear(64, 3), relu=nn.ReLU(inplace=is_in_place), between=write)
+    compressed(model, 8, layers={"functional": functional})
     for _ in range(2):
         run(model, data((8, 64)))
         check_not_masked(model, 0.05)
@@ -336,24 +356,24 @@ def test_masks_are_forgotten_when_the_forward_ends():
     model = compressed(Layers(nn.Linear(64, 3)))
     run(model, data((8, 64)))
     assert is_masked(model.nodes[0])
-    cache = model.layers[0].quantizer.context.cache
-    assert cache.get_mask(data((8, 64))) is None and not cache._local.masks
+    copies = model.layers[0].quantizer.context.cache
+    assert copies.get_mask(data((8, 64))) is None and not copies._local.masks
 
 
 def test_an_offload_does_not_leave_masks_on_the_device(monkeypatch):
     """While tensors move to the host, the cache drops the masks of results that no longer exist."""
     monkeypatch.setattr(offload, "is_active", lambda: True)
-    cache = SavedTensorCache(CheckpointRegions())
-    cache.begin()
+    copies = SavedTensorCache(CheckpointRegions())
+    copies.begin()
     results = [data((8, 64)).relu() for _ in range(3)]
     for y in results:
-        cache.put_mask(y, Mask(torch.zeros(16, dtype=torch.int32), STEP), False)
-    assert all(cache.get_mask(y) is not None for y in results)
+        copies.put_mask(y, Mask(torch.zeros(16, dtype=torch.int32), STEP), False)
+    assert all(copies.get_mask(y) is not None for y in results)
     kept, more = results[1], torch.ones(5)
     del results, y
-    cache.put_mask(more, Mask(torch.zeros(1, dtype=torch.int32), STEP), False)
-    assert len(cache._local.masks) == 2
-    assert cache.get_mask(kept) is not None and cache.get_mask(more) is not None
+    copies.put_mask(more, Mask(torch.zeros(1, dtype=torch.int32), STEP), False)
+    assert len(copies._local.masks) == 2
+    assert copies.get_mask(kept) is not None and copies.get_mask(more) is not None
 
 
 # -- tables and dtypes without masks -------------------------------------------------------------------------

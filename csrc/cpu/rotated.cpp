@@ -116,7 +116,7 @@ struct Settings {
   }
 };
 
-// What is known of a group's elements.
+// The sum, the extremes and the count of a group's elements.
 struct Summary {
   float sum = 0.0f, least = __builtin_inff(), greatest = -__builtin_inff();
   int count = 0;  // the number of elements that the mean is taken of
@@ -150,7 +150,7 @@ inline const float* fill_zeros(const float* values, int m, float mean, float* ou
   return out;
 }
 
-// Returns the extremes of m > 0 values.
+// Extends the extremes of a group by m > 0 values.
 inline void extend_by(Summary& summary, const float* values, int m) {
   float low = values[0], high = values[0];
   for (int i = 1; i < m; ++i) {
@@ -160,7 +160,7 @@ inline void extend_by(Summary& summary, const float* values, int m) {
   summary.extend(low, high);
 }
 
-// What is known of a group's remainders, the elements minus their mean.
+// The mean of a group, and facts about its remainders, the elements minus the mean.
 struct Remainders {
   float mean, energy, factor, greatest;  // energy and greatest magnitude after the multiplication by `factor`
 
@@ -169,14 +169,7 @@ struct Remainders {
   bool is_twice() const { return needs_second_rotation(greatest, energy); }
 };
 
-// The m elements of a part in float32, m > 0, followed by zeros up to kRotatedPart.
-struct Part {
-  const float* values;
-  int m;
-  int64_t number;  // among all parts, see Signs
-};
-
-// Reads the parts of groups.
+// Reads the parts of groups: m elements in float32, m > 0, followed by zeros up to kRotatedPart.
 template <class Number>
 class PartReader {
   typedef typename Number::Type T;

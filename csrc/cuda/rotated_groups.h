@@ -82,7 +82,7 @@ class GroupElements {
   const int length_, longest_;
 };
 
-// What is known of a group's elements minus their mean. The remainders are these numbers times `factor`. In a masked copy, the
+// Facts about a group's elements minus their mean. The remainders are these numbers times `factor`. In a masked copy, the
 // remainders of elements that are 0 are 0.
 struct Remainders {
   int count;       // of the elements that the mean is computed from

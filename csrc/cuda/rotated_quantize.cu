@@ -108,7 +108,7 @@ __device__ void store_planes(const Planes& planes, const PackedPart& to, int mos
 
 // -- groups ----------------------------------------------------------------------------------------------
 
-// What a block needs to quantize groups.
+// The state with which a block quantizes groups.
 struct Quantizer {
   const Streams& streams;
   const NormalLevels& table;

@@ -62,7 +62,7 @@ __device__ inline bool any_of_group(bool condition) {
 
 // -- the groups of a warp --------------------------------------------------------------------------------
 
-// What finding groups needs to know of a tensor. The host computes it, because divisions are slow on devices.
+// The facts about a tensor by which kernels find its groups. The host computes them, because divisions are slow on devices.
 struct GroupMap {
   int64_t per_sample;  // groups; 0 if groups run across samples
   int64_t end;         // the number of elements

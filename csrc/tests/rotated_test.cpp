@@ -20,7 +20,7 @@ std::mt19937_64 generator(20260101);
 
 typedef std::vector<float> Numbers;
 
-// What the elements of a case look like.
+// The kinds of data that cases have.
 enum class Look { normal, offset, huge, tiny, constant, zero, one_hot, nan, infinite, heavy, last = heavy };
 
 struct Case {

@@ -35,7 +35,8 @@ class ResolvedSettings:
         activation_bits: the bits of the code that a few-bit activation saves for each element.
         attention_bits: the bits per element of q, k and v, the queries, keys and values of attention. None stands for
             `bits` if `adapts` is True, else for `bits` but at least 4.
-        group_size, min_dtype, copies, quantizer, functional: settings with the meaning that `fewbit.config.LayerSettings` gives.
+        group_size, min_dtype, copies, quantizer, functional: settings with the meaning that
+            `fewbit.config.LayerSettings` gives.
         fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm restore their own
             inputs from the tensor that the norm saved.
         has_policy: whether there is a policy, an object that chooses bits while the model trains.

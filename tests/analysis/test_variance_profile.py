@@ -671,7 +671,7 @@ def test_a_deferred_quantizer_rounds_with_all_settings():
 
 
 def test_zeros_behind_a_relu_are_not_rounded():
-    """As in a converted model, the ReLU's own codes say where they are."""
+    """The ReLU's own codes say where zeros are, as in a converted model."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
     x = torch.randn(16, 64)
     found = {}

@@ -95,7 +95,8 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
 
     For uniform copies, a group adds (number of elements) * range^2. For rotated copies, it adds the sum of the squares
     of its elements minus their mean. These numbers decide how the bits of a tensor are shared among its samples.
-    Ranges and means are exact, not rounded to bfloat16. Unlike in `quantize`, groups never cross samples, even if samples have fewer than 64 features.
+    Ranges and means are exact, not rounded to bfloat16. Unlike in `quantize`, groups never cross samples, even if
+    samples have fewer than 64 features.
 
     Args:
         x: a dense tensor of a floating dtype, with samples outermost in storage.

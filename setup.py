@@ -8,8 +8,9 @@ FEWBIT_KERNELS             auto (default): build them if there is a C++ compiler
 FEWBIT_CUDA                auto (default): build CUDA kernels if nvcc is found (PATH, CUDA_HOME), for this machine's
                            GPUs; without a GPU only PTX for the oldest supported architecture;
                            1: build for all architectures in CUDA_ARCHITECTURES, fail if there is no nvcc;
-                           0: build no CUDA kernels FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such
-as "80 90", in place of those that FEWBIT_CUDA selects; empty is the same as unset
+                           0: build no CUDA kernels
+FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", in place of those that FEWBIT_CUDA
+                           selects; empty is the same as unset
 """
 
 import ctypes

@@ -1,22 +1,21 @@
 """Whole models trained with fixed bits: final losses compared with exact training over several seeds, and saved bytes.
 
     python benchmarks/compressed_training.py            # 10 to 25 minutes on 2 cores
+    python benchmarks/compressed_training.py --long     # the transformer with ten times as many steps, exact and 2 bits
     python benchmarks/compressed_training.py --quick    # one seed, a few steps, to check that it works
 
 The demo's transformer and a ResNet for 8 by 8 digits are built in plain torch.nn. `fewbit.compress_` converts them
-with 8, 4, 3 and 2 bits for quantized inputs. Activations have 3 bits (1 for ReLU). Runs with the same seed have the
+with 8, 4, 3, 2 and 1 bits for quantized inputs. Activations have 3 bits (1 for ReLU). Runs with the same seed have the
 same initial parameters and batches, so they are compared in pairs. Runs whose results are stored are not repeated.
 
-Writes results/compressed_training.* (a row for each run) and compressed_training_summary.*.
+Writes results/compressed_training.* (a row for each run) and compressed_training_summary.*; with --long
+long_training.* and long_training_summary.*. The field "tenths" has the mean training loss in each tenth of the steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import statistics
-from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import digits_resnet
 import harness
@@ -26,8 +25,9 @@ from torch import nn
 import fewbit
 from fewbit.demo import text, training
 
-BITS = (None, 8, 4, 3, 2)
+BITS = (None, 8, 4, 3, 2, 1)
 SEEDS = {"transformer": 5, "resnet": 10}
+LONG, LONG_BITS = {"transformer": 3}, (None, 2)
 
 
 def build(network, seed, settings):
@@ -43,12 +43,15 @@ def sample(network, settings):
     return text.python_topics().held_out_batch(settings.batch, settings.context)[0]
 
 
-def run(network, bits, seed, quick, **options):
-    """Train a network in this process, with one thread. `options` are further arguments of `compress_`."""
+def run(network, bits, seed, steps, **options):
+    """Train a network in this process, with one thread. `options` are further arguments of `compress_`.
+
+    0 or None bits stand for exact training. The transformer trains for `steps` steps.
+    """
     torch.set_num_threads(1)
-    settings = training.Settings(steps=20) if quick else training.Settings()
+    settings = training.Settings(steps=steps)
     model = build(network, seed, settings)
-    if bits is not None:
+    if bits:
         fewbit.compress_(model, bits=bits, verbose=False, **options)
     kept = fewbit.saved_bytes(model, sample(network, settings))
     return {"saved_bytes": kept.total, **train(network, model, seed, settings)}
@@ -62,7 +65,9 @@ def train(network, model, seed, settings, progress=lambda step: None):
     if network == "resnet":
         return digits_resnet.train(model, seed, progress)
     done = training.train(model, text.python_topics(), settings, seed, progress)
-    return {"final": done.final, "train": statistics.fmean(done.train[-20:])}
+    tenth = max(len(done.train) // 10, 1)
+    tenths = [statistics.fmean(done.train[i : i + tenth]) for i in range(0, 10 * tenth, tenth)]
+    return {"final": done.final, "train": statistics.fmean(done.train[-20:]), "tenths": tenths}
 
 
 def summary(rows):
@@ -120,29 +125,24 @@ def show(records):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--long", action="store_true")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     arguments = parser.parse_args()
-    name = "compressed_training" + "_quick" * arguments.quick
-    path = harness.RESULTS / f"{name}.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    done = {(row["network"], row["bits"], row["seed"]) for row in rows}
-    todo = [
-        (network, bits, seed)
-        for seed in range(1 if arguments.quick else max(SEEDS.values()))
-        for network in SEEDS
-        if seed < SEEDS[network]
-        for bits in BITS
-        if (network, bits or 0, seed) not in done
+    name = ("long" if arguments.long else "compressed") + "_training" + "_quick" * arguments.quick
+    networks, choices, steps = SEEDS, BITS, training.Settings.steps
+    if arguments.long:
+        networks, choices, steps = LONG, LONG_BITS, 10 * steps
+    if arguments.quick:
+        steps = 20
+    tasks = [
+        {"network": network, "bits": bits or 0, "seed": seed}
+        for seed in range(1 if arguments.quick else max(networks.values()))
+        for network in networks
+        if seed < networks[network]
+        for bits in choices
     ]
     about = harness.machine("torch", "scikit-learn") | {"fewbit": fewbit.__version__}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
-        running = {pool.submit(run, *each, arguments.quick): each for each in todo}
-        for number, future in enumerate(as_completed(running), 1):
-            network, bits, seed = running[future]
-            rows.append({"network": network, "bits": bits or 0, "seed": seed, **future.result()})
-            print(f"{number}/{len(todo)}", rows[-1], flush=True)
-            harness.save(name, about, rows)
+    rows = harness.run_missing(name, about, run, tasks, arguments.jobs, steps)
     records = list(summary(rows))
     harness.save(name + "_summary", about, records)
     show(records)

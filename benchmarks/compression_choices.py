@@ -41,6 +41,7 @@ from torch.nn.functional import cross_entropy
 
 import fewbit
 import fewbit.functional
+from fewbit.demo.training import Settings
 from fewbit.models.resnet import ResNet
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
@@ -129,12 +130,19 @@ def norms(seeds):
             }
 
 
-def attention(seeds, jobs, quick):
+def attention(seeds, jobs, steps):
     """Yield a row for each number of bits of attention and seed. 0 bits mean the exact model."""
     arms = [(bits, seed) for seed in range(seeds) for bits in (0, *ATTENTION_BITS)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         running = [
-            pool.submit(run, "transformer", 2 if bits else None, seed, quick, attention_bits=bits)
+            pool.submit(
+                run,
+                "transformer",
+                2 if bits else None,
+                seed,
+                steps,
+                layers={"attention_bits": bits} if bits else None,
+            )
             for bits, seed in arms
         ]
         for (bits, seed), future in zip(arms, running, strict=True):
@@ -301,9 +309,9 @@ def main():
 
 
 def rows_of(part, quick, jobs):
-    seeds = 1 if quick else 3
+    seeds = 1 if quick else 5
     if part == "attention":
-        return attention(seeds, jobs, quick)
+        return attention(seeds, jobs, 20 if quick else Settings.steps)
     if part == "bias":
         return bias(8, 5) if quick else bias(96, 1)
     check = gradient(resnet("input", 8), 0) - gradient(resnet("exact", None), 0)

@@ -28,7 +28,6 @@ error_bound_summary.*, error_bound_cost.*, and docs/images/error_bound_*.png (`e
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -66,7 +65,8 @@ def run(task, name: str, arm: str, seed: int, has_ratios: bool) -> tuple[dict, l
         if has_ratios:
             found = arms.gradient_ratio(model, task.loss, batch)._asdict()
             where = {"task": name, "arm": arm, "seed": seed, "step": step}
-            rows.append(where | found | {"saved_bytes": kept[-1]} | observed(controller))
+            bound = observed(controller) if arm in arms.BOUNDS else {}
+            rows.append(where | found | {"saved_bytes": kept[-1]} | bound)
         measuring.append(time.perf_counter() - start)
 
     start = time.perf_counter()
@@ -90,9 +90,7 @@ def run(task, name: str, arm: str, seed: int, has_ratios: bool) -> tuple[dict, l
 
 
 def observed(controller) -> dict:
-    """Return the ratio by the controller's monitor and the average bits, or {} for an arm without error bound."""
-    if controller is None or controller.policy != "error-bound":
-        return {}
+    """Return the ratio by the monitor of an error bound's controller, the average bits and the exact variables."""
     rows = [row for row in controller.bounds if row.bits is not None and row.elements]
     elements = sum(row.elements for row in rows)
     return {
@@ -257,11 +255,6 @@ def _cell(record) -> str:
 # -- All of them ---------------------------------------------------------------------------------------------
 
 
-def load(name):
-    path = harness.RESULTS / f"{name}.json"
-    return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
 def work(name, about, rows, ratios, of, seeds, chosen_arms):
     """Run the trainings whose results are not stored, seed after seed, and store their results."""
     done = {(row["task"], row["arm"], row["seed"]) for row in rows}
@@ -306,7 +299,7 @@ def main():
         harness.save(name + "_cost", about, found)
         return
     rows, ratios = (
-        [row for row in load(each) if row["arm"] not in arguments.again]
+        [row for row in harness.stored(each) if row["arm"] not in arguments.again]
         for each in (name, name + "_ratios")
     )
     if not arguments.plot:

@@ -31,12 +31,9 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import resource
 import statistics
 import sys
-import threading
 import time
-from pathlib import Path
 
 import harness
 import torch
@@ -265,7 +262,7 @@ class Cpu:
     """Measures resident memory instead of a device's. The cap is checked after each block that is measured."""
 
     def __init__(self, memory):
-        self._memory, self._before = memory, _resident()
+        self._memory, self._before = memory, harness.resident_bytes()
 
     def clear(self):
         gc.collect()
@@ -273,23 +270,14 @@ class Cpu:
             ctypes.CDLL(None).malloc_trim(0)
 
     def now(self):
-        return _resident() - self._before
+        return harness.resident_bytes() - self._before
 
     @contextlib.contextmanager
     def peak(self):
-        peaks, done = {"allocated": self.now()}, threading.Event()
-
-        def watch():
-            while not done.wait(0.001):
-                peaks["allocated"] = max(peaks["allocated"], self.now())
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
+        peaks = {}
+        with harness.watched(self.now) as found:
             yield peaks
-        finally:
-            done.set()
-            watcher.join()
+        peaks["allocated"] = found.most
         if peaks["allocated"] > self._memory:
             raise torch.OutOfMemoryError(f"{peaks['allocated']} bytes resident")
 
@@ -298,10 +286,6 @@ class Cpu:
 
 
 DEVICES = {"cuda": Cuda, "cpu": Cpu}
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 # Parts of the error messages of libraries under torch if memory runs out.

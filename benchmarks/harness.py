@@ -5,11 +5,16 @@ from __future__ import annotations
 import csv
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
+import threading
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 # $OUT is for machines whose working copy is discarded after the run.
 RESULTS = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
@@ -58,6 +63,72 @@ def spread(times):
 
 def show(value):
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def watched(now):
+    """Call now() every millisecond in another thread while the block runs.
+
+    Yields:
+        An object whose attribute `most` is the greatest result so far.
+    """
+    found, done = SimpleNamespace(most=now()), threading.Event()
+
+    def watch():
+        while not done.wait(0.001):
+            found.most = max(found.most, now())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        watcher.join()
+
+
+def in_process(function, *arguments):
+    """Call a function in a new process, and return its result."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def stored(name):
+    """Return the rows of RESULTS/<name>.json, or [] if there is no such file."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def run_missing(name, about, function, tasks, jobs, *settings):
+    """Run tasks whose results are not stored, in several processes, and store each result when it is there.
+
+    Args:
+        name: the name of the results, as in `save`.
+        about: the machine, as in `save`.
+        function: a function of a task's values and of `settings`. It returns a dict, which is added to the task.
+        tasks: dicts with the same keys, which are fields of the rows.
+        jobs: the number of processes.
+        *settings: further arguments of the function, the same for all tasks.
+
+    Returns:
+        All rows: those stored before, and those of the tasks.
+    """
+    rows = stored(name)
+    todo = [task for task in tasks if not any(task.items() <= row.items() for row in rows)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        running = {pool.submit(function, *task.values(), *settings): task for task in todo}
+        for number, future in enumerate(as_completed(running), 1):
+            rows.append({**running[future], **future.result()})
+            print(f"{number}/{len(todo)}", rows[-1], flush=True)
+            save(name, about, rows)
+    return rows
 
 
 def save(name, about, rows):

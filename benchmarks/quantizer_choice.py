@@ -1,13 +1,13 @@
-"""The gradient error of whole networks with uniform and with rotated copies, at equal bits (docs/decisions/0016).
+"""Measure the gradient error of networks with uniform and with rotated copies, at equal bits (docs/decisions/0016).
 
     python benchmarks/quantizer_choice.py            # about ten minutes on one core
     python benchmarks/quantizer_choice.py --quick    # few steps and draws, to check that it works
 
-Each network is compressed twice, with `layers={"quantizer": "uniform"}` and with "rotated". The error is the mean over
-draws of |g^ - g|^2 / |g|^2, with g the exact gradient of all parameters for one batch, and g^ the compressed gradient. It
-is measured at the start of training ("early"), and after exact training ("late"). Copies of both kinds take the same
-bytes, except for the 8 bytes of a rotated copy's seed. Attention has the bits of the other tensors, and activations have
-3 bits (ReLU 1).
+Each network is compressed twice, with `layers={"quantizer": "uniform"}` and with `layers={"quantizer": "rotated"}`. Let
+g be the exact gradient of all parameters for one batch, and g^ the gradient of the compressed network. The error is the
+mean of |g^ - g|^2 / |g|^2 over draws of the random rounding. It is measured at the start of training ("early"), and
+after 200 steps of exact training ("late"). Copies of both kinds take the same bytes, except for the 8 bytes of a
+rotated copy's seed. Attention has the same bits as the other tensors, and activations have 3 bits (ReLU 1).
 
 Writes results/quantizer_choice.*: a row for each network, time and number of bits.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -47,11 +48,14 @@ WIDTH, LAYERS, HEADS, CONTEXT = 128, 2, 4, 64
 LATE, DRAWS = 200, 8
 
 
+corpus = functools.cache(text.python_topics)
+
+
 class Network(NamedTuple):
     """A network and its training.
 
     Attributes:
-        build: a function that returns the model, in training mode.
+        build: a function that returns the model, in training mode. The parameters depend on torch's seed.
         batch: a function of the number of a step, which returns the step's (inputs, targets).
         loss: a function of (model, inputs, targets).
         rate: the learning rate of Adam.
@@ -112,7 +116,7 @@ def _language_model(config, model):
 
 def _characters(step, size=16, context=CONTEXT):
     generator = torch.Generator().manual_seed(step)
-    return text.python_topics().batch(size, context, generator)
+    return corpus().batch(size, context, generator)
 
 
 def _digits(step):
@@ -139,13 +143,14 @@ def _classify(model, inputs, targets):
 
 def networks():
     """Return the networks by name."""
-    common = {"vocab_size": len(text.python_topics().alphabet)}
+    common = {"vocab_size": len(corpus().alphabet)}
     gpt = GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=CONTEXT, **common)
     gpt.resid_pdrop = gpt.embd_pdrop = gpt.attn_pdrop = 0.0
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     llama = LlamaConfig(intermediate_size=344, num_key_value_heads=2, **sizes, **common)
     bert = BertConfig(intermediate_size=4 * WIDTH, **sizes, **common)
     bert.hidden_dropout_prob = bert.attention_probs_dropout_prob = 0.0
+    written_out = BertConfig(attn_implementation="eager", **bert.to_dict())
     vit = ViTConfig(
         intermediate_size=4 * WIDTH, image_size=8, patch_size=2, num_channels=1, **sizes
     )
@@ -154,15 +159,18 @@ def networks():
     settings = training.Settings()
     return {
         "demo's transformer": Network(
-            lambda: training.build(text.python_topics(), settings, nn.GELU, 0),
+            lambda: training.build(corpus(), settings, nn.GELU, torch.initial_seed()),
             lambda step: _characters(step, settings.batch, settings.context),
             lambda model, ids, targets: cross_entropy(model(ids).flatten(0, 1), targets.flatten()),
         ),
         "GPT-2": _language_model(gpt, GPT2LMHeadModel),
         "Llama": _language_model(llama, LlamaForCausalLM),
         "BERT": _language_model(bert, BertForMaskedLM),
+        "BERT, attention written out": _language_model(written_out, BertForMaskedLM),
         "ViT on digits": Network(lambda: ViTForImageClassification(vit), _digits, _classify),
-        "ResNet on digits": Network(lambda: digits_resnet.build(nn.ReLU, 0), _digits, _classify),
+        "ResNet on digits": Network(
+            lambda: digits_resnet.build(nn.ReLU, torch.initial_seed()), _digits, _classify
+        ),
         "U-Net on digits": Network(
             UNet, _noisy_digits, lambda model, x, noise: mse_loss(model(x), noise)
         ),
@@ -187,6 +195,29 @@ def gradient(network, model, batch):
     return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
 
 
+def relative_errors(network, compressed, batch, exact, draws):
+    """Return the squared error of each draw of a compressed gradient, divided by the square of the exact one's norm."""
+    found = []
+    for draw in range(draws):
+        torch.manual_seed(draw)
+        error = gradient(network, compressed, batch) - exact
+        found.append((error.square().sum() / exact.square().sum()).item())
+    return found
+
+
+def trained(network, steps):
+    """Train a network exactly. Yield (number of steps done, model) after 0 to `steps` steps."""
+    torch.manual_seed(0)
+    model = network.build().train()
+    optimizer = torch.optim.Adam(model.parameters(), network.rate)
+    for step in range(steps):
+        yield step, model
+        optimizer.zero_grad()
+        network.loss(model, *network.batch(step)).backward()
+        optimizer.step()
+    yield steps, model
+
+
 def errors(network, model, batch, draws):
     """Yield a row for each number of bits, with the error of each kind of copies and its standard error."""
     exact = gradient(network, model, batch)
@@ -196,11 +227,7 @@ def errors(network, model, batch, draws):
             compressed = copy.deepcopy(model)
             layers = {"quantizer": kind, "attention_bits": bits}
             fewbit.compress_(compressed, bits=bits, layers=layers, verbose=False)
-            found = []
-            for draw in range(draws):
-                torch.manual_seed(draw)
-                error = gradient(network, compressed, batch) - exact
-                found.append((error.square().sum() / exact.square().sum()).item())
+            found = relative_errors(network, compressed, batch, exact, draws)
             row[kind] = statistics.fmean(found)
             row[f"{kind} ±"] = statistics.stdev(found) / len(found) ** 0.5
         row["ratio"] = row["uniform"] / row["rotated"]
@@ -209,43 +236,48 @@ def errors(network, model, batch, draws):
 
 def measure(name, network, steps, draws):
     """Yield the rows of a network, early and late in training."""
-    torch.manual_seed(0)
-    model = network.build().train()
-    optimizer = torch.optim.Adam(model.parameters(), network.rate)
-    for step in range(steps + 1):
-        times = {1: "early", steps: "late"}
+    times = {1: "early", steps: "late"}
+    for step, model in trained(network, steps):
         if step in times:
             for row in errors(network, model, network.batch(10**6), draws):
                 yield {"network": name, "time": times[step], "step": step, **row}
-        optimizer.zero_grad()
-        network.loss(model, *network.batch(step)).backward()
-        optimizer.step()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run(name, description, measure, settings, quick_settings, line):
+    """Measure all networks, or the one that the command line names. Print each row, and save the rows of full runs.
+
+    Args:
+        name: the name of the results.
+        description: the first line of the help text.
+        measure: a function of (name of a network, network, *settings), which yields rows.
+        settings: the settings of a full run.
+        quick_settings: the settings with the option --quick.
+        line: a function that returns a row as a line of text.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", help="a network")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     about, rows = harness.machine("torch", "transformers"), []
     print(about)
-    for name, network in networks().items():
-        if arguments.only not in (None, name):
-            continue
-        for row in measure(
-            name, network, 3 if arguments.quick else LATE, 2 if arguments.quick else DRAWS
-        ):
-            rows.append(row)
-            print(
-                f"{row['network']:20} {row['time']:5} {row['bits']} bits: uniform {row['uniform']:.3g} "
-                f"± {row['uniform ±']:.1g}, rotated {row['rotated']:.3g} ± {row['rotated ±']:.1g}, "
-                f"ratio {row['ratio']:.2f}",
-                flush=True,
-            )
+    for network_name, network in networks().items():
+        if arguments.only in (None, network_name):
+            chosen = quick_settings if arguments.quick else settings
+            for row in measure(network_name, network, *chosen):
+                rows.append(row)
+                print(line(row), flush=True)
     if not (arguments.quick or arguments.only):
-        harness.save("quantizer_choice", about, rows)
+        harness.save(name, about, rows)
+
+
+def line(row):
+    return (
+        f"{row['network']:27} {row['time']:5} {row['bits']} bits: uniform {row['uniform']:.3g} "
+        f"± {row['uniform ±']:.1g}, rotated {row['rotated']:.3g} ± {row['rotated ±']:.1g}, "
+        f"ratio {row['ratio']:.2f}"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run("quantizer_choice", __doc__.splitlines()[0], measure, (LATE, DRAWS), (3, 2), line)

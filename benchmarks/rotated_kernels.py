@@ -1,12 +1,13 @@
-"""Time of the CPU kernels of rotated copies, compared with those of uniform copies, for each instruction set.
+"""Compare the time of the CPU kernels of rotated copies with that of uniform copies, for each instruction set.
 
     python benchmarks/rotated_kernels.py              # about 3 minutes
     python benchmarks/rotated_kernels.py --quick
 
 A round quantizes and dequantizes a tensor once with each kind of copy, so that a slow moment of the machine affects
-both. The kernels run on one thread, and times are processor times, so other processes hardly matter. The ratio of a round is the time of the rotated copy divided by that of the uniform copy. The table has the median
-of the ratios, and their quartiles. The smaller tensors stay in the caches, so their ratios are those of the computation;
-with the largest one, the kernels also wait for memory. Before anything is timed, the kernels are compared with the
+both. The kernels run on one thread, and times are processor times, so other processes hardly matter. The ratio of a
+round is the time of the rotated copy divided by the time of the uniform copy. The table has the median of the ratios,
+and their quartiles. The smaller tensors stay in the processor's caches, so their ratios compare only the computation.
+With the largest tensor, the kernels also wait for memory. Before anything is timed, the kernels are compared with the
 reference backend.
 
 Writes results/rotated_kernels.json and .csv.

@@ -24,13 +24,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import resource
 import statistics
-import threading
 import time
-from pathlib import Path
 
 import harness
 import torch
@@ -134,10 +130,6 @@ def times(case, settings, steps):
     return result
 
 
-def times_into(queue, *arguments):
-    queue.put(times(*arguments))
-
-
 # An operation belongs to the first subject that contains a beginning of the operation's name.
 SUBJECTS = {
     "attention": ("aten::_scaled_dot", "_Attention", "ScaledDot"),
@@ -176,12 +168,8 @@ def breakdown(case, settings, arm):
     return parts
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def peak(queue, case, settings, arm):
-    """Put (the most bytes by which two training steps raise resident memory, the saved bytes) into a queue.
+def peak(case, settings, arm):
+    """Return the most bytes by which two training steps raise resident memory, and the saved bytes.
 
     This runs in a new process.
     """
@@ -191,39 +179,21 @@ def peak(queue, case, settings, arm):
     # Gradients are allocated before, so that only activations raise the memory. L3 observes steps 1, 2 and 4.
     for _ in range(4):
         loss(model, x[:1], y[:1]).backward()
-    start, most, done = resident(), [0], threading.Event()
-
-    def watch():
-        while not done.wait(0.001):
-            most[0] = max(most[0], resident())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for _ in range(2):
-        optimizer.zero_grad(set_to_none=False)
-        loss(model, x, y).backward()
-        optimizer.step()
-    done.set()
-    watcher.join()
+    start = harness.resident_bytes()
+    with harness.watched(harness.resident_bytes) as found:
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)
+            loss(model, x, y).backward()
+            optimizer.step()
     kept = fewbit.saved_bytes(lambda: loss(model, x, y)).total
-    queue.put((most[0] - start, kept))
-
-
-def in_process(function, *arguments):
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=function, args=(queue, *arguments))
-    process.start()
-    result = queue.get(timeout=600)
-    process.join()
-    return result
+    return found.most - start, kept
 
 
 def measure_times(cases, steps, processes):
     """Yield a row for each case and arm, with the median times of the parts of a step and their ratios to exact."""
     for case, settings in cases.items():
         print(f"{case} {settings}: gradient at 8 bits off by {check(case, settings):.4f}")
-        runs = [in_process(times_into, case, settings, steps) for _ in range(processes)]
+        runs = [harness.in_process(times, case, settings, steps) for _ in range(processes)]
         for arm in TIMED:
             row = {"case": case, "arm": arm, **settings}
             for part in runs[0][arm]:
@@ -274,7 +244,7 @@ def measure_peaks(cases):
     for case, settings in cases.items():
         print(f"{case} {settings}: peak resident memory of a step")
         for arm in TIMED:
-            grown, kept = in_process(peak, case, settings, arm)
+            grown, kept = harness.in_process(peak, case, settings, arm)
             print(f"  {arm!s:>8}: peak {grown / 2**20:8.1f} MiB, kept {kept / 2**20:.1f} MiB")
             yield {"case": case, "arm": arm, "peak_bytes": grown, "saved_bytes": kept, **settings}
 

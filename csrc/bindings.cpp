@@ -254,6 +254,9 @@ QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size
     refuse("group_size", "a multiple of 32 from 32 to 65536", std::to_string(group_size));
   }
   if (kind < 0 || kind > 2) refuse("kind", "0 (uniform), 1 (rotated) or 2 (masked)", std::to_string(kind));
+  if (kind != 0 && group_size > fewbit::kFullGroup) {
+    refuse("group_size", "at most 256 with rotated and masked copies", std::to_string(group_size));
+  }
   return {samples, features, group_size, fp32_min, static_cast<fewbit::CopyKind>(kind)};
 }
 

@@ -11,10 +11,10 @@
 
 namespace fewbit {
 
-constexpr int kRotatedPart = 256;     // the number of elements that are rotated together
+constexpr int kFullGroup = 256;       // the most elements of a group, and the number of elements of most groups
 constexpr int kSeedRows = 2;          // rows at the end of the ranges that have the seed
-constexpr int kCountersOfPart = 16;   // Philox counters that belong to one part; not all of them are used
-constexpr int kRoundingCounter = 8;   // the one of a group's first part that rounds the group's scale
+constexpr int kCountersOfGroup = 16;  // Philox counters that belong to one group; not all of them are used
+constexpr int kRoundingCounter = 8;   // the one that rounds the group's scale
 constexpr float kGreatestScale = 0x1.FEp127f;  // the greatest bfloat16
 
 // The number of rows of the ranges that have a copy's seed.
@@ -30,21 +30,20 @@ inline namespace FEWBIT_NAMESPACE {
 
 // -- Random signs ------------------------------------------------------------------------------------------------
 
-// The first Philox counter of a part of a group. Counters from 2^63 on occur in no uniform copy.
-FEWBIT_HD constexpr uint64_t part_counter(int64_t group, int part, int group_size) {
-  const int64_t parts = (group_size + kRotatedPart - 1) / kRotatedPart;
-  return (uint64_t{1} << 63) + static_cast<uint64_t>(kCountersOfPart * (group * parts + part));
+// The first Philox counter of a group. Counters from 2^63 on occur in no uniform copy.
+FEWBIT_HD constexpr uint64_t group_counter(int64_t group) {
+  return (uint64_t{1} << 63) + static_cast<uint64_t>(kCountersOfGroup * group);
 }
 
-// The first of the two counters of the signs of a transform, minus the part's first counter. rotation: 0 or 1; transform: 0
-// for the first numbers of the part, 1 for the last ones.
+// The first of the two counters of the signs of a transform, minus the group's first counter. rotation: 0 or 1; transform: 0
+// for the first numbers of the group, 1 for the last ones.
 FEWBIT_HD constexpr int sign_counter(int rotation, int transform) { return 4 * rotation + 2 * transform; }
 
 // -- Rotations ---------------------------------------------------------------------------------------------------
 
-// The number of elements of a part of m elements that are transformed together: the largest power of two that is at most m.
+// The number of elements of a group of m elements that are transformed together: the largest power of two that is at most m.
 FEWBIT_HD constexpr int transform_size(int m) {
-  int size = kRotatedPart;
+  int size = kFullGroup;
   while (size > m) size /= 2;
   return size;
 }
@@ -56,17 +55,17 @@ FEWBIT_HD constexpr float inverse_root(int size) {
   return size == 2 ? root * 0x1.6A09E6p-1f : root;  // 1 / sqrt(2), rounded to the nearest float32
 }
 
-// Returns true if a part of m elements is rotated twice. is_spiky: one element has more than an eighth of the energy.
+// Returns true if a group of m elements is rotated twice. is_spiky: one element has more than an eighth of the energy.
 FEWBIT_HD constexpr bool rotates_twice(int m, bool is_spiky) { return is_spiky || (m & (m - 1)) != 0; }
 
-// The number of places by which the numbers of a part move to the left before the second rotation.
+// The number of places by which the numbers of a group move to the left before the second rotation.
 FEWBIT_HD constexpr int shift_of(int m) { return (m - transform_size(m)) / 2; }
 
 // -- Numbers of a group ------------------------------------------------------------------------------------------
 
 // Returns sum / n. Most groups have 256 elements, for which a product is as precise and faster.
 FEWBIT_HD inline float over_count(float sum, int n) {
-  return n == kRotatedPart ? sum * (1.0f / kRotatedPart) : sum / static_cast<float>(n);
+  return n == kFullGroup ? sum * (1.0f / kFullGroup) : sum / static_cast<float>(n);
 }
 
 // Returns the mean that is subtracted from a group of n elements with this sum, never -0.

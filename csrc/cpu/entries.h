@@ -59,7 +59,7 @@ class SpreadOut {
  public:
   // Writes one value n times from place `at` on. It writes whole vectors; the next call overwrites the excess.
   void put(int at, int n, float value) {
-    const Vector same = Vector{} + value;
+    const Vector same = value - Vector{};  // the sum of 0 and -0 would be 0
     for (int i = 0; i < n; i += kVector) memcpy(values_ + at + i, &same, sizeof same);
   }
 

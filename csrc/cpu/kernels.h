@@ -22,7 +22,7 @@ struct Spread {
   bool nan;
 };
 
-// The two kinds of copies that the group quantizer makes.
+// The kinds of copies that the group quantizer makes.
 enum class CopyKind { uniform, rotated, masked };
 
 // The group quantizer (docs/quantizer.md), for copies of one kind. Each function works on the groups [begin, end) of all

@@ -51,7 +51,7 @@ FEWBIT_INLINE Row look_up_lanes(const float* values, Indices index) {
   }
 }
 
-// Multiplies rows of a part by a factor and by random signs.
+// Multiplies rows of a full group by a factor and by random signs.
 class RowSigns {
  public:
   RowSigns(const uint64_t* signs, float factor) : plus_(_mm256_set1_ps(factor)), minus_(_mm256_set1_ps(-factor)) {

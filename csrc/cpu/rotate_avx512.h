@@ -1,4 +1,5 @@
-// The inner loops of rotated copies with AVX-512. The 256 numbers of a part are in 16 registers from the first to the last step.
+// The inner loops of rotated copies with AVX-512. The 256 numbers of a group are in 16 registers from the first to the last
+// step.
 #pragma once
 
 #include <immintrin.h>
@@ -18,11 +19,11 @@ namespace {
 
 constexpr int kLanesOfRow = 16;
 constexpr int kRowsAtATime = 16;
-constexpr int kRows = kRotatedPart / kLanesOfRow;
-constexpr int kBlocksOfPart = kRotatedPart / kBlock;
+constexpr int kRows = kFullGroup / kLanesOfRow;
+constexpr int kBlocksOfGroup = kFullGroup / kBlock;
 
-// The sum, the smallest and the largest number of a part.
-struct PartSum {
+// The sum, the smallest and the largest number of a group.
+struct GroupSum {
   float sum, least, greatest;
 };
 
@@ -45,8 +46,8 @@ FEWBIT_INLINE float add_lanes(__m512 row) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// Returns the sum and the extremes of a part of kRotatedPart numbers. Extremes are those of the numbers that are not NaN.
-inline PartSum sum_of_part(const float* x) {
+// Returns the sum and the extremes of kFullGroup numbers. Extremes are those of the numbers that are not NaN.
+inline GroupSum sum_of_group(const float* x) {
   __m512 rows[kRows];
   for (int i = 0; i < kRows; ++i) rows[i] = _mm512_loadu_ps(x + kLanesOfRow * i);
   // These instructions return the second operand if one is NaN.
@@ -64,8 +65,8 @@ inline PartSum sum_of_part(const float* x) {
   return {add_lanes(add_rows<kRows>(rows)), least, greatest};
 }
 
-// Returns the sum of the squares of the numbers x - shift of a part.
-inline float energy_of_part(const float* x, float shift) {
+// Returns the sum of the squares of kFullGroup numbers x - shift.
+inline float energy_of_group(const float* x, float shift) {
   const __m512 subtracted = _mm512_set1_ps(shift);
   __m512 rows[kRows];
 #pragma GCC unroll 16
@@ -120,7 +121,7 @@ inline void transform_in_place(float* y) {
   for (int i = 0; i < COUNT; ++i) _mm512_storeu_ps(y + kLanesOfRow * i, rows[i]);
 }
 
-// Transforms `size` numbers, a power of two up to kRotatedPart.
+// Transforms `size` numbers, a power of two up to kFullGroup.
 inline void transform(float* y, int size) {
   switch (size) {
     case 256:
@@ -147,7 +148,7 @@ FEWBIT_INLINE __mmask16 bits_of_row(uint32_t word, int row) {
   return _mm512_test_epi32_mask(_mm512_set1_epi32(static_cast<int>(word)), bits);
 }
 
-// Multiplies row number `row` of a part by `plus`, or by `minus` if the number's sign is set.
+// Multiplies row number `row` of a full group by `plus`, or by `minus` if the number's sign is set.
 FEWBIT_INLINE __m512 times_signed(__m512 v, __m512 plus, __m512 minus, const uint32_t* signs, int row) {
   return _mm512_mul_ps(v, _mm512_mask_blend_ps(bits_of_row(signs[row / 2], row), plus, minus));
 }
@@ -252,7 +253,7 @@ FEWBIT_INLINE void put_words(const __mmask16* low, const __mmask16* high, uint32
   }
 }
 
-// Computes the words of `blocks` blocks of rotated numbers, followed by zeros up to kRotatedPart. Returns the sum of the
+// Computes the words of `blocks` blocks of rotated numbers, followed by zeros up to kFullGroup. Returns the sum of the
 // magnitudes times their levels.
 template <int BITS>
 inline float code_blocks(const float* y, int blocks, float rms, uint32_t* words) {
@@ -267,13 +268,13 @@ inline float code_blocks(const float* y, int blocks, float rms, uint32_t* words)
   return add_lanes(add_rows<kRows>(products));
 }
 
-// Rotates the numbers x - shift of a part of kRotatedPart numbers and computes their words. Returns the same sum.
+// Rotates the numbers x - shift of a full group and computes their words. Returns the same sum.
 template <int BITS>
-inline float code_part(const float* x, float shift, const uint64_t* signs, float rms, uint32_t* words) {
-  uint32_t signs_of_block[kBlocksOfPart];
+inline float code_full_group(const float* x, float shift, const uint64_t* signs, float rms, uint32_t* words) {
+  uint32_t signs_of_block[kBlocksOfGroup];
   memcpy(signs_of_block, signs, sizeof signs_of_block);
   const __m512 subtracted = _mm512_set1_ps(shift);
-  const __m512 plus = _mm512_set1_ps(inverse_root(kRotatedPart)), minus = _mm512_set1_ps(-inverse_root(kRotatedPart));
+  const __m512 plus = _mm512_set1_ps(inverse_root(kFullGroup)), minus = _mm512_set1_ps(-inverse_root(kFullGroup));
   __m512 rows[kRows];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
@@ -293,10 +294,10 @@ inline float code_part(const float* x, float shift, const uint64_t* signs, float
     }
     return add_lanes(add_rows<kRows>(rows));
   } else {
-    alignas(64) float y[kRotatedPart];
+    alignas(64) float y[kFullGroup];
     transform_lanes<kRows>(rows);
     for (int i = 0; i < kRows; ++i) _mm512_store_ps(y + kLanesOfRow * i, rows[i]);
-    return code_blocks<BITS>(y, kBlocksOfPart, rms, words);
+    return code_blocks<BITS>(y, kBlocksOfGroup, rms, words);
   }
 }
 
@@ -308,10 +309,10 @@ inline void levels_of_blocks(const uint32_t* words, int blocks, float* y) {
   look_up<BITS>(words, kCodeLevels<BITS>.values, y, blocks);
 }
 
-// Dequantizes a part of kRotatedPart numbers that was rotated once.
+// Dequantizes a full group that was rotated once.
 template <int BITS>
-inline void restore_part(const uint32_t* words, const uint64_t* signs, float mean, float scale, float* out) {
-  uint32_t signs_of_block[kBlocksOfPart];
+inline void restore_full_group(const uint32_t* words, const uint64_t* signs, float mean, float scale, float* out) {
+  uint32_t signs_of_block[kBlocksOfGroup];
   memcpy(signs_of_block, signs, sizeof signs_of_block);
   __m512 rows[kRows];
   if constexpr (BITS == 2) {
@@ -324,12 +325,12 @@ inline void restore_part(const uint32_t* words, const uint64_t* signs, float mea
       rows[i] = _mm512_mask_xor_ps(level, negative, level, sign);
     }
   } else {
-    alignas(64) float levels[kRotatedPart];
-    levels_of_blocks<BITS>(words, kBlocksOfPart, levels);
+    alignas(64) float levels[kFullGroup];
+    levels_of_blocks<BITS>(words, kBlocksOfGroup, levels);
     for (int i = 0; i < kRows; ++i) rows[i] = _mm512_load_ps(levels + kLanesOfRow * i);
   }
   transform_rows<kRows>(rows);
-  const float factor = scale * inverse_root(kRotatedPart);
+  const float factor = scale * inverse_root(kFullGroup);
   const __m512 plus = _mm512_set1_ps(factor), minus = _mm512_set1_ps(-factor), added = _mm512_set1_ps(mean);
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {

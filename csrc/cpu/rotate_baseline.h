@@ -70,7 +70,7 @@ FEWBIT_INLINE Row look_up_lanes(const float* values, Indices index) {
   return Row{values[index[0]], values[index[1]], values[index[2]], values[index[3]]};
 }
 
-// Multiplies rows of a part by a factor and by random signs.
+// Multiplies rows of a full group by a factor and by random signs.
 class RowSigns {
  public:
   RowSigns(const uint64_t* signs, float factor) : factor_(factor) {

@@ -1,4 +1,4 @@
-// The inner loops of rotated copies for instruction sets whose registers do not hold a part.
+// The inner loops of rotated copies for instruction sets whose registers do not hold a full group.
 //
 // A transform has two passes over memory, of which each loads and stores every number once. The first pass does the stages
 // with distances of 128, 64 and 32 on 8 rows at a time, the second one does the others on a block at a time. The instruction
@@ -18,7 +18,7 @@ inline namespace FEWBIT_NAMESPACE {
 namespace {
 
 constexpr int kRowsOfBlock = kBlock / kLanesOfRow;
-constexpr int kBlocksOfPart = kRotatedPart / kBlock;
+constexpr int kBlocksOfGroup = kFullGroup / kBlock;
 
 inline Row load(const float* x) {
   Row row;
@@ -28,8 +28,8 @@ inline Row load(const float* x) {
 
 inline void put(Row row, float* x) { memcpy(x, &row, sizeof row); }
 
-// The sum, the smallest and the largest number of a part.
-struct PartSum {
+// The sum, the smallest and the largest number of a group.
+struct GroupSum {
   float sum, least, greatest;
 };
 
@@ -44,21 +44,21 @@ FEWBIT_INLINE Row add_rows(Row* rows) {
   return rows[0];
 }
 
-// Returns the sum of a part whose rows are row(block, place), in the order of docs/quantizer.md.
+// Returns the sum of kFullGroup numbers whose rows are row(block, place), in the order of docs/quantizer.md.
 template <class RowAt>
 FEWBIT_INLINE float sum_of_rows(const RowAt& row) {
   Row places[kRowsOfBlock];
   for (int place = 0; place < kRowsOfBlock; ++place) {
-    Row blocks[kBlocksOfPart];
+    Row blocks[kBlocksOfGroup];
 #pragma GCC unroll 8
-    for (int block = 0; block < kBlocksOfPart; ++block) blocks[block] = row(block, place);
-    places[place] = add_rows<kBlocksOfPart>(blocks);
+    for (int block = 0; block < kBlocksOfGroup; ++block) blocks[block] = row(block, place);
+    places[place] = add_rows<kBlocksOfGroup>(blocks);
   }
   return add_lanes(add_rows<kRowsOfBlock>(places));
 }
 
-// Returns the sum and the extremes of a part of kRotatedPart numbers. Extremes are those of the numbers that are not NaN.
-inline PartSum sum_of_part(const float* x) {
+// Returns the sum and the extremes of kFullGroup numbers. Extremes are those of the numbers that are not NaN.
+inline GroupSum sum_of_group(const float* x) {
   Row low = Row{} + __builtin_inff(), high = Row{} - __builtin_inff();
   const float sum = sum_of_rows([&](int block, int place) __attribute__((always_inline)) {
     const Row row = load(x + kBlock * block + kLanesOfRow * place);
@@ -74,8 +74,8 @@ inline PartSum sum_of_part(const float* x) {
   return {sum, least, greatest};
 }
 
-// Returns the sum of the squares of the numbers x - shift of a part.
-inline float energy_of_part(const float* x, float shift) {
+// Returns the sum of the squares of kFullGroup numbers x - shift.
+inline float energy_of_group(const float* x, float shift) {
   return sum_of_rows([&](int block, int place) __attribute__((always_inline)) {
     const Row v = load(x + kBlock * block + kLanesOfRow * place) - shift;
     return v * v;
@@ -104,12 +104,12 @@ template <class RowAt>
 FEWBIT_INLINE void transform_blocks(const RowAt& row, float* y) {
 #pragma GCC unroll 8
   for (int place = 0; place < kRowsOfBlock; ++place) {
-    Row blocks[kBlocksOfPart];
+    Row blocks[kBlocksOfGroup];
 #pragma GCC unroll 8
-    for (int block = 0; block < kBlocksOfPart; ++block) blocks[block] = row(block, place);
-    transform_rows<kBlocksOfPart>(blocks);
+    for (int block = 0; block < kBlocksOfGroup; ++block) blocks[block] = row(block, place);
+    transform_rows<kBlocksOfGroup>(blocks);
 #pragma GCC unroll 8
-    for (int block = 0; block < kBlocksOfPart; ++block) put(blocks[block], y + kBlock * block + kLanesOfRow * place);
+    for (int block = 0; block < kBlocksOfGroup; ++block) put(blocks[block], y + kBlock * block + kLanesOfRow * place);
   }
 }
 
@@ -122,7 +122,7 @@ FEWBIT_INLINE void transform_block(const float* y, Row* rows) {
   for (int i = 0; i < kRowsOfBlock; ++i) rows[i] = transform_lanes(rows[i]);
 }
 
-// Transforms `size` numbers, a power of two up to kRotatedPart.
+// Transforms `size` numbers, a power of two up to kFullGroup.
 inline void transform(float* y, int size) {
   if (size < kBlock) return transform_one_by_one(y, size);
   for (int half = size / 2; half >= kBlock; half /= 2) {
@@ -221,12 +221,12 @@ inline float sum_of_products(const float* products) {
   });
 }
 
-// Computes the words of `blocks` blocks of rotated numbers, followed by zeros up to kRotatedPart. Returns the sum of the
+// Computes the words of `blocks` blocks of rotated numbers, followed by zeros up to kFullGroup. Returns the sum of the
 // magnitudes times their levels.
 template <int BITS>
 inline float code_blocks(const float* y, int blocks, float rms, uint32_t* words) {
   const Coder<BITS> coder(rms);
-  alignas(64) float products[kRotatedPart] = {};
+  alignas(64) float products[kFullGroup] = {};
   for (int block = 0; block < blocks; ++block, words += BITS) {
     Row rows[kRowsOfBlock];
     memcpy(rows, y + kBlock * block, sizeof rows);
@@ -235,18 +235,18 @@ inline float code_blocks(const float* y, int blocks, float rms, uint32_t* words)
   return sum_of_products(products);
 }
 
-// Rotates the numbers x - shift of a part of kRotatedPart numbers and computes their words. Returns the same sum.
+// Rotates the numbers x - shift of a full group and computes their words. Returns the same sum.
 template <int BITS>
-inline float code_part(const float* x, float shift, const uint64_t* signs, float rms, uint32_t* words) {
-  alignas(64) float y[kRotatedPart], products[kRotatedPart];
-  const RowSigns of_rows(signs, inverse_root(kRotatedPart));
+inline float code_full_group(const float* x, float shift, const uint64_t* signs, float rms, uint32_t* words) {
+  alignas(64) float y[kFullGroup], products[kFullGroup];
+  const RowSigns of_rows(signs, inverse_root(kFullGroup));
   transform_blocks(
       [&](int block, int place) __attribute__((always_inline)) {
         return of_rows.times(load(x + kBlock * block + kLanesOfRow * place) - shift, block, place);
       },
       y);
   const Coder<BITS> coder(rms);
-  for (int block = 0; block < kBlocksOfPart; ++block, words += BITS) {
+  for (int block = 0; block < kBlocksOfGroup; ++block, words += BITS) {
     Row rows[kRowsOfBlock];
     transform_block(y + kBlock * block, rows);
     code_block<BITS>(coder, rows, words, products + kBlock * block);
@@ -262,16 +262,16 @@ inline void levels_of_blocks(const uint32_t* words, int blocks, float* y) {
   look_up<BITS>(words, kCodeLevels<BITS>.values, y, blocks);
 }
 
-// Dequantizes a part of kRotatedPart numbers that was rotated once.
+// Dequantizes a full group that was rotated once.
 template <int BITS>
-inline void restore_part(const uint32_t* words, const uint64_t* signs, float mean, float scale, float* out) {
-  alignas(64) float y[kRotatedPart];
-  levels_of_blocks<BITS>(words, kBlocksOfPart, y);
+inline void restore_full_group(const uint32_t* words, const uint64_t* signs, float mean, float scale, float* out) {
+  alignas(64) float y[kFullGroup];
+  levels_of_blocks<BITS>(words, kBlocksOfGroup, y);
   transform_blocks([&](int block, int place) __attribute__((always_inline)) {
     return load(y + kBlock * block + kLanesOfRow * place);
   }, y);
-  const RowSigns of_rows(signs, scale * inverse_root(kRotatedPart));
-  for (int block = 0; block < kBlocksOfPart; ++block) {
+  const RowSigns of_rows(signs, scale * inverse_root(kFullGroup));
+  for (int block = 0; block < kBlocksOfGroup; ++block) {
     Row rows[kRowsOfBlock];
     transform_block(y + kBlock * block, rows);
 #pragma GCC unroll 8

@@ -1,4 +1,4 @@
-// Steps of rotations for parts of any length, which only the last parts of samples need.
+// Steps of rotations for groups of any length. Full groups that are rotated once do not need them.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ inline void transform_one_by_one(float* y, int size) {
   }
 }
 
-// Multiplies the numbers [begin, end) of a part by factor, or by -factor if their signs are set.
+// Multiplies the numbers [begin, end) of a group by factor, or by -factor if their signs are set.
 inline void multiply_signed(float* y, int begin, int end, float factor, const uint64_t* signs) {
   alignas(64) float factors[kDrawBlock];
   for (int word = begin / kBlock; word * kBlock < end; ++word) {

@@ -1,4 +1,4 @@
-// The dequantizer of rotated copies: two groups a warp, 256 elements of each at a time.
+// The dequantizer of rotated copies: two groups a warp.
 
 #include <type_traits>
 
@@ -59,14 +59,14 @@ __device__ void fill(CodeLevels& levels) {
 
 // -- codes -----------------------------------------------------------------------------------------------
 
-// The codes of a part.
-struct PackedPart {
+// The codes of a group.
+struct PackedGroup {
   const uint32_t* words;  // begins with the block of the first element
   int m;                  // elements
   int shift;              // the first element's place in its block
   int bits;
 
-  // Returns the bits of 32 elements of the part in a plane. No word beyond the block of the last element is read.
+  // Returns the bits of 32 elements in a plane. No word beyond the block of the last element is read.
   __device__ uint32_t word(int block, int plane) const {
     const int left = m - block * kBlock;
     if (left <= 0 || plane >= bits) return 0;
@@ -78,13 +78,13 @@ struct PackedPart {
 };
 
 // Reads a column of codes.
-__device__ Planes read_planes(const PackedPart& part, int most_bits) {
+__device__ Planes read_planes(const PackedGroup& group, int most_bits) {
   const int lane = lane_of_group();
   Planes planes = {};
 #pragma unroll
   for (int pair = 0; pair < kMaxBits / 2; ++pair) {
     if (2 * pair >= most_bits) break;
-    planes.pairs[pair] = transposed_planes(exchange_planes(part.word(lane / 2, 2 * pair + lane % 2)));
+    planes.pairs[pair] = transposed_planes(exchange_planes(group.word(lane / 2, 2 * pair + lane % 2)));
   }
   return planes;
 }
@@ -111,7 +111,7 @@ __device__ void decode_many(float* values, const Planes& planes, const float* si
 
 // -- values ----------------------------------------------------------------------------------------------
 
-// Returns the value to write: of element i of a part whose elements have these entries.
+// Returns the value to write: of element i of a group whose elements have these entries.
 template <class T>
 __device__ float representable(float x, const Affine& affine, const Entries& entries, int i) {
   if (affine.exists()) {
@@ -127,8 +127,8 @@ constexpr int kRowWords = kSide * sizeof(T) / 4;
 template <class T>
 constexpr int kRowVectors = kRowWords<T> / 4;
 
-// Writes the rows of a part to memory that is aligned to vectors. Rows change lanes before, so that the lanes side by side
-// write side by side; float64 is written directly.
+// Writes the rows of a full group to memory that is aligned to vectors. Rows change lanes before, so that the lanes side by
+// side write side by side; float64 is written directly.
 template <class T>
 __device__ void store_vectors(const uint32_t* words, T* out, Workspace& own) {
   const int lane = lane_of_group();
@@ -160,13 +160,13 @@ __device__ void store_vectors(const uint32_t* words, T* out, Workspace& own) {
   }
 }
 
-// Writes a row of values of the part that begins with element `begin` of its group and has m elements.
+// Writes a row of values of a group of m elements.
 template <class T>
-__device__ void store_row(const float* values, const Affine& affine, T* out, const GroupPlace& place, int begin, int m,
+__device__ void store_row(const float* values, const Affine& affine, T* out, const GroupPlace& place, int m,
                           Workspace& own) {
-  const bool are_neighbors = m == kRotatedPart && place.contiguous() && !affine.exists();
-  T* const part = out + (are_neighbors ? place.of(begin) : 0);
-  if (all(are_neighbors && reinterpret_cast<uintptr_t>(part) % sizeof(uint4) == 0)) {
+  const bool are_neighbors = m == kFullGroup && place.contiguous() && !affine.exists();
+  T* const first = out + (are_neighbors ? place.of(0) : 0);
+  if (all(are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0)) {
     const Entries none({1, 1}, 0);
     uint32_t words[kRowWords<T>];
 #pragma unroll
@@ -174,13 +174,13 @@ __device__ void store_row(const float* values, const Affine& affine, T* out, con
       const float low = representable<T>(values[k], {}, none, 0), high = representable<T>(values[k + 1], {}, none, 0);
       set_pair<T>(words, k, static_cast<Wide<T>>(low), static_cast<Wide<T>>(high));
     }
-    return store_vectors(words, part, own);
+    return store_vectors(words, first, own);
   }
   put_row(values, own);
-  const Entries entries(affine.index, affine.exists() && place.contiguous() && m > 0 ? place.of(begin) : 0);
+  const Entries entries(affine.index, affine.exists() && place.contiguous() && m > 0 ? place.of(0) : 0);
 #pragma unroll 1
   for (int i = lane_of_group(); i < m; i += kSide) {
-    store_one(representable<T>(own.at(i), affine, entries, i), out + place.of(begin + i));
+    store_one(representable<T>(own.at(i), affine, entries, i), out + place.of(i));
   }
 }
 
@@ -202,39 +202,32 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
     const Stream& stream = streams.of[of.stream];
-    const int length = of.length, longest = larger(length), bits = stream.bits, most_bits = larger(bits);
-    const GroupScale found = load_scale(ranges, streams.fp32_min, length > 0 ? of.number : 0);
-    const bool have_spikes = any(found.is_twice);
-#pragma unroll 1
-    for (int begin = 0; begin < longest; begin += kRotatedPart) {
-      const int m = part_length(length, begin);
-      const int64_t first = of.first + begin;
-      const uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
-      const Planes planes = read_planes({words, m, lane_of(first), bits}, most_bits);
-      const bool is_simple = !have_spikes && longest == kRotatedPart && all(m == kRotatedPart);
-      float values[kSide];
-      if (is_simple) {
-        if (most_bits <= CodeLevels::kFewBits) {
-          decode_few(values, planes.pairs[0], levels.pairs[bits - 1]);
-        } else {
-          decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
-          transform_stage<kSide / 2>(values);
-        }
-        if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number, streams.group_size);
-        rotate_back(values, own, own.random + 4 * kCountersAhead * turn, found.scale);
-        turn = (turn + 1) % kTurns;
+    const int m = of.length, bits = stream.bits, most_bits = larger(bits);
+    const GroupScale found = load_scale(ranges, streams.fp32_min, m > 0 ? of.number : 0);
+    const uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
+    const Planes planes = read_planes({words, m, lane_of(of.first), bits}, most_bits);
+    float values[kSide];
+    if (all(m == kFullGroup && !found.is_twice)) {
+      if (most_bits <= CodeLevels::kFewBits) {
+        decode_few(values, planes.pairs[0], levels.pairs[bits - 1]);
       } else {
-        turn = 0;
         decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
-        put_random_of_part(own, seed, of.number, begin / kRotatedPart, streams.group_size);
-        put_column(values, own);
-        rotate_back_in_memory(own, own.random, m, found.scale, found.is_twice);
-        get_row(values, own);
+        transform_stage<kSide / 2>(values);
       }
-#pragma unroll
-      for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];
-      store_row(values, affine, out, place_of(of, streams, order), begin, m, own);
+      if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
+      rotate_back(values, own, own.random + 4 * kCountersAhead * turn, found.scale);
+      turn = (turn + 1) % kTurns;
+    } else {
+      turn = 0;
+      decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
+      put_random_of_group(own, seed, of.number);
+      put_column(values, own);
+      rotate_back_in_memory(own, own.random, m, found.scale, found.is_twice);
+      get_row(values, own);
     }
+#pragma unroll
+    for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];
+    store_row(values, affine, out, place_of(of, streams, order), m, own);
   }
 }
 

@@ -24,23 +24,19 @@ __device__ void read_neighbors(float* values, const T* from) {
 template <class T>
 class GroupElements {
  public:
-  // longest: the length of the longer one of the warp's two groups.
-  __device__ GroupElements(const T* x, const Normalization& by, const GroupPlace& place, int length, int longest)
-      : x_(x), by_(by), place_(place), length_(length), longest_(longest) {}
+  __device__ GroupElements(const T* x, const Normalization& by, const GroupPlace& place, int length)
+      : x_(x), by_(by), place_(place), length_(length) {}
 
   __device__ int length() const { return length_; }
-  __device__ int longest() const { return longest_; }
-  // Returns true if one of the warp's two groups does not fit the registers.
-  __device__ bool is_long() const { return longest_ > kRotatedPart; }
 
   // Reads a column if both groups of the warp have 256 elements that lie side by side, and one entry to normalize by. If not, it
   // returns false.
   __device__ bool read_simple(float* values) const {
-    bool is_simple = length_ == kRotatedPart && place_.contiguous();
+    bool is_simple = length_ == kFullGroup && place_.contiguous();
     float mean = 0.0f, rstd = 1.0f;
     if (by_.exists()) {
       const Entries entries(by_.index, is_simple ? place_.of(0) : 0);
-      is_simple = is_simple && entries.are_one(kRotatedPart);
+      is_simple = is_simple && entries.are_one(kFullGroup);
       mean = mean_at(by_, entries.of(0)), rstd = by_.rstd[entries.of(0)];
     }
     if (!all(is_simple)) return false;
@@ -52,24 +48,23 @@ class GroupElements {
     return true;
   }
 
-  // Reads a column of the part from `begin` on and normalizes it. It has zeros where no elements are.
-  __device__ void read(float* values, int begin, Workspace& own) const {
-    const int m = part_length(length_, begin);
-    if (!by_.exists() && all(m == kRotatedPart && place_.contiguous())) {
-      return read_neighbors(values, x_ + place_.of(begin));
+  // Reads a column and normalizes it. It has zeros where no elements are.
+  __device__ void read(float* values, Workspace& own) const {
+    if (!by_.exists() && all(length_ == kFullGroup && place_.contiguous())) {
+      return read_neighbors(values, x_ + place_.of(0));
     }
-    const Entries entries(by_.index, by_.exists() && place_.contiguous() && m > 0 ? place_.of(begin) : 0);
+    const Entries entries(by_.index, by_.exists() && place_.contiguous() && length_ > 0 ? place_.of(0) : 0);
     __syncwarp();
 #pragma unroll 1
-    for (int i = lane_of_group(); i < kRotatedPart; i += kSide) own.at(i) = i < m ? one(begin, i, entries) : 0.0f;
+    for (int i = lane_of_group(); i < kFullGroup; i += kSide) own.at(i) = i < length_ ? one(i, entries) : 0.0f;
     __syncwarp();
     get_column(values, own);
   }
 
  private:
-  // Returns the i-th element of the part from `begin` on.
-  __device__ float one(int begin, int i, const Entries& entries) const {
-    const int64_t place = place_.of(begin + i);
+  // Returns the i-th element.
+  __device__ float one(int i, const Entries& entries) const {
+    const int64_t place = place_.of(i);
     const float x = as_float(x_[place]);
     if (!by_.exists()) return x;
     const int64_t entry = place_.contiguous() ? entries.of(i) : entry_of(by_.index, place);
@@ -79,7 +74,7 @@ class GroupElements {
   const T* x_;
   const Normalization& by_;
   const GroupPlace place_;
-  const int length_, longest_;
+  const int length_;
 };
 
 // Facts about a group's elements minus their mean. The remainders are these numbers times `factor`. In a masked copy, the
@@ -122,86 +117,55 @@ __device__ inline void subtract(float* values, float mean, int m, bool is_masked
   }
 }
 
-__device__ inline void multiply(float* values, float factor) {
-#pragma unroll
-  for (int j = 0; j < kSide; ++j) values[j] *= factor;
-}
-
-// Reads a column of remainders.
-template <class T>
-__device__ void read_remainders(float* values, const GroupElements<T>& elements, const Remainders& by, int begin,
-                                bool is_masked, Workspace& own) {
-  elements.read(values, begin, own);
-  subtract(values, by.mean, part_length(elements.length(), begin), is_masked);
-  multiply(values, by.factor);
-}
-
-// Computes `count` and `mean`.
-template <class T>
-__device__ void add_elements(Remainders& to, float* values, const GroupElements<T>& elements, const CopySettings& settings,
-                             Workspace& own) {
-  float sum = 0.0f;
-  to.count = settings.is_masked ? 0 : elements.length();
-#pragma unroll 1
-  for (int begin = 0; begin < elements.longest(); begin += kRotatedPart) {
-    elements.read(values, begin, own);
-    const float part = sum_of_part(values);
-    if (begin < elements.length()) sum = begin == 0 ? part : sum + part;
-    if (settings.is_masked) to.count += count_nonzero(values);
-  }
-  to.mean = mean_of(sum, to.count, settings.fp32_min);
-}
-
-// Adds the squares of a part's remainders.
-__device__ inline void add_squares(Remainders& to, const float* values, int begin, int length) {
+// Computes `energy` and `greatest` from a column of remainders.
+__device__ inline void find_squares(Remainders& to, const float* values) {
   float squares[kSide];
+  to.greatest = 0.0f;
 #pragma unroll
   for (int j = 0; j < kSide; ++j) {
     squares[j] = values[j] * values[j];
     to.greatest = fmaxf(to.greatest, squares[j]);
   }
-  const float part = sum_of_part(squares);
-  if (begin < length) to.energy = begin == 0 ? part : to.energy + part;
+  to.energy = sum_of_group(squares);
 }
 
-// Computes the remainders of 256 elements. Afterwards `values` is a column of them. It returns false if one of the warp's two
+// Computes the remainders of a full group. Afterwards `values` is a column of them. It returns false if one of the warp's two
 // groups needs a factor, or has a spike, or has no values, all of which is rare.
 __device__ inline bool remainders_of_full(Remainders& found, float* values, const CopySettings& settings) {
-  found = {kRotatedPart, 0.0f, 1.0f, 0.0f, 0.0f};
-  const float sum = sum_of_part(values);
+  found = {kFullGroup, 0.0f, 1.0f, 0.0f, 0.0f};
+  const float sum = sum_of_group(values);
   if (settings.is_masked) {
     found.count = count_nonzero(values);
     found.mean = mean_of(sum, found.count, settings.fp32_min);
-    subtract(values, found.mean, kRotatedPart, true);
+    subtract(values, found.mean, kFullGroup, true);
   } else {
-    found.mean = group_mean(sum, kRotatedPart, settings.fp32_min);
+    found.mean = group_mean(sum, kFullGroup, settings.fp32_min);
 #pragma unroll
     for (int j = 0; j < kSide; ++j) values[j] -= found.mean;
   }
-  add_squares(found, values, 0, kRotatedPart);
+  find_squares(found, values);
   return all(rescue_factor(found.energy) == 1.0f && !(found.greatest * 8.0f > found.energy));
 }
 
-// Computes the remainders of any group. Afterwards `values` is a column of them, unless groups are long.
+// Computes the remainders of any group. Afterwards `values` is a column of them.
 template <class T>
 __device__ Remainders remainders_of(float* values, const GroupElements<T>& elements, const CopySettings& settings,
                                     Workspace& own) {
-  Remainders found = {0, 0.0f, 1.0f, 0.0f, 0.0f};
-  add_elements(found, values, elements, settings, own);
-  if (!elements.is_long()) subtract(values, found.mean, elements.length(), settings.is_masked);
-#pragma unroll 1
-  for (bool is_again = false;; is_again = true) {
-    found.energy = found.greatest = 0.0f;
-#pragma unroll 1
-    for (int begin = 0; begin < elements.longest(); begin += kRotatedPart) {
-      if (elements.is_long()) read_remainders(values, elements, found, begin, settings.is_masked, own);
-      add_squares(found, values, begin, elements.length());
-    }
-    const float factor = rescue_factor(found.energy);
-    if (is_again || !any(factor != 1.0f)) return found;
+  elements.read(values, own);
+  const float sum = sum_of_group(values);
+  Remainders found = {elements.length(), 0.0f, 1.0f, 0.0f, 0.0f};
+  if (settings.is_masked) found.count = count_nonzero(values);
+  found.mean = mean_of(sum, found.count, settings.fp32_min);
+  subtract(values, found.mean, elements.length(), settings.is_masked);
+  find_squares(found, values);
+  const float factor = rescue_factor(found.energy);
+  if (any(factor != 1.0f)) {
     found.factor = factor;
-    if (!elements.is_long()) multiply(values, factor);
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) values[j] *= factor;
+    find_squares(found, values);
   }
+  return found;
 }
 
 // Returns true if one element has more than an eighth of the group's energy. It compares squares, whose order is that of the

@@ -1,4 +1,4 @@
-// The quantizer of rotated and masked copies, and the energies of groups: two groups a warp, 256 elements of each at a time.
+// The quantizer of rotated and masked copies, and the energies of groups: two groups a warp.
 
 #include <algorithm>
 
@@ -66,8 +66,8 @@ __device__ Planes encode_many(float* y, int bits, int most_bits, float rms, Work
 
 // -- packing ---------------------------------------------------------------------------------------------
 
-// The place of a part's codes.
-struct PackedPart {
+// The place of a group's codes.
+struct PackedGroup {
   uint32_t* words;  // begins with the block of the first element
   int m;            // elements
   int shift;        // the first element's place in its block
@@ -87,8 +87,8 @@ struct PackedPart {
   }
 };
 
-// Writes a part. whole: no block has elements of two groups.
-__device__ void store_planes(const Planes& planes, const PackedPart& to, int most_bits, bool whole, bool has_codes) {
+// Writes the codes of a group. whole: no block has elements of two groups.
+__device__ void store_planes(const Planes& planes, const PackedGroup& to, int most_bits, bool whole, bool has_codes) {
   const int lane = lane_of_group(), first = lane * kSide, left = to.m - first;
   const uint32_t exist = !has_codes || left <= 0 ? 0u : left < kSide ? (1u << left) - 1u : 0xFFFFu;
 #pragma unroll
@@ -119,18 +119,17 @@ struct Quantizer {
   uint32_t* packed;
   uint16_t* ranges;
 
-  // Encodes a row of a part, writes its codes, and returns the sum of its magnitudes times their levels.
-  __device__ float encode(float* y, const LocatedGroup& of, int begin, const Remainders& found, bool has_codes) const {
+  // Encodes a row, writes the codes, and returns the sum of the group's magnitudes times their levels.
+  __device__ float encode(float* y, const LocatedGroup& of, const Remainders& found, bool has_codes) const {
     const Stream& stream = streams.of[of.stream];
     const int bits = stream.bits, most_bits = larger(bits);
     const float rms = root_mean_square(found.energy, of.length);
     const Planes planes = most_bits <= 2 ? encode_few(y, bits, rms) : encode_many(y, bits, most_bits, rms, own, table);
-    const int64_t first = of.first + begin;
-    uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, bits);
-    store_planes(planes, {words, part_length(of.length, begin), lane_of(first), bits}, most_bits, whole, has_codes);
+    uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
+    store_planes(planes, {words, of.length, lane_of(of.first), bits}, most_bits, whole, has_codes);
     put_row(y, own);
     get_column(y, own);
-    return sum_of_part(y);
+    return sum_of_group(y);
   }
 
   // Writes mean and scale.
@@ -143,13 +142,12 @@ struct Quantizer {
   }
 };
 
-// Rotates a part of any group: a column becomes a row. Returns the word by which the group's scale is rounded, for its first
-// part.
-__device__ uint32_t rotate_any(float* values, const Quantizer& by, int64_t number, int part, int m, bool has_spike) {
+// Rotates any group: a column becomes a row. Returns the word by which the group's scale is rounded.
+__device__ uint32_t rotate_any(float* values, const Quantizer& by, const LocatedGroup& of, bool has_spike) {
   Workspace& own = by.own;
-  put_random_of_part(own, by.seed, number, part, by.streams.group_size);
+  put_random_of_group(own, by.seed, of.number);
   put_column(values, own);
-  rotate_in_memory(own, own.random, m, has_spike);
+  rotate_in_memory(own, own.random, of.length, has_spike);
   get_row(values, own);
   return own.random[4 * kRoundingCounter];
 }
@@ -180,10 +178,9 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll 1
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
-    const int length = of.length, longest = larger(length);
     // Made again where it is needed, which takes fewer registers.
     const auto elements = [&] {
-      return GroupElements<T>(x, normalization, place_of(of, streams, order), length, longest);
+      return GroupElements<T>(x, normalization, place_of(of, streams, order), of.length);
     };
     float values[kSide];
     Remainders found;
@@ -191,26 +188,18 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     if (!is_simple) found = remainders_of(values, elements(), settings, by.own);
     const bool has_spike = !is_simple && is_spiky(found);
     const bool has_codes = is_simple || (has_values(found.energy, found.mean) && found.energy > 0.0f);
-    float inner = 0.0f;
-    uint32_t rounding = 0;
-#pragma unroll 1
-    for (int begin = 0; begin < longest; begin += kRotatedPart) {
-      if (is_simple) {
-        if (turn == 0) put_random_ahead<kCountersAhead>(by.own, seed, of.number, streams.group_size);
-        const uint32_t* words = by.own.random + 4 * kCountersAhead * turn;
-        turn = (turn + 1) % kTurns;
-        rounding = words[4 * kPlaceOfScale];
-        rotate(values, by.own, words);
-      } else {
-        turn = 0;
-        if (longest > kRotatedPart) read_remainders(values, elements(), found, begin, is_masked, by.own);
-        const int m = part_length(length, begin);
-        const uint32_t word = rotate_any(values, by, of.number, begin / kRotatedPart, m, has_spike);
-        if (begin == 0) rounding = word;
-      }
-      const float part = by.encode(values, of, begin, found, has_codes);
-      if (begin < length) inner = begin == 0 ? part : inner + part;
+    uint32_t rounding;
+    if (is_simple) {
+      if (turn == 0) put_random_ahead<kCountersAhead>(by.own, seed, of.number);
+      const uint32_t* words = by.own.random + 4 * kCountersAhead * turn;
+      turn = (turn + 1) % kTurns;
+      rounding = words[4 * kPlaceOfScale];
+      rotate(values, by.own, words);
+    } else {
+      turn = 0;
+      rounding = rotate_any(values, by, of, has_spike);
     }
+    const float inner = by.encode(values, of, found, has_codes);
     by.store(of, found, inner, rounding, has_spike);
   }
 }
@@ -224,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
     const GroupPlace place = place_of(of, streams, nullptr);
-    const GroupElements<T> elements(x, normalization, place, of.length, larger(of.length));
+    const GroupElements<T> elements(x, normalization, place, of.length);
     float values[kSide];
     const Remainders found = remainders_of(values, elements, {true, is_masked}, workspaces[threadIdx.x / kSide]);
     if (lane_of_group() > 0 || of.length == 0) continue;

@@ -1,11 +1,11 @@
 // Two groups of a rotated copy in a warp: lanes 0 to 15 work on one group, lanes 16 to 31 on the next group.
 //
-// A part of a group is a matrix of 16 x 16 numbers: element i is in row i / 16 and column i % 16. A lane has one column in its
+// A group is a matrix of 16 x 16 numbers: element i is in row i / 16 and column i % 16. A lane has one column in its
 // registers, or one row. Sums, and the first four stages of the Walsh-Hadamard transform, stay within columns until few
 // numbers are left. The last four stages stay within rows. Shared memory turns columns into rows and back, which takes fewer
 // instructions than shuffles between lanes.
 //
-// Parts of fewer than 256 elements, and second rotations, are rare. They are rotated in shared memory, by fewer lines of code
+// Groups of fewer than 256 elements, and second rotations, are rare. They are rotated in shared memory, by fewer lines of code
 // and in more time.
 //
 // All lanes of a warp take part in every shuffle, vote and __syncwarp, so a condition around one is equal in all lanes.
@@ -25,9 +25,9 @@
 
 namespace fewbit::cuda {
 
-constexpr int kSide = 16;  // rows and columns of a part, and lanes that work on a group
+constexpr int kSide = 16;  // rows and columns of a group, and lanes that work on a group
 constexpr int kGroupsOfBlock = kThreads / kSide;
-static_assert(kSide * kSide == kRotatedPart);
+static_assert(kSide * kSide == kFullGroup);
 
 // The blocks that fit on a multiprocessor with 80 registers a thread, and the blocks that are launched for each: two full waves,
 // or three on a device whose shared memory has room for two blocks.
@@ -120,12 +120,6 @@ __device__ inline int64_t first_pair_of_warp() {
 }
 __device__ inline int64_t pairs_apart() { return static_cast<int64_t>(gridDim.x) * kWarps; }
 
-// Returns the number of elements of the part that begins with element `begin` of a group.
-__device__ inline int part_length(int length, int begin) {
-  const int left = length - begin;
-  return left < 0 ? 0 : left < kRotatedPart ? left : kRotatedPart;
-}
-
 // -- columns and rows ------------------------------------------------------------------------------------
 
 __device__ inline void put_column(const float* values, Workspace& own) {
@@ -161,8 +155,8 @@ __device__ inline void get_row(float* values, const Workspace& own) {
   }
 }
 
-// Returns the sum of a part in all lanes of its group. column: zeros where no elements are.
-__device__ inline float sum_of_part(const float* column) {
+// Returns the sum of a group in all its lanes. column: zeros where no elements are.
+__device__ inline float sum_of_group(const float* column) {
   float sums[kSide / 2];
 #pragma unroll
   for (int j = 0; j < kSide / 2; ++j) sums[j] = column[j] + column[j + kSide / 2];
@@ -210,19 +204,19 @@ __device__ inline void put_random(Workspace& own, uint64_t seed, uint64_t counte
   __syncwarp();
 }
 
-// Writes all words of a part. Those of counter k begin at 4 k.
-__device__ inline void put_random_of_part(Workspace& own, uint64_t seed, int64_t group, int part, int group_size) {
-  put_random(own, seed, part_counter(group, part, group_size) + static_cast<unsigned>(lane_of_group()));
+// Writes all words of a group. Those of counter k begin at 4 k.
+__device__ inline void put_random_of_group(Workspace& own, uint64_t seed, int64_t number) {
+  put_random(own, seed, group_counter(number) + static_cast<unsigned>(lane_of_group()));
 }
 
-// Writes the words that the next groups of these lanes need, if the groups have one part and are rotated once: Counters counters
+// Writes the words that the next groups of these lanes need, if the groups are full and are rotated once: Counters counters
 // each for 16 / Counters groups. The first two counters are those of the signs. A third one is that of the scale. number: that
 // of the first of these groups.
 template <int Counters>
-__device__ inline void put_random_ahead(Workspace& own, uint64_t seed, int64_t number, int group_size) {
+__device__ inline void put_random_ahead(Workspace& own, uint64_t seed, int64_t number) {
   const int turn = lane_of_group() / Counters, k = lane_of_group() % Counters;
   const int64_t group = number + 2 * turn * pairs_apart();
-  put_random(own, seed, part_counter(group, 0, group_size) + static_cast<unsigned>(k < 2 ? k : kRoundingCounter));
+  put_random(own, seed, group_counter(group) + static_cast<unsigned>(k < 2 ? k : kRoundingCounter));
 }
 
 // -- signs -----------------------------------------------------------------------------------------------
@@ -246,30 +240,30 @@ __device__ inline void multiply_row(float* values, const uint32_t* words, float 
 
 // -- rotations in registers ------------------------------------------------------------------------------
 
-// Rotates a column of a part of 256 elements into a row.
+// Rotates a column of a full group into a row.
 __device__ inline void rotate(float* values, Workspace& own, const uint32_t* signs) {
-  multiply_column(values, signs, inverse_root(kRotatedPart));
+  multiply_column(values, signs, inverse_root(kFullGroup));
   transform(values);
   put_column(values, own);
   get_row(values, own);
   transform(values);
 }
 
-// Undoes a rotation of a part of 256 elements, and multiplies by `scale`: a column, after the first stage, becomes a row.
+// Undoes a rotation of a full group, and multiplies by `scale`: a column, after the first stage, becomes a row.
 __device__ inline void rotate_back(float* values, Workspace& own, const uint32_t* signs, float scale) {
   transform<kSide / 4>(values);
   put_column(values, own);
   get_row(values, own);
   transform(values);
-  multiply_row(values, signs, scale * inverse_root(kRotatedPart));
+  multiply_row(values, signs, scale * inverse_root(kFullGroup));
 }
 
 // -- rotations in shared memory --------------------------------------------------------------------------
 
-// Transforms `size` numbers of the part, a power of two or 0, from number `first` on.
+// Transforms `size` numbers of the group, a power of two or 0, from number `first` on.
 __device__ inline void transform_in_memory(Workspace& own, int first, int size) {
 #pragma unroll 1
-  for (int distance = kRotatedPart / 2; distance > 0; distance /= 2) {
+  for (int distance = kFullGroup / 2; distance > 0; distance /= 2) {
 #pragma unroll 1
     for (int pair = lane_of_group(); distance < size && pair < size / 2; pair += kSide) {
       const int i = first + pair + (pair & -distance);
@@ -292,7 +286,7 @@ __device__ inline void multiply_in_memory(Workspace& own, const uint32_t* words,
   __syncwarp();
 }
 
-// Moves the numbers of a part of m elements: number i becomes the former number (i + by) mod m.
+// Moves the numbers of a group of m elements: number i becomes the former number (i + by) mod m.
 __device__ inline void move_in_memory(Workspace& own, int m, int by) {
   float moved[kSide];
 #pragma unroll
@@ -303,7 +297,7 @@ __device__ inline void move_in_memory(Workspace& own, int m, int by) {
   put_column(moved, own);
 }
 
-// Does one rotation of a part of m elements. signs: those of the first transform before those of the second one.
+// Does one rotation of a group of m elements. signs: those of the first transform before those of the second one.
 __device__ inline void rotate_once_in_memory(Workspace& own, const uint32_t* signs, int m) {
   const int size = transform_size(m), last = size < m ? size : 0;
   const float root = inverse_root(size);
@@ -323,8 +317,8 @@ __device__ inline void rotate_once_back_in_memory(Workspace& own, const uint32_t
   multiply_in_memory(own, signs, 0, m, size, scale * root, scale);
 }
 
-// Rotates a part of m elements, and undoes it. words: those of the part. has_spike: one element has more than an eighth of the
-// group's energy.
+// Rotates a group of m elements, and undoes it. words: those of the group. has_spike: one element has more than an eighth of
+// the energy.
 __device__ inline void rotate_in_memory(Workspace& own, const uint32_t* words, int m, bool has_spike) {
   const int twice = rotates_twice(m, has_spike) ? m : 0;
 #pragma unroll 1

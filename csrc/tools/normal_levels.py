@@ -1,23 +1,23 @@
-"""Prints csrc/common/normal_levels.h from the shipped tables of the function `value`.
+"""Prints csrc/common/normal_levels.h from `fewbit.catalog.normal_levels`.
 
     python csrc/tools/normal_levels.py > csrc/common/normal_levels.h
 
-The tables hold the quantizers with the least squared error for a standard normal number (Lloyd,
-1982; Max, 1960). They are symmetric, so the header has their positive halves only. A CUDA kernel can read the numbers
-from `__constant__ NormalLevels levels = kNormalLevels;` in its own file.
+The shipped tables of the function `value` are the quantizers with the least squared error for a standard normal number
+(Lloyd, 1982; Max, 1960). They are symmetric, so the header has their positive halves only: the breaks, and the levels of
+rotated copies. A CUDA kernel can read the numbers from `__constant__ NormalLevels levels = kNormalLevels;` in its own
+file.
 """
-
-import json
-from pathlib import Path
 
 import numpy as np
 
-_TABLES = Path(__file__).parents[2] / "tables" / "value.json"
+from fewbit.catalog.normal_levels import normal_levels, rotated_levels
+
 _PER_LINE = 6
 
 _HEAD = """\
 // The positive breaks and levels of the best quantizers of a standard normal number, which rotated copies use
-// (docs/quantizer.md). csrc/tools/normal_levels.py wrote this file from tables/value.json.
+// (docs/quantizer.md). Levels are multiples of a power of two, and proportional to the best ones except for rounding. The
+// breaks are for numbers whose mean square is 1. csrc/tools/normal_levels.py wrote this file.
 #pragma once
 
 #include "host_device.h"
@@ -42,13 +42,10 @@ FEWBIT_HD constexpr int levels_begin(int bits) { return (1 << (bits - 1)) - 1; }
 
 def halves() -> tuple[list[float], list[float]]:
     """Return the positive breaks and the positive levels for 1 to 8 bits, one after the other."""
-    shipped = json.loads(_TABLES.read_text())["tables"]
-    tables = {table["bits"]: table for table in shipped if table["objective"] == "mse"}
     breaks, levels = [], []
     for bits in range(1, 9):
-        half = 2 ** (bits - 1)
-        breaks += tables[bits]["breaks"][half:]
-        levels += tables[bits]["levels"][half:]
+        breaks += normal_levels(bits)[0]
+        levels += rotated_levels(bits)
     return breaks, levels
 
 

@@ -21,7 +21,7 @@ from fewbit.convert import kinds
 from fewbit.errors import InputError
 from fewbit.functions.callables import misfit_of
 from fewbit.runtime.interop.module_calls import is_compiled
-from fewbit.text import shorten
+from fewbit.text import one_line, shorten
 
 Loss = Callable[[nn.Module, object], torch.Tensor]
 
@@ -178,7 +178,8 @@ def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.
         with explained(batch):
             found = sampling(exact, batches)
         return found, f"{len(batches)} batches of {size_of(batches[0])}"
-    found = sampling(exact, parts_of(batches[0], chunks)) / chunks
+    with explained(batch):
+        found = sampling(exact, parts_of(batches[0], chunks)) / chunks
     text = f"{chunks} chunks of one batch of {size_of(batches[0])}"
     if has_batch_norm(exact.model):
         text += " (too much, as chunks have batch norm statistics of their own: give batches)"
@@ -307,13 +308,18 @@ def batches_of(batch) -> list:
 
 @contextmanager
 def explained(batch):
-    """Return a context manager that explains errors of the loss if the user gave a list [inputs, targets] as `batch`.
+    """Return a context manager that explains errors of the loss which a wrong argument `batch` may cause.
 
-    Data loaders return one batch as such a list, but a list given to fewbit stands for several batches.
+    A RuntimeError becomes an InputError, because torch raises RuntimeErrors for tensors of wrong shapes. If the user
+    gave a list [inputs, targets], the message suggests a tuple: data loaders return one batch as such a list, but a list
+    given to fewbit stands for several batches.
     """
     try:
         yield
-    except InputError:  # the loss function has run, but did not return a loss
+    except (
+        InputError,
+        torch.OutOfMemoryError,
+    ):  # InputError: the loss has run, but returned no scalar tensor
         raise
     except Exception as error:
         if isinstance(batch, list) and all(isinstance(one, torch.Tensor) for one in batch):
@@ -321,12 +327,23 @@ def explained(batch):
                 f"batch: expected a list of batches, got {len(batch)} tensors that loss cannot be called with one by "
                 f"one ({shorten(error, 120)}); if they are one batch, give tuple(batch)"
             ) from error
-        raise
+        if not isinstance(error, RuntimeError):
+            raise
+        shapes = shapes_of(batch[0] if isinstance(batch, list) else batch)
+        raise InputError(
+            f"batch: expected one that loss(model, batch) takes, got {shapes}, for which it raises {one_line(error)}"
+        ) from error
 
 
 def tensors_of(batch) -> list[torch.Tensor]:
     """Return all tensors of one batch or of several."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def shapes_of(batch) -> str:
+    """Return a text with the shapes of the tensors of a batch, such as `shape (2, 3)` or `shapes (2, 3), (2,)`."""
+    shapes = [str(tuple(tensor.shape)) for tensor in tensors_of(batch)]
+    return f"shape{'s' * (len(shapes) != 1)} {', '.join(shapes[:4])}{', ...' * (len(shapes) > 4)}"
 
 
 def size_of(batch) -> int:

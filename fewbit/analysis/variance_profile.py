@@ -98,7 +98,8 @@ def variance_profile(
             gradients, divided by `chunks`, gives the result's `sampling`. If there are several batches, `sampling` is
             the variance between the batches, and `chunks` has no effect.
         seed: The seed of the rounding, and of dropout, which is the same in all passes over a batch.
-        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
+        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds. If standard
+            error is a file or a pipe, a line is printed every 15 seconds instead.
 
     Returns:
         The profile: the variances with standard errors, the variance between minibatches, and the bias.

@@ -1,13 +1,14 @@
-"""The squared errors of quantizers for saved tensors, by bits: computed, and measured on simulated normal numbers.
+"""Compute the squared errors of quantizers for saved tensors, and measure them on random normal numbers.
 
 All errors are relative: the squared error of a group of 256 numbers, divided by the sum of their squares. The numbers
-are independent and normal with mean 0. After a random rotation, the elements of every tensor look like this. The numbers
-that a quantizer keeps for a whole group, such as its scale, are not rounded here.
+are independent and normal with mean 0. After a random rotation, the groups of any tensor look like such a group.
+Numbers that a quantizer saves for a whole group, such as a scale, are not rounded here.
 
 - *uniform*: equal steps between the least and the greatest element of a group, and random rounding (ActNN, Chen et al.,
   ICML 2021).
-- *rotated*: random signs, a Walsh-Hadamard transform, the nearest of the levels that are optimal for normal numbers, and
-  the scale that makes the result unbiased for a uniformly random rotation (EDEN, Vargaftik et al., ICML 2022).
+- *rotated*: random signs and a Walsh-Hadamard transform, rounding to the nearest of the levels that are optimal for
+  normal numbers, and the scale that makes the result unbiased for a uniformly random rotation (EDEN, Vargaftik et al.,
+  ICML 2022).
 - *unbiased*: the same rotation, and an exactly unbiased code whose levels depend on a few random bits that encoder and
   decoder share (QUIC-FL, Ben Basat et al., 2022).
 """
@@ -30,8 +31,8 @@ GROUP = 256
 """The number of elements of a group."""
 _GROUPS = 4096
 _SEED = 0
-# The least and the greatest of 256 normal numbers lie in [-REACH, -START] and [START, REACH], except with a probability
-# below 1e-15 for each side. The quadrature has this many points on each interval.
+# The least and the greatest of 256 normal numbers lie in [-_REACH, -_START] and [_START, _REACH], except with a
+# probability below 1e-15 for each side. The quadrature rule has _POINTS points on each interval.
 _START, _REACH, _POINTS = 0.5, 8.5, 64
 _MIDPOINTS = 2**14
 
@@ -154,7 +155,7 @@ def _relative(restored: np.ndarray, x: np.ndarray) -> float:
 
 
 def rotated_limit(bits: int) -> float:
-    """Return the error D / (1 - D) of the nearest level with EDEN's scale in long groups, D the error of the levels."""
+    """Return the error of `rotated` in long groups: D / (1 - D), where D is the error of the levels."""
     error = value_table(bits, "mse")["error"]
     return error / (1.0 - error)
 
@@ -162,11 +163,11 @@ def rotated_limit(bits: int) -> float:
 def rotated_error(bits: int, group: int = GROUP) -> float:
     """Compute the expected error of the nearest level with EDEN's scale, in groups of a given length n.
 
-    Let y be a group with the mean square 1, uniformly distributed on the sphere with radius sqrt(n), and q its levels.
-    With the scale (y, y) / (y, q), the error is A / B**2 - 1, where A is the mean of q**2 and B the mean of y q over
-    the group. The expected value of A / B**2 is computed up to terms of the order 1 / n**2, from the expected values
-    and the covariances of A and B. An element of y has a density proportional to (1 - y**2 / n)**((n - 3) / 2), whose
-    tails are lighter than those of the normal density.
+    Let y be a group with the mean square 1, uniformly distributed on the sphere with radius sqrt(n), and let q be the
+    levels nearest to its elements. With the scale (y, y) / (y, q), the error is A / B**2 - 1, where A is the mean of
+    q**2 and B the mean of y q over the group. The expected value of A / B**2 is computed up to terms of the order
+    1 / n**2, from the expected values and the covariances of A and B. An element of y has a density proportional to
+    (1 - y**2 / n)**((n - 3) / 2), whose tails are lighter than those of the normal density.
 
     Args:
         bits: The bits of a code.
@@ -229,7 +230,8 @@ def uniform_error(bits: int, group: int = GROUP) -> float:
     steps = np.linspace(0.0, 1.0, 2**bits)
     levels = low[..., None] + (high - low)[..., None] * steps
     below, above = levels[..., :-1], levels[..., 1:]
-    # With m_k the integral of v**k phi(v) over a step: the integral of (v - a)(b - v) phi is -m_2 + (a + b) m_1 - a b m_0.
+    # Let m_k be the integral of v**k phi(v) over a step from a to b. Then the integral of (v - a)(b - v) phi(v) is
+    # -m_2 + (a + b) m_1 - a b m_0.
     m0 = np.diff(ndtr(levels))
     m1 = -np.diff(_density(levels))
     m2 = m0 - np.diff(levels * _density(levels))
@@ -285,14 +287,14 @@ def walsh_hadamard(x: np.ndarray) -> np.ndarray:
 
 
 def unbiased_error(levels: np.ndarray, group: int = GROUP) -> float:
-    """Compute the expected error of rotation and an unbiased code with shared randomness, in groups of a given length n.
+    """Compute the expected error of rotation and an unbiased code with shared randomness, in groups of length n.
 
-    The unit of a group is the root of its mean square, or as much more as is needed so that no element exceeds T units,
-    with T the greatest mean of the code's staircase. Let G(s) be the expected error of n independent normal numbers
-    with the standard deviation s, if the unit is 1 or as much more as is needed. A rotated group y with mean square 1 is
-    uniformly distributed on a sphere, and r y is a group of independent numbers if r**2 has the distribution of
-    chi**2 / n. The mean of r is 1 - 1 / (4 n) and its variance 1 / (2 n), up to terms of the order 1 / n**2. So the
-    expected error of y is G(1) + (G'(1) - G''(1)) / (4 n).
+    Let T be the greatest mean of the code's staircase. A group is divided by its unit: its root mean square, or its
+    greatest magnitude over T if that is larger. Let G(s) be the expected error of n independent normal numbers with the
+    standard deviation s, if the unit is 1, or their greatest magnitude over T if that is larger. A rotated group y with
+    the mean square 1 is uniformly distributed on a sphere. r y is a group of independent normal numbers if r**2 has the
+    distribution of chi**2 / n, with n degrees of freedom. The mean of r is 1 - 1 / (4 n) and its variance 1 / (2 n), up
+    to terms of the order 1 / n**2. So the expected error of y is G(1) + (G'(1) - G''(1)) / (4 n).
 
     Args:
         levels: float64 (H, K), the levels for every shared random number.

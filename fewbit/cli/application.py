@@ -25,8 +25,23 @@ TRACEBACK = "FEWBIT_TRACEBACK"
 """The environment variable that makes fewbit print the traceback of an unexpected error."""
 
 
+class OnceOnly(click.Command):
+    """A command that refuses an option which is given twice, unless it may be repeated. click would take the last."""
+
+    def parse_args(self, ctx, args):
+        """Parse the arguments. Raise UsageError if an option with a value is repeated that takes one value only."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for option in order:
+            is_single = isinstance(option, click.Option) and not (option.multiple or option.is_flag)
+            if is_single and order.count(option) > 1:
+                ctx.fail(f"expected {option.opts[-1]} once, got it {order.count(option)} times")
+        return super().parse_args(ctx, args)
+
+
 class App(click.Group):
     """The group of all commands. It shows an error as one line, and exits with one of the codes in docs/cli.md."""
+
+    command_class = OnceOnly
 
     def main(self, *args, standalone_mode=True, **kwargs):
         """Run a command. In standalone mode, which is the default, the process ends after the command."""

@@ -53,8 +53,8 @@ class TableSource(click.ParamType):
         """Return the text unchanged if it can be a name or a path, else raise FewbitError."""
         if ":" not in value and "." in value and not is_file(value):
             raise FewbitError(
-                f"{value}: expected a function that 'fewbit list' shows, or a file of tables, "
-                "which ends in .json or has a slash"
+                f"{value}: expected a function that 'fewbit list' shows, or a JSON file of tables: a path that ends in "
+                ".json, or has a slash"
             )
         return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 import click
@@ -157,6 +158,9 @@ def compare(names, bits, output, force, as_json):
       fewbit compare quantizer
     """
     options = given(bits=bits)
+    for name in names:
+        if name != QUANTIZER and difflib.get_close_matches(name, [QUANTIZER]):
+            raise FewbitError(f"unknown function {name!r}: did you mean {QUANTIZER}?")
     with Progress() as progress:
         if QUANTIZER in names:
             comparison = _compare_quantizers(names, progress, options)
@@ -216,7 +220,9 @@ def verify(files, function, as_json):
 
 def _compare_quantizers(names, progress, options):
     if len(names) > 1:
-        raise FewbitError(f"{QUANTIZER}: expected no function beside it, got {len(names) - 1}")
+        raise FewbitError(
+            f"expected names of functions, or {QUANTIZER} alone, got {' '.join(map(printable, names))}"
+        )
     from fewbit.catalog.quantizers import compare_quantizers
 
     return compare_quantizers(progress=progress, **options)

@@ -209,13 +209,11 @@ def _call(name):
     "--seeds", "Train every model from N seeds, for means and standard deviations.  [default: 1]"
 )
 @several_bits(of="Bits of few-bit GELUs", default="3")
-@several_bits(
-    "--everything", of="Bits of models in which all layers are compressed", default="none"
-)
+@several_bits("--everything", of="Bits of models in which all layers are compressed", default="2")
 @several_bits(
     "--average",
     of="Average bits, for example 1.75, of models with AdaptiveBits (level L3)",
-    default="2",
+    default="none",
     type=float,
 )
 @click.option(

@@ -117,7 +117,9 @@ def peak_memory(device=None) -> PeakMemory:
     if found.type != "cuda":
         raise InputError(f"expected a CUDA device, got {str(found)!r}")
     if not torch.cuda.is_available():
-        raise InputError(f"expected a CUDA device, got {str(found)!r}: there is none")
+        raise InputError(
+            f"expected a CUDA device, got {str(found)!r}, and torch finds no CUDA device"
+        )
     stats = torch.cuda.memory_stats(found)
     allocated, reserved = (
         stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from torch import nn
 
 from fewbit.compress import fused
 from fewbit.compress.allocator import AllocatorReport, use_expandable_segments
 from fewbit.compress.controller import Controller
-from fewbit.compress.sample import average_within, bytes_by_op, check_sample, saved_for
+from fewbit.compress.sample import average_within, bytes_by_op, check_sample, saved_for, try_sample
 from fewbit.config import (
     MAX_BITS,
     AdaptiveBits,
@@ -22,6 +22,7 @@ from fewbit.config import (
     LayerSettings,
     Level,
     as_config,
+    check_verbose,
 )
 from fewbit.convert import kinds
 from fewbit.convert.model_facts import facts_of
@@ -35,8 +36,9 @@ from fewbit.policies.make import checked_policy
 from fewbit.render.formats import amount
 from fewbit.runtime.codecs import check_codec
 from fewbit.runtime.saved.bit_policy import BitPolicy
-from fewbit.runtime.saved.context import ForwardContext
+from fewbit.runtime.saved.context import ForwardContext, contexts_of
 from fewbit.runtime.saved.offload import Offload
+from fewbit.text import shorten
 
 
 @whole_or_not_at_all
@@ -51,6 +53,7 @@ def compress_(
     offload: HostOffload | None = None,
     sample=None,
     verbose: bool = True,
+    **unknown,
 ) -> Controller:
     """Make a model save only a few bits per element for the backward pass, in place, and report what was changed.
 
@@ -60,7 +63,7 @@ def compress_(
     F.gelu, are compressed like modules. Modules stay the same objects. Only their classes change, each to a subclass of
     torch's class. Parameters, buffers, hooks, shared modules and weights, `state_dict` keys, device, dtype and training
     flags do not change, and the training loop needs no change. In evaluation mode and under no_grad nothing is
-    compressed. A second call first undoes the earlier one, so only the new settings hold.
+    compressed. A second call first undoes the earlier one, so only the new settings hold; the report says so.
 
     Args:
         model: the model, which changes in place.
@@ -81,16 +84,20 @@ def compress_(
         sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares
             the bytes that the exact model and the compressed model save for this batch. Budget needs a sample.
         verbose: whether to print the report.
+        unknown: must be empty. A setting of layers, such as `quantizer`, belongs in `layers`; the error message says so.
 
     Returns:
         The controller: an object with the report, the chosen bits, the state for a checkpoint, and methods that
         measure.
 
     Raises:
-        InputError: a setting cannot be used, the model is not a module, a pattern matches no module, or a budget is too
+        TypeError: there is an unknown argument, which is not a setting of layers.
+        InputError: a setting cannot be used or belongs in `layers`, the model is not a module, a pattern matches no module, or a budget is too
             small for 1 bit per element. The model stays unchanged if `compress_` raises an exception or is interrupted
             by Ctrl-C.
     """
+    _refuse(unknown)
+    check_verbose(verbose)
     given = as_config(bits)
     config, offload = _without_level(given, offload)
     selection = Selection(include, exclude, overrides)
@@ -102,6 +109,9 @@ def compress_(
         report = Report((), (), notes=(f"{given!r}",))
         return _reported(Controller(model, report, ForwardContext(), None, given), verbose)
     _check(config, model, sample)
+    is_second = isinstance(model, nn.Module) and any(
+        not context.is_private for context in contexts_of(model)
+    )
     conversion, before = _converted(model, settings, selection, sample)
     budget = elements = None
     if isinstance(config, Budget):
@@ -114,8 +124,24 @@ def compress_(
     conversion.context.policy = checked_policy(config, facts)
     allocator = _offloaded(conversion.context, offload)
     notes = _notes(given, config, offload, model, settings, allocator)
+    if is_second:
+        notes += ("an earlier call of compress_ was undone: only the settings of this call hold",)
     report = _report(conversion.report, notes, model, settings, sample, before)
     return _reported(Controller(model, report, conversion.context, allocator, given), verbose)
+
+
+def _refuse(unknown: Mapping) -> None:
+    """Raise an error for keyword arguments that `compress_` does not have."""
+    if not unknown:
+        return
+    settings = {field.name for field in fields(LayerSettings)}
+    misplaced = {name: value for name, value in unknown.items() if name in settings}
+    if not misplaced:
+        raise TypeError(f"compress_() got an unexpected keyword argument {next(iter(unknown))!r}")
+    raise InputError(
+        f"expected settings of layers in the argument layers, as layers={shorten(misplaced)}, "
+        f"got {next(iter(misplaced))}= as an argument of its own"
+    )
 
 
 def _without_level(
@@ -162,7 +188,7 @@ def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str
     if sample is None:
         return convert(model, settings, selection), before
     check_model(model)
-    saved_for(model, sample)  # raises for a bad sample before the model changes
+    try_sample(model, sample)
 
     def measure():
         before.update(bytes_by_op(saved_for(model, sample)))
@@ -188,6 +214,11 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
         notes.append(f"budget: {amount(given.bytes)} for the sample")
         if settings.bits == MAX_BITS:
             notes[-1] += f", more than the most bits, {MAX_BITS} an element, need"
+    parameters = list(model.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        notes.append(
+            "no parameter of the model requires a gradient, so nothing is saved unless an input requires one"
+        )
     if offload is not None:
         notes.append("saved tensors of a GPU are in the host's memory until the backward pass")
     if allocator is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fewbit.config import check_bits
+from fewbit.config import check_bits, check_verbose
 from fewbit.convert import kinds
 from fewbit.convert.report import Report
 from fewbit.convert.select import Filter, Selection
@@ -39,10 +39,11 @@ def replace_activations_(
         The report, which lists the modules that were converted, and those that were not, with the reasons.
 
     Raises:
-        InputError: `bits` cannot be used, the model is not a module, or a pattern matches no module. The model is
+        InputError: `bits` or `verbose` cannot be used, the model is not a module, or a pattern matches no module. The model is
             unchanged.
     """
     check_bits(bits)
+    check_verbose(verbose)
     settings = ResolvedSettings(activation_bits=bits, families=(kinds.ACTIVATION,))
     report = convert(model, settings, Selection(include, exclude)).report
     if verbose:

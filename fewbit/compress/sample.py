@@ -11,12 +11,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from fewbit.analysis.gradients import shapes_of
 from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.saved_bytes import SavedBytes
 from fewbit.analysis.unchanged import alone
-from fewbit.errors import InputError
+from fewbit.errors import FewbitError, InputError
 from fewbit.policies.budget import SizeProbe
 from fewbit.runtime.saved.context import measuring
+from fewbit.text import one_line
 
 
 def check_sample(sample) -> None:
@@ -36,6 +38,19 @@ def saved_for(model: nn.Module, sample) -> SavedBytes:
     named = inputs if isinstance(inputs, Mapping) else {}
     inputs = () if named else inputs
     return saved_bytes(model, *inputs, **named)
+
+
+def try_sample(model: nn.Module, sample) -> None:
+    """Run a forward pass of the sample. Raise InputError if the pass raises an error, as for a sample of a wrong shape."""
+    try:
+        saved_for(model, sample)
+    except (FewbitError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"sample: expected inputs of the model's forward, got {shapes_of(sample)}, for which it raises "
+            f"{one_line(error)}"
+        ) from error
 
 
 def bytes_by_op(saved: SavedBytes) -> dict[str, int]:

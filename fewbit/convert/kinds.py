@@ -155,8 +155,15 @@ def why_not(module: nn.Module) -> str | None:
     known = next((base for base in cls.__mro__ if base in TORCH), None)
     if known is not None:
         return f"a subclass of {known.__name__}, which may compute something else"
+    code = getattr(getattr(cls, "forward", None), "__code__", None)
+    if code is not None and "einsum" in code.co_names:
+        return "it calls einsum, which stays exact and saves its inputs in full"
     own = next(module.parameters(recurse=False), None)
-    return None if own is None or next(module.children(), None) else "no few-bit version"
+    if own is None:
+        return None
+    if next(module.children(), None) is None:
+        return "no few-bit version"
+    return "no few-bit version of what it computes with parameters of its own"
 
 
 def replaced(module: nn.Module) -> str | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fewbit.render.formats import amount, module_name, unit_of
+from fewbit.render.formats import amount, bits_or_exact, module_name, module_pattern, unit_of
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
 from fewbit.sizes import counted
@@ -25,6 +24,7 @@ class ConvertedModule(NamedTuple):
             activation; an average if samples may have different bits. None if the module's gradients stay exact.
         shared: Whether the module saves nothing of its own, because it uses the tensor that a norm has saved in fixed
             point. None if the module may use such a tensor, but no forward pass has shown whether it does.
+        attention: The bits per element of q, k and v, if the module computes attention and if these bits are not `bits`.
     """
 
     path: str
@@ -32,13 +32,15 @@ class ConvertedModule(NamedTuple):
     after: str
     bits: float | None
     shared: bool | None = False
+    attention: float | None = None
 
     @property
     def saves(self) -> str:
         """The text that says how many bits per element the module saves."""
         if self.shared:
             return "the norm's"
-        return _bits(self.bits) + (" or the norm's" if self.shared is None else "")
+        text = bits_or_exact(self.bits) + (" or the norm's" if self.shared is None else "")
+        return text if self.attention is None else f"{text}, q k v {bits_or_exact(self.attention)}"
 
 
 class SkippedModule(NamedTuple):
@@ -102,7 +104,7 @@ class Report(Result):
         if self.functions is not None:
             inputs, attention, activations = self.functions
             yield (
-                f"called functions save {_bits(inputs)} of inputs, {attention:.4g} of attention, "
+                f"called functions save {bits_or_exact(inputs)} of inputs, {attention:.4g} of attention, "
                 f"{activations} of activations"
             )
         yield from self.notes
@@ -155,20 +157,12 @@ def _grouped(rows: Iterable[tuple[str, tuple]]) -> dict[tuple, int]:
         {(path, *cells): number of modules}. If the number is above 1, the path has * in place of numbers.
     """
     rows = list(rows)
-    counts = Counter((_pattern(path), *cells) for path, cells in rows)
+    counts = Counter((module_pattern(path), *cells) for path, cells in rows)
     result = {}
     for path, cells in rows:
-        key = _pattern(path), *cells
+        key = module_pattern(path), *cells
         if counts[key] == 1:
             result[module_name(path), *cells] = 1
         else:
             result[key] = counts[key]
     return result
-
-
-def _pattern(path: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module_name(path))
-
-
-def _bits(bits: float | None) -> str:
-    return "exact" if bits is None else counted(float(f"{bits:.4g}"), "bit")

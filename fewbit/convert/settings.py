@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from fewbit.config import (
+    DEFAULT_BITS,
     GROUP_SIZE,
     BitConfig,
     LayerSettings,
@@ -19,6 +20,7 @@ from fewbit.convert.functions import FunctionQuantizers
 from fewbit.errors import InputError
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.context import ForwardContext
+from fewbit.text import shorten
 
 ATTENTION_BITS = 4
 """The smallest usual number of bits of q, k and v. Their gradients depend on an exponential of products of q and k, and
@@ -45,7 +47,7 @@ class ResolvedSettings:
         families: the families of modules that are converted (`fewbit/convert/kinds.py`).
     """
 
-    bits: float = 4
+    bits: float = DEFAULT_BITS
     activation_bits: int = 3
     attention_bits: float | None = None
     group_size: int = GROUP_SIZE
@@ -149,10 +151,15 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
             raise InputError(
                 f"expected fewbit.LayerSettings, or a mapping of its fields, got {layers!r}"
             )
+        names = [field.name for field in fields(LayerSettings) if field.name != "bits"]
+        for name in layers if isinstance(layers, Mapping) else ():
+            if name not in ("bits", *names):
+                raise InputError(f"expected {', '.join(names)}, got {shorten(name)}")
         layers = LayerSettings.of({} if layers is None else layers)
         if layers.bits is not None:
             raise InputError(
-                f"expected no bits, which are given by {config!r}, got bits={layers.bits!r}"
+                f"expected no bits, which the argument bits of compress_ gives, here {config!r}; "
+                f"got bits={layers.bits!r}"
             )
         chooses = config.chooses_activation_bits and layers.activation_bits is None
         return replace(usual.changed(layers), chooses_activation_bits=chooses)

@@ -211,7 +211,8 @@ def _convert(
     kind = kinds.kind_of(held)
     if kind is None:
         reason = kinds.why_not(module) if whole or kinds.is_like_an_activation(module) else None
-        if reason and settings is not None and settings.functional and "subclass" in reason:
+        calls_functions = reason and ("subclass" in reason or "no few-bit" in reason)
+        if calls_functions and may_call(module) and settings is not None and settings.functional:
             reason += "; functions that it calls are compressed"
         return SkippedModule(path, name, reason) if reason else None
     if settings is None:
@@ -229,7 +230,15 @@ def _convert(
         name = f"{name} (function)"
     _change_class(held, kind)
     bits = _configure(path, held, settings, context)
-    return ConvertedModule(path, name, kinds.name_of(kind.becomes), bits)
+    return _row(path, name, held, bits)
+
+
+def _row(path: str, before: str, module: nn.Module, bits: float | None) -> ConvertedModule:
+    """Return the row of the report for a module that has its new class and settings."""
+    own = getattr(module, "attention_quantizer", None)
+    attention = None if own is None or own.average == bits else own.average
+    after = kinds.name_of(type(module))
+    return ConvertedModule(path, before, after, bits, attention=attention)
 
 
 def _change_class(module: nn.Module, kind) -> None:
@@ -261,7 +270,7 @@ def _convert_again(
     if original is None or settings is None:
         return SkippedModule(path, type(module).__name__, f"few-bit already: {module!r}")
     bits = _configure(path, module, settings, context)
-    return ConvertedModule(path, original.cls.__name__, kinds.name_of(type(module)), bits)
+    return _row(path, original.cls.__name__, module, bits)
 
 
 def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:

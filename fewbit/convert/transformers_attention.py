@@ -56,10 +56,11 @@ def install(
             None if the module must not change.
 
     Returns:
-        The paths of the attention modules that use "fewbit", and {path: reason} of the models that cannot use it.
+        The paths of the attention modules that use "fewbit", and {path: reason} of the models that have
+        attention and cannot use it, with one path for each config.
     """
     reached, left = [], {}
-    configs = {}
+    configs, reported = {}, set()
     for path, inner in _models(model):
         config = inner.config
         if id(config) not in configs:
@@ -67,7 +68,10 @@ def install(
             configs[id(config)] = config._attn_implementation, reason
         before, reason = configs[id(config)]
         if reason is not None:
-            left[path] = reason
+            # A model inside another one often has the same config; the reason is then reported once.
+            if id(config) not in reported and any(map(_is_attention, inner.modules())):
+                left[path] = reason
+                reported.add(id(config))
             continue
         _register()
         if before != NAME:

@@ -60,8 +60,8 @@ def check_request(
 
 def run_demo(
     bits: Sequence[int] = (3,),
-    everything: Sequence[int] = (),
-    average: Sequence[float] = (2,),
+    everything: Sequence[int] = (2,),
+    average: Sequence[float] = (),
     seeds: int = 1,
     settings: training.Settings | None = None,
     corpus: Corpus | None = None,

@@ -239,7 +239,8 @@ class Demo(Result):
     def _notes(self) -> Iterator[str]:
         size = f"{self.settings.batch} x {self.settings.context} characters"
         yield f"bytes: what one step saves for the backward pass ({size})."
-        yield "loss: nats per character of held-out text; equal seeds start and draw alike."
+        yield "loss: nats per character of held-out text."
+        yield "With the same seed, all rows start with the same parameters and see the same batches."
         if any(arm.everything is not None for arm in self.arms):
             yield "all: every layer's input quantized to those bits, attention's to 4, GELU at 3 (compress_)."
         if any(arm.level == "L3" for arm in self.arms):

@@ -42,7 +42,7 @@ from fewbit.runtime.activations.apply import (
 from fewbit.runtime.activations.callable_tables import callable_encoding_text
 from fewbit.runtime.activations.tables import check_choice, encoding_text
 from fewbit.runtime.interop.random_replay import can_replay
-from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.interop.tensor_kinds import check_tensors, is_plain
 from fewbit.table import Table
 
 __all__ = [
@@ -93,6 +93,7 @@ def _apply(input, function, parameters, bits, table, inplace=False):
         parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
         bits = next((number for number in range(1, 9) if number == bits), bits)
     designed_for = parameters = tuple(map(float, parameters)) if parameters else ()
+    check_tensors(input)
     if parameters and function in _COMPARED and table is None and input.dtype != torch.float64:
         designed_for = tuple(unpack("f", pack("f", number))[0] for number in parameters)
     encoding = encoding_text(function, designed_for, bits, table)

@@ -1,31 +1,31 @@
 """Scaled dot-product attention, which saves only query, key and value, quantized.
 
 torch saves query, key, value, the output and, for each query, the log-sum-exp of its scores. If torch has no fused
-kernel (dropout on the CPU, a mask that needs a gradient), torch saves matrices of L x S elements, for L queries and S
-keys. fewbit saves quantized copies of query q, key k and value v. The backward pass of fewbit's function dequantizes
-q^, k^ and v^ from these copies, runs torch's own attention again on q^, k^ and v^, and differentiates that run.
+kernel for a call (because of dropout on the CPU, or a mask that needs a gradient), it saves matrices of L x S elements,
+for L queries and S keys. fewbit saves quantized copies of query q, key k and value v. The backward pass of fewbit's
+function dequantizes q^, k^ and v^ from these copies, runs torch's own attention again on q^, k^ and v^, and
+differentiates that run.
 
-The copies of k and v are made without their means over the keys, which are not saved (`_without_mean`).
+Before k and v are quantized, their means over the keys are subtracted. These means are not saved (`_without_mean`).
 
-q^, k^ and v^ are rounded independently, and the mean of each over the random rounding is exact (in rotated copies,
-nearly so: docs/quantizer.md). The gradients are not linear in q^, k^ and v^, so the mean of a gradient differs from the
-exact gradient. This difference is called the bias.
-Let G be one of the exact gradients, as a function of the elements x of q, k and v, and G^ the gradient that the
-backward pass computes. The bias of G^ is, up to terms of higher order (ActNN, Chen et al., ICML 2021, long version,
-appendix B.2, derives the same for norms),
+q^, k^ and v^ are rounded independently. The mean of each over the random rounding is exact in uniform copies, and
+nearly exact in rotated copies (docs/quantizer.md). The gradients are not linear in q^, k^ and v^, so the mean of a
+gradient differs from the exact gradient. This difference is called the bias. Let G be one of the exact gradients, as a
+function of the elements x of q, k and v, and G^ the gradient that the backward pass computes. The bias of G^ is, up to
+terms of higher order (ActNN, Chen et al., ICML 2021, long version, appendix B.2, derives the same for norms),
 
     E[G^] - G = 1/2 sum_x Var[x^] d2G / dx2
 
-Var[x^] is the variance that rounding adds to x. In a rotated copy, the usual kind, it is about the same for all elements
-of a group: the distortion of the bits (`runtime/format/distortion.py`) times the mean square of the group minus its
-mean. The errors of two elements of a group also have a small covariance, because the error is orthogonal to the group
-minus its mean. The sum is then one of Cov[x^, z^] d2G / dx dz over pairs of elements x and z of a tensor. In a uniform
-copy, Var[x^] = f (1 - f) step^2. Here step is the distance between the two neighboring levels to which x can be rounded,
-and f is the distance from x to the lower one, divided by step.
+Var[x^] is the variance that rounding adds to x. In a rotated copy (the default), it is about the same for all elements
+of a group: the distortion of the bits (`runtime/format/distortion.py`) times the mean of (x - m)^2 over the group,
+where m is the group's mean. The errors of two elements of a group also have a small covariance, because the vector of
+errors is orthogonal to the group minus its mean. The formula then has the sum of Cov[x^, z^] d2G / dx dz over all pairs
+of elements x and z of the same tensor. In a uniform copy, Var[x^] = f (1 - f) step^2. Here step is the distance between
+the two neighboring values to which x can be rounded, and f is the distance from x to the lower value, divided by step.
 
-With the probabilities P and the gradient g of the output, the gradient of v is transpose(P) g. Its bias is
-transpose(E[P^] - P) g, in which P^ are the probabilities computed from q^ and k^. Let i number the queries, j and m the
-keys, and d the features, and let elements be rounded independently. With the scores S and the mean key a_i of query i,
+Let P be the probabilities, P^ the probabilities that are computed from q^ and k^, and g the gradient of the output. The
+gradient of v is transpose(P) g, so its bias is transpose(E[P^] - P) g. Let i number the queries, j and m the keys, and
+d the features, and let elements be rounded independently. With the scores S and the mean key a_i of query i,
 
     S_ij = scale sum_d q_id k_jd     a_id = sum_m P_im k_md
     E[P^_ij] - P_ij = P_ij / 2 (w_ij - sum_m P_im w_im)     w_ij = Var[S^_ij - sum_m P_im S^_im]
@@ -35,10 +35,10 @@ On average, rounding therefore raises the probabilities of the keys to whose sco
 
 The size of a bias is its norm divided by the norm of the exact gradient. For normally distributed q, k and v (one head,
 16 queries and keys of 16 features, median of 96 random examples) the size at 2, 3 and 4 bits is 6.2, 1.6 and 0.4 % for
-query and key, and 3.4, 0.9 and 0.2 % for value. With uniform copies it is 24, 5 and 1.1 %, and 14, 2.8 and 0.6 %. The
-bias is the mean of the error over many backward passes. The error of a single pass is much larger: for query and key,
-67, 34 and 18 % at 2, 3 and 4 bits, and 1.2 % at 8 bits; with uniform copies 155, 60, 28 and 1.6 %. All these numbers
-grow with the size of the scores.
+query and key, and 3.4, 0.9 and 0.2 % for value. With uniform copies, the size is 24, 5 and 1.1 % for query and key, and
+14, 2.8 and 0.6 % for value. The bias is the mean of the error over many backward passes. The error of a single pass is
+much larger: for query and key, it is 67, 34 and 18 % at 2, 3 and 4 bits, and 1.2 % at 8 bits. With uniform copies, it
+is 155, 60, 28 and 1.6 %. All these numbers grow with the size of the scores.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import register_fake
 
-from fewbit.config import GROUP_SIZE
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.bypass import bypass
@@ -61,7 +61,6 @@ from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
 from fewbit.runtime.ops.library import define
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
-    DEFAULT_BITS,
     Quantizer,
     is_differentiated,
     quantizer_of,
@@ -133,8 +132,8 @@ class How(NamedTuple):
         repeats: how many times each head of key and value occurs in attention. transformers repeats heads if
             several heads of the query use the same key and value.
         weighed: whether to return the probabilities too, computed as in
-            torch.nn.functional.multi_head_attention_forward. If so, scale, is_causal, enable_gqa and repeats must have
-            their default values.
+            torch.nn.functional.multi_head_attention_forward. If True, scale, is_causal, enable_gqa and repeats must
+            have their default values.
     """
 
     dropout_p: float = 0.0
@@ -212,7 +211,7 @@ def _repeated(x, times: int):
 
 
 def _biased(query, key, mask, bias, is_causal: bool):
-    """Return the sum of mask and position bias, which is the lowest finite number, not -inf, for masked scores.
+    """Return the sum of mask and position bias. For masked scores, the sum is the lowest finite number, not -inf.
 
     transformers computes the sum in the same way.
     """
@@ -256,8 +255,8 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        # With dropout all batches of gradients are refused, because torch draws no random numbers inside vmap. Without
-        # dropout only those of torch.func.vmap are, because autograd differentiates nothing inside it.
+        # With dropout, all batches of gradients are refused, because torch draws no random numbers inside vmap. Without
+        # dropout, only the batches of torch.func.vmap are refused, because autograd differentiates nothing inside it.
         refuse_batches("attention", grads, transforms_only=ctx.how.dropout_p == 0)
         (query, key, value), (mask, bias, state) = copies.load(ctx)
         if value is None:
@@ -274,16 +273,20 @@ class _Attention(Function):
 def _without_mean(x):
     """Return keys or values minus their mean over the keys.
 
-    No gradient changes if one vector is subtracted from all keys. It adds the same number to all scores of a query, and
-    so changes no probability. The gradients of a query's scores add up to 0, so the gradient of the query does not
-    change either. One vector subtracted from all values changes the gradients of a query's probabilities by one number,
-    which softmax's backward removes. So the mean, which often has most of the energy, need not be saved.
+    No gradient changes if one vector is subtracted from all keys. All scores of a query then change by the same number,
+    so no probability changes. The gradients of a query's scores add up to 0, so the gradient of the query does not
+    change either. If one vector is subtracted from all values, the gradients of a query's probabilities change by the
+    same number, which softmax's backward removes. So the mean need not be saved. Without the mean, which often is the
+    largest part of keys and values, rounding adds less variance.
     """
     return x - x.mean(-2, keepdim=True)
 
 
 def _value_copy(value, others, how: How, quantizer: Quantizer):
-    """Quantize the value. With dropout the probabilities of a query do not add up to 1, so the mean is saved too."""
+    """Quantize the value, minus its mean if there is no dropout.
+
+    With dropout the probabilities of a query do not add up to 1, so the gradients depend on the mean.
+    """
     if how.dropout_p > 0:
         return quantizer.quantize_independent(value, *others)
     return quantizer.quantize(_without_mean(value), shared=False, slot=2)
@@ -307,7 +310,7 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
     ]
     wanted = [x for x, is_needed in zip(inputs, needs, strict=True) if is_needed]
     cast = nullcontext()
-    if torch.amp.is_autocast_available(query.device.type):  # on the meta device it is not
+    if torch.amp.is_autocast_available(query.device.type):  # the meta device has no autocast
         cast = torch.autocast(query.device.type, autocast, enabled=autocast is not None)
     replay = nullcontext() if state is None else replayed(query, state)
     with torch.enable_grad(), cast, replay:

@@ -13,7 +13,7 @@ from torch._prims_common import suggest_memory_format
 from torch.autograd import Function
 from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 
-from fewbit.config import GROUP_SIZE
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.functional.layer_norm import (
     contiguous,
     is_served,
@@ -30,7 +30,7 @@ from fewbit.runtime.quantizers.normalized import (
     input_gradient,
     save_copies,
 )
-from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantizer, is_differentiated
+from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["batch_norm", "instance_norm"]

@@ -31,7 +31,7 @@ from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.original_functions import functional as torch_functional
-from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.interop.tensor_kinds import check_tensors, is_plain
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved import offload
@@ -61,6 +61,7 @@ def dropout1d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Compute torch.nn.functional.dropout1d of an input (N, C, L) or (C, L) and save 1 bit per channel."""
+    check_tensors(input)
     features = input.dim() - 1 if input.dim() in (2, 3) else 0
     return _dropout(torch_functional.dropout1d, input, p, training, inplace, features)
 
@@ -72,6 +73,7 @@ def dropout2d(
 
     For inputs of other shapes torch's own function runs, which warns.
     """
+    check_tensors(input)
     features = 2 if input.dim() == 4 else 0
     return _dropout(torch_functional.dropout2d, input, p, training, inplace, features)
 
@@ -80,6 +82,7 @@ def dropout3d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Compute torch.nn.functional.dropout3d of an input (N, C, D, H, W) or (C, D, H, W) and save 1 bit per channel."""
+    check_tensors(input)
     features = input.dim() - 3 if input.dim() in (4, 5) else 0
     return _dropout(torch_functional.dropout3d, input, p, training, inplace, features)
 
@@ -95,6 +98,7 @@ def feature_alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
     """Compute torch.nn.functional.feature_alpha_dropout of an input (N, C, ...) and save 1 bit per channel."""
+    check_tensors(input)
     features = 2 if input.dim() >= 2 else 0
     function = torch_functional.feature_alpha_dropout
     return _dropout(function, input, p, training, inplace, features, kind="alpha")

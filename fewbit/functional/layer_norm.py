@@ -30,11 +30,11 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.autograd import Function
 
-from fewbit.config import GROUP_SIZE, check_copies
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE, check_copies
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import in_float32
 from fewbit.runtime.interop.original_functions import functional as torch_functional
-from fewbit.runtime.interop.tensor_kinds import is_batched
+from fewbit.runtime.interop.tensor_kinds import check_tensors, is_batched
 from fewbit.runtime.quantizers import preactivation
 from fewbit.runtime.quantizers.normalized import (
     dequantize_copies,
@@ -44,7 +44,6 @@ from fewbit.runtime.quantizers.normalized import (
     share_result,
 )
 from fewbit.runtime.quantizers.quantizer import (
-    DEFAULT_BITS,
     Quantizer,
     is_differentiated,
     quantizer_of,
@@ -120,6 +119,7 @@ def rms_norm(
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     shape = _shape(normalized_shape)
     # torch's kernel does not check these shapes.
+    check_tensors(input, weight)
     fits = input.shape[-len(shape) :] == shape and (weight is None or weight.shape == shape)
     if not fits or not is_served(input, weight):
         return torch_functional.rms_norm(input, normalized_shape, weight, eps)

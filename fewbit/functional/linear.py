@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.config import GROUP_SIZE
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import layout, sums
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import check_tensors
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
-    DEFAULT_BITS,
     Quantizer,
     is_differentiated,
     quantizer_of,
@@ -57,6 +57,7 @@ def linear(
         InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
+    check_tensors(input, weight, bias)
     usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
     if not usual or not is_differentiated(input, weight, bias):
         return torch_functional.linear(input, weight, bias)

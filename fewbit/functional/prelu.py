@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.config import GROUP_SIZE
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import replayed, state_of
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.quantizers.quantizer import (
-    DEFAULT_BITS,
     Quantizer,
     is_differentiated,
     quantizer_of,

@@ -33,14 +33,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.config import GROUP_SIZE
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.errors import InputError
 from fewbit.functional.activations import relu
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import check_tensors
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
-    DEFAULT_BITS,
     Quantizer,
     is_differentiated,
     quantizer_of,
@@ -90,7 +90,7 @@ def matmul(
 
 def mul(
     input: Tensor,
-    other: Tensor,
+    other: Tensor | float,
     *,
     bits: int = DEFAULT_BITS,
     group_size: int = GROUP_SIZE,
@@ -98,15 +98,20 @@ def mul(
 ) -> Tensor:
     """Compute torch.mul of floating tensors of any shapes that broadcast, and save both factors quantized.
 
-    The other arguments are as in `matmul`, and the gradients are equally exact.
+    The other arguments are as in `matmul`, and the gradients are equally exact. If `other` is a number, torch.mul runs,
+    which saves no tensor.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
+    if isinstance(other, int | float):
+        check_tensors(input)
+        return torch.mul(input, other)
     if not _are_differentiated(input, other):
         return torch.mul(input, other)
     return _Mul.apply(input, other, quantizer)
 
 
 def _are_differentiated(input, other) -> bool:
+    check_tensors(input, other)
     return input.requires_grad and other.requires_grad and is_differentiated(input, other)
 
 

@@ -13,6 +13,7 @@ from torch.autograd import Function
 from fewbit.functional import pooling
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import check_tensors
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved.single_backward import once_differentiable
 
@@ -95,6 +96,7 @@ def interpolate(
         torch's result.
     """
     arguments = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+    check_tensors(input)
     dims = input.dim() - 2
     requested = scale_factor if size is None else size
     if not isinstance(requested, tuple | list):

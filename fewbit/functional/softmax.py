@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.config import GROUP_SIZE, UNIFORM
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE, UNIFORM
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.quantizer import (
-    DEFAULT_BITS,
     Quantizer,
     is_differentiated,
     quantizer_of,

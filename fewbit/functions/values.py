@@ -1,4 +1,4 @@
-"""Functions that are no activations: only the solver uses them, to design levels for the numbers themselves."""
+"""Functions that are not activations. Only the solver uses them: their tables are quantizers of numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fewbit.functions.function import Function, domain_around, make_function, na
 
 @named(module=None)
 def value() -> Function:
-    """Return the function x**2 / 2, whose derivative is x. A table for it is a scalar quantizer of x.
+    """Return the function x**2 / 2. Its derivative is x, so a table for this function is a scalar quantizer of x.
 
     For a normal weight, the table with the least squared error has the levels of Lloyd (1982) and Max (1960). The
     domain reaches 10 standard deviations, because the density beyond changes the error by less than 1e-20.

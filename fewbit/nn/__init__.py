@@ -13,6 +13,7 @@ from fewbit.nn.dropout import *  # noqa: F403
 from fewbit.nn.embedding import *  # noqa: F403
 from fewbit.nn.gated import *  # noqa: F403
 from fewbit.nn.linear import *  # noqa: F403
+from fewbit.nn.losses import *  # noqa: F403
 from fewbit.nn.normalization import *  # noqa: F403
 from fewbit.nn.pooling import *  # noqa: F403
 from fewbit.nn.preactivation import *  # noqa: F403

@@ -9,7 +9,7 @@ Args of all modules:
     table: a `fewbit.Table` of the same function and parameters, in place of the default table.
 
 Raises of all modules:
-    InputError: `bits` is invalid.
+    InputError: `bits`, `inplace` or `approximate` is invalid.
     TableError: `table` is not a `fewbit.Table`.
 """
 
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from fewbit import functional as F
 from fewbit import functions
+from fewbit.errors import InputError
 from fewbit.nn.base import Guarded
 from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.interop.module_calls import GUARD, PATH
 from fewbit.table import Table
+from fewbit.text import shorten
 
 __all__ = sorted([*functions.modules(), "Pointwise"])
 
@@ -37,8 +39,19 @@ class _FewBit(Guarded):
     def __init__(self, *args, bits: int = 3, table: Table | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         check_choice(bits, table)
+        self._check_own()
         self.bits = bits
         self.table = table
+
+    def _check_own(self) -> None:
+        """Raise InputError if an argument of torch's class got a number of bits, as in GELU(3) and ReLU(3)."""
+        for name, allowed in (("inplace", (False, True)), ("approximate", ("none", "tanh"))):
+            value = getattr(self, name, allowed[0])
+            if type(value) is not type(allowed[0]) or value not in allowed:
+                expected = " or ".join(map(repr, allowed))
+                is_number = isinstance(value, int | float)
+                hint = f"; bits are given by name, as {type(self).__name__}(bits=3)" * is_number
+                raise InputError(f"expected {expected} for {name}, got {shorten(value)}{hint}")
 
     def _run(self, function, input, *arguments):
         """Return function(input, *arguments) with the module's bits and table.

@@ -8,9 +8,9 @@ from functools import wraps
 from torch import nn
 from torch.fx import Proxy, Tracer
 
-from fewbit.config import GROUP_SIZE
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.interop.bypass import bypass
-from fewbit.runtime.quantizers.quantizer import DEFAULT_BITS, Quantizer
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 
 class Guarded:
@@ -33,6 +33,7 @@ class Guarded:
 class Quantized(Guarded):
     """A mixin that adds the arguments `bits`, `group_size` and `quantizer`.
 
+    `bits` is the number of bits per element of quantized tensors, 4 unless it is given, as in `fewbit.compress_`.
     `quantizer` is the kind of quantized copies, "rotated" or "uniform"; None stands for the usual kind of the layer. The
     attribute `quantizer` is a Quantizer made from these arguments.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fewbit.config import DEFAULT_BITS
 from fewbit.errors import InputError
 from fewbit.nn import activations, convolution, linear, normalization
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
@@ -62,7 +63,7 @@ class PreActivation(nn.Module):
         norm: nn.Module,
         linear: nn.Module,
         activation: nn.Module | None = None,
-        bits: int = 4,
+        bits: int = DEFAULT_BITS,
     ):
         super().__init__()
         activation = nn.ReLU().train(norm.training) if activation is None else activation

@@ -91,7 +91,8 @@ def plan(
             even number of at least 4. If there are several batches, the variance between these is measured, and
             `chunks` has no effect.
         seed: The seed of the rounding and of dropout. All passes over a batch have the same dropout.
-        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
+        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds. If standard
+            error is a file or a pipe, a line is printed every 15 seconds instead.
 
     Returns:
         The plan: the measured candidates, and which of them is recommended.
@@ -112,6 +113,7 @@ def plan(
         candidates = check_candidates(candidates)
     # If batches are parts of a larger tensor, the meter would count the larger tensor.
     batches = [tree_map(alone, one) for one in batches_of(batch)]
+    bar = Progress("plan", progress)
     with unchanged(dict(model.named_modules()), tensors_of(batches)):
         steps = _Steps(copied(model), loss, seed)
         restore_(steps.model)
@@ -119,7 +121,7 @@ def plan(
             candidates = default_candidates(steps.model)
         sampling, sampled = sampling_of(steps, batch, batches, chunks)
         exact_bytes = _saved_bytes(steps, batches[0])
-        with Progress("plan", progress).shown() as bar:
+        with bar.shown():
             done = partial(bar.step, len(candidates) * (1 + len(batches) * draws))
             found = [_Found(candidate, steps, batches, done) for candidate in candidates]
             squares, seconds = _passes(steps, batches, found, draws)

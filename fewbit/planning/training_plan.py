@@ -249,18 +249,21 @@ class TrainingPlan(Document):
     def _notes(self) -> list[str]:
         batches = f"{counted(self.batches, 'batch')} of {self.batch_size}"
         spread = "between batches" if self.batches > 1 else "of draws alone, as there is one batch"
-        noise = f"{digits(self.sampling)} ± {_percent(self.sampling_error, self.sampling) or '?'}"
         unsure = any(row.error_error > UNSURE * row.error for row in self.rows)
         by_chance = "; by chance it came out above the error, and is shown as 100%"
         is_above = any(row.variance > 1.005 * row.error for row in self.rows)
         chosen = "*: " if self.recommended is not None else "to be recommended: "
         passes = counted(self.batches * (self.draws - 1), "pass")
+        spread_of_noise = _percent(self.sampling_error, self.sampling)
+        noise = digits(self.sampling) + (f" ± {spread_of_noise}" if spread_of_noise else "")
+        is_one_pair = self.batches > 1 and not math.isfinite(self.sampling_error)
+        unknown = ", a single pair: only 4 batches or more show how exact this variance is"
         return [
             f"{self.unit[0]}: saved for the backward pass, metered",
             f"error: squared distance from the exact gradient, bias included (the squared gradient is "
             f"{digits(self.gradient)}), of {batches}, {self.draws} draws each; ±: its standard error, {spread}",
             f"random: the part of the error by which draws differ, an estimate{by_chance * is_above}",
-            f"noise: the error over the variance between minibatches, which is {noise}, from {self.sampled}",
+            f"noise: the error over the variance between minibatches, which is {noise}, from {self.sampled}{unknown * is_one_pair}",
             f"{chosen}the fewest bytes with an error of at most {digits(100 * self.share)}% of that variance",
             *(["errors differ much between these batches: give more of them"] if unsure else []),
             f"time: median of {passes}, forward and backward, over that of exact ones, "

@@ -1,11 +1,12 @@
 """The policy of `AdaptiveBits`: tensors and samples that affect the gradient more get more bits.
 
-The method is that of the paper ActNN, where it has the name L3. A slot is a tensor that a layer saves in every forward
-pass. Its name is (the layer's name, the number of the layer's input). In some steps a `VarianceProbe` measures how much
-variance the rounding of each slot adds to the gradient. How this variance falls with the bits follows from the slot's
-kind of copies (`runtime/format/distortion.py`). So the policy computes the bits of the following steps: the bits that
-add the least variance for a given average number of bits, which is problem (10) of the paper (`allocation.py`). All processes choose the same bits, because each uses the measurements summed over all
-processes.
+The method is level L3 of the paper ActNN (Chen et al., ICML 2021). A slot is a tensor that a layer saves in every
+forward pass. Its name is (the layer's name, the number of the layer's input). In some steps, a `VarianceProbe` measures
+how much variance the rounding of each slot adds to the gradient. The slot's kind of copies determines how this variance
+falls with the bits (`runtime/format/distortion.py`). From these variances, the policy chooses the bits for the
+following steps, such that the sum of the variances is least for a given average number of bits. This is problem (10) of
+the paper (`allocation.py`). All processes choose the same bits, because each process uses the measurements summed over
+all processes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from fewbit.schema.shapes import (
 )
 
 MOMENTUM = 0.5
-"""The weight of the earlier sensitivity in its average with a newly measured one."""
+"""The weight of the earlier sensitivity in the average of the earlier and the newly measured sensitivity."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class SlotVariance(Record):
         elements: the number of elements in one forward pass, of all processes.
         samples: the number of samples in one process among which the slot's bits are divided; 0 if all samples have the
             same bits.
-        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`:
-            the variance that rounding to 1 bit per element would add if the distortion alone determined it.
+        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`.
+            If the distortion alone determined the variance, rounding to 1 bit per element would add this variance.
         at_one: the variance that rounding to 1 bit per element would add, as measured.
         spread: SPREAD (16) numbers that summarize how sensitive the samples are. Each sample has a sensitivity, which
             determines the sample's bits. The sensitivities are sorted and cut into SPREAD parts of nearly equal size,
@@ -87,7 +88,7 @@ class SlotVariance(Record):
     quantizer: str = entry(choice(*KINDS), default=UNIFORM)
 
     def is_adjustable(self) -> bool:
-        """Return whether the policy chooses the slot's bits: the user gave none, and all gradients were measured."""
+        """Return whether the policy chooses the slot's bits: the user gave no bits, and all gradients were measured."""
         return self.is_known and not self.is_fixed
 
     def parts(self) -> list[float]:
@@ -100,7 +101,8 @@ class SlotVariance(Record):
     def variances(self) -> list[float]:
         """Return the variance that rounding the slot adds to the gradient, for each number of bits from 1 to 8."""
         found = [self.sensitivity * relative_distortion(self.quantizer, bits) for bits in BITS]
-        # The greedy algorithm needs that each further bit gains less than the bit before. It does from 2 bits on.
+        # The greedy algorithm assumes that each further bit gains less than the bit before. This is true from
+        # 2 bits on, so only the variance at 1 bit has to be limited.
         found[0] = min(max(self.at_one, 2 * found[1]), 100 * found[0])
         return found
 
@@ -136,7 +138,7 @@ class VarianceKnowledge(Record):
             the budget.
         bits: the average number of bits per element.
         sizes: a row (layer, number of the input, number of elements) for each saved tensor (slot) to which the average
-            applies. None if the average applies to all slots; their sizes are then those of the latest measurement.
+            applies. If it is None, the average applies to all slots, with their sizes in the latest measurement.
         slots: the measurements of each slot by (layer, number of the input), in the order of the forward pass.
     """
 
@@ -309,7 +311,7 @@ def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
     bits = allocate(variances, elements, budget)
     averages = _averages(owners, elements, bits)
     if sizes is not None:
-        # A slot that is not in the result gets its layer's average. With a budget that may not be `knowledge.bits`.
+        # A slot without an entry would get its layer's average. With a budget, this may differ from `knowledge.bits`.
         rest = (name for name, slot in knowledge.slots.items() if not slot.is_fixed)
         averages.update({name: knowledge.bits for name in rest if name not in averages})
     return averages

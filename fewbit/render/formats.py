@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+
+from fewbit.sizes import counted
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
@@ -10,6 +13,16 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 def module_name(path: str) -> str:
     """Return the dotted path of a module, or "(model)" for the model itself, whose path is ""."""
     return path or "(model)"
+
+
+def module_pattern(path: str) -> str:
+    """Return the path of a module as `module_name` does, with * in place of numbers, such as `layers.*.fc`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module_name(path))
+
+
+def bits_or_exact(bits: float | None) -> str:
+    """Return a number of bits as text, such as `2 bits`, or `exact` for None."""
+    return "exact" if bits is None else counted(float(f"{bits:.4g}"), "bit")
 
 
 def unit_of(size: int, most: str = "GiB") -> tuple[str, int]:

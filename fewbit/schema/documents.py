@@ -137,7 +137,7 @@ def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitErr
             object_pairs_hook=unique,
         )
     except json.JSONDecodeError as failure:
-        raise error(f"{prefix}expected JSON, got: {failure}") from None
+        raise error(f"{prefix}expected JSON, got other text: {failure}") from None
 
 
 def _find_nesting(text: str) -> str:

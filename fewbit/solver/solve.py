@@ -202,9 +202,11 @@ def _check_arguments(form, objective, tails, threads, parameters):
 
 
 def _warn_of_saturation(f, domain):
-    if any(map(math.isinf, f.slopes)):
+    # The tables of `value` quantize numbers. Their users expect that numbers beyond the outermost levels are cut off.
+    if f.name != "value" and any(map(math.isinf, f.slopes)):
         warnings.warn(
-            f"{f.name}: the derivative is unbounded, so q saturates outside [{domain[0]:g}, {domain[1]:g}]",
+            f"{f.name}: the derivative is unbounded and q is not, so f' - q grows without limit outside "
+            f"[{domain[0]:g}, {domain[1]:g}]",
             stacklevel=3,
         )
 

@@ -40,12 +40,18 @@ class Step(NamedTuple):
 def window(table: Table, function=None) -> tuple[float, float]:
     """Return the ends of the part of the domain to draw: the part in which f' changes, with a margin.
 
-    If f' is unknown (`function` is None), q is used instead. Unless an end of the domain is near, the margin makes the
+    If f' is unbounded, as that of `value`, the part ends soon after f' has left the range of the levels. If f' is unknown
+    (`function` is None), q is used instead. Unless an end of the domain is near, the margin makes the
     part at least a fifth of the domain wide.
     """
     low, high = table.domain
     x = np.linspace(low, high, 4001)
     y = _finite(table(x) if function is None else _derivative(function, x))
+    if function is not None and np.isinf(function.slopes).any():
+        # Half the largest distance of two levels: with levels of equal distances, the outermost pieces are not longer
+        # than the others.
+        slack = 0.5 * np.diff(np.sort(table.levels)).max(initial=0.0)
+        y = np.clip(y, table.levels.min() - slack, table.levels.max() + slack)
     # q is constant where f' differs from its final value by less than about half the distance between levels.
     tolerance = np.ptp(y) * min(0.01, 0.25 / len(table.levels))
     moving = x[(np.abs(y - y[0]) > tolerance) & (np.abs(y - y[-1]) > tolerance)]

@@ -1,17 +1,19 @@
-"""The staircase of a code with shared randomness: its states, in the order in which a rising number passes them.
+"""The staircase of a code with shared randomness: the states of the code, sorted by their means.
 
 Encoder and decoder share a random number h in {0, ..., H-1}. The decoder restores the level R[h][c] from the code c. A
-*state* is a choice of one code for every h, and its mean is the mean of the H restored levels. The states are numbered
-such that the means ascend. In state 0 all codes are 0. From one state to the next, the code of one h rises by 1. The
-encoder draws one of the two states whose means are next to z such that the mean of the draw is z, and sends the state's
-code for the shared h. So the restored number has the mean z.
+*state* chooses one code for every h. The mean of a state is the mean of the H levels that these codes restore. The
+states are numbered such that their means ascend. In state 0 all codes are 0. A *transition* leads from one state to the
+next, and raises the code of one h by 1. To encode a number z, the encoder takes the two states whose means are next to
+z, and draws one of them such that the mean of the draw is z. It sends the drawn state's code for the shared h. So the
+restored number has the mean z.
 
-The transition of h from c to c + 1 has the slope R[h][c] + R[h][c+1]. Transitions in the order of their slopes give the
-smallest variance for given levels. Proof: let E be the mean over h and over the encoder's draws. Among all encoders with
-E R = z, the one with the least E R**2 is wanted, so the point (z, E R**2) lies on the lower convex hull of a set: the
-mean over h (the Minkowski sum, divided by H) of the sets {(R[h][c], R[h][c]**2)}. The lower hull of such a sum consists
-of the edges of all lower hulls, sorted by slope. The points of one h lie on a parabola, so their edges join neighboring
-levels.
+The slope of the transition of h from c to c + 1 is that of the line through the points (R, R**2) of its two levels:
+R[h][c] + R[h][c+1]. If the transitions are sorted by slope, the variance is the smallest that is possible with the
+given levels. Proof: let E be the mean over h and over the encoder's draws. Among all encoders with E R = z, the one
+with the least E R**2 is wanted. Its point (z, E R**2) lies on the lower convex hull of a set: the mean over h (the
+Minkowski sum, divided by H) of the sets {(R[h][c], R[h][c]**2)}. The lower hull of such a sum consists of the edges of
+the lower hulls of all these sets, sorted by slope. The points of one h lie on a parabola, so the edges of their lower
+hull join neighboring levels.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ class Staircase(NamedTuple):
     """The N = H (K-1) + 1 states of a code.
 
     Attributes:
-        means: float64 (N,), ascending, the mean of every state's levels.
+        means: float64 (N,), ascending: the mean of every state.
         codes: int64 (N, H), the code of every state for every h.
-        slopes: float64 (N-1,), ascending: half the slope of every transition, R[h][c] + R[h][c+1] over 2.
+        slopes: float64 (N-1,), ascending: half the slope of every transition, (R[h][c] + R[h][c+1]) / 2.
     """
 
     means: np.ndarray
@@ -74,7 +76,7 @@ def draw_codes(levels, z, shared, noise) -> np.ndarray:
 
 
 def draw_variance(levels, z) -> np.ndarray:
-    """Return the variance of the restored numbers for every number z, over the shared and the encoder's randomness.
+    """Return, for every number z, the variance of the restored number over the shared and the encoder's randomness.
 
     Args:
         levels: float64 (H, K), the levels R[h][c].
@@ -85,7 +87,7 @@ def draw_variance(levels, z) -> np.ndarray:
     spread = levels[np.arange(len(levels)), codes].var(axis=1)
     z = np.asarray(z, np.float64)
     below = np.clip(np.searchsorted(means, z, side="right") - 1, 0, len(means) - 2)
-    # Between two states the variance over the states is added to the mean variance of the states.
+    # The variance of the draw between two states is added to the mean of the variances within the states.
     share = (z - means[below]) / (means[below + 1] - means[below])
     own = (z - means[below]) * (means[below + 1] - z)
     return own + spread[below] + share * (spread[below + 1] - spread[below])

@@ -635,6 +635,18 @@ def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path
         profile.plot(tmp_path / "profile.png")
 
 
+def test_progress_in_a_file_is_a_line_from_time_to_time(monkeypatch, capsys):
+    from fewbit.analysis import progress
+
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    variance_profile(nn.Linear(4, 2), torch.randn(8, 4), mean, draws=2)
+    out, err = capsys.readouterr()
+    first, *_, last = err.splitlines()
+    assert out == "" and re.fullmatch(r"variance profile: 1 of \d+ steps after \d+ s", first)
+    assert re.search(r": (\d+) of \1 steps", last)
+
+
 def test_progress_is_shown_if_it_takes_long(monkeypatch, capsys):
     from fewbit.analysis import progress
 

@@ -198,6 +198,15 @@ def test_the_message():
         ("quantize", {"group_size": 48}, "group_size: expected a multiple of 32 .*, got 48"),
         ("quantize", {"group_size": 0}, "group_size: expected .*, got 0"),
         ("quantize", {"group_size": 65568}, "group_size: expected .*, got 65568"),
+        *(
+            (
+                name,
+                {"group_size": 288, "kind": kind},
+                "group_size: expected at most 256 with rotated and masked copies, got 288",
+            )
+            for name in ("quantize", "squares", "dequantize", "forward_quantized")
+            for kind in (1, 2)
+        ),
         ("quantize", {"bits": 0}, "bits: expected 1 to 8, got 0"),
         ("quantize", {"inner": 0}, r"quantize: rstd: expected entries \* inner to divide .*"),
         ("quantize", {"rstd": None}, "quantize: rstd: expected 3 float32 on the CPU, got none"),
@@ -343,6 +352,9 @@ def op_cases():
     yield restore, (*of_shape, [5, 80], [80, 1], torch.float32, "uniform"), "packed: expected"
     yield restore, (*of_shape, [4, 80], [1, 4], torch.float32, "uniform"), "samples outermost"
     yield restore, (kept, limits, *place[:-1], "rotated"), "ranges: expected 12 bfloat16"
+    too_large = "at most 256 for group_size with rotated copies, got 288"
+    yield quantize, (x, [80, 1], seed, 3, 288, False, "rotated"), too_large
+    yield restore, (kept, limits, 3, 288, *place[2:-1], "rotated"), too_large
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "reference"])

@@ -7,7 +7,7 @@ import pytest
 from scipy.special import ndtr
 
 from fewbit import functions
-from fewbit.catalog.normal_levels import normal_levels, unbiased_levels
+from fewbit.catalog.normal_levels import normal_levels, rotated_levels, unbiased_levels
 from fewbit.catalog.store import shipped_tables
 from fewbit.errors import TableError
 
@@ -61,9 +61,39 @@ def test_levels_are_means_and_breaks_are_midpoints(bits):
         assert table.error == pytest.approx(PUBLISHED[bits], rel=3e-3)
 
 
+def variance(breaks, levels):
+    """Return the squared error that EDEN's scale leaves for normal numbers and these positive breaks and levels."""
+    ends = np.array([0.0, *breaks, np.inf])
+    mass, first = np.diff(ndtr(ends)), -np.diff(density(ends))
+    levels = np.array(levels, float)
+    return 0.5 * (levels**2 * mass).sum() / (levels * first).sum() ** 2 - 1.0
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_rotated_levels_cost_little(bits):
+    breaks, levels = normal_levels(bits)
+    chosen = np.array(rotated_levels(bits))
+    assert len(chosen) == len(levels) and all(np.diff([0, *chosen]) > 0)
+    assert 0.8 < chosen[-1] / levels[-1] < 1.3
+    units = 2.0 ** (13 if bits == 8 else 11 if bits == 7 else 9 if bits == 6 else 7)
+    whole = chosen * units
+    assert np.array_equal(whole, whole.round())
+    least_units = next(2**k for k in range(14) if not (chosen * 2**k % 1).any())
+    # Sums of 256 levels are exact in float32, and fit into 16 bits up to 4 bits.
+    assert 256 * chosen[-1] * least_units < (2**15 if bits <= 4 else 2**24)
+    least = variance(breaks, levels)
+    assert least - 1e-12 <= variance(breaks, chosen) <= 1.0011 * least
+    # No other greatest level within the limit is better.
+    limit = 127 if bits <= 4 else 2 ** (2 * bits - 1) - 1
+    assert chosen[-1] * least_units <= limit
+    scaled = [np.round(np.array(levels) / levels[-1] * most) for most in range(1, limit + 1)]
+    others = [variance(breaks, each) for each in scaled if each[0] > 0]
+    assert variance(breaks, chosen) == pytest.approx(min(others), rel=1e-9)
+
+
 @pytest.mark.parametrize("bits", [0, 9, 2.5, None])
 def test_other_bits(bits):
-    for function in (normal_levels, unbiased_levels):
+    for function in (normal_levels, unbiased_levels, rotated_levels):
         with pytest.raises(TableError, match="bits: expected 1 to 8"):
             function(bits)
 

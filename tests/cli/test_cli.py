@@ -266,7 +266,15 @@ ERRORS = [
     ("plot gelu --bits 2 -o gelu.gif", "gelu.gif: expected a file name that ends in .png or .svg"),
     ("plot several.json -o x.png", "expected one table, got 2"),
     ("compare gelu --bits 9", "bits: expected an integer from 1 to 8, got 9"),
-    ("compare quantizer gelu", "quantizer: expected no function beside it, got 1"),
+    (
+        "compare quantizer gelu",
+        "expected names of functions, or quantizer alone, got quantizer gelu",
+    ),
+    ("compare quantiser", "unknown function 'quantiser': did you mean quantizer?"),
+    ("solve gelu --bits 3 --bits 4", "expected --bits once, got it 2 times"),
+    ("solve gelu --bits 3 --tails free --tails pinned", "expected --tails once, got it 2 times"),
+    ("memory resnet18 --batch=1 --batch=2", "expected --batch once, got it 2 times"),
+    ("plot gelu --bits 2 -o a.png --output b.png", "expected --output once, got it 2 times"),
     ("compare quantizer --bits 9", "bits: expected an integer from 1 to 8, got 9"),
     ("compare gelu -o x.txt", "x.txt: expected a file name that ends in .csv or .json"),
     (
@@ -283,11 +291,11 @@ ERRORS = [
     ),
     (
         "show a.py",
-        "a.py: expected a function that 'fewbit list' shows, or a file of tables, which ends in .json",
+        "a.py: expected a function that 'fewbit list' shows, or a JSON file of tables: a path that ends in .json",
     ),
     (
         "plot a.py -o a.png",
-        "a.py: expected a function that 'fewbit list' shows, or a file of tables, which ends in",
+        "a.py: expected a function that 'fewbit list' shows, or a JSON file of tables: a path that ends in",
     ),
     ("solve numpy:tan --bits 2", "choose a domain (--domain) without that point"),
     ("verify missing.json", "missing.json: expected a readable file"),

@@ -144,7 +144,9 @@ def test_a_refusal_is_passed_on(install):
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert repr(use()) == "expandable segments: not in force, there is no CUDA device"
-    with pytest.raises(InputError, match="^expected a CUDA device, got 'cuda': there is none$"):
+    with pytest.raises(
+        InputError, match="^expected a CUDA device, got 'cuda', and torch finds no CUDA device$"
+    ):
         peak_memory()
 
 

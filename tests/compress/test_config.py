@@ -55,7 +55,7 @@ def test_an_object_comes_back_from_its_repr_and_from_json(one):
         (fewbit.AdaptiveBits(1.75), "fewbit.AdaptiveBits(1.75)"),
         (fewbit.AdaptiveBits(2.0, interval=5), "fewbit.AdaptiveBits(2, interval=5)"),
         (fewbit.ErrorBound(window="max"), "fewbit.ErrorBound(0.5, window='max')"),
-        (fewbit.Budget(3 * 2**20), "fewbit.Budget('3 MB')"),
+        (fewbit.Budget(3 * 2**20), "fewbit.Budget('3 MiB')"),
         (fewbit.Budget(1001), "fewbit.Budget(1001)"),
         (fewbit.LayerSettings(copies=2), "fewbit.LayerSettings(copies=2)"),
         (fewbit.Level("L3"), "fewbit.Level('L3')"),
@@ -194,7 +194,20 @@ def test_names_of_codecs_are_those_of_the_registry():
 
 
 def test_compress_takes_few_arguments():
-    assert len(inspect.signature(fewbit.compress_).parameters) <= 9
+    parameters = inspect.signature(fewbit.compress_).parameters.values()
+    assert sum(item.kind is not item.VAR_KEYWORD for item in parameters) <= 9
+
+
+def test_settings_of_layers_as_arguments_of_compress_():
+    model = nn.Linear(64, 4)
+    with pytest.raises(InputError) as error:
+        fewbit.compress_(model, quantizer="uniform")
+    assert "layers={'quantizer': 'uniform'}" in str(error.value)
+    with pytest.raises(InputError, match=r"layers={'activation_bits': 2, 'copies': 2}"):
+        fewbit.compress_(model, activation_bits=2, copies=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'quantiser'"):
+        fewbit.compress_(model, quantiser="uniform")
+    assert type(model) is nn.Linear
 
 
 def test_a_level_and_its_configuration_convert_alike():

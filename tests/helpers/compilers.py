@@ -9,6 +9,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
+from fewbit.convert.functions import FunctionMode
 from fewbit.runtime.ops import library
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.cache import SavedTensorCache
@@ -26,8 +27,9 @@ class Draws:
 def draw_alike(monkeypatch) -> Draws:
     """Make eager mode save the copies that compiled code saves, so that gradients differ only by floating-point rounding.
 
-    One seed rounds all copies, minimums are bfloat16, no layer reuses the copy of another layer, and none is masked. Copies still differ if
-    torch's eager operation returns other strides than the traced one.
+    One seed rounds all copies, minimums are bfloat16, no layer reuses the copy of another layer, and none is masked. The
+    cross-entropy that a model computes is torch's, as in compiled code. Copies still differ if torch's eager operation
+    returns other strides than the traced one.
     """
     draws = Draws()
 
@@ -37,10 +39,11 @@ def draw_alike(monkeypatch) -> Draws:
     def new_seed(x):
         return torch.full((1,), draws.seed, dtype=torch.int64, device=x.device)
 
+    monkeypatch.delitem(FunctionMode.TABLE, torch.nn.functional.cross_entropy)
     monkeypatch.setattr(library, "new_seed", new_seed)
     monkeypatch.setattr(Quantizer, "_fp32_min", lambda self: False)
-    monkeypatch.setattr(SavedTensorCache, "get", lambda self, x, key: None)
-    monkeypatch.setattr(SavedTensorCache, "get_mask", lambda self, x: None)
+    monkeypatch.setattr(SavedTensorCache, "get", lambda *_: None)
+    monkeypatch.setattr(SavedTensorCache, "get_mask", lambda *_: None)
     monkeypatch.setattr(ForwardContext, "seed", seed)
     monkeypatch.setattr(ForwardContext, "seed_of_result", seed)
     return draws

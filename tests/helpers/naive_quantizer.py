@@ -86,10 +86,10 @@ def dequantize(packed, ranges, shape, widths, group_size, kind="uniform"):
         codes, packed = _codes(packed[:words], bits)[:n], packed[words:]
         values = np.zeros(n, np.float32)
         for first, end in cuts:
-            limits, place = _limits(ranges[number]), (seed, number, bits, group_size)
+            limits = _limits(ranges[number])
             if kind != "uniform":
                 values[first:end] = naive_rotated.dequantize_group(
-                    codes[first:end], *limits, *place
+                    codes[first:end], *limits, seed, number, bits
                 )
             else:
                 values[first:end] = _restored(codes[first:end], *limits, bits)
@@ -127,9 +127,7 @@ def _group(x, seed, number, bits, group_size, fp32_min):
 
 def _rotated_group(x, seed, number, bits, group_size, fp32_min, is_masked=False):
     """Return the codes of a group of a rotated or masked copy, and its row of the ranges."""
-    codes, mean, scale = naive_rotated.quantize_group(
-        x, seed, number, bits, group_size, fp32_min, is_masked
-    )
+    codes, mean, scale = naive_rotated.quantize_group(x, seed, number, bits, fp32_min, is_masked)
     if np.isnan(scale):
         return codes, [NAN16, NAN16, 0][: 3 if fp32_min else 2]
     return codes, _row(mean, scale, fp32_min)

@@ -8,92 +8,77 @@ from fractions import Fraction
 
 import numpy as np
 
-from fewbit.catalog.normal_levels import normal_levels
+from fewbit.catalog.normal_levels import normal_levels, rotated_levels
 from fewbit.table import philox
 
-PART = 256
+MOST = 256  # the largest number of elements of a group
 GREATEST = np.array(0x7F7F0000, np.uint32).view(np.float32)[()]  # of the bfloat16 numbers
 SPREAD = 8  # beyond the sum of squares divided by this, one square calls for a second rotation
 
 
-def quantize_group(x, seed, number, bits, group_size, fp32_min, is_masked=False):
+def quantize_group(x, seed, number, bits, fp32_min, is_masked=False):
     """Return the codes of a group, (mean, scale) as float32 with the bits that are stored, and (NaN, NaN) if not finite.
 
     If `is_masked`, elements that are 0 are left out.
     """
     with np.errstate(all="ignore"):
-        return _quantize_group(x, seed, number, bits, group_size, fp32_min, is_masked)
+        return _quantize_group(x, seed, number, bits, fp32_min, is_masked)
 
 
-def _quantize_group(x, seed, number, bits, group_size, fp32_min, is_masked):
+def _quantize_group(x, seed, number, bits, fp32_min, is_masked):
     n, nothing = np.float32(len(x)), np.zeros(len(x), np.int64)
     counted = [i for i in range(len(x)) if x[i] != 0] if is_masked else list(range(len(x)))
-    mean = group_sum(x) / np.float32(len(counted)) if counted else np.float32(0)
+    mean = tree_sum(x) / np.float32(len(counted)) if counted else np.float32(0)
     mean = (mean if fp32_min else nearest_bfloat16(mean)) + np.float32(0)  # makes -0 a +0
     v = np.zeros(len(x), np.float32)
     v[counted] = x[counted] - mean
-    energy, u = group_sum(v * v), np.float32(1)
+    energy, u = tree_sum(v * v), np.float32(1)
     if energy < np.float32(2.0**-80):
         u = np.float32(2.0**96)
     elif not energy < np.float32(2.0**100):
         u = np.float32(2.0**-96)
     if u != 1:
         v = v * u
-        energy = group_sum(v * v)
+        energy = tree_sum(v * v)
     if not (np.isfinite(mean) and np.isfinite(energy)):
         return nothing, np.float32(np.nan), np.float32(np.nan)
     if energy == 0:
         return nothing, mean, np.float32(0)
     greatest = np.abs(v).max()
     twice = greatest * greatest * np.float32(SPREAD) > energy
-    y = np.concatenate([rotated(*part, twice) for part in parts(v, seed, number, group_size)])
-    breaks, levels = (np.array(half, np.float64).astype(np.float32) for half in normal_levels(bits))
+    y = rotated(v, seed, counter_of(number), twice)
+    breaks, levels = np.float32(normal_levels(bits)[0]), np.float32(rotated_levels(bits))
     thresholds = breaks * np.sqrt(energy / n)
     index = (thresholds[None, :] < np.abs(y)[:, None]).sum(1)
     codes = index + 2 ** (bits - 1) * np.signbit(y)
-    scale = energy / group_sum(np.abs(y) * levels[index]) * (np.float32(1) / u)
-    scale = stochastic_bfloat16(min(scale, GREATEST), seed, number, group_size)
+    scale = energy / tree_sum(np.abs(y) * levels[index]) * (np.float32(1) / u)
+    scale = stochastic_bfloat16(min(scale, GREATEST), seed, counter_of(number) + 8)
     return codes, mean, -scale if twice else scale
 
 
-def dequantize_group(codes, mean, scale, seed, number, bits, group_size):
+def dequantize_group(codes, mean, scale, seed, number, bits):
     """Return the values of a group, float32."""
     if np.isnan(scale):
         return np.full(len(codes), np.nan, np.float32)
-    _, levels = (np.array(half, np.float64).astype(np.float32) for half in normal_levels(bits))
+    levels = np.float32(rotated_levels(bits))
     half = 2 ** (bits - 1)
     y = levels[codes % half]
     y = np.where(codes >= half, -y, y)
     twice, scale = np.signbit(scale), np.abs(scale)
     with np.errstate(all="ignore"):
-        back = [rotated_back(*part, twice, scale) for part in parts(y, seed, number, group_size)]
-        return mean + np.concatenate(back)
+        return mean + rotated_back(y, seed, counter_of(number), twice, scale)
 
 
-# -- sums and parts ----------------------------------------------------------------------------------------
-
-
-def parts(values, seed, number, group_size):
-    """Yield each part of a group, with the seed and with the part's first Philox counter."""
-    for i, first in enumerate(range(0, len(values), PART)):
-        counter = 2**63 + 16 * (number * -(-group_size // PART) + i)
-        yield values[first : first + PART], seed, counter
-
-
-def group_sum(values):
-    """Return the sum of the sums of the parts, from the first part on."""
-    total = None
-    for first in range(0, len(values), PART):
-        part = tree_sum(values[first : first + PART])
-        total = part if total is None else total + part
-    return total
+def counter_of(number):
+    """Return the first Philox counter of a group."""
+    return 2**63 + 16 * number
 
 
 def tree_sum(values):
     """Return the sum of 256 numbers, of which some are given and the others are 0: i and i + 128, then i and i + 64 ..."""
-    numbers = np.zeros(PART, np.float32)
+    numbers = np.zeros(MOST, np.float32)
     numbers[: len(values)] = values
-    half = PART // 2
+    half = MOST // 2
     while half:
         for_next = numbers[:half] + numbers[half : 2 * half]
         numbers, half = for_next, half // 2
@@ -104,7 +89,7 @@ def tree_sum(values):
 
 
 def rotated(v, seed, counter, twice):
-    """Return a part after one or two rotations. twice: whether the group has an element with much of the energy."""
+    """Return a group after one or two rotations. twice: whether one element has much of the energy."""
     v = _rotated_once(v, signs(seed, counter), signs(seed, counter + 2))
     if not (twice or _is_odd(v)):
         return v
@@ -121,7 +106,7 @@ def _places(v):
 
 
 def rotated_back(y, seed, counter, twice, scale):
-    """Return scale times the part from which the rotations made y."""
+    """Return scale times the group from which the rotations made y."""
     if twice or _is_odd(y):
         moved = _back_once(y, signs(seed, counter + 4), signs(seed, counter + 6), np.float32(1))
         y = np.zeros_like(moved)
@@ -190,9 +175,8 @@ def nearest_bfloat16(x):
     return np.float32(math.copysign(math.inf, x) if abs(nearest) >= 2**128 else float(nearest))
 
 
-def stochastic_bfloat16(scale, seed, number, group_size):
+def stochastic_bfloat16(scale, seed, counter):
     """Return scale rounded at random to one of the two nearest bfloat16 numbers, as float32."""
-    counter = 2**63 + 16 * number * -(-group_size // PART) + 8
     word, *_ = philox.philox4x32((*philox.split64(counter), 0, 0), philox.seed_key(seed))
     raised = int(np.float32(scale).view(np.uint32)) + (int(word) & 0xFFFF)
     return np.array(raised & 0xFFFF0000, np.uint32).view(np.float32)[()]

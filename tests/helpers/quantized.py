@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from fewbit.config import LARGEST_ROTATED_GROUP
 from fewbit.runtime.format import groups
 
 try:
@@ -63,6 +64,11 @@ def inputs(shape, dtype, data="normal", seed=0):
     elif data == "samples of all scales":
         x = x * 10.0 ** rng.integers(-45, 39, (shape[0], *[1] * (len(shape) - 1)))
     return torch.from_numpy(x).to(dtype)
+
+
+def possible_sizes(kind, *sizes):
+    """Return the group sizes that copies of a kind can have."""
+    return [size for size in sizes if kind == "uniform" or size <= LARGEST_ROTATED_GROUP]
 
 
 def mixed(samples, seed=0):

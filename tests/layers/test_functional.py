@@ -330,6 +330,34 @@ def test_bits_that_are_none(bits):
         assert "\n" not in str(caught.value)
 
 
+FIRST_ARGUMENTS_ONLY = {
+    "threshold": (0, 0), "layer_norm": ((1,),), "rms_norm": ((1,),), "group_norm": (1,), "softmax": (0,),
+    "linear": (torch.ones(2, 2),), "swiglu": (torch.ones(2),), "matmul": (torch.ones(2),), "max_pool2d": (2,),
+    "interpolate": (2,), "pointwise": (torch.sin,), "dropout2d": (), "rrelu": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted({"silu", "gelu", "hardtanh", *FIRST_ARGUMENTS_ONLY}))
+def test_an_input_that_is_no_tensor(name):
+    with pytest.raises(InputError, match=r"^expected a torch.Tensor, got \[1.0\]$"):
+        getattr(F, name)([1.0], *FIRST_ARGUMENTS_ONLY.get(name, ()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fewbit.GELU(3), "expected 'none' or 'tanh' for approximate, got 3; bits are given by name, as GELU(bits=3)"),
+        (lambda: fewbit.SiLU(3), "expected False or True for inplace, got 3; bits are given by name, as SiLU(bits=3)"),
+        (lambda: fewbit.ReLU(1), "expected False or True for inplace, got 1; bits are given by name, as ReLU(bits=3)"),
+        (lambda: fewbit.GELU("tan"), "expected 'none' or 'tanh' for approximate, got 'tan'"),
+    ],
+)  # fmt: skip
+def test_bits_in_the_place_of_another_argument(make, message):
+    with pytest.raises(InputError) as caught:
+        make()
+    assert str(caught.value) == message
+
+
 def test_a_table_of_another_function_or_parameters_is_refused():
     x = leaf(normal((4,)))
     with pytest.raises(TableError, match="expected a table of gelu, got one of silu"):

@@ -262,3 +262,11 @@ def test_errors(sample):
             make()
     with pytest.raises(RuntimeError):
         sample[0](gate, up[:5])
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_mul_by_a_number_is_torchs(needs_gradient):
+    x = torch.randn(8, 64, requires_grad=needs_gradient)
+    assert torch.equal(fewbit.functional.mul(x, 2.0), torch.mul(x, 2.0))
+    with pytest.raises(fewbit.InputError, match=r"expected a torch\.Tensor, got \[1\.0\]"):
+        fewbit.functional.mul(x, [1.0])

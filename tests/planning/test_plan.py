@@ -372,7 +372,7 @@ def test_a_candidate_comes_back_from_json(options):
 
 def test_the_call_of_a_candidate_names_the_sample():
     candidate = Candidate("own", fewbit.Budget("1 MB"), {"sample": torch.ones(4, 32)})
-    assert candidate.call == "fewbit.compress_(model, fewbit.Budget('1 MB'), sample=sample)"
+    assert candidate.call == "fewbit.compress_(model, fewbit.Budget('1 MiB'), sample=sample)"
     assert Candidate.from_dict(candidate.to_dict()).call == candidate.call
 
 
@@ -440,6 +440,10 @@ def refused(measure, changes, message, **options):
         (
             {"batch": list(torch.full((4, 8, 4), math.nan))},
             "loss: expected a finite value, got nan",
+        ),
+        (
+            {"batch": torch.ones(8, 5), "loss": lambda model, batch: model(batch).sum()},
+            "batch: expected one that loss.model, batch. takes, got shape .8, 5., for which it raises RuntimeError",
         ),
         ({"chunks": 6}, "expected a multiple of chunks=6 samples, or several batches, got 8"),
         ({"chunks": 5}, "chunks: expected an even integer of at least 4, got 5"),
@@ -920,3 +924,16 @@ def test_a_title_says_if_no_setting_saves_anything():
     assert "no setting saves less than the 4.00 KiB of the exact model" in " ".join(
         found.title.split()
     )
+
+
+def test_a_single_pair_of_batches_has_no_standard_error():
+    model = nn.Linear(4, 3)
+    for count, is_known in ((2, False), (4, True)):
+        batches = list(torch.randn(count, 8, 4))
+        text = str(
+            fewbit.plan(
+                model, batches, lambda model, x: model(x).square().mean(), candidates=[FIXED]
+            )
+        )
+        assert ("only 4 batches or more show" in " ".join(text.split())) != is_known
+        assert "?" not in text

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import fewbit
+import fewbit.functional
 import fewbit.nn
 
 OURS = {"bits", "group_size", "quantizer", "copies", "table"}
@@ -31,6 +33,18 @@ def test_signatures_are_torchs_plus_ours(name):
     if theirs == inspect.signature(nn.Module).parameters:  # which takes nothing
         theirs = {}
     assert described(ours.values()) == described(theirs.values())
+
+
+def test_bits_by_default_are_those_of_compress_():
+    usual = fewbit.FixedBits().bits
+    assert usual == 4
+    assert fewbit.nn.Linear(3, 4).quantizer.bits == usual
+    assert fewbit.nn.LayerNorm(3).quantizer.bits == usual
+    functions = [getattr(fewbit.functional, name) for name in fewbit.functional.__all__]
+    found = [inspect.signature(function).parameters for function in functions]
+    quantizing = [parameters for parameters in found if "quantizer" in parameters]
+    assert len(quantizing) > 20
+    assert {parameters["bits"].default for parameters in quantizing} == {usual}
 
 
 ARGUMENTS = {

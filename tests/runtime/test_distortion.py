@@ -54,21 +54,29 @@ def evenly(rows, columns, seed=0):
 # -- against measurements ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 256, 1024])
+def check_normal_numbers(found, bits, length):
+    """Check the ratio of 2^15 normal numbers in groups of this length.
+
+    A group of n numbers has up to 4.5 / n less variance than predicted, because it has shorter tails. With many bits, much
+    of the error is that of the few numbers beyond the outermost level, and the ratio of one sample differs from the mean
+    by up to .1.
+    """
+    scatter = 0.04 if bits < 6 else 0.11
+    assert 1 - 4.5 / length - scatter < found < 1 + scatter
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 256])
 @pytest.mark.parametrize("bits", BITS)
 def test_rotated_copies_of_normal_numbers(bits, group_size):
-    """A group of n numbers has up to 4.5 / n less variance than predicted, because it has shorter tails."""
     x = normal((2**15 // group_size, group_size), scale=1.0, seed=bits)
-    found = ratio(x, bits, group_size, ROTATED)
-    assert 1 - 4.5 / group_size - 0.03 < found < 1.03
+    check_normal_numbers(ratio(x, bits, group_size, ROTATED), bits, group_size)
 
 
 @pytest.mark.parametrize("features", [100, 65, 300, 256 + 32])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_rotated_copies_with_short_groups(bits, features):
     x = normal((2**15 // features, features), scale=1.0, seed=features)
-    found = ratio(x, bits, 256, ROTATED)
-    assert 1 - 4.5 / min(features, 256) - 0.03 < found < 1.03
+    check_normal_numbers(ratio(x, bits, 256, ROTATED), bits, min(features, 256))
 
 
 def _one_hot(rows):
@@ -239,15 +247,3 @@ def test_the_variance_of_a_normalized_tensor(kind):
     found = variance_of(record_of(x, kind, normalize=normalize), 2).mean()
     expected = errors2(x, 2, 256, kind, 2, normalize).mean()
     assert float(found / expected) == pytest.approx(1, abs=0.06)
-
-
-def test_parts_of_unequal_energy_are_measured():
-    """The sums of squares do not tell the variance of a group of several parts, if only one part is not constant."""
-    x = torch.zeros(32, 1024)
-    x[:, :256] = normal((32, 256), scale=1.0)
-    found = variance_of(record_of(x, ROTATED, 1024), 2).mean()
-    draws = torch.stack([restored(x, 2, 1024, ROTATED, seed) for seed in range(8)]).double()
-    expected = draws.var(0).mean()
-    assert float(found / expected) == pytest.approx(1, abs=0.1)
-    predicted = distortion(ROTATED, 2) * squares(x, 1024, kind=ROTATED).sum() / x.numel()
-    assert expected > 1.5 * predicted

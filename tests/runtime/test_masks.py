@@ -15,13 +15,14 @@ from torch.nn import functional as torch_f
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
+from fewbit.runtime.format import fingerprint
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.activation_ops import is_masking
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import QuantizationRecord
-from fewbit.runtime.saved import cache, offload
+from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.cache import Mask, SavedTensorCache
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
 
@@ -205,7 +206,7 @@ def test_between_the_relu_and_the_layer(between):
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["", "in place"])
 def test_versions_alone_show_changes(between, is_in_place, monkeypatch):
     """On a GPU there are no checksums, because they would have to wait for the device."""
-    monkeypatch.setattr(cache, "fingerprint", lambda x: None)
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda x: None)
     function, expected = VIEWS[between]
     width = function(data((8, 4, 64)), data((8, 4, 64))).shape[-1]
     relu = lambda x: torch_f.relu(x, inplace=is_in_place)  # noqa: E731

@@ -371,7 +371,7 @@ def test_from_ranges_as_from_the_tensor(start, minimum):
 @pytest.mark.parametrize("minimum", ["bfloat16", "float32"])
 @STARTS
 def test_from_means_and_scales(start, minimum):
-    """A rotated copy has no extremes. 6 standard deviations are 1.7 times the range of these evenly spread numbers."""
+    """A rotated copy has no extremes. 5 scales are 1.7 times the range of these evenly spread numbers."""
     for part, expected in ((0.0, True), (0.05, True), (0.2, True), (1.01, False), (9.0, False)):
         ranges = ranges_of(spread(start, part * EIGHT_STEPS[start]), minimum, "rotated")
         assert bool(offset.is_large(ranges, "rotated")) == expected, part

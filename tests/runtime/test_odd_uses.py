@@ -455,6 +455,8 @@ def test_settings_of_parts_beside_an_activation_held_as_a_function(options):
 
 def test_a_sample_that_the_model_cannot_take_changes_nothing():
     model = quiet(nn.Sequential(nn.Linear(6, 6)))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(
+        fewbit.InputError, match="^sample: expected inputs of the model's forward, got shape"
+    ):
         quiet(model, sample=(normal((3, 7)),))
     assert isinstance(model[0], fewbit.nn.Linear)

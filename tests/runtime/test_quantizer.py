@@ -8,7 +8,7 @@ import naive_quantizer as naive
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from quantized import (
     DATA,
@@ -22,6 +22,7 @@ from quantized import (
     inputs,
     kinds,
     mixed,
+    possible_sizes,
     quantize,
     same,
 )
@@ -56,8 +57,14 @@ def test_every_width(backend, dtype, fp32_min, kind):
             check(backend, x, bits, 256, fp32_min, kind=kind)
 
 
-@kinds
-@pytest.mark.parametrize("group_size", [32, 64, 96, 256, 288, 1024])
+SIZES = [
+    (kind, size)
+    for kind in ("uniform", "rotated", "masked")
+    for size in possible_sizes(kind, 32, 64, 96, 224, 256, 288, 1024)
+]
+
+
+@pytest.mark.parametrize("kind, group_size", SIZES)
 def test_group_sizes(backend, group_size, kind):
     for shape in ((2, 1321), (1, 2048), (40, 31), (0, 70), (5, 0), (3, group_size + 1)):
         for dtype in DTYPES:
@@ -67,9 +74,17 @@ def test_group_sizes(backend, group_size, kind):
 
 
 @kinds
-def test_the_largest_group(backend, kind):
+def test_groups_that_run_across_samples(backend, kind):
+    """Samples of several widths have less than 64 features each, and each width has several full groups."""
+    for features, data in ((31, "normal"), (32, "offset"), (63, "relu"), (7, "sparse")):
+        for dtype in DTYPES:
+            x = inputs((9000 // features, features), dtype, data)
+            check(backend, x, 0, 256, False, mixed(len(x)), kind=kind)
+
+
+def test_the_largest_group(backend):
     x = inputs((1, 65536 + 100), torch.float32)
-    check(backend, x, 2, 65536, False, kind=kind)
+    check(backend, x, 2, 65536, False, kind="uniform")
 
 
 @kinds
@@ -137,6 +152,7 @@ def cpu_backends():
     seed=st.integers(0, 2**32),
 )
 def test_anything(kind, samples, features, group_size, bits, fp32_min, dtype, data, seed):
+    assume(possible_sizes(kind, group_size))
     x = inputs((samples, features), dtype, data, seed)
     widths = None if bits else mixed(samples, seed)
     for kernels in cpu_backends():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from quantized import ISAS, SEED, SHAPES, compiled, inputs, kinds, mixed, same
+from quantized import ISAS, SEED, SHAPES, compiled, inputs, kinds, mixed, possible_sizes, same
 
 from fewbit.runtime.format.encoding import Encoding
 
@@ -47,7 +47,7 @@ def test_forward_quantized(dtype, kind):
             kernels = native.cpu(isa)
             for i, shape in enumerate([*SHAPES, (), (3, 40_001), (900, 257), (70, 1024)]):
                 x = inputs(shape, dtype, "specials" if i % 3 == 0 and shape else "normal")
-                for group_size in (32, 96, 512, 65536):
+                for group_size in possible_sizes(kind, 32, 96, 256, 512, 65536):
                     bits, fp32_min, in_place = 1 + i % 8, i % 2 == 0, i % 3 == 1
                     assert compare_forward_quantized(
                         kernels, x, bits, group_size, fp32_min, in_place, kind=kind

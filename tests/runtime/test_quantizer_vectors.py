@@ -15,6 +15,7 @@ from quantized import (
     kinds,
     mixed,
     or_none,
+    possible_sizes,
     quantize,
     same,
     vectors,
@@ -31,6 +32,7 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 @kinds
 @dtypes
 def test_normalized_on_load(backend, dtype, kind):
+    sizes = possible_sizes(kind, 32, 256, 320)
     for shape in SHAPES:
         x = inputs(shape, dtype, "specials" if shape[0] == 6 else "offset")
         rows = x.to(torch.float32).numpy().reshape(groups.samples_of(shape))
@@ -38,7 +40,7 @@ def test_normalized_on_load(backend, dtype, kind):
             mean = None if i % 3 == 0 else mean
             widths = mixed(shape[0]) if i % 2 else None
             bits_of_samples = [3] * shape[0] if widths is None else widths.tolist()
-            group_size, fp32_min = (32, 256, 320)[i % 3], i % 4 == 0
+            group_size, fp32_min = sizes[i % len(sizes)], i % 4 == 0
             expected = naive.normalized(rows, or_none(mean), rstd.numpy(), inner)
             settings = group_size, fp32_min
             saved = naive.quantize(expected, SEED, bits_of_samples, *settings, kind)
@@ -64,6 +66,16 @@ def test_mapped_on_store(backend, dtype, kind):
             affine = scale, shift, inner
             made = dequantize(backend, packed, ranges, out, 3, affine=affine, kind=kind)
             assert same(made, torch.from_numpy(expected).to(dtype)), (shape, inner)
+
+
+@kinds
+@pytest.mark.parametrize("inner", [1, 3, 24, 300])
+def test_a_scale_without_a_shift_keeps_the_sign_of_zeros(backend, inner, kind):
+    x = torch.zeros(2, 300)
+    scale = torch.tensor([-1.0, 2.0]).repeat(600 // inner)[: 600 // inner]
+    packed, ranges, _ = quantize(backend, x, kind=kind)
+    out = dequantize(backend, packed, ranges, x, affine=(scale, None, inner), kind=kind)
+    assert same(out, (x.view(-1, inner) * scale[:, None]).view(x.shape))
 
 
 @compiled
@@ -153,7 +165,7 @@ def squares(rows, group_size, kind):
 def test_squares(backend, shape, dtype, kind):
     x = (10.0 + normal(shape, dtype, scale=3.0)).clamp_(min=8.0).to(backend.device)
     x[x == 8.0] = 0.0  # a masked copy leaves these elements out
-    for group_size in (32, 256, 512):
+    for group_size in possible_sizes(kind, 32, 256, 512):
         found = backend.kernels.squares(x, group_size, None, kind)
         rows = x.reshape(groups.samples_of(shape)).float().cpu().numpy()
         expected = squares(rows, group_size, kind)

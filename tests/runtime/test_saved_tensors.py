@@ -145,7 +145,7 @@ def test_a_write_that_autograd_does_not_see(write, shape, activation):
 
 def test_a_write_where_contents_are_not_compared(monkeypatch):
     """Without fingerprints, as on a GPU, compressed functions notice calls that give access to memory."""
-    monkeypatch.setattr("fewbit.runtime.saved.cache.fingerprint", lambda x: None)
+    monkeypatch.setattr("fewbit.runtime.format.fingerprint.fingerprint", lambda x: None)
     model = Branches(2, data_)
     fewbit.compress_(model, 8, verbose=False)
     x = normal((5, 96), scale=1.0)

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -372,6 +373,9 @@ def test_an_unbounded_derivative_warns():
     with pytest.warns(UserWarning, match="unbounded"):
         table = solve("relu_squared", 3)
     assert table(np.array(1e6)) == table(np.array(10.0)) == table.levels.max()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solve("value", 2, grid=256)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fewbit
 from fewbit import schema
 from fewbit.catalog.verification import recompute_error
 from fewbit.errors import (
@@ -40,7 +41,9 @@ from fewbit.table.sketch import sketch
 
 ROOT = Path(__file__).parents[2]
 
-TANH = SimpleNamespace(derivative=lambda x: 1 - np.tanh(x) ** 2, kinks=(), domain=(-10.0, 10.0))
+TANH = SimpleNamespace(
+    derivative=lambda x: 1 - np.tanh(x) ** 2, kinks=(), slopes=(0.0, 0.0), domain=(-10.0, 10.0)
+)
 
 
 def make(**changes) -> Table:
@@ -692,7 +695,7 @@ def test_refuses_documents(change, message):
 
 
 REFUSED_TEXTS = [
-    ("{", "expected JSON, got: "),
+    ("{", "expected JSON, got other text: "),
     ("3", "expected an object with a table, got 3"),
     ('{"schema": "fewbit.table/2"}', 'schema: expected "fewbit.table/1"'),
 ]
@@ -835,6 +838,7 @@ def relu6_table():
     function = SimpleNamespace(
         derivative=lambda x: ((x > 0) & (x < 6)).astype(float),
         kinks=(0.0, 6.0),
+        slopes=(0.0, 0.0),
         domain=(-10.0, 10.0),
     )
     return make(bits=1, levels=[0, 1], breaks=[0, 6], codes=[0, 1, 0], closed=None, error=0, lower_bound=0,
@@ -848,6 +852,16 @@ def test_window_is_where_something_happens():
     assert low == pytest.approx(-high) and 2 < high < 5
     flat = make(levels=[1.0], breaks=[], codes=[0], closed=[])
     assert window(flat) == (-10.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bits", "reach"), [("normal", 2, 2.04), ("normal", 4, 3), ("uniform", 2, 10)]
+)
+def test_the_window_of_an_unbounded_derivative_ends_near_the_outermost_levels(weight, bits, reach):
+    table = fewbit.solve("value", bits, weight=weight, domain=(-10, 10), grid=512)
+    low, high = window(table, table.activation)
+    assert low == pytest.approx(-reach, rel=0.2) and high == pytest.approx(reach, rel=0.2)
+    assert low < table.levels.min() and table.levels.max() < high
 
 
 def test_steps_are_cut_to_the_window():

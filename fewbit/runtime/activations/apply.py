@@ -15,7 +15,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.bypass import bypass
-from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
+from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
 from fewbit.runtime.ops import library
 from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
 from fewbit.runtime.quantizers import preactivation
@@ -111,10 +111,11 @@ def needs_grad(x) -> bool:
     """Return whether x may get a gradient, at any level of torch.func's transforms.
 
     The answer is False under torch.jit.trace, which therefore traces torch's own function. A trace of fewbit's function
-    could not be saved.
+    could not be saved. Raise InputError if x is not a tensor.
     """
     if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return False
+    check_tensors(x)
     if x.requires_grad or torch.compiler.is_compiling():
         return x.requires_grad
     # For a batched tensor requires_grad is False, even if the tensor that it wraps is being differentiated.

@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from fewbit.errors import GradientError
 from fewbit.runtime.format import layout
+from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import activation_ops, library
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
@@ -29,7 +30,7 @@ class Activation(Function):
         seed = library.new_seed(x) if encoding.unbiased else None
         ctx.stride = layout.dense_stride(x)
         ctx.encoding = encoding
-        context = current()
+        context, content = current(), None
         if context is not None:
             observed_as = context.observed_activation(function, parameters)
             if observed_as is not None:
@@ -37,12 +38,12 @@ class Activation(Function):
         if context is None or inplace:
             y, packed = activation_ops.activation(x, function, parameters, encoding, seed, inplace)
         else:
-            y, packed = _in_context(context, x, function, parameters, encoding, seed)
+            y, packed, content = _in_context(context, x, function, parameters, encoding, seed)
         if inplace:
             ctx.mark_dirty(x)
         is_mask = activation_ops.is_masking(function, encoding, x.dtype)
         if context is not None and is_mask and layout.is_dense(x):
-            context.cache.put_mask(y, Mask(packed, encoding), inplace)
+            context.cache.put_mask(y, Mask(packed, encoding), inplace, content)
         offload.mark(packed)
         ctx.save_for_backward(packed)
         return y
@@ -71,7 +72,7 @@ class Activation(Function):
 
 
 def _in_context(context, x, *arguments):
-    """Return f(x) and the packed codes of x, and record f(x) in the cache of the model's context.
+    """Return f(x), the packed codes of x and the content of f(x), and record f(x) in the cache of the model's context.
 
     If a layer saved the result of this activation in an earlier forward pass, the layer's quantized copy of f(x) is
     made too, in the same pass over x.
@@ -81,10 +82,11 @@ def _in_context(context, x, *arguments):
     if not made:
         y, packed = activation_ops.activation(x, *arguments, False)
         context.cache.record_output(x, y)
-        return y, packed
+        return y, packed, None
     y, packed, saved = made
-    context.cache.record_output(x, y, quantizer, saved)
-    return y, packed
+    content = Content(y)
+    context.cache.record_output(x, y, quantizer, saved, content)
+    return y, packed, content
 
 
 class Traceable(Function):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from fewbit.config import MASKED, UNIFORM
+from fewbit.config import MASKED, UNIFORM, check_rotated_size
 from fewbit.runtime.backends import reference_rotated
 from fewbit.runtime.backends.reference_bits import entries_of, pack, philox_words, unpack
 from fewbit.runtime.backends.results import QuantizedGroups
@@ -44,7 +44,7 @@ def quantize(
         x: a dense tensor of a floating dtype, with samples outermost in storage.
         seed: (1,) int64, the seed of the random rounding.
         bits: the bits per element of all samples, 1 to 8. Ignored if `widths` is given.
-        group_size: the number of elements in a group.
+        group_size: the number of elements in a group; at most 256 unless the copy is uniform.
         fp32_min: whether the groups' minimums or means are float32; if not, they are bfloat16.
         widths: (N,) uint8, the bits per element of each of N samples, or None.
         words: only if `widths` is given: the number of int32 words to allocate for all codes.
@@ -56,6 +56,7 @@ def quantize(
     Returns:
         The packed codes, the ranges, and the smallest and largest element as two 0-D float32 tensors.
     """
+    check_rotated_size(kind, group_size)
     entry = Entry("quantize", x)
     entry.check_numbers("x", x)
     entry.check_seed(seed)
@@ -107,6 +108,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
     Returns:
         (N,) float32; NaN for a sample with an element that is not finite.
     """
+    check_rotated_size(kind, group_size)
     Entry("squares", x).check_numbers("x", x)
     samples, features = groups.samples_of(x.shape)
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
@@ -152,6 +154,7 @@ def dequantize(
             features: groups then contain samples that do not lie side by side.
         kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
+    check_rotated_size(kind, group_size)
     entry = Entry("dequantize", out)
     entry.check_numbers("out", out)
     entry.check_copy(packed, ranges, bits, group_size, out.shape, widths, kind)

@@ -13,14 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.catalog.normal_levels import normal_levels
+from fewbit.catalog.normal_levels import normal_levels, rotated_levels
+from fewbit.config import LARGEST_ROTATED_GROUP
 from fewbit.runtime.backends.reference_bits import philox_words
-from fewbit.runtime.format import groups
 
-_PART = groups.PART
-_MASK32 = 0xFFFFFFFF
 _FIRST_COUNTER = -(2**63)  # 2^63 as int64: no draw of a uniform copy has such a counter
-_COUNTERS = 16  # of each part
+_COUNTERS = 16  # of each group
 _SCALE_COUNTER = 8  # the counter of the scale's random rounding, after those of the signs
 _LEAST_ENERGY, _MOST_ENERGY, _RESCUE = 2.0**-80, 2.0**100, 2.0**96
 _MOST_SCALE = torch.finfo(torch.bfloat16).max
@@ -31,9 +29,8 @@ class Remainders(NamedTuple):
     """Groups without their means.
 
     Attributes:
-        values: (groups, parts, 256) float32, the elements minus the group's mean, times `factor`; zero where no element
-            is.
-        lengths: (groups, parts) int64, the number of elements of each part.
+        values: (groups, 256) float32, the elements minus the group's mean, times `factor`; zero where no element is.
+        lengths: (groups,) int64, the number of elements of each group.
         mean: (groups,) float32, the stored means.
         factor: (groups,) float32, a power of two that keeps the squares in the range of float32; 1 for most groups.
         energy: (groups,) float32, the sums of the squares of `values`.
@@ -64,25 +61,24 @@ def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked=F
     """
     breaks, levels = _normal_levels(bits, cut.device)
     left = _remainders(cut, exists, fp32_mean, is_masked)
-    most = left.values.abs().amax((1, 2)) if len(cut) else left.energy
+    most = left.values.abs().amax(1)
     is_twice = most * most * _SHARE_OF_ONE > left.energy
-    words = _sign_words(seed, first_group, len(cut), left.values.shape[1])
+    words = _sign_words(seed, first_group, len(cut))
     y = _rotated(left.values, left.lengths, words, is_twice)
-    count = left.lengths.sum(1).to(torch.float32)
-    rms = (left.energy / count).sqrt()
+    rms = (left.energy / left.lengths.to(torch.float32)).sqrt()
     magnitude = y.abs()
-    index = (magnitude[..., None] > breaks * rms[:, None, None, None]).sum(-1)
+    index = (magnitude[..., None] > breaks * rms[:, None, None]).sum(-1)
     codes = index + (torch.signbit(y).to(torch.int64) << (bits - 1))
-    products = torch.where(_has_element(left.lengths), magnitude * levels[index], 0.0)
-    scale = left.energy / _sum_of_groups(products) * (1.0 / left.factor)
+    products = torch.where(_padded(exists), magnitude * levels[index], 0.0)
+    scale = left.energy / _sums(products) * (1.0 / left.factor)
     scale = scale.clamp(max=_MOST_SCALE)
-    draw = philox_words(seed, _counters(first_group, len(cut), y.shape[1])[:, 0] + _SCALE_COUNTER)
-    scale = torch.where(left.energy == 0, 0.0, _drop_half(scale, draw[0] & 0xFFFF))
+    draw, *_ = philox_words(seed, _counters(seed, first_group, len(cut)) + _SCALE_COUNTER)
+    scale = torch.where(left.energy == 0, 0.0, _drop_half(scale, draw & 0xFFFF))
     is_good = left.energy.isfinite() & left.mean.isfinite()
-    codes = torch.where((is_good & (left.energy > 0))[:, None, None], codes, 0)
+    codes = torch.where((is_good & (left.energy > 0))[:, None], codes, 0)
     scale = torch.where(is_good, torch.where(is_twice, -scale, scale), torch.nan)
     mean = torch.where(is_good, left.mean, torch.nan)
-    return codes.flatten(1)[:, : cut.shape[1]], mean, scale
+    return codes[:, : cut.shape[1]], mean, scale
 
 
 def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
@@ -100,11 +96,9 @@ def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
     _, levels = _normal_levels(bits, codes.device)
     half = 2 ** (bits - 1)
     y = levels[codes % half] * torch.where(codes >= half, -1.0, 1.0)
-    y = _in_parts(y, exists)
-    lengths = _in_parts(exists.to(torch.int64), exists).sum(2)
-    words = _sign_words(seed, first_group, len(codes), y.shape[1])
-    values = _rotated_back(y, lengths, words, torch.signbit(scale), scale.abs())
-    values = mean[:, None] + values.flatten(1)[:, : codes.shape[1]]
+    words = _sign_words(seed, first_group, len(codes))
+    values = _rotated_back(_padded(y), exists.sum(1), words, torch.signbit(scale), scale.abs())
+    values = mean[:, None] + values[:, : codes.shape[1]]
     return torch.where(scale[:, None].isnan(), torch.nan, values)
 
 
@@ -131,45 +125,36 @@ def energies(cut, exists, is_masked=False):
 
 
 def _remainders(cut, exists, fp32_mean, is_masked) -> Remainders:
-    x, there = _in_parts(cut, exists), _in_parts(exists, exists)
-    lengths = there.sum(2)
-    x = torch.where(there, x, 0.0)
+    there = _padded(exists)
+    lengths = there.sum(1)
+    x = torch.where(there, _padded(cut), 0.0)
     if is_masked:
         there = there & (x != 0)
-    count = there.sum((1, 2)).to(torch.float32)
-    mean = torch.where(count == 0, 0.0, _sum_of_groups(x) / count)
+    count = there.sum(1).to(torch.float32)
+    mean = torch.where(count == 0, 0.0, _sums(x) / count)
     if not fp32_mean:
         mean = mean.to(torch.bfloat16).to(torch.float32)
     mean = mean + 0.0
-    left = torch.where(there, x - mean[:, None, None], 0.0)
-    energy = _sum_of_groups(left * left)
+    left = torch.where(there, x - mean[:, None], 0.0)
+    energy = _sums(left * left)
     factor = torch.where(energy < _LEAST_ENERGY, _RESCUE, torch.ones_like(energy))
     factor = torch.where(energy < _MOST_ENERGY, factor, 1 / _RESCUE)
-    left = left * factor[:, None, None]
-    return Remainders(left, lengths, mean, factor, _sum_of_groups(left * left))
+    left = left * factor[:, None]
+    return Remainders(left, lengths, mean, factor, _sums(left * left))
 
 
-def _in_parts(x, exists):
-    """Return (groups, group_size) elements as (groups, parts, 256), with zeros where no element is."""
-    parts = -(-exists.shape[1] // _PART)
-    missing = parts * _PART - exists.shape[1]
-    return torch.nn.functional.pad(x, (0, missing)).view(len(x), parts, _PART)
+def _padded(x):
+    """Return (groups, group_size) numbers as (groups, 256), with zeros at the end."""
+    return torch.nn.functional.pad(x, (0, LARGEST_ROTATED_GROUP - x.shape[1]))
 
 
-def _has_element(lengths):
-    return torch.arange(_PART, device=lengths.device) < lengths[..., None]
-
-
-def _sum_of_groups(x):
-    """Return the sum over parts and elements of (groups, parts, 256), in the order that all backends have."""
-    half = _PART // 2
+def _sums(x):
+    """Return the sum of each row of (groups, 256), in the order that all backends have."""
+    half = LARGEST_ROTATED_GROUP // 2
     while half:
-        x = x[..., :half] + x[..., half : 2 * half]
+        x = x[:, :half] + x[:, half:]
         half //= 2
-    total = x[:, 0, 0]
-    for part in range(1, x.shape[1]):
-        total = total + x[:, part, 0]
-    return total
+    return x[:, 0]
 
 
 def _drop_half(scale, draw):
@@ -180,46 +165,45 @@ def _drop_half(scale, draw):
 
 @lru_cache(maxsize=32)
 def _normal_levels(bits, device):
-    """Return the positive breaks and the positive levels of the normal table as float32 tensors."""
-    breaks, levels = normal_levels(bits)
+    """Return the positive breaks of the normal table, and the levels of rotated copies, as float32 tensors."""
+    breaks, levels = normal_levels(bits)[0], rotated_levels(bits)
     return tuple(torch.tensor(x, dtype=torch.float32, device=device) for x in (breaks, levels))
 
 
 # -- Signs ---------------------------------------------------------------------------------------------------
 
 
-def _counters(first_group, count, parts):
-    """Return the first Philox counter of each part, (groups, parts) int64."""
-    part = torch.arange(first_group * parts, (first_group + count) * parts)
-    return (_FIRST_COUNTER + _COUNTERS * part).view(count, parts)
+def _counters(seed, first_group, count):
+    """Return the first Philox counter of each group, (count,) int64 on the seed's device."""
+    group = torch.arange(first_group, first_group + count, device=seed.device)
+    return _FIRST_COUNTER + _COUNTERS * group
 
 
-def _sign_words(seed, first_group, count, parts):
-    """Return whether signs are negative, (groups, parts, 4, 256) bool: for two rotations of two transforms each."""
-    counter = _counters(first_group, count, parts).to(seed.device)[..., None]
-    counter = counter + torch.arange(8, device=seed.device)
-    words = torch.stack(philox_words(seed, counter), -1).view(count, parts, 4, 8)
+def _sign_words(seed, first_group, count):
+    """Return whether signs are negative, (count, 4, 256) bool: for two rotations of two transforms each."""
+    counter = _counters(seed, first_group, count)[:, None] + torch.arange(8, device=seed.device)
+    words = torch.stack(philox_words(seed, counter), -1).view(count, 4, 8)
     bits = words[..., None] >> torch.arange(32, device=seed.device) & 1
-    return bits.view(count, parts, 4, _PART).bool()
+    return bits.view(count, 4, LARGEST_ROTATED_GROUP).bool()
 
 
 # -- Rotations -----------------------------------------------------------------------------------------------
 
 
 def _rotated(values, lengths, words, is_twice):
-    once = _rotate(values, lengths, words[:, :, :2])
-    twice = _rotate(_moved(once, lengths, 1), lengths, words[:, :, 2:])
+    once = _rotate(values, lengths, words[:, :2])
+    twice = _rotate(_moved(once, lengths, 1), lengths, words[:, 2:])
     return torch.where(_second(lengths, is_twice), twice, once)
 
 
 def _second(lengths, is_twice):
-    """Return whether parts are rotated twice, (groups, parts, 1) bool."""
+    """Return whether groups are rotated twice, (groups, 1) bool."""
     is_power = (lengths & (lengths - 1)) == 0
-    return (is_twice[:, None] | ~is_power)[..., None]
+    return (is_twice | ~is_power)[:, None]
 
 
 def _moved(values, lengths, direction):
-    """Move the numbers of parts whose length is no power of two to the left, or back if `direction` is -1."""
+    """Move the numbers of groups whose length is no power of two to the left, or back if `direction` is -1."""
     out = values.clone()
     for m in lengths.unique().tolist():
         size, _ = _transform_of(m)
@@ -234,8 +218,6 @@ def _moved(values, lengths, direction):
 def _rotate(values, lengths, signs):
     out = torch.zeros_like(values)
     for m in lengths.unique().tolist():
-        if m == 0:
-            continue
         chosen = lengths == m
         y, (first, second) = values[chosen][:, :m].clone(), signs[chosen][:, :, :m].unbind(1)
         size, unit = _transform_of(m)
@@ -250,18 +232,15 @@ def _rotate(values, lengths, signs):
 
 
 def _rotated_back(values, lengths, words, is_twice, scale):
-    once = _rotate_back(values, lengths, words[:, :, 2:], torch.ones_like(scale))
+    once = _rotate_back(values, lengths, words[:, 2:], torch.ones_like(scale))
     y = torch.where(_second(lengths, is_twice), _moved(once, lengths, -1), values)
-    return _rotate_back(y, lengths, words[:, :, :2], scale)
+    return _rotate_back(y, lengths, words[:, :2], scale)
 
 
 def _rotate_back(values, lengths, signs, scale):
     """Undo a rotation, and multiply by the scale of each group."""
     out = torch.zeros_like(values)
-    scale = scale[:, None].expand(lengths.shape)
     for m in lengths.unique().tolist():
-        if m == 0:
-            continue
         chosen = lengths == m
         y, (first, second) = values[chosen][:, :m].clone(), signs[chosen][:, :, :m].unbind(1)
         size, unit = _transform_of(m)
@@ -278,8 +257,8 @@ def _rotate_back(values, lengths, signs, scale):
 
 
 def _transform_of(m: int):
-    """Return the size of the transforms of a part of m elements, and the factor that makes them orthogonal."""
-    size = 1 << max(m.bit_length() - 1, 0)
+    """Return the size of the transforms of a group of m elements, and the factor that makes them orthogonal."""
+    size = 1 << m.bit_length() - 1
     return size, torch.tensor(1 / math.sqrt(size), dtype=torch.float32).item()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -21,6 +21,25 @@ The first prime that does not divide the number of 64-bit words is used. The len
 multiple of the prime. If rows of the tensor are reordered, their words come into other columns, and the checksum
 changes. It may stay the same only if each row moves by a multiple of the prime.
 """
+
+
+class Content:
+    """The content of a tensor, of which a checksum is computed at most once.
+
+    While one layer runs, it can hand the same object to several methods of the cache, because the tensor does not
+    change in between.
+
+    Args:
+        x: the tensor.
+    """
+
+    def __init__(self, x: torch.Tensor):
+        self._x = x
+
+    @cached_property
+    def checksum(self) -> int | bytes | None:
+        """The result of `fingerprint(x)`."""
+        return fingerprint(self._x)
 
 
 def fingerprint(x: torch.Tensor) -> int | bytes | None:

@@ -13,8 +13,6 @@ from math import prod
 from fewbit.config import BLOCK, GROUP_SIZE, ROTATED, UNIFORM
 from fewbit.runtime.format.encoding import packed_words
 
-PART = 256
-"""The number of elements of a rotated copy that are rotated together. Larger groups are cut into parts."""
 LEAST_FEATURES = 64
 """The least number of features with which each sample is cut into groups of its own."""
 FP32_MIN_COLUMNS = 3

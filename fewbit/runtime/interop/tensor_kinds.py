@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fewbit.errors import InputError
+from fewbit.text import shorten
 
 
 def is_plain(x) -> bool:
@@ -52,6 +53,13 @@ def is_batched(x, transforms_only: bool = False) -> bool:
     if torch._C._functorch.is_batchedtensor(x):
         return True
     return not transforms_only and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def check_tensors(*values) -> None:
+    """Raise InputError if one of the values is neither a tensor nor None."""
+    for value in values:
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise InputError(f"expected a torch.Tensor, got {shorten(value)}")
 
 
 def check_not_distributed(*tensors) -> None:

@@ -17,7 +17,7 @@ import math
 import torch
 from torch.library import register_fake
 
-from fewbit.config import MASKED, UNIFORM
+from fewbit.config import UNIFORM, check_rotated_size
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.bit_sharing import share_bits
@@ -44,7 +44,7 @@ def quantize(
         x: a floating tensor of any strides.
         seed: (1,) int64 on x's device.
         bits: the bits per element of all samples, 1 to 8, unless `widths` is given.
-        group_size: the number of elements in a group.
+        group_size: the number of elements in a group; at most 256 unless the copy is uniform.
         fp32_min: whether groups have float32 minimums (means, in a rotated copy), or None. On the CPU, None means True if `is_offset` is true for
             the minimum and maximum of x, else False. On CUDA, None means False, because the host would have to wait for
             the minimum and maximum; `saved/min_dtype.py` decides before the call.
@@ -65,6 +65,7 @@ def _quantize(source, seed, bits, group_size, fp32_min, *rest):
 
     The arguments are those of `quantize`; rest: widths, words, normalize, kind.
     """
+    check_rotated_size(rest[-1], group_size)
     backend = backends.of(source)
     packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(fp32_min), *rest)
     if fp32_min is None and source.device.type == "cpu" and is_offset(*map(float, spread)):
@@ -136,13 +137,14 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
         normalize: how to normalize x first, or None, see `quantize`.
         kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
+    check_rotated_size(kind, group_size)
     return backends.of(x).squares(x, group_size, normalize, kind)
 
 
-def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator, kind=UNIFORM):
+def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator):
     """Return the variance that rounding to `bits` adds to an element, as a mean for each sample: (samples,) float32.
 
-    The variance is estimated from the difference of two random roundings of x.
+    The variance is that of a uniform copy. It is estimated from the difference of two random roundings of x.
 
     Args:
         x: a floating tensor of any strides.
@@ -152,7 +154,6 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
         normalize: how to normalize x first, or None, see `quantize`.
         bits: the bits per element, 1 to 8.
         generator: a function that returns, for a device, the random generator from which seeds are drawn.
-        kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
     stride = layout.by_sample_stride(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -161,13 +162,10 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
         seed = torch.randint(
             2**62, (1,), dtype=torch.int64, device=x.device, generator=generator(x.device)
         )
-        tensors = quantize(x, seed, bits, group_size, fp32_min, normalize, kind=kind)
-        place = bits, group_size, tuple(x.shape), stride, dtype
-        return dequantize(*tensors, *place, kind=kind)
+        tensors = quantize(x, seed, bits, group_size, fp32_min, normalize)
+        return dequantize(*tensors, bits, group_size, tuple(x.shape), stride, dtype)
 
     difference = drawn() - drawn()
-    if kind == MASKED:
-        difference.mul_(x != 0)  # the mask restores these elements
     rows = layout.storage_order(difference).view(samples or (len(x) if x.dim() else 1), -1)
     return (rows.square().mean(1) / 2).float()
 
@@ -198,6 +196,7 @@ def dequantize_samples(
         affine: a linear map to apply to the values, or None, see `dequantize`.
         kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
+    check_rotated_size(kind, group_size)
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     rows = out if len(out) == samples else out.view(samples, -1)
     backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, widths, affine, kind)
@@ -231,6 +230,7 @@ def dequantize(
             `reference_quantizer.dequantize`.
         kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
+    check_rotated_size(kind, group_size)
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine, kind)
     return out

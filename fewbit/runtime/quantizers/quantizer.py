@@ -18,8 +18,8 @@ from functools import lru_cache
 import torch
 
 from fewbit.config import (
+    DEFAULT_BITS,
     GROUP_SIZE,
-    LARGEST_ROTATED_GROUP,
     MASKED,
     ROTATED,
     UNIFORM,
@@ -28,12 +28,15 @@ from fewbit.config import (
     check_min_dtype,
     check_quantizer,
     check_rotated_size,
+    usual_kind,
 )
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
     check_not_distributed,
+    check_tensors,
     is_abstract,
     is_eager,
     is_plain,
@@ -41,19 +44,17 @@ from fewbit.runtime.interop.tensor_kinds import (
 from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.quantizers.codec import CodecSpec, SlotCodec
 from fewbit.runtime.quantizers.spec import (
-    PermutedSpec,
     QuantizationRecord,
     QuantizedTensorSpec,
     SavedTensors,
     flat,
+    in_storage_order,
 )
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
 from fewbit.runtime.saved.cache import Mask
 from fewbit.runtime.saved.context import ForwardContext, current
 from fewbit.runtime.saved.min_dtype import MinDtypeSelector
-
-DEFAULT_BITS = 2
 
 
 class Quantizer:
@@ -125,7 +126,7 @@ class Quantizer:
         """
         if self.kind is not None:
             return self.kind
-        return usual if self.group_size <= LARGEST_ROTATED_GROUP else UNIFORM
+        return usual_kind(usual, self.group_size)
 
     def quantize_or_reuse(self, x: torch.Tensor) -> SavedTensors:
         """Return the fixed-point copy of x if a norm has made one, else make a copy with `quantize(x)`.
@@ -161,23 +162,22 @@ class Quantizer:
             slot: the number of x among the layer's inputs, from 0. With the layer's name, it identifies the slot.
             usual: the kind of the copy if the quantizer has no kind.
         """
-        order = layout.storage_permutation(x)
-        if order is not None:
-            saved = self.quantize(x.permute(order), shared, slot, usual)
-            back = tuple(order.index(dim) for dim in range(x.dim()))
-            return saved._replace(spec=PermutedSpec(saved.spec, back))
+        return in_storage_order(x, lambda x: self._quantize_or_share(x, shared, slot, usual))
+
+    def _quantize_or_share(self, x, shared, slot, usual) -> SavedTensors:
         if not shared or self.context is None or not is_eager(x):
             return self._quantize(x, x.dtype, slot, usual=usual)
         context = self.context
         context.record_save()
-        saved = context.cache.get(x, self.key)
+        content = Content(x)
+        saved = context.cache.get(x, self.key, content)
         activation = context.cache.record_consumer(x, self)
         if saved is None:
             is_rotated = self.kind_of(usual) == ROTATED
-            mask = context.cache.get_mask(x) if is_rotated else None
+            mask = context.cache.get_mask(x, content) if is_rotated else None
             made_by = {"activation": activation, "usual": usual, "mask": mask}
             saved = self._quantize(x, x.dtype, slot, **made_by)
-            context.cache.put(x, self.key, saved)
+            context.cache.put(x, self.key, saved, content)
         elif self._policy is not None:
             saved = saved._replace(spec=saved.spec.for_consumer(self.name))
         return saved
@@ -491,9 +491,13 @@ def is_differentiated(*tensors) -> bool:
 
     Args:
         *tensors: the inputs and parameters of the layer. None is ignored.
+
+    Raises:
+        InputError: gradients are enabled, and one of the arguments is neither a tensor nor None.
     """
     if not torch.is_grad_enabled():
         return False
+    check_tensors(*tensors)
     if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return False
     if not all(tensor is None or _is_ordinary(tensor) for tensor in tensors):

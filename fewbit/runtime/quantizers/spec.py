@@ -178,9 +178,7 @@ class QuantizationRecord(NamedTuple):
         """Return the variance that rounding to `bits` adds to an element, as a mean over the elements of each sample.
 
         The variance of a rotated copy follows from the sums of squares. The variance of a uniform copy depends on how
-        the elements lie between the codes, and is estimated from two random roundings, as is that of a rotated copy
-        whose groups are cut into several parts: one part may have more energy than another, and then the rotated
-        elements do not look normal.
+        the elements lie between the codes, and is estimated from two random roundings.
 
         Args:
             bits: the bits per element, 1 to 8.
@@ -190,12 +188,12 @@ class QuantizationRecord(NamedTuple):
             (samples,) float32.
         """
         kind = self.spec.kind
-        if kind != UNIFORM and self.group_size <= groups.PART:
+        if kind != UNIFORM:
             squares = self._squares_by_sample()
             return squares * (distortion(kind, bits) * len(squares) / max(self.x.numel(), 1))
         settings = self.group_size, self.fp32_min, self.normalize
         return quantizer_ops.rounding_variance(
-            self.x, self.spec.samples, *settings, bits, generator, kind
+            self.x, self.spec.samples, *settings, bits, generator
         )
 
     def squares(self) -> torch.Tensor:
@@ -269,3 +267,18 @@ def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
 def flat(vector: torch.Tensor | None) -> torch.Tensor | None:
     """Return the entries of a tensor as kernels expect them: 1-D, contiguous, float32. Return None for None."""
     return None if vector is None else vector.detach().reshape(-1).to(torch.float32).contiguous()
+
+
+def in_storage_order(x: torch.Tensor, save) -> SavedTensors:
+    """Return save(x), in which save gets the dimensions of x in storage order. Dequantizing restores x's strides.
+
+    Args:
+        x: a tensor of any shape and strides.
+        save: a function of a tensor that returns SavedTensors.
+    """
+    order = layout.storage_permutation(x)
+    if order is None:
+        return save(x)
+    saved = save(x.permute(order))
+    back = tuple(order.index(dim) for dim in range(x.dim()))
+    return saved._replace(spec=PermutedSpec(saved.spec, back))

@@ -3,18 +3,18 @@
 A *copy* is the quantized form of a tensor, which a layer saves for the backward pass. If several layers save the same
 tensor, such as the input of the projections q, k and v or of a residual branch, the tensor is quantized once. The cache
 finds a copy by the tensor's storage, place in the storage, and version. torch increases the version with every in-place
-change, so a changed tensor does not get an old copy. The cache has a weak reference to the storage. The reference does
-not keep the memory, but no other storage object gets the same address while the reference exists. Writes through
-`x.data` or `x.numpy()` do not change the version, so on the CPU a checksum of the content is compared as well. The
-cache drops its copies when the forward pass ends. Copies that were made in a checkpointed region are dropped when the
-region ends.
+change, so a changed tensor does not get an old copy. The cache has a weak reference to the storage. The memory can be
+freed in spite of this reference, but no other storage object gets the same address while the reference exists. Writes
+through `x.data` or `x.numpy()` do not change the version, so on the CPU a checksum of the content is compared as well.
+The cache drops its copies when the forward pass ends. Copies that were made in a checkpointed region are dropped when
+the region ends.
 
 A layer that saves an activation's result is called the *consumer* of the activation. Once the cache has seen a
 consumer, the activation makes the copy for the consumer in later forward passes, because one pass over memory can
 compute the result, the activation's own codes and the copy.
 
-The result of a ReLU has zeros wherever its saved code is 0. The cache keeps the codes as a *mask*, from which a layer
-after the ReLU can restore the zeros of its own copy.
+A ReLU saves a 1-bit code for each element, and the codes say where its result is 0. The cache stores these codes as a
+*mask*. A layer after the ReLU uses the mask to restore the zeros in its own copy of the result.
 
 A *fixed-point copy* is a copy that a norm makes for itself and for the layers after it (`quantizers/preactivation.py`).
 """
@@ -29,22 +29,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.format.fingerprint import fingerprint
+from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
 
 MOST_CONSUMERS = 4096
 """The largest number of remembered pairs of an activation and its consumer."""
-_FIXED_POINT = "pre-activation"  # key of fixed-point copies; others have a `Quantizer.key`
+_FIXED_POINT = "pre-activation"  # key of fixed-point copies; other copies have a `Quantizer.key`
 
 
 class Mask(NamedTuple):
-    """The codes of a ReLU's input, which say where the ReLU's result is 0.
+    """The codes that a ReLU saves, which say where the ReLU's result is 0.
 
     Attributes:
         packed: the packed codes, int32, in the order of the result's memory.
-        encoding: the encoding of the codes. The code of an element stands for 0 or 1.
+        encoding: the encoding of the codes, which decodes the code of an element to 0 or 1.
     """
 
     packed: torch.Tensor
@@ -52,13 +52,13 @@ class Mask(NamedTuple):
 
 
 class SavedTensorCache:
-    """The copies of one model that were made in the present forward pass of each thread.
+    """The copies that the layers of one model have made in the forward pass that runs in each thread.
 
     The cache also remembers the consumers of activations from earlier forward passes. Outside of a forward pass the
     cache finds nothing and adds nothing.
 
     Args:
-        checkpoints: the checkpointed regions of the model, which have copies of their own.
+        checkpoints: the checkpointed regions of the model. Each region has copies of its own.
     """
 
     def __init__(self, checkpoints: CheckpointRegions):
@@ -83,13 +83,14 @@ class SavedTensorCache:
 
     # -- Copies ------------------------------------------------------------------------------------------
 
-    def get(self, x, key):
+    def get(self, x, key, content: Content | None = None):
         """Return the copy of x that was put into the cache with this key, or None.
 
         Args:
             x: the tensor. Its memory, shape, strides, dtype and version must be the same as those of the tensor
                 that `put` received.
             key: the settings of the copy: `Quantizer.key` of the layer that looks for the copy.
+            content: the content of x, if the caller has it for several calls.
 
         Returns:
             The copy (`SavedTensors`) or None.
@@ -98,48 +99,56 @@ class SavedTensorCache:
         found = entries.get((*_place(x), key)) if entries else None
         if found is None or x.untyped_storage()._cdata in self._local.exposed:
             return None
-        _, saved, content = found
-        return saved if content is None or content == fingerprint(x) else None
+        _, saved, checksum = found
+        return saved if _is_same(checksum, x, content) else None
 
-    def put(self, x, key, saved) -> None:
+    def put(self, x, key, saved, content: Content | None = None) -> None:
         """Add a copy of x, for later layers that save x and whose quantizer has the same settings.
 
         Args:
             x: the tensor.
             key: the settings of the copy: `Quantizer.key` of the layer that made the copy.
             saved: the copy, `SavedTensors`.
+            content: the content of x, if the caller has it for several calls.
         """
         entries = self._entries()
         if entries is not None and not x.is_inference():
             if offload.is_active():
                 _drop_expired(entries)
-            # The weak reference frees the storage's memory, but no other storage object gets the same address.
-            entries[*_place(x), key] = StorageWeakRef(x.untyped_storage()), saved, fingerprint(x)
+            # While the weak reference exists, no other storage object gets the same address. The memory can be freed.
+            reference, checksum = StorageWeakRef(x.untyped_storage()), _checksum(x, content)
+            entries[*_place(x), key] = reference, saved, checksum
 
-    def put_mask(self, y, mask: Mask, is_in_place: bool) -> None:
+    def put_mask(self, y, mask: Mask, is_in_place: bool, content: Content | None = None) -> None:
         """Add the mask of a ReLU's result y, for later layers that save y.
 
         Args:
             y: the result.
             mask: its mask.
             is_in_place: whether y overwrote the ReLU's input. torch increases y's version when the ReLU returns.
+            content: the content of y, if the caller has it for several calls.
         """
         can_find = self.is_open and not in_checkpoint() and layout.is_dense(y)
         if can_find and not y.is_inference():
             if offload.is_active():
                 _drop_expired(self._local.masks)
             reference = StorageWeakRef(y.untyped_storage())
-            self._local.masks[_memory(y, is_in_place)] = reference, mask, fingerprint(y)
+            self._local.masks[_memory(y, is_in_place)] = reference, mask, _checksum(y, content)
 
-    def get_mask(self, x) -> Mask | None:
-        """Return the mask of x if x is the result of a ReLU, or a view of all its elements, else None."""
+    def get_mask(self, x, content: Content | None = None) -> Mask | None:
+        """Return the mask of x if x is the result of a ReLU, or a view of all its elements, else None.
+
+        Args:
+            x: the tensor.
+            content: the content of x, if the caller has it for several calls.
+        """
         if not self._local.masks or in_checkpoint() or not layout.is_dense(x):
             return None
         found = self._local.masks.get(_memory(x))
         if found is None or x.untyped_storage()._cdata in self._local.exposed:
             return None
-        _, mask, content = found
-        return mask if content is None or content == fingerprint(x) else None
+        _, mask, checksum = found
+        return mask if _is_same(checksum, x, content) else None
 
     def get_fixed_point(self, x):
         """Return the fixed-point copy of x, or None. x is the result of a norm, or of an activation after a norm."""
@@ -184,7 +193,9 @@ class SavedTensorCache:
             return None
         return self._consumers.get((self.result_count, x.shape, x.dtype))
 
-    def record_output(self, x, y, quantizer=None, saved=None) -> None:
+    def record_output(
+        self, x, y, quantizer=None, saved=None, content: Content | None = None
+    ) -> None:
         """Record that an activation with input x returned y.
 
         Args:
@@ -192,16 +203,17 @@ class SavedTensorCache:
             y: the activation's result.
             quantizer: the quantizer for which the activation made a copy of y, or None.
             saved: the copy that the activation made of y, or None.
+            content: the content of y, if the caller has it for several calls.
         """
         if not self.is_open or in_checkpoint():
             return
         number = self.result_count, x.shape, x.dtype
         self._local.results[_place(y)] = _Result(number, y, saved is not None)
         if saved is not None:
-            self.put(y, quantizer.key, saved)
+            self.put(y, quantizer.key, saved, content)
 
     def record_consumer(self, x, quantizer) -> int | None:
-        """Record that a layer saves x, and is thus a consumer if x is an activation's result.
+        """Record that a layer saves x. If x is an activation's result, the layer is the activation's consumer.
 
         Args:
             x: the tensor.
@@ -217,12 +229,12 @@ class SavedTensorCache:
             return None
         result.is_used = True
         if len(self._consumers) >= MOST_CONSUMERS:
-            self._consumers.clear()  # the inputs' shapes change all the time
+            self._consumers.clear()  # so many pairs arise if the inputs' shapes change all the time
         self._consumers[result.number] = quantizer
         return result.number[0]
 
     def forget_unused(self) -> None:
-        """Forget consumers that did not use the copy that an activation has made for them in this forward pass."""
+        """Forget each consumer that did not use the copy that an activation made for it in this forward pass."""
         for result in self._local.results.values():
             if result.has_copy and not result.is_used:
                 self._consumers.pop(result.number, None)
@@ -253,6 +265,15 @@ class _Result:
         self.storage = StorageWeakRef(y.untyped_storage())
 
 
+def _checksum(x, content: Content | None):
+    return (content or Content(x)).checksum
+
+
+def _is_same(checksum, x, content: Content | None) -> bool:
+    """Return whether x has this checksum. A tensor on a device has none, and counts as unchanged."""
+    return checksum is None or checksum == _checksum(x, content)
+
+
 def _place(x) -> tuple:
     """Return a tuple that identifies the tensor x with its present content."""
     storage = x.untyped_storage()
@@ -264,7 +285,7 @@ def _memory(x, changes: int = 0) -> tuple:
 
     Args:
         x: the tensor.
-        changes: how many in-place changes torch has not counted yet.
+        changes: the number of in-place changes of x that its version does not count yet.
     """
     storage = x.untyped_storage()
     return storage._cdata, x.storage_offset(), x.numel(), x.dtype, x._version + changes

@@ -69,7 +69,7 @@ def is_large(ranges: torch.Tensor, kind: str) -> torch.Tensor:
     """Return whether a tensor's elements are so far from zero that it needs float32 minimums, as a 0-D bool tensor.
 
     It does if the greatest element minus the least element is less than 8 times the spacing of bfloat16 numbers at the
-    least element. A rotated copy has no extremes. They are estimated as 3 standard deviations from the groups' means.
+    least element. A rotated copy has no extremes. They are estimated as the groups' means minus and plus 2.5 scales.
 
     Args:
         ranges: the ranges of the tensor's copy, (rows, 2 or 3) bfloat16 (docs/quantizer.md).
@@ -77,8 +77,8 @@ def is_large(ranges: torch.Tensor, kind: str) -> torch.Tensor:
     """
     minimum, extent = limits_of(ranges[: len(ranges) - seed_rows(kind)])
     if kind != UNIFORM:
-        deviation = extent.abs()  # a scale is about the standard deviation of its group
-        minimum, extent = minimum - 3 * deviation, 6 * deviation
+        scale = extent.abs()  # 0.8 to 1.2 times the standard deviation of its group
+        minimum, extent = minimum - 2.5 * scale, 5 * scale
     least, greatest = minimum.min(), (minimum + extent).max()
     exponent = torch.frexp(least)[1] - 1
     step = torch.ldexp(torch.ones_like(least), exponent - 7)

@@ -1,35 +1,38 @@
 """Find the levels of unbiased codes with shared randomness, objective "shared" (QUIC-FL, Ben Basat et al., 2022).
 
-Encoder and decoder share h, uniform in {0, ..., H-1}. The decoder restores R[h][c] from a code c of K. A code is exactly
-unbiased if the restored number has the mean v, over h and the encoder's own randomness, for every value v of the
-stand-in (`fewbit.solver.drawn.unbiased`). `fewbit.table.staircase` describes the best encoder for given levels R. Let M_k be
-the mean of state k, S_k the variance of its H levels, and w the weight. The expected squared error is
+Encoder and decoder share a random number h, which is uniform in {0, ..., H-1}. The decoder restores the level R[h][c]
+from c, one of K codes. The code is exactly unbiased if, for every value v of the stand-in
+(`fewbit.solver.drawn.unbiased`), the mean of the restored number over h and over the encoder's own randomness is v.
+`fewbit.table.staircase` describes the best encoder for given levels R, and its states. Let M_k be the mean of state k,
+S_k the variance of its H levels, and w the weight. The expected squared error is
 
     E = integral of [(v - M_k)(M_{k+1} - v) + (1 - p) S_k + p S_{k+1}] w,   v = (1 - p) M_k + p M_{k+1}.
 
-Let t(v) be half the slope of the transition from state k to state k + 1. By the envelope theorem,
+Here v lies between M_k and M_{k+1}. Let t(v) be half the slope of the transition from state k to state k + 1. By the
+envelope theorem,
 
     dE/dR[h][c] = 2 / H * integral over the draws of code c with this h of (R[h][c] - t(v)) w.
 
-The least and the greatest mean are the least and the greatest v: the other codes of the first h cannot help, as a state
-with a mean outside would only raise the error. So the mean of the first column of R, and that of the last one, are
-constraints. A quasi-Newton method (L-BFGS) minimizes E under these constraints.
+The mean of the first state is the least v, and that of the last state is the greatest v, because a state with a mean
+beyond would only raise the error. So the means of the first and of the last column of R are given. A quasi-Newton
+method (L-BFGS) minimizes E under these two constraints.
 
-**The lower bound.** Let t(v) be any function, and E[...] the integral over w. For every unbiased code
+**The lower bound.** Let t(v) be any function, E[...] the integral with the weight w, R the restored number, and R_h the
+restored number for a given h. For every unbiased code
 
     E[t v] = E[t R] <= mean over h of sqrt(kappa E[R_h**2]) <= sqrt(kappa E[R**2]),
     kappa = max over K levels c_j of E[max_j (2 c_j t - c_j**2)] = E[t**2] - D_K(t).
 
-Here D_K(t) is the least squared error with which K levels can represent t(v). The first inequality is scaled from
-E[2 t R_h - R_h**2] <= kappa, which holds since R_h has at most K values. So the variance of every unbiased code, with
-any amount of shared randomness, is at least
+Here D_K(t) is the least squared error with which K levels can represent t(v). For each h, E[2 t R_h - R_h**2] <= kappa,
+because R_h has at most K values. The first inequality follows if R_h is scaled. So the variance of every unbiased code,
+with any amount of shared randomness, is at least
 
     E[R**2] - E[v**2] >= E[t v]**2 / kappa - E[v**2].
 
-If t is constant on cells, D_K(t) is found exactly by dynamic programming. The bound is concave in t up to its scale, so
-t is improved by steps along t <- t + step * (mean of v in a cell - level of t in the best quantizer). The first t is
+If t is constant on cells, dynamic programming finds D_K(t) exactly. Apart from the scale of t, the bound is concave in
+t. So it is improved by steps t <- t + step * (mean of v in a cell - level of t in the best quantizer). The first t is
 that of a code with more shared randomness. With little shared randomness, no code reaches the bound: for many levels,
-the least variance with H values of h is about 1 + 1 / H**2 times that with unlimited shared randomness.
+the least variance with H values of h is about 1 + 1 / H**2 times the least variance with unlimited shared randomness.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from fewbit.solver.steps import threshold_steps
 from fewbit.table.staircase import build_staircase
 
 RESIDUAL = 1e-7
-"""The largest gradient of a stationary code, with respect to a level."""
+"""The largest derivative of the error with respect to a level at which a code counts as stationary."""
 _MOST_STEPS, _REFERENCE_STEPS = 600, 100
 # Up to this number of levels, the search runs twice.
 _FEW_LEVELS = 512
@@ -63,7 +66,7 @@ class SharedSolution:
     Attributes:
         levels: float64 (H, K); every row ascends.
         error: The expected squared error.
-        residual: The largest derivative of the error with respect to a level that may move.
+        residual: The largest derivative of the error with respect to a level, in directions that the constraints allow.
     """
 
     levels: np.ndarray
@@ -72,13 +75,13 @@ class SharedSolution:
 
 
 def interleaved(levels, rows):
-    """Return the levels (H, K) from which the search starts: K given levels, shifted by different parts of a gap.
+    """Return the levels (H, K) from which the search starts: K levels, shifted for each h by another part of a gap.
 
     Args:
         levels: float64 (K,), ascending.
         rows: The number of values of the shared random number, H.
     """
-    # Half a gap beyond the ends gave the least errors, among starts of several shapes.
+    # This start reaches half a gap beyond both ends. It gave the least errors of several starts that were tried.
     below, above = 1.5 * levels[0] - 0.5 * levels[1], 1.5 * levels[-1] - 0.5 * levels[-2]
     outer = [below, *levels, above]
     shift = (np.arange(rows) + 0.5) / rows - 0.5
@@ -94,7 +97,7 @@ def refine_shared(landscape, cells, levels, ends, most_steps=_MOST_STEPS):
         cells: The cells of the domain.
         levels: float64 (H, K), the first levels.
         ends: The least and the greatest value of the stand-in.
-        most_steps: The largest number of steps; 0 only to satisfy the constraints.
+        most_steps: The largest number of steps. With 0 steps, the levels only get the required means.
 
     Returns:
         A `SharedSolution`.
@@ -103,8 +106,8 @@ def refine_shared(landscape, cells, levels, ends, most_steps=_MOST_STEPS):
     state = _evaluate(landscape, cells, levels)
     if most_steps == 0:
         return SharedSolution(levels, state.error, math.inf)
-    # A level that few numbers use has a small curvature. The first scale makes the curvatures similar. With the other
-    # one the search takes more steps, but may find a code with a smaller error.
+    # The error has a small curvature along a level that is used for few numbers. The first scale makes the curvatures
+    # similar. With the second scale the search takes more steps, but may find a code with a smaller error.
     scales = [np.sqrt(np.maximum(state.use, 1e-6 * state.use.max()))]
     if levels.size <= _FEW_LEVELS:
         scales.append(np.ones_like(levels))
@@ -161,7 +164,7 @@ def _evaluate(landscape, cells, levels):
     own = np.maximum(parts.mass * above * below - parts.spread, 0.0)
     gap = np.maximum(np.diff(means), 1e-300)
     count = len(means) - 1
-    # The mass of the draws of the upper and of the lower state, between each two states.
+    # For numbers between two neighboring states: the mass with which the upper and the lower state are drawn.
     upper = np.bincount(state, parts.mass * above, count) / gap
     lower = np.bincount(state, parts.mass * below, count) / gap
     error = math.fsum(own) + math.fsum(lower * spread[:-1] + upper * spread[1:])
@@ -184,8 +187,8 @@ def lower_bound(landscape, plain, found, effort):
     Args:
         landscape: The stand-in and the weight.
         plain: float64 (K,), the levels of objective "unbiased".
-        found: float64 (H, K), the levels of the solved code. Another code with more values of h is used if there is one
-            of moderate size.
+        found: float64 (H, K), the levels of the solved code. If K is small enough, a code with more values of h is
+            made and used instead.
         effort: The threads and the progress function.
     """
     columns = len(plain)

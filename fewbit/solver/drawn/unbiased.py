@@ -1,7 +1,7 @@
 """Make the stand-in, a piecewise linear function that replaces f', and find the levels for objective "unbiased".
 
-Let v be the stand-in and y_k the levels. At run time, an element x gets one of the two levels next to v(x). The level
-is drawn at random such that its mean is v(x). With the weight w, the expected squared error is
+Let v be the stand-in and y_k the levels. At run time, one of the two levels next to v(x) is drawn for an element x,
+such that the mean of the draw is v(x). With the weight w, the expected squared error is
 
     E = integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1}.
 
@@ -24,7 +24,7 @@ import numpy as np
 from fewbit.solver.refine import RESIDUAL, ROUNDING
 from fewbit.solver.steps import threshold_steps
 
-# Largest error of the stand-in, relative to an average gap between levels.
+# The largest error of the stand-in, divided by the average gap between levels.
 _SHARE_OF_GAP = 2e-3
 _MOST_KNOTS = 4096
 
@@ -56,7 +56,7 @@ class StandIn:
 
 
 def with_tails(stand_in, slopes):
-    """Add jumps at the ends of the domain to the `slopes`, the limits of f' at both infinities. Return a stand-in."""
+    """Return a stand-in that jumps, at the ends of the domain, to `slopes`, the limits of f' at both infinities."""
     points, values = list(stand_in.points), list(stand_in.values)
     if values[0] != slopes[0]:
         points.insert(0, points[0])
@@ -75,7 +75,7 @@ def build_stand_in(landscape, count):
 
     Args:
         landscape: f' and the weight.
-        count: The number of levels. The allowed error is a small share of the average distance of levels.
+        count: The number of levels. The allowed error is a small share of the average gap between levels.
 
     Returns:
         A `StandIn`.
@@ -140,7 +140,7 @@ def _bend(value, line):
 
 
 def refine_unbiased(landscape, cells, levels, fixed, most_steps=100):
-    """Improve the levels that are not pinned by Newton's method. The error never rises.
+    """Improve, by Newton's method, the levels that are not pinned. The error never rises.
 
     The stand-in may be constant on an interval. If a level has the value of this constant, the derivative of the error
     with respect to this level may jump there from negative to positive. Such a level is optimal and stays.
@@ -153,8 +153,8 @@ def refine_unbiased(landscape, cells, levels, fixed, most_steps=100):
         most_steps: The largest number of steps.
 
     Returns:
-        The levels, and the residual: the largest |dE/dy_k| of the levels that may move, after the part that rounding a
-        level can cause is subtracted.
+        The levels, and the residual: the largest |dE/dy_k| of the levels that may move, minus the part that the
+        floating-point rounding of a level can cause.
     """
     state = _evaluate(landscape, cells, levels)
     mass = cells.mass.sum()
@@ -195,7 +195,7 @@ class _State:
 
 
 def variance(landscape, cells, levels):
-    """Return the integral of the variance of the draws, (v - y_k)(y_{k+1} - v) w."""
+    """Return the variance of the draws, the integral of (v - y_k)(y_{k+1} - v) w."""
     return _evaluate(landscape, cells, levels).error
 
 

@@ -1,0 +1,150 @@
+"""The public functions of the compiler mode: `fewbit.compile` and `fewbit.partition_fn`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fewbit.config import BitConfig, FixedBits, LayerSettings, as_config
+from fewbit.convert.select import Selection
+from fewbit.convert.settings import ResolvedSettings, resolve
+from fewbit.errors import InputError
+
+TESTED = ("2.13",)
+"""The versions of torch whose partitioner fewbit's was tested with."""
+_BACKENDS = "inductor", "aot_eager"
+
+
+def compile(
+    model: nn.Module,
+    bits: int | BitConfig | None = None,
+    *,
+    layers: LayerSettings | Mapping | None = None,
+    overrides: Mapping[str, int | LayerSettings | Mapping | None] | None = None,
+    backend: str = "inductor",
+    mode: str | None = None,
+    options: Mapping | None = None,
+    **settings,
+):
+    """Compile a model with torch.compile so that it saves a few bits per element for the backward pass.
+
+    The forward pass is torch's. Between the passes, the compiled code saves quantized copies of the tensors that the
+    gradients depend on, masks of 1 bit, and exact tensors only for ops that need them. It does not matter by which
+    modules or functions the model computes a tensor (docs/compile.md). The model itself does not change.
+
+    Args:
+        model: the model. If `compress_` has converted it, its layers keep their own copies, and the other tensors are
+            quantized too.
+        bits: the bits per element, 1 to 8, or FixedBits. None stands for 4.
+        layers: settings in place of the default settings, as in `compress_`. `activation_bits` are the bits of
+            derivatives of nonlinear functions (usually `bits`, but at least 3), `attention_bits` those of queries, keys
+            and values (usually `bits`, but at least 4).
+        overrides: {glob pattern of module paths: settings of the modules that match}, as in `compress_`. None leaves
+            the tensors of the modules exact.
+        backend: "inductor" or "aot_eager".
+        mode: as in torch.compile, for the backend "inductor".
+        options: as in torch.compile, for the backend "inductor". They may be given together with a mode.
+        **settings: other arguments of torch.compile, such as fullgraph and dynamic.
+
+    Returns:
+        The compiled model. Its attribute `partitioner.report` shows, after the first forward and backward pass, which
+        tensors the compiled graphs save.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if backend not in _BACKENDS:
+        raise InputError(
+            f'backend: expected "inductor" or "aot_eager", got {backend!r}; '
+            "fewbit.partition_fn is for backends that are made by aot_autograd"
+        )
+    usual = _resolved(bits, layers)
+    selected = Selection(overrides=overrides).of(model, usual)
+    own = {one.path: one.settings for one in selected if one.settings != usual}
+    partitioner = _partitioner(usual, own)
+    if partitioner is None:
+        return torch.compile(model, backend=backend, mode=mode, options=options, **settings)
+    if backend == "inductor":
+        options = {**_of_mode(mode), **(options or {}), "custom_partitioner_fn": partitioner}
+        compiled = torch.compile(model, options=options, **settings)
+    else:
+        compiled = torch.compile(model, backend=_aot_eager(partitioner), **settings)
+    # Setting an attribute of the compiled model would set it on the model itself.
+    vars(compiled)["partitioner"] = partitioner
+    return compiled
+
+
+def partition_fn(
+    bits: int | BitConfig | None = None, layers: LayerSettings | Mapping | None = None
+):
+    """Return a partitioner for backends that torch's `aot_autograd` makes.
+
+    Pass it as ``aot_autograd(partition_fn=fewbit.partition_fn(bits=2), ...)``. Pass torch's decompositions too, for
+    example ``decompositions=torch._inductor.decomposition.select_decomp_table()``: tensors that belong to ops which
+    are not decomposed, such as gelu_backward, stay exact.
+
+    Args:
+        bits: as in `fewbit.compile`.
+        layers: as in `fewbit.compile`.
+
+    Returns:
+        The partitioner, a function whose attribute `report` shows what the compiled graphs save.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return _partitioner(_resolved(bits, layers)) or min_cut_rematerialization_partition
+
+
+def _resolved(bits, layers) -> ResolvedSettings:
+    config = as_config(bits)
+    if not isinstance(config, FixedBits):
+        raise InputError(f"bits: expected a whole number from 1 to 8 or FixedBits, got {bits!r}")
+    settings = resolve(config, layers)
+    if LayerSettings.of(layers or {}).activation_bits is not None:
+        return settings
+    # A copy of a derivative is rounded at random, and 3 bits of it would be the largest error of a model with 8 bits.
+    return replace(settings, activation_bits=max(settings.activation_bits, config.bits))
+
+
+def _partitioner(settings: ResolvedSettings, own: Mapping | None = None):
+    """Return a `Partitioner`, or None with a warning if fewbit was not tested with this version of torch."""
+    if torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
+        # Another version of torch may lack the private interfaces that this module imports.
+        from fewbit.compiler.partitioner import Partitioner
+
+        return Partitioner(settings, own)
+    warnings.warn(
+        f"fewbit.compile is tested with torch {', '.join(TESTED)} and this is torch {torch.__version__}, so the "
+        "compiled code saves exact tensors",
+        stacklevel=3,
+    )
+    return None
+
+
+def _of_mode(mode: str | None) -> dict:
+    """Return the options for which a mode of torch.compile stands, because torch takes a mode or options, not both."""
+    return {} if mode is None else torch._inductor.list_mode_options(mode)
+
+
+def _aot_eager(partitioner):
+    """Return a backend that runs the graphs of AOTAutograd op by op."""
+    import torch._inductor.lowering  # which the decomposition of max pooling looks up  # noqa: F401
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(
+        fw_compiler=run, partition_fn=partitioner, decompositions=select_decomp_table()
+    )

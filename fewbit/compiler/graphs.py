@@ -1,0 +1,67 @@
+"""Helpers for the graphs that torch.compile traces."""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+_ORIGIN = "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "original_aten"
+
+
+def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Return the nodes of a joint graph that depend on tangents, the gradients of the forward graph's results.
+
+    The result is a dict in order to keep the order of the graph.
+    """
+    found = {}
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in node.target
+        depends = is_tangent or any(x in found for x in node.all_input_nodes)
+        if depends and node.op != "output":
+            found[node] = None
+    return found
+
+
+def insert(
+    graph: fx.Graph, mode, target, args, kwargs=None, like: fx.Node | None = None
+) -> fx.Node:
+    """Insert a call at the graph's insertion point, and compute its fake result.
+
+    Args:
+        graph: the graph.
+        mode: the FakeTensorMode of the graph's values.
+        target: the op.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        like: a node of the model's code for which the call works, or None.
+    """
+    node = graph.call_function(target, tuple(args), kwargs or {})
+    values = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    with mode:
+        node.meta["val"] = target(*values[0], **values[1])
+    if like is not None:
+        node.meta |= origin(like)
+    return node
+
+
+def origin(node: fx.Node) -> dict:
+    """Return what a node's meta says of the code from which the node was traced."""
+    return {name: node.meta[name] for name in _ORIGIN if name in node.meta}
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the dotted path of the module in whose code a node was traced, "" for the model or if it is not known."""
+    for name in ("nn_module_stack", "fwd_nn_module_stack"):
+        stack = node.meta.get(name)
+        if stack:
+            return _plain([*stack.values()][-1][0])
+    return ""
+
+
+def _plain(path: str) -> str:
+    """Return a module's dotted path for the expression by which Dynamo reached it, such as L['self'].blocks[0].fc."""
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
+    return path.strip(".")

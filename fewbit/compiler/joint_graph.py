@@ -1,0 +1,262 @@
+"""The analysis of a joint graph: which tensors the backward pass uses, and which of them to quantize.
+
+A node of the joint graph is *backward* if it depends on the tangents, the gradients of the forward graph's results. The
+*frontier* is the set of the other nodes that backward nodes use. The derivative of an activation is such a node, and
+so are the normalized input of a norm and the input of a linear layer. fewbit quantizes the frontier and not the
+tensors from which torch would compute it again: backward nodes are linear in the frontier, so a gradient that is
+computed from unbiased copies of the frontier is exact in expectation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import has_free_symbols
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fewbit.compiler import uses
+from fewbit.compiler.graphs import backward_nodes, module_of
+
+LEAST = 4096
+"""Tensors with fewer elements stay exact."""
+_RECOMPUTED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@dataclass
+class Root:
+    """A tensor to quantize.
+
+    Attributes:
+        node: its node.
+        is_attention: whether it is a query, key or value of an attention, or a result of softmax in a batched product.
+        is_derivative: whether only the backward pass uses it, as a nonlinear function of one tensor.
+        is_probability: whether it is a result of exp, as in softmax.
+        modules: the dotted paths of the modules whose backward passes use it.
+    """
+
+    node: fx.Node
+    is_attention: bool = False
+    is_derivative: bool = False
+    is_probability: bool = False
+    modules: set[str] = field(default_factory=set)
+
+    @property
+    def codes(self) -> int | None:
+        """The number of values that a mask or an index can have; None for other tensors, which are quantized."""
+        return uses.codes_of(self.node)
+
+
+@dataclass
+class JointGraph:
+    """The parts of a joint graph: its backward nodes, and the tensors to quantize or to leave exact.
+
+    Args:
+        graph: the graph, without dead nodes.
+        forward_outputs: the number of results of the forward graph.
+        static: the numbers of the inputs that are parameters or buffers.
+
+    Attributes:
+        backward: the nodes that depend on tangents, in their order.
+        forward: the nodes on which results of the forward graph depend.
+        constants: nodes that need no copy, because parameters, inputs without gradient and small tensors suffice to
+            compute them again.
+        exact: {frontier node that stays exact: the reason}.
+        roots: {node: Root} of the tensors to quantize. Each other node of the frontier is a view or an affine function of
+            one of them.
+    """
+
+    graph: fx.Graph
+    forward_outputs: int
+    static: frozenset[int]
+    backward: dict[fx.Node, None] = field(default_factory=dict)
+    forward: set[fx.Node] = field(default_factory=set)
+    constants: set[fx.Node] = field(default_factory=set)
+    exact: dict[fx.Node, str] = field(default_factory=dict)
+    roots: dict[fx.Node, Root] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.backward = backward_nodes(self.graph)
+        self.forward = self._needed_by_forward()
+        self._find_constants()
+        frontier = self._frontier()
+        self.exact = {
+            node: why for node, uses_ in frontier.items() if (why := self._why_exact(node, uses_))
+        }
+        self._find_constants()  # what exact tensors suffice to compute needs no copy
+        for node, uses_ in frontier.items():
+            if node not in self.constants and node not in self.exact:
+                self._add_root(node, uses_)
+        for node in [*self.roots]:
+            if self._is_derived(node):
+                del self.roots[node]
+        for node in frontier:
+            root = self._root_of(node)
+            if root is not None:
+                users = [user for user in node.users if user in self.backward]
+                root.modules |= {module_of(user) for user in users}
+
+    def source_of(self, node: fx.Node) -> fx.Node | None:
+        """Return the only input that a view or an affine function has besides constants and masks.
+
+        The result is None if the node is neither, and a mask if all inputs are masks or constants. The indices of
+        maxima count as a view of their places in windows.
+        """
+        if node.op != "call_function" or node.target not in uses.AFFINE | uses.OF_OFFSETS:
+            return None
+        sources = [x for x in node.all_input_nodes if self._varies(x)]
+        others = [x for x in sources if uses.codes_of(x) is None]
+        if len(others or sources) != 1:
+            return None
+        source = (others or sources)[0]
+        return source if list(node.args).count(source) == 1 else None
+
+    def _varies(self, node) -> bool:
+        return not (node in self.constants or node in self.exact or node in self.backward)
+
+    def _needed_by_forward(self) -> set[fx.Node]:
+        outputs = self.graph.output_node().args[0][: self.forward_outputs]
+        found, todo = set(), [x for x in outputs if isinstance(x, fx.Node)]
+        while todo:
+            node = todo.pop()
+            if node not in found:
+                found.add(node)
+                todo += node.all_input_nodes
+        return found
+
+    def _find_constants(self) -> None:
+        outputs = self.graph.output_node().args[0]
+        gradients = outputs[self.forward_outputs :]
+        primals = [x for x in self.graph.find_nodes(op="placeholder") if x not in self.backward]
+        data = set()
+        for number, node in enumerate(primals):
+            has_gradient = number < len(gradients) and gradients[number] is not None
+            if number in self.static or not has_gradient:
+                self.constants.add(node)
+                if number not in self.static and _is_floating(node):
+                    data.add(node)
+        for node in self.graph.nodes:
+            if node in self.backward or node.op in ("output", "placeholder"):
+                continue
+            if _is_small(node) or node.op == "get_attr" or _is_dequantized(node):
+                self.constants.add(node)
+            elif node.target in uses.POINTWISE and all(
+                x in self.constants or x in self.exact for x in node.all_input_nodes
+            ):
+                # torch would save functions of the data, which take more operations than a view.
+                is_data = any(x in data for x in node.all_input_nodes) and _is_floating(node)
+                if not is_data or node.target in uses.VIEWS:
+                    self.constants.add(node)
+                if is_data:
+                    data.add(node)
+
+    def _frontier(self) -> dict[fx.Node, set]:
+        """Return {node of the frontier: how backward nodes use it}, without constants."""
+        found = {}
+        for user in self.backward:
+            for node in user.all_input_nodes:
+                if node not in self.backward and node not in self.constants:
+                    found.setdefault(node, set()).add(uses.use_of(user, node) or f"{user.target}")
+        return found
+
+    def _why_exact(self, node, uses_) -> str:
+        """Return why a frontier node stays exact, "" if it can be quantized."""
+        value = node.meta["val"]
+        if has_free_symbols(value):
+            return "its size varies"
+        unknown = sorted(uses_ - {uses.LINEAR, uses.ATTENTION, uses.UNUSED})
+        if unknown and self._codes_behind(node) is None:
+            return f"{unknown[0]} needs it exactly"
+        if node.meta.get("recompute") in _RECOMPUTED:
+            return "a checkpointed region computes it again"
+        if not value.is_floating_point() and self._codes_behind(node) is None:
+            return "integers"
+        return ""
+
+    def _add_root(self, node, uses_) -> None:
+        if uses_ <= {uses.UNUSED}:
+            return
+        is_product = any(user.target is torch.ops.aten.bmm.default for user in node.users)
+        is_attention = uses.ATTENTION in uses_ or (is_product and _is_probability(node))
+        node = self._codes_behind(node) or self._viewed(node)
+        root = self.roots.setdefault(node, Root(node))
+        root.is_attention |= is_attention
+        root.is_probability = _is_probability(node)
+        root.is_derivative = not root.is_probability and self._is_derivative(node)
+
+    def _root_of(self, node) -> Root | None:
+        """Return the root from which a node of the frontier is restored, None if the node stays exact."""
+        while node is not None and node not in self.roots:
+            node = self.source_of(node) if self._varies(node) else None
+        return self.roots.get(node)
+
+    def _viewed(self, node) -> fx.Node:
+        """Return the tensor of which a node is a view, unless this tensor has more elements."""
+        while node.op == "call_function" and node.target in uses.VIEWS:
+            source = node.all_input_nodes[0]
+            if source in self.constants or source.meta["val"].numel() > node.meta["val"].numel():
+                break
+            node = source
+        return node
+
+    def _codes_behind(self, node) -> fx.Node | None:
+        """Return the mask or index that a node casts, scales or views, as dropout does; None if there is none."""
+        while node is not None and uses.codes_of(node) is None:
+            node = self.source_of(node)
+        return None if node is None else self._viewed(node)
+
+    def _is_derived(self, node) -> bool:
+        """Return whether the node is an affine function of another root, perhaps masked by roots."""
+        if uses.codes_of(node) is not None:
+            return False
+        while (source := self.source_of(node)) is not None:
+            others = [x for x in node.all_input_nodes if x is not source and self._varies(x)]
+            if any(self._viewed(x) not in self.roots for x in others):
+                return False
+            if source in self.roots:
+                return True
+            node = source
+        return False
+
+    def _is_derivative(self, node) -> bool:
+        """Return whether a node is a nonlinear pointwise function of one large tensor, and no result needs it."""
+        if node in self.forward:
+            return False
+        seen, todo, leaves, is_nonlinear = set(), [node], set(), False
+        while todo:
+            node = todo.pop()
+            if node in seen or not self._varies(node):
+                continue
+            seen.add(node)
+            if node.target in uses.POINTWISE:
+                is_nonlinear |= node.target not in uses.AFFINE
+                todo += node.all_input_nodes
+            else:
+                leaves.add(node)
+        return is_nonlinear and len(leaves) == 1
+
+
+def _is_floating(node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _is_small(node) -> bool:
+    """Return whether a node is a tensor with few elements, or a number."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return not isinstance(value, tuple | list)
+    return not has_free_symbols(value) and value.numel() < LEAST
+
+
+def _is_dequantized(node) -> bool:
+    """Return whether a node restores a copy that a layer of fewbit has made, which is small already."""
+    return getattr(node.target, "namespace", "") == "fewbit"
+
+
+def _is_probability(node) -> bool:
+    """Return whether the node is the exponential of a tensor, perhaps divided by its sum, scaled, cast or viewed."""
+    while node.target in uses.AFFINE | uses.DIVISIONS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.target in (torch.ops.aten.exp.default, torch.ops.aten._softmax.default)

@@ -1,0 +1,78 @@
+"""The partitioner that torch.compile calls, with few-bit copies among the tensors that it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import fx
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+
+from fewbit.compiler.joint_graph import JointGraph, Root
+from fewbit.compiler.normal_form import simplify
+from fewbit.compiler.report import CompileReport, rows_of
+from fewbit.compiler.rewrite import Rewriter
+from fewbit.convert.settings import ResolvedSettings
+
+_FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+
+
+class Partitioner(CustomPartitionerFn):
+    """Cuts a joint graph into a forward and a backward graph, between which a few bits per element are saved.
+
+    Args:
+        settings: the settings of all modules that `own` does not have.
+        own: {dotted path of a module: the settings of the module, or None to leave its tensors exact}.
+    """
+
+    def __init__(
+        self,
+        settings: ResolvedSettings,
+        own: Mapping[str, ResolvedSettings | None] | None = None,
+    ):
+        self.settings = settings
+        self.own = dict(own or {})
+        self._rows = []
+
+    def __call__(
+        self, joint_module, joint_inputs, **options
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Partition a joint graph. The arguments are those of torch's `min_cut_rematerialization_partition`."""
+        joint_module.graph.eliminate_dead_code()
+        simplify(joint_module.graph)
+        joint_module.graph = fx_graph_cse(joint_module.graph)
+        static = frozenset(options.get("static_lifetime_input_indices") or ())
+        outputs = options["num_fwd_outputs"]
+        joint = JointGraph(joint_module.graph, outputs, static)
+        copies = Rewriter(joint, self._settings_of).run()
+        joint_module.recompile()
+        forward, backward = min_cut_rematerialization_partition(
+            joint_module, joint_inputs, **options
+        )
+        self._rows += rows_of(forward, outputs, joint, copies)
+        return forward, backward
+
+    @property
+    def report(self) -> CompileReport:
+        """The tensors that the compiled graphs save. There are none before the compiled model runs.
+
+        There are none either if torch finds the compiled code in its cache on disk.
+        """
+        return CompileReport(tuple(self._rows))
+
+    def uuid(self):
+        """Return the key by which torch's cache of compiled code knows these settings and this version of the code."""
+        return get_hash_for_files(_FILES, repr((self.settings, self.own)))
+
+    def __deepcopy__(self, memo):
+        # Inductor copies its options, and the report must reach the object that the user has.
+        return self
+
+    def _settings_of(self, root: Root) -> ResolvedSettings | None:
+        """Return the settings for a tensor: of the modules that use it, those with the most bits. None means exact."""
+        found = [self.own.get(path, self.settings) for path in sorted(root.modules)]
+        if not found or None in found:
+            return None if found else self.settings
+        return max(found, key=lambda settings: settings.bits)

@@ -1,0 +1,171 @@
+"""The report of the compiler mode: which tensors the compiled graphs save, and in how many bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from fewbit.compiler.graphs import module_of
+from fewbit.compiler.joint_graph import LEAST, JointGraph
+from fewbit.compiler.rewrite import Copy
+from fewbit.compiler.uses import VIEWS
+from fewbit.render.formats import amount, bits_or_exact, module_pattern, unit_of
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
+
+
+class SavedRow(NamedTuple):
+    """A tensor that a compiled graph saves.
+
+    Attributes:
+        module: the dotted path of the module whose backward pass uses the tensor. If there are several, or if the
+            tensor is exact, the path of the module that made it. "" stands for the model.
+        op: the op of ATen that the model called and that made the tensor, for example "gelu_backward" for a derivative.
+        shape: the shape.
+        dtype: the dtype, for example "float32".
+        exact_bytes: the bytes of the tensor itself.
+        saved_bytes: the bytes that the graph saves for it.
+        bits: the bits per element of a copy, 1 for a mask; None if the tensor is saved exactly.
+        reason: why the tensor is exact, "" for a copy.
+    """
+
+    module: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    exact_bytes: int
+    saved_bytes: int
+    bits: int | None
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class CompileReport(Result):
+    """The tensors that the graphs of a compiled model save for the backward pass.
+
+    Parameters, buffers and inputs of the model are not listed, because they exist even if they are not saved.
+
+    Attributes:
+        rows: the tensors.
+    """
+
+    rows: tuple[SavedRow, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes that the graphs save."""
+        return sum(row.saved_bytes for row in self.rows)
+
+    def records(self) -> list[dict]:
+        """Return a dict for each saved tensor."""
+        return [row._asdict() for row in self.rows]
+
+    def view(self) -> View:
+        """Return a `View`: the tensors in the order of their bytes, those of like modules together."""
+        if not self.rows:
+            why = (
+                "The model has not run yet, or torch found its compiled code in the cache on disk."
+            )
+            return View("no graph compiled", (), [], [why])
+        groups: dict[tuple, list[SavedRow]] = {}
+        for row in sorted(self.rows, key=lambda row: -row.saved_bytes):
+            key = module_pattern(row.module), row.op, row.bits, row.reason
+            groups.setdefault(key, []).append(row)
+        exact, saved = (sum(getattr(row, name) for row in self.rows) for name in _SIZES)
+        unit = unit_of(saved, "MiB")
+        columns = (
+            Column("module", lambda group: group[0][0], "name"),
+            Column("op", lambda group: group[0][1], "name"),
+            Column("count", lambda group: str(len(group[1]))),
+            Column("saved as", lambda group: bits_or_exact(group[0][2]), "word"),
+            Column(f"saved, {unit[0]}", lambda group: amount(_sum(group[1]), unit)),
+            Column("why exact", lambda group: group[0][3], "text", drop=1),
+        )
+        rows = sorted(groups.items(), key=lambda group: -_sum(group[1]))
+        title = f"{amount(saved)} saved for backward, in place of {amount(exact)}"
+        return View(title, columns, rows)
+
+
+_SIZES = "exact_bytes", "saved_bytes"
+
+
+def _sum(rows) -> int:
+    return sum(row.saved_bytes for row in rows)
+
+
+def rows_of(
+    forward: fx.GraphModule, outputs: int, joint: JointGraph, copies: Mapping[fx.Node, Copy]
+) -> Iterator[SavedRow]:
+    """Yield a row for each tensor that a forward graph saves.
+
+    Args:
+        forward: the forward graph.
+        outputs: the number of its results that are not saved for backward.
+        joint: the analysis of the joint graph.
+        copies: {node of the joint graph: the copy of its tensor}.
+    """
+    reasons = {node.name: reason for node, reason in joint.exact.items()}
+    saved = {
+        node.name: node
+        for node in forward.graph.output_node().args[0][outputs:]
+        if _is_tensor(node)
+    }
+    for copy in copies.values():
+        parts = [saved.pop(node.name) for node in copy.saved if node.name in saved]
+        if parts:
+            node, size = copy.root.node, sum(map(_bytes, parts))
+            # A tensor that several modules use is listed under the module that made it.
+            (module,) = copy.root.modules if len(copy.root.modules) == 1 else (module_of(node),)
+            yield _row(node, module, size, copy.bits, "")
+    for node in saved.values():
+        if not _is_input(node):
+            yield _row(
+                node,
+                module_of(node),
+                _bytes(node),
+                None,
+                reasons.get(node.name) or _why_saved(node),
+            )
+
+
+def _is_tensor(node) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_input(node) -> bool:
+    """Return whether a node is an input of the graph or a view of one."""
+    while node.op == "call_function" and node.target in VIEWS - {torch.ops.aten.clone.default}:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def _why_saved(node) -> str:
+    if _count(node) < LEAST:
+        return f"fewer than {LEAST} elements"
+    return "torch saves it to compute exact tensors again"
+
+
+def _row(node, module: str, saved: int, bits: int | None, reason: str) -> SavedRow:
+    value = node.meta["val"]
+    dtype = str(value.dtype).removeprefix("torch.")
+    op = str(node.meta.get("original_aten") or node.target).removeprefix("aten.").split(".")[0]
+    shape = tuple(map(_hint, value.shape))
+    return SavedRow(module, op, shape, dtype, _bytes(node), saved, bits, reason)
+
+
+def _count(node) -> int:
+    return math.prod(map(_hint, node.meta["val"].shape))
+
+
+def _bytes(node) -> int:
+    return _count(node) * node.meta["val"].element_size()
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """Return a size. Of a symbolic size, return the value at tracing time; int() would fix the size in the graph."""
+    return size if isinstance(size, int) else size.node.hint

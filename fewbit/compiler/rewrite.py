@@ -1,0 +1,275 @@
+"""The change of a joint graph: quantize tensors in the forward part, and use dequantized copies in the backward part."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from fewbit.compiler import uses
+from fewbit.compiler.graphs import insert, origin
+from fewbit.compiler.joint_graph import JointGraph, Root
+from fewbit.compiler.seeds import draw_seeds_op
+from fewbit.config import ROTATED, UNIFORM, usual_kind
+from fewbit.convert.settings import ResolvedSettings
+from fewbit.runtime.format import layout
+from fewbit.runtime.ops.activation_ops import pack_op, unpack_op
+from fewbit.runtime.ops.quantizer_ops import dequantize_op, quantize_op
+
+aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+_IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
+
+
+class Copy(NamedTuple):
+    """A quantized copy in the graph.
+
+    Args:
+        root: the tensor.
+        bits: the bits per element.
+        saved: the nodes of the saved tensors.
+        restore: a function that appends the dequantization to the graph and returns the node of the values.
+    """
+
+    root: Root
+    bits: int
+    saved: tuple[fx.Node, ...]
+    restore: Callable[[], fx.Node]
+
+
+class Rewriter:
+    """Replaces the tensors that backward nodes use.
+
+    Args:
+        joint: the analysis of the graph.
+        settings_of: a function that returns the settings for a tensor, or None if it stays exact.
+    """
+
+    def __init__(self, joint: JointGraph, settings_of: Callable[[Root], ResolvedSettings | None]):
+        self.joint = joint
+        self.graph = joint.graph
+        self.settings_of = settings_of
+        self.copies: dict[fx.Node, Copy] = {}
+        self._restored: dict[fx.Node, fx.Node] = {}
+        self._seeds: fx.Node | None = None
+        self._mode = None
+
+    def run(self) -> dict[fx.Node, Copy]:
+        """Change the graph. Return {node: the copy of its tensor}."""
+        joint = self.joint
+        chosen = {}
+        for node, root in joint.roots.items():
+            settings = self.settings_of(root)
+            if settings is None:
+                joint.exact[node] = "an override leaves it exact"
+            else:
+                chosen[node] = settings
+        if not chosen:
+            return {}
+        self._mode = next(iter(chosen)).meta["val"].fake_mode
+        self._move_forward(chosen)
+        self._insert_seeds(chosen)
+        for node, settings in chosen.items():
+            self.copies[node] = self._quantize(joint.roots[node], settings)
+        for user in joint.backward:
+            self._restore_inputs(user)
+        return self.copies
+
+    # -- The forward part ----------------------------------------------------------------------------------------
+
+    def _move_forward(self, chosen) -> None:
+        """Move nodes of the backward part that make a chosen tensor to the place where their inputs are made.
+
+        Otherwise the forward graph would compute the derivatives of activations at its end, and the inputs of the
+        activations would stay in memory until then.
+        """
+        last = max(i for i, node in enumerate(self.graph.nodes) if node in self.joint.forward)
+        place = {node: (i,) for i, node in enumerate(self.graph.nodes)}
+        needed, todo = set(), list(chosen)
+        while todo:
+            node = todo.pop()
+            if node not in needed and node.op != "placeholder" and place[node] > (last,):
+                needed.add(node)
+                todo += node.all_input_nodes
+        placeholders = self.graph.find_nodes(op="placeholder")
+        counts: dict[fx.Node, int] = {}
+        for node in [node for node in self.graph.nodes if node in needed]:
+            inputs = [x for x in node.all_input_nodes if x.op != "placeholder"]
+            after = max(inputs, key=place.get, default=placeholders[-1])
+            counts[after] = counts.get(after, 0) - 1
+            after.append(node)
+            place[node] = (*place[after], counts[after])
+
+    def _insert_seeds(self, chosen) -> None:
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        device = next(iter(chosen)).meta["val"].device
+        with self.graph.inserting_before(first):
+            self._seeds = self._call(draw_seeds_op, (len(chosen),), {"device": device}, first)
+
+    def _quantize(self, root: Root, settings: ResolvedSettings) -> Copy:
+        after = self._seeds if root.node.op == "placeholder" else root.node
+        with self.graph.inserting_before(after.next):
+            return self._pack(root) if root.codes else self._group_copy(root, settings)
+
+    def _pack(self, root: Root) -> Copy:
+        node, value, bits = root.node, root.node.meta["val"], bits_of(root, None)
+        order = _order(value)
+        shape = [value.shape[dim] for dim in order]
+        codes = self._call(aten.permute.default, (node, order))
+        codes = self._call(_CONVERT, (codes, torch.uint8))
+        packed = self._call(pack_op, (codes, bits))
+
+        def restore():
+            flat = self._call(unpack_op, (packed, bits, value.numel()), like=node, tag=True)
+            shaped = self._call(aten.view.default, (flat, shape), tag=True)
+            exact = self._call(_CONVERT, (shaped, value.dtype), tag=True)
+            return self._call(aten.permute.default, (exact, _inverse(order)), tag=True)
+
+        return Copy(root, bits, (packed,), restore)
+
+    def _group_copy(self, root: Root, settings: ResolvedSettings) -> Copy:
+        node, value = root.node, root.node.meta["val"]
+        bits, kind = bits_of(root, settings), kind_of(root, settings)
+        number = len(self.copies)
+        seed = self._call(aten.slice.Tensor, (self._seeds, 0, number, number + 1))
+        order = layout.storage_permutation(value)
+        source = node if order is None else self._call(aten.permute.default, (node, list(order)))
+        inner = source.meta["val"]
+        size, stride = list(inner.shape), list(layout.by_sample_stride(inner))
+        arguments = (
+            source,
+            stride,
+            seed,
+            bits,
+            settings.group_size,
+            settings.min_dtype == "float32",
+            kind,
+        )
+        result = self._call(quantize_op, arguments)
+        packed, ranges = (self._call(operator.getitem, (result, i)) for i in range(2))
+
+        def restore():
+            place = size, stride, value.dtype, kind
+            back = self._call(
+                dequantize_op,
+                (packed, ranges, bits, settings.group_size, *place),
+                like=node,
+                tag=True,
+            )
+            return (
+                back
+                if order is None
+                else self._call(aten.permute.default, (back, _inverse(order)), tag=True)
+            )
+
+        return Copy(root, bits, (packed, ranges), restore)
+
+    # -- The backward part ---------------------------------------------------------------------------------------
+
+    def _restore_inputs(self, user: fx.Node) -> None:
+        """Replace the inputs of a backward node that are restored from copies, and those that it does not read."""
+        with self.graph.inserting_before(user):
+            inputs = [x for x in user.all_input_nodes if self._may_be_restored(x)]
+            forward = uses.attention_of(user)
+            # The output and the sums have to be those of the queries, keys and values that the backward node gets.
+            restored = {} if forward is None else self._attention_again(forward, user)
+            for x in inputs:
+                if x not in restored:
+                    is_unused = uses.use_of(user, x) == uses.UNUSED
+                    restored[x] = self._empty(x) if is_unused else self._restore(x)
+            for x, other in restored.items():
+                if other is not x:
+                    user.replace_input_with(x, other)
+
+    def _restore(self, node: fx.Node) -> fx.Node:
+        """Return the node that a backward node gets in place of a node."""
+        if not self._may_be_restored(node):
+            return node
+        if node not in self._restored:
+            self._restored[node] = self._restored_anew(node)
+        return self._restored[node]
+
+    def _may_be_restored(self, node) -> bool:
+        joint = self.joint
+        return not (node in joint.backward or node in joint.constants or node in joint.exact)
+
+    def _restored_anew(self, node):
+        if node in self.copies:
+            return self.copies[node].restore()
+        if self.joint.source_of(node) is None:
+            return node
+        inputs = {x: self._restore(x) for x in node.all_input_nodes}
+        if all(x is other for x, other in inputs.items()):
+            return node
+        again = self.graph.node_copy(node, inputs.get)
+        again.meta = {"val": node.meta["val"], **origin(node), **_IN_BACKWARD}
+        return again
+
+    def _attention_again(self, forward: fx.Node, user: fx.Node) -> dict[fx.Node, fx.Node]:
+        """Compute attention again from restored queries, keys and values. Return {result of the forward: the new one}."""
+        inputs = {x: self._restore(x) for x in forward.all_input_nodes}
+        results = [uses.argument(user, name) for name in uses.RESULTS]
+        if all(x is other for x, other in inputs.items()):
+            return {x: x for x in results}
+        again = self.graph.node_copy(forward, inputs.get)
+        again.meta = {"val": forward.meta["val"], **origin(forward), **_IN_BACKWARD}
+        return {
+            x: self._call(operator.getitem, (again, i), like=x, tag=True)
+            for i, x in enumerate(results)
+        }
+
+    def _empty(self, x: fx.Node) -> fx.Node:
+        """Return a node for a tensor of the size of x whose values are not read."""
+        value = x.meta["val"]
+        settings = {"dtype": value.dtype, "device": value.device}
+        place = list(value.shape), list(value.stride())
+        return self._call(aten.empty_strided.default, place, settings, like=x, tag=True)
+
+    def _call(
+        self, target, args, kwargs=None, like: fx.Node | None = None, tag: bool = False
+    ) -> fx.Node:
+        """Insert a call into the graph.
+
+        Args:
+            target: the op.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            like: a node of the model's code for which the call works, or None.
+            tag: whether the call belongs into the backward graph.
+        """
+        node = insert(self.graph, self._mode, target, args, kwargs, like)
+        if tag:
+            node.meta |= _IN_BACKWARD
+        return node
+
+
+def bits_of(root: Root, settings: ResolvedSettings | None) -> int:
+    """Return the bits per element of a tensor's copy. The settings do not matter for masks and indices."""
+    if root.codes:
+        return max(1, (root.codes - 1).bit_length())
+    if root.is_attention:
+        return math.floor(settings.bits_of_attention)
+    return settings.activation_bits if root.is_derivative else math.floor(settings.bits)
+
+
+def kind_of(root: Root, settings: ResolvedSettings) -> str:
+    """Return the kind of a tensor's copy.
+
+    Derivatives and results of softmax have uniform copies, which restore the least value of a group exactly: many
+    derivatives and probabilities are close to it (docs/decisions/0016).
+    """
+    usual = UNIFORM if root.is_derivative or root.is_probability else ROTATED
+    return settings.quantizer or usual_kind(usual, settings.group_size)
+
+
+def _order(value: torch.Tensor) -> list[int]:
+    """Return the order of dimensions in which a tensor is contiguous; the usual order if it is not dense."""
+    return list(layout.storage_permutation(value) or range(value.dim()))
+
+
+def _inverse(order) -> list[int]:
+    return [list(order).index(dim) for dim in range(len(order))]

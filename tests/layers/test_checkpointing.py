@@ -1,0 +1,182 @@
+"""fewbit.checkpoint: exact forward passes, regions that are computed again from quantized inputs, and the bytes they save."""
+
+import copy
+
+import pytest
+import torch
+from layers import bytes_by, relative, saved_by
+from samples import normal, same
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fewbit
+from fewbit.errors import InputError
+from fewbit.runtime.format.groups import quantized_bytes
+
+WIDTH = 64
+
+
+def block(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, 4 * WIDTH),
+        nn.GELU(),
+        nn.Dropout(dropout),
+        nn.Linear(4 * WIDTH, WIDTH),
+    )
+
+
+def trained(checkpoint, blocks, x):
+    """Return (the result, the gradients) of residual blocks that are regions of `checkpoint`."""
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = x
+    for each in blocks:
+        y = y + checkpoint(each, y)
+    y.square().mean().backward()
+    found = [x.grad, *(weight.grad for each in blocks for weight in each.parameters())]
+    return y.detach(), found
+
+
+def exact(function, *args):
+    return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+def few(bits):
+    return lambda function, *args: fewbit.checkpoint(function, *args, bits=bits)
+
+
+@pytest.mark.parametrize("bits, most", [(8, 0.01), (4, 0.12), (2, 0.6)])
+def test_forward_is_exact_and_gradients_are_close(device, bits, most):
+    blocks = [block().to(device) for _ in range(4)]
+    x = normal((8, 16, WIDTH), device=device, scale=1.0)
+    y, wanted = trained(exact, copy.deepcopy(blocks), x)
+    found_y, found = trained(few(bits), copy.deepcopy(blocks), x)
+    assert same(found_y, y)
+    assert (
+        relative(torch.cat([g.flatten() for g in found]), torch.cat([g.flatten() for g in wanted]))
+        < most
+    )
+    assert not same(found[0], wanted[0])  # the recomputation starts from rounded inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_saved_bytes(device, dtype, bits):
+    """A region saves the quantized input and nothing else."""
+    model, x = (
+        block().to(device, dtype),
+        normal((8, 16, WIDTH), dtype, device=device).requires_grad_(),
+    )
+    kept = bytes_by(lambda x: fewbit.checkpoint(model, x, bits=bits), x)
+    assert kept == quantized_bytes(x.shape, bits, fp32_min=True)
+
+
+def test_the_input_is_freed():
+    """The object that autograd holds has no reference to the input itself."""
+    import weakref
+
+    model = block()
+    x = normal((8, 16, WIDTH)).requires_grad_()
+    middle = x * 2
+    reference = weakref.ref(middle)
+    y = fewbit.checkpoint(model, middle).sum()
+    del middle
+    assert reference() is None
+    y.backward()
+    assert x.grad.isfinite().all()
+
+
+def test_dropout_is_drawn_again(device):
+    """With 8 bits and one mask, a gradient of dropout's input is 0 exactly at the elements that were dropped."""
+    torch.manual_seed(0)
+    x = normal((64, WIDTH), device=device, scale=1.0).requires_grad_()
+    y = fewbit.checkpoint(lambda x: nn.functional.dropout(x.sin(), 0.5), x)
+    y.sum().backward()
+    assert torch.equal(x.grad == 0, y == 0)
+
+
+def test_other_arguments(device):
+    """Small tensors, integers, parameters, containers and keyword arguments are as they were."""
+    weight = nn.Parameter(normal((WIDTH, WIDTH), device=device))
+    index, x = (
+        torch.arange(2000, device=device) % WIDTH,
+        normal((WIDTH, WIDTH), device=device).requires_grad_(),
+    )
+    small = normal((5,), device=device)
+    seen = []
+
+    def region(x, weight, index, small, pair, *, scale):
+        seen.append((weight, index, small, pair, scale))
+        return (x @ weight)[:, index % WIDTH].sum() * scale + pair[0].sum() * small.sum()
+
+    pair = (normal((2000,), device=device), "text")
+    fewbit.checkpoint(region, x, weight, index, small, pair, scale=3.0).backward()
+    first, again = seen
+    for one, other in zip(first[:3], again[:3], strict=True):
+        assert same(one.detach(), other.detach())
+    assert again[3] is pair and again[4] == 3.0
+    assert weight.grad is not None and x.grad is not None
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 0, 2), (2, 1, 0)], ids=str)
+def test_restored_inputs_have_the_strides_of_the_input(order):
+    """The region views its input as a vector, which only these strides allow."""
+    x = normal((8, 16, WIDTH), scale=1.0).requires_grad_()
+    back = [order.index(dim) for dim in range(3)]
+    fewbit.checkpoint(
+        lambda y: y.permute(back).view(-1).sin().sum(), (x * 1).permute(order)
+    ).backward()
+    assert relative(x.grad, x.detach().cos()) < 0.01
+
+
+def test_two_backward_passes():
+    model, x = block(), normal((16, WIDTH), scale=1.0).requires_grad_()
+    loss = fewbit.checkpoint(model, x).square().sum()
+    loss.backward(retain_graph=True)
+    first = x.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(x.grad, 2 * first)
+
+
+def test_without_gradients_nothing_is_saved():
+    model, x = block(), normal((16, WIDTH))
+    with torch.no_grad():
+        assert same(fewbit.checkpoint(model, x), model(x))
+    _, saved = saved_by(lambda x: fewbit.checkpoint(lambda x: x.detach() * 2, x), x)
+    assert all(each.dtype != torch.float32 or each.numel() < x.numel() for each in saved)
+
+
+def test_inside_a_converted_model():
+    """Seeds come from the forward pass, so dropout draws the masks that it draws in the exact model."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(block(0.1) for _ in range(3))
+
+        def forward(self, x):
+            for each in self.blocks:
+                x = x + fewbit.checkpoint(each, x)
+            return x
+
+    x = normal((8, 16, WIDTH), scale=1.0)
+    model = Model()
+    fewbit.compress_(model, bits=4, verbose=False)
+    torch.manual_seed(3)
+    y = model(x)
+    y.square().mean().backward()
+    fewbit.restore_(model)
+    torch.manual_seed(3)
+    expected = x
+    for each in model.blocks:
+        expected = expected + each(expected)
+    torch.testing.assert_close(y, expected)
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{"bits": 0}, {"bits": 9}, {"group_size": 33}], ids=str)
+def test_wrong_options(options):
+    with pytest.raises(InputError, match="expected .*, got"):
+        fewbit.checkpoint(block(), normal((16, WIDTH)).requires_grad_(), **options)

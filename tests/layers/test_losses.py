@@ -1,0 +1,316 @@
+"""cross_entropy with quantized probabilities, and linear_cross_entropy in chunks, against torch's cross_entropy."""
+
+import pytest
+import torch
+from expectation import drawn, pooled_z
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layers import saved_by
+from samples import DTYPES, normal, same
+from torch import nn
+from torch.nn import functional as torch_f
+
+import fewbit
+import fewbit.functional as F
+from fewbit.errors import InputError
+from fewbit.functional import losses
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+
+CLASSES = 7
+SHAPES = {
+    "one": (CLASSES,),
+    "rows": (30, CLASSES),
+    "pixels": (4, CLASSES, 3, 5),
+    "many classes": (6, 700),
+}
+OPTIONS = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"label_smoothing": 0.3},
+    {"weighted": True},
+    {"weighted": True, "label_smoothing": 0.3},
+    {"weighted": True, "label_smoothing": 0.3, "reduction": "none"},
+    {"weighted": True, "ignore_index": 2},
+    {"ignore_index": 2, "label_smoothing": 0.3},
+    {"ignore_index": 2, "reduction": "sum"},
+]
+
+
+def sample(shape, dtype=torch.float32, device="cpu", seed=0, weighted=False, scale=2.0, **options):
+    """Return (logits, target, options of cross_entropy)."""
+    classes = shape[min(1, len(shape) - 1)]
+    generator = torch.Generator().manual_seed(seed)
+    logits = normal(shape, dtype, device=device, scale=scale, seed=seed)
+    size = shape[:1] + shape[2:] if len(shape) > 1 else ()
+    target = torch.randint(classes, size, generator=generator).to(device)
+    if weighted:
+        weight = torch.rand(classes, generator=generator) + 0.1
+        options["weight"] = weight.to(device, dtype)
+    return logits, target, options
+
+
+def gradient(function, logits, *arguments, **options):
+    """Return (the loss, the gradient of the logits for a normal gradient of the loss)."""
+    logits = logits.detach().clone().requires_grad_()
+    loss = function(logits, *arguments, **options)
+    loss.backward(normal(loss.shape, loss.dtype, device=loss.device, scale=1.0, seed=5))
+    return loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+def test_loss_and_gradient(device, shape, options):
+    """The loss is torch's to the bit, and the mean gradient of many draws is torch's."""
+    logits, target, options = sample(shape, device=device, **options)
+    expected, wanted = gradient(torch_f.cross_entropy, logits, target, **options)
+    loss, near = gradient(F.cross_entropy, logits, target, **options, bits=8)
+    assert same(loss, expected)
+    assert near.shape == wanted.shape and near.dtype == wanted.dtype
+    assert (near - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_exact_in_expectation(options):
+    logits, target, options = sample((30, CLASSES), torch.float64, scale=0.3, **options)
+    _, wanted = gradient(torch_f.cross_entropy, logits, target, **options)
+    torch.manual_seed(0)
+    (samples,) = drawn(
+        lambda: [gradient(F.cross_entropy, logits, target, **options, bits=2)[1]], 400
+    )
+    assert pooled_z(samples, wanted, least=1e-9, may_stay=True) < 4
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.sampled_from(DTYPES),
+    st.integers(1, 8),
+    st.sampled_from(["mean", "sum", "none"]),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.booleans(),
+    st.integers(0, 9),
+)
+def test_any_configuration(shape, dtype, bits, reduction, smoothing, weighted, seed):
+    """The distance to the gradient in float64 is at most one step of every probability, times its factor."""
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    logits, target, options = sample(shape, dtype, seed=seed, weighted=weighted, **options)
+    loss, found = gradient(F.cross_entropy, logits, target, **options, bits=bits)
+    assert same(loss, torch_f.cross_entropy(logits, target, **options))
+    weight = options.pop("weight", None)
+    weight = None if weight is None else weight.double()
+    exact = logits.detach().double().requires_grad_()
+    upstream = normal(loss.shape, dtype, scale=1.0, seed=5).double()
+    torch_f.cross_entropy(exact, target, weight, **options).backward(upstream)
+    # The factor of the probabilities: the gradient with respect to log p, summed over the classes of a row.
+    dim = min(1, len(shape) - 1)
+    logs = exact.detach().log_softmax(dim).requires_grad_()
+    torch_f.cross_entropy(logs, target, weight, **options)
+    factor = _factors(logs, target, weight, options, upstream, dim)
+    step = 1.02 / (2**bits - 1) + 2.0**-8 + 8 * torch.finfo(dtype).eps
+    allowed = factor * step + 8 * torch.finfo(dtype).eps * exact.grad.abs() + 1e-6
+    assert ((found.double() - exact.grad).abs() <= allowed).all()
+
+
+def _factors(logs, target, weight, options, upstream, dim):
+    """Return |d loss / d log p| summed over the classes, by autograd on torch's nll_loss and on the mean of log p."""
+    smoothing, reduction = options["label_smoothing"], options["reduction"]
+    certain = torch_f.nll_loss(logs, target, weight, reduction="none") * (1 - smoothing)
+    scale = (
+        torch.ones_like(logs)
+        if weight is None
+        else weight.view([-1 if d == dim else 1 for d in range(logs.dim())])
+    )
+    certain = certain - smoothing / logs.shape[dim] * (logs * scale).sum(dim)
+    if reduction == "mean":
+        certain = certain / (certain.numel() if weight is None else weight[target].sum())
+    (found,) = torch.autograd.grad((certain * upstream).sum(), logs)
+    return found.sum(dim, keepdim=True).abs()
+
+
+def test_ignored_targets_only(device):
+    """torch's loss is NaN, and its gradient 0."""
+    logits, target, _ = sample((5, CLASSES), device=device)
+    target.fill_(-100)
+    loss, grad = gradient(F.cross_entropy, logits, target)
+    assert loss.isnan() and not grad.any()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_saved_bytes(device, bits):
+    logits, target, _ = sample((512, 1000), device=device)
+    _, saved = saved_by(lambda x: F.cross_entropy(x, target, bits=bits), logits.requires_grad_())
+    sizes = sorted(x.untyped_storage().nbytes() for x in saved)
+    groups = 512 * 4
+    assert sizes == [
+        512 * 8,
+        4 * groups,
+        512 * 1000 * bits // 8,
+    ]  # the target, the ranges, the codes
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "no gradient"])
+def test_torchs_own_function_runs(kind):
+    logits, target, _ = sample((5, CLASSES))
+    logits.requires_grad_(kind != "no gradient")
+    if kind == "probabilities":
+        target = torch.rand(5, CLASSES)
+    loss = F.cross_entropy(logits, target)
+    assert same(loss, torch_f.cross_entropy(logits, target))
+    assert "CrossEntropy" not in str(loss.grad_fn)
+
+
+def test_weights_that_need_a_gradient():
+    """torch refuses them."""
+    logits, target, _ = sample((5, CLASSES))
+    weight = torch.rand(CLASSES, requires_grad=True)
+    with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'weight'"):
+        F.cross_entropy(logits.requires_grad_(), target, weight)
+
+
+def test_torchs_deprecated_arguments():
+    logits, target, _ = sample((5, CLASSES))
+    logits.requires_grad_()
+    with pytest.warns(UserWarning, match="reduction='sum'"):
+        loss = F.cross_entropy(logits, target, size_average=False)
+    assert same(loss, torch_f.cross_entropy(logits, target, reduction="sum"))
+
+
+def test_autocast(device):
+    """Autocast computes the loss in float32, and the gradient has the dtype of the logits."""
+    logits, target, _ = sample((64, CLASSES), torch.bfloat16, device)
+    with torch.autocast(device.type if hasattr(device, "type") else str(device), torch.bfloat16):
+        loss, grad = gradient(F.cross_entropy, logits, target, bits=8)
+        expected, wanted = gradient(torch_f.cross_entropy, logits, target)
+    assert loss.dtype == torch.float32 and same(loss, expected) and grad.dtype == torch.bfloat16
+    assert (grad - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_compiled():
+    logits, target, _ = sample((64, 40))
+    expected, wanted = gradient(torch_f.cross_entropy, logits, target)
+
+    module = torch.compile(fewbit.nn.CrossEntropyLoss(bits=8), backend="aot_eager", fullgraph=True)
+    loss, grad = gradient(module, logits, target)
+    torch.testing.assert_close(loss, expected)
+    assert (grad - wanted).norm() < 0.02 * wanted.norm()
+
+
+# -- modules and converted models ------------------------------------------------------------------------------
+
+
+class _WithLoss(nn.Module):
+    """A model whose forward computes the loss, as those of transformers do if they get labels."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(500, 32), nn.Linear(32, 500)
+        self.loss = loss
+
+    def forward(self, ids):
+        logits = self.head(self.embedding(ids))
+        return self.loss(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    "loss", [torch_f.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"]
+)
+def test_a_forward_that_computes_the_loss(loss):
+    """The converted model saves no tensor of tokens times classes in full."""
+    model, ids = _WithLoss(loss), torch.randint(500, (8, 65))
+    expected = model(ids)
+    fewbit.compress_(model, bits=2, verbose=False)
+    torch.testing.assert_close(model(ids), expected)
+    _, saved = saved_by(model, ids)
+    logits = 8 * 64 * 500
+    assert max(x.untyped_storage().nbytes() for x in saved) <= logits // 4 + 2**12
+    model(ids).backward()
+
+
+def test_linear_cross_entropy_module():
+    torch.manual_seed(0)
+    x, target = normal((4, 5, 16), scale=1.0), torch.randint(40, (4, 5))
+    module = fewbit.nn.LinearCrossEntropy(16, 40, class_weight=torch.rand(40), label_smoothing=0.1)
+    logits = torch_f.linear(x, module.weight, module.bias).flatten(0, 1)
+    options = {"weight": module.class_weight, "label_smoothing": 0.1}
+    torch.testing.assert_close(
+        module(x, target), torch_f.cross_entropy(logits, target.flatten(), **options)
+    )
+    assert set(module.state_dict()) == {"weight", "bias", "class_weight"}
+
+
+# -- chunks of logits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("by", ["torch", "regions"])
+def test_linear_cross_entropy(monkeypatch, device, by, options, has_bias):
+    if by == "regions":
+        monkeypatch.setattr(losses, "_torch_supports", lambda *_: False)
+    torch.manual_seed(0)
+    _, target, options = sample((50, 40), device=device, **options)
+    tensors = {
+        "input": normal((50, 16), device=device, scale=1.0),
+        "linear_weight": normal((40, 16), device=device, scale=1.0, seed=1),
+        "linear_bias": normal((40,), device=device, seed=2) if has_bias else None,
+    }
+
+    def run(function, dtype):
+        leaves = {
+            name: x.to(dtype).requires_grad_() for name, x in tensors.items() if x is not None
+        }
+        own = dict(options)
+        if "weight" in own:
+            own["weight"] = own["weight"].to(dtype)
+        loss = function(**leaves, target=target, **own)
+        loss.backward(normal(loss.shape, dtype, device=loss.device, scale=1.0, seed=5))
+        return loss.double(), [x.grad.double() for x in leaves.values()]
+
+    def plain(input, linear_weight, target, linear_bias=None, **options):
+        return torch_f.cross_entropy(
+            torch_f.linear(input, linear_weight, linear_bias), target, **options
+        )
+
+    def ours(**arguments):
+        return F.linear_cross_entropy(**arguments, chunk_size=16)
+
+    expected, wanted = run(plain, torch.float64)
+    loss, found = run(ours, torch.float32)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    for grad, exact in zip(found, wanted, strict=True):
+        assert (grad - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("by", ["torch", "regions"])
+@pytest.mark.parametrize("chunk_size", [None, 64])
+def test_no_logits_are_saved(monkeypatch, by, chunk_size):
+    if by == "regions":
+        monkeypatch.setattr(losses, "_torch_supports", lambda *_: False)
+    x, weight = normal((512, 8)).requires_grad_(), normal((4000, 8)).requires_grad_()
+    target = torch.randint(4000, (512,))
+    _, saved = saved_by(lambda: F.linear_cross_entropy(x, weight, target, chunk_size=chunk_size))
+    assert max((x.untyped_storage().nbytes() for x in saved), default=0) <= 4 * 4000 * 8
+
+
+WRONG = {
+    "chunk_size: expected at least 1, got 0": {"chunk_size": 0},
+    "target: expected indices of classes (int64), got torch.float32": {"target": torch.rand(5)},
+    "target: expected the shape (5,), got (4,)": {"target": torch.zeros(4, dtype=torch.int64)},
+    "input and linear_weight: expected (*, features) and (classes, features), got (5, 8) and (9, 7)": {
+        "linear_weight": torch.rand(9, 7)
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments(message):
+    arguments = {
+        "input": torch.rand(5, 8),
+        "linear_weight": torch.rand(9, 8),
+        "target": torch.zeros(5, dtype=torch.int64),
+    }
+    with pytest.raises(InputError) as error:
+        F.linear_cross_entropy(**arguments | WRONG[message])
+    assert str(error.value) == message

@@ -81,7 +81,9 @@ def batches(network, settings, seed):
 
 def train(network, model, seed, settings, progress=lambda step: None):
     kind = "transformer" if network == "transformer" else "resnet"
-    return compressed_training.train(kind, model, seed, settings, progress)
+    result = compressed_training.train(kind, model, seed, settings, progress)
+    result.pop("tenths", None)  # of the run, not needed here
+    return result
 
 
 def run(network, method, bits, seed, quick):

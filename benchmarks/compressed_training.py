@@ -1,12 +1,14 @@
-"""Whole models trained with fixed bits: final losses compared with exact training over several seeds, and saved bytes.
+"""Whole models trained with few bits: final losses compared with exact training over several seeds, and saved bytes.
 
     python benchmarks/compressed_training.py            # 10 to 25 minutes on 2 cores
     python benchmarks/compressed_training.py --long     # the transformer with ten times as many steps, exact and 2 bits
     python benchmarks/compressed_training.py --quick    # one seed, a few steps, to check that it works
 
 The demo's transformer and a ResNet for 8 by 8 digits are built in plain torch.nn. `fewbit.compress_` converts them
-with 8, 4, 3, 2 and 1 bits for quantized inputs. Activations have 3 bits (1 for ReLU). Runs with the same seed have the
-same initial parameters and batches, so they are compared in pairs. Runs whose results are stored are not repeated.
+with 8, 4, 3, 2 and 1 bits for quantized inputs, and the transformer also with AdaptiveBits. Activations have 3 bits
+(1 for ReLU). Runs with the same seed have the same initial parameters and batches, so they are compared in pairs. The
+exception is "other batches", exact training that draws other batches: it shows how much a final loss depends on chance.
+Runs whose results are stored are not repeated.
 
 Writes results/compressed_training.* (a row for each run) and compressed_training_summary.*; with --long
 long_training.* and long_training_summary.*. The field "tenths" has the mean training loss in each tenth of the steps.
@@ -26,8 +28,11 @@ import fewbit
 from fewbit.demo import text, training
 
 BITS = (None, 8, 4, 3, 2, 1)
+OTHER_BATCHES = "other batches"
+ADAPTIVE = {f"adaptive, {bits} bits": fewbit.AdaptiveBits(bits) for bits in (2, 1.25)}
+ARMS = {"transformer": (*BITS, *ADAPTIVE, OTHER_BATCHES), "resnet": BITS}
 SEEDS = {"transformer": 5, "resnet": 10}
-LONG, LONG_BITS = {"transformer": 3}, (None, 2)
+LONG, LONG_ARMS = {"transformer": 3}, {"transformer": (None, 2)}
 
 
 def build(network, seed, settings):
@@ -44,15 +49,22 @@ def sample(network, settings):
 
 
 def run(network, bits, seed, steps, **options):
-    """Train a network in this process, with one thread. `options` are further arguments of `compress_`.
+    """Train a network in this process, with one thread.
 
-    0 or None bits stand for exact training. The transformer trains for `steps` steps.
+    Args:
+        network: A key of SEEDS.
+        bits: One of ARMS. 0 and None stand for exact training.
+        seed: The seed of the initial parameters and, unless `bits` is OTHER_BATCHES, of the batches.
+        steps: The number of steps of the transformer.
+        **options: Further arguments of `compress_`.
     """
     torch.set_num_threads(1)
     settings = training.Settings(steps=steps)
     model = build(network, seed, settings)
-    if bits:
-        fewbit.compress_(model, bits=bits, verbose=False, **options)
+    if bits == OTHER_BATCHES:
+        seed += 10**5
+    elif bits:
+        fewbit.compress_(model, ADAPTIVE.get(bits, bits), verbose=False, **options)
     kept = fewbit.saved_bytes(model, sample(network, settings))
     return {"saved_bytes": kept.total, **train(network, model, seed, settings)}
 
@@ -77,7 +89,7 @@ def summary(rows):
     """
     for network in SEEDS:
         exact = {row["seed"]: row for row in rows if (row["network"], row["bits"]) == (network, 0)}
-        for bits in BITS:
+        for bits in ARMS[network]:
             own = [r for r in rows if (r["network"], r["bits"]) == (network, bits or 0)]
             own = [row for row in own if row["seed"] in exact]
             if not own:
@@ -102,7 +114,7 @@ def summary(rows):
 
 
 def show(records):
-    form = "{:12} {:>5} {:>5} {:>10} {:>6} {:>18} {:>20} {:>9}"
+    form = "{:12} {:>19} {:>5} {:>10} {:>6} {:>18} {:>20} {:>9}"
     head = "network", "bits", "seeds", "bytes", "less", "final loss", "minus exact", "accuracy"
     print(form.format(*head))
     for r in records:
@@ -129,9 +141,9 @@ def main():
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     arguments = parser.parse_args()
     name = ("long" if arguments.long else "compressed") + "_training" + "_quick" * arguments.quick
-    networks, choices, steps = SEEDS, BITS, training.Settings.steps
+    networks, choices, steps = SEEDS, ARMS, training.Settings.steps
     if arguments.long:
-        networks, choices, steps = LONG, LONG_BITS, 10 * steps
+        networks, choices, steps = LONG, LONG_ARMS, 10 * steps
     if arguments.quick:
         steps = 20
     tasks = [
@@ -139,7 +151,7 @@ def main():
         for seed in range(1 if arguments.quick else max(networks.values()))
         for network in networks
         if seed < networks[network]
-        for bits in choices
+        for bits in choices[network]
     ]
     about = harness.machine("torch", "scikit-learn") | {"fewbit": fewbit.__version__}
     rows = harness.run_missing(name, about, run, tasks, arguments.jobs, steps)

@@ -156,7 +156,7 @@ class _Storage:
 def _entries(tokens: list[Token], known: dict) -> tuple[Entry, ...]:
     storages: dict[object, _Storage] = {}
     for token in tokens:
-        for part in _parts(token.tensor):
+        for part in (part for tensor in token.tensors for part in _parts(tensor)):
             key, size = _identity(part)
             if size == 0:
                 continue

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fewbit.runtime.interop.autograd_graph import Metered, is_computed
 from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.module_calls import is_compiled
 
@@ -50,11 +51,12 @@ class Place:
     is_fewbit: bool
 
 
-class Token:
+class Token(Metered):
     """The object that autograd holds in place of a saved tensor. It exists as long as autograd would keep the tensor.
 
     Attributes:
         tensor: the saved tensor, detached.
+        tensors: the tensors that are saved: `tensor`, or the tensors of a copy that replaces it.
         place: the module that was running when the tensor was saved.
         origin: "leaf" if the tensor is a leaf that requires grad, or a view of one; "cast" if it is a copy of a leaf in
             another dtype; else "".
@@ -65,10 +67,16 @@ class Token:
     def __init__(self, tensor, place: Place):
         # Detached, because autograd node -> token -> tensor -> node would be a cycle that nobody collects.
         self.tensor = tensor.detach()
+        self.tensors = (self.tensor,)
+        self.is_computed = is_computed(tensor)
         self.place = place
         self.origin = _origin(tensor)
         self.node = ""
         self.has_fewbit_node = False
+
+    def replace(self, tensors) -> None:
+        """Count the tensors of a copy in place of the saved tensor."""
+        self.tensors, self.origin, self.has_fewbit_node = tuple(tensors), "", True
 
 
 class Recorder:

@@ -41,6 +41,8 @@ class LayerSettings(Config):
             1). With 2 copies the mean of a norm's gradient over the random rounding is exact.
         functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
             trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
+        everything: whether to compress also the tensors that other operations of torch save, such as products, einsum and
+            the gates of recurrent layers (usually False; docs/everything.md).
         quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/quantizer.md). Usually, results of softmax
             and tensors with groups of more than 256 elements have uniform copies, and all other tensors have rotated
             copies (docs/decisions/0016).
@@ -54,6 +56,7 @@ class LayerSettings(Config):
         "min_dtype": optional(check_min_dtype),
         "copies": optional(number_field(check_copies)),
         "functional": optional(flag),
+        "everything": optional(flag),
         "quantizer": optional(check_quantizer),
     }
 
@@ -64,6 +67,7 @@ class LayerSettings(Config):
     min_dtype: str | None = None
     copies: int | None = None
     functional: bool | None = None
+    everything: bool | None = None
     quantizer: str | None = None
 
     @classmethod

@@ -14,15 +14,17 @@ from torch.nn import functional as F
 from fewbit import functions
 from fewbit import nn as few
 from fewbit.convert import transformers_modules
+from fewbit.convert.recurrent import StepwiseLSTM
 from fewbit.errors import FunctionError
 from fewbit.nn.activations import TwoValued
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.module_calls import class_of
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
+RECURRENT = "recurrent"
 """The families of kinds. Activations save codes of a few bits. Convolutions and other layers save quantized inputs.
 They are two families because level L1 converts only convolutions. The family EXACT saves less than torch, without
-error."""
+error. The family RECURRENT is converted only if what torch's operations save is compressed."""
 
 OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 
@@ -32,7 +34,7 @@ class Kind(NamedTuple):
 
     Attributes:
         becomes: the new class, a subclass of the module's class.
-        family: ACTIVATION, CONVOLUTION, LAYER or EXACT, constants of this file.
+        family: ACTIVATION, CONVOLUTION, LAYER, EXACT or RECURRENT, constants of this file.
         attributes: {name: value} of the attributes that the new class needs and the old class lacks.
     """
 
@@ -68,6 +70,7 @@ TORCH = {
 """{class of torch.nn: its kind}. The kind has the class of the same name in `fewbit.nn`, which is a subclass.
 
 A user's subclass of a class of torch.nn has no kind, because the subclass may compute something else."""
+TORCH[nn.LSTM] = Kind(StepwiseLSTM, RECURRENT)
 ACTIVATIONS = {cls: kind for cls, kind in TORCH.items() if kind.family == ACTIVATION}
 _GELU_TANH = Kind(few.GELU, attributes={"approximate": "tanh"})
 # The keys are names of classes in transformers.activations, so that transformers need not be installed.

@@ -18,6 +18,7 @@ from fewbit.config import (
 from fewbit.convert import kinds
 from fewbit.convert.functions import FunctionQuantizers
 from fewbit.errors import InputError
+from fewbit.runtime.graph.compressor import GraphSettings
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.context import ForwardContext
 from fewbit.text import shorten
@@ -25,7 +26,13 @@ from fewbit.text import shorten
 ATTENTION_BITS = 4
 """The smallest usual number of bits of q, k and v. Their gradients depend on an exponential of products of q and k, and
 are mostly noise with 2 bits (docs/decisions/0008)."""
-FAMILIES = (kinds.ACTIVATION, kinds.CONVOLUTION, kinds.LAYER, kinds.EXACT)
+FAMILIES = (
+    kinds.ACTIVATION,
+    kinds.CONVOLUTION,
+    kinds.LAYER,
+    kinds.EXACT,
+    kinds.RECURRENT,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class ResolvedSettings:
         activation_bits: the bits of the code that a few-bit activation saves for each element.
         attention_bits: the bits per element of q, k and v, the queries, keys and values of attention. None stands for
             `bits` if `adapts` is True, else for `bits` but at least 4.
-        group_size, min_dtype, copies, quantizer, functional: settings with the meaning that
+        group_size, min_dtype, copies, quantizer, functional, everything: settings with the meaning that
             `fewbit.config.LayerSettings` gives.
         fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm restore their own
             inputs from the tensor that the norm saved.
@@ -55,6 +62,7 @@ class ResolvedSettings:
     copies: int = 1
     quantizer: str | None = None
     functional: bool = False
+    everything: bool = False
     fuses_norms: bool = False
     has_policy: bool = False
     adapts: bool = False
@@ -110,6 +118,14 @@ class ResolvedSettings:
             self.make_quantizer(context),
             self.activation_bits,
             self.make_attention_quantizer(context),
+        )
+
+    def make_graph_settings(self) -> GraphSettings | None:
+        """Return the settings for tensors that torch's operations save; None if these tensors stay exact."""
+        if not self.everything:
+            return None
+        return GraphSettings(
+            math.floor(self.bits), self.activation_bits, self.group_size, self.quantizer
         )
 
     def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:

@@ -19,6 +19,7 @@ from fewbit.errors import InputError
 from fewbit.nn.activations import TwoValued
 from fewbit.nn.base import Quantized
 from fewbit.nn.preactivation import PreActivation
+from fewbit.runtime.graph.compressor import GraphCompressor
 from fewbit.runtime.interop.bypass import ModeHooks
 from fewbit.runtime.interop.module_calls import (
     GUARD,
@@ -214,7 +215,11 @@ def _convert(
         calls_functions = reason and ("subclass" in reason or "no few-bit" in reason)
         if calls_functions and may_call(module) and settings is not None and settings.functional:
             reason += "; functions that it calls are compressed"
+        if reason and settings is not None and settings.everything:
+            reason += "; what its operations save is compressed"
         return SkippedModule(path, name, reason) if reason else None
+    if kind.family == kinds.RECURRENT and not (settings is not None and settings.everything):
+        return SkippedModule(path, name, kinds.LEFT_ALONE[nn.LSTM]) if whole else None
     if settings is None:
         return SkippedModule(path, name, "excluded")
     if kind.family not in settings.families:
@@ -342,7 +347,9 @@ def _attach(
     own = [one.settings for one in selected if one.settings is not None]
     if settings.functional or any(module_settings.functional for module_settings in own):
         context.contexts = (FunctionMode(settings.make_function_quantizers(context)),)
-    elif not any(isinstance(module, Quantized) for module in model.modules()):
+    context.compressor = _graph_compressor(settings, selected)
+    is_needed = context.contexts or context.compressor is not None
+    if not (is_needed or any(isinstance(module, Quantized) for module in model.modules())):
         return
     guard, tracked = CallGuard(context), {}
     for path, module in model.named_modules():
@@ -354,6 +361,19 @@ def _attach(
     for module, (path, cls) in tracked.items():
         vars(module)[PATH] = path
         track(module, guard, cls)
+
+
+def _graph_compressor(settings: ResolvedSettings, selected) -> GraphCompressor | None:
+    """Return the object that compresses what torch's operations save, or None if no settings ask for it."""
+    usual = settings.make_graph_settings()
+    own = {
+        one.path: None if one.settings is None else one.settings.make_graph_settings()
+        for one in selected
+        if one.settings is not settings
+    }
+    if usual is None and not any(own.values()):
+        return None
+    return GraphCompressor(usual, own)
 
 
 def _switch_functions(model, settings, selected: list[Selected], context: ForwardContext) -> None:

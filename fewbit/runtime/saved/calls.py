@@ -12,7 +12,12 @@ import weakref
 import torch
 
 from fewbit.runtime.interop import bypass
-from fewbit.runtime.interop.checkpoint import checkpoint_hook, reentrant_region, region_of
+from fewbit.runtime.interop.checkpoint import (
+    checkpoint_hook,
+    in_backward,
+    reentrant_region,
+    region_of,
+)
 from fewbit.runtime.interop.interrupts import ThreadState, close_suspended
 from fewbit.runtime.interop.module_calls import PATH
 from fewbit.runtime.saved.context import ForwardContext
@@ -46,6 +51,7 @@ class CallGuard:
             try:
                 call.begin(module, args, kwargs)
                 outputs = function(*args, **kwargs)
+                call.compress(outputs)
                 ended = context.finished_forward() if call.is_outermost else None
                 has_saved = context.has_saved
                 if call.is_outermost:
@@ -113,8 +119,22 @@ class _Call:
         region = reentrant_region() if is_first_of_two else region_of(self.hook)
         context.join_region(region, is_first_of_two)
         if self.is_outermost and has_grad and self.training:
+            if context.compressor is not None:
+                context.compressor.begin(module)
             for entered, _ in self.contexts:
                 entered.__enter__()
+
+    def compress(self, outputs) -> None:
+        """Compress what torch's operations have saved in this call, unless the call will be computed again."""
+        compressor = self.context.compressor
+        if (
+            compressor is None
+            or self.hook is not None
+            or not (self.training and torch.is_grad_enabled())
+        ):
+            return
+        if not in_backward():
+            compressor.compress(self.path, outputs, self.context)
 
     def put_back(self) -> None:
         """Restore everything that the call has changed. Calling this twice has the same effect as calling it once."""
@@ -126,5 +146,7 @@ class _Call:
                 context.checkpoints.clear()
             context.cache.end()
             context.end_forward()
+            if context.compressor is not None:
+                context.compressor.end()
         bypass.restore_modes(self._modes)
         context.set_calls(*self._calls)

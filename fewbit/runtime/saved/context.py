@@ -68,11 +68,13 @@ class ForwardContext:
         policy: the `BitPolicy` that chooses the bits of each forward pass; None if all bits are fixed.
         is_private: whether the context belongs to one pre-activation block (a norm, an activation and a linear layer or
             convolution that share a copy) and not to a model.
+        compressor: the `GraphCompressor` that compresses what torch's operations save, or None.
     """
 
-    def __init__(self, contexts=(), policy=None, is_private=False):
+    def __init__(self, contexts=(), policy=None, is_private=False, compressor=None):
         self.contexts = contexts
         self.policy = policy
+        self.compressor = compressor
         self.is_private = is_private
         self.salt = b""  # for `Seeds`: another salt gives other seeds if all else is equal
         self.checkpoints = CheckpointRegions()
@@ -80,7 +82,8 @@ class ForwardContext:
         self._local = _Local()
 
     def __getstate__(self):
-        return {name: getattr(self, name) for name in ("contexts", "policy", "is_private")}
+        names = "contexts", "policy", "is_private", "compressor"
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state):
         self.__init__(**state)

@@ -1,0 +1,190 @@
+"""`GraphCompressor` replaces tensors that torch's operations have saved by copies of a few bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fewbit.config import usual_kind
+from fewbit.runtime.format import layout
+from fewbit.runtime.graph.rules import Rule, Settings, rule_of
+from fewbit.runtime.interop.autograd_graph import (
+    SavedArgument,
+    next_sequence_number,
+    nodes_since,
+    saved_by,
+)
+from fewbit.runtime.interop.containers import tensors_in
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, in_storage_order
+from fewbit.runtime.saved.context import ForwardContext
+
+SMALL = 1024
+"""Tensors with fewer elements stay exact."""
+_LEAST_GAIN = 2
+"""A tensor is replaced if its storage has at least this many times the bytes of the codes."""
+
+
+class GraphSettings(NamedTuple):
+    """The settings for the tensors that torch's operations save in one module.
+
+    Args:
+        bits: the bits per element of tensors in which gradients are linear.
+        derivative_bits: the bits per element of derivatives.
+        group_size: the number of elements in a group.
+        kind: the kind of the copies; None for the usual kind.
+    """
+
+    bits: int
+    derivative_bits: int
+    group_size: int
+    kind: str | None
+
+
+class _Candidate(NamedTuple):
+    """A saved tensor and the rule for it. The rule is None if the tensor has to stay exact."""
+
+    argument: SavedArgument
+    rule: Rule | None
+
+
+class GraphCompressor:
+    """Compresses what torch's operations save in a model's forward passes.
+
+    `begin` is called when a forward pass begins, and `compress` when a module's call ends. A deep copy or an unpickled
+    compressor has the same settings and no state of a forward pass.
+
+    Args:
+        settings: the settings for modules that `own` does not name.
+        own: {path of a module: its settings, or None if tensors that are saved in it stay exact}.
+    """
+
+    def __init__(self, settings: GraphSettings | None, own: Mapping[str, GraphSettings | None]):
+        self.settings = settings
+        self.own = dict(own)
+        self._local = _Local()
+
+    def __getstate__(self):
+        return {"settings": self.settings, "own": self.own}
+
+    def __setstate__(self, state):
+        self.__init__(**state)
+
+    def begin(self, module: nn.Module) -> None:
+        """Start a forward pass of `module`. Autograd nodes that exist already are not touched."""
+        local = self._local
+        local.start, local.seen, local.owned = next_sequence_number(), set(), _storages(module)
+
+    def end(self) -> None:
+        """Forget the forward pass."""
+        self._local.start, self._local.seen, self._local.owned = None, set(), set()
+
+    def compress(self, path: str, outputs, context: ForwardContext) -> None:
+        """Compress what was saved in the forward pass so far, except in modules for which this was called before.
+
+        Args:
+            path: the path of the module whose call has ended.
+            outputs: the result of the call.
+            context: the context of the model.
+        """
+        start = self._local.start
+        if start is None:
+            return
+        nodes = nodes_since(tensors_in(outputs), start, self._local.seen)
+        settings = self.own.get(path, self.settings)
+        if not nodes or settings is None:
+            return
+        candidates = [
+            _Candidate(argument, rule_of(node, argument.name))
+            for node in nodes
+            for argument in saved_by(node)
+            if argument.tensor is not None and is_plain(argument.tensor)
+        ]
+        exact = {
+            _storage(one.argument.tensor)
+            for one in candidates
+            if one.rule is None or self._stays(one.argument, one.rule)
+        }
+        for one in candidates:
+            if _storage(one.argument.tensor) not in exact:
+                self._replace(one, settings, path, context)
+
+    def _stays(self, argument: SavedArgument, rule: Rule) -> bool:
+        """Return whether a tensor stays exact although there is a rule for it.
+
+        A copy would not free parameters, small tensors and the memory of other libraries. A tensor without gradient,
+        such as a table of positions, may be used by many layers: if all used one copy, its errors would multiply.
+        """
+        x = argument.tensor
+        if x.numel() < SMALL or _storage(x) in self._local.owned:
+            return True
+        if x.untyped_storage().nbytes() == 0:
+            return True
+        return not (rule.is_exact or argument.is_computed)
+
+    def _replace(self, one: _Candidate, settings: GraphSettings, path: str, context) -> None:
+        argument, rule = one.argument, one.rule
+        x = argument.tensor.detach()
+
+        def quantize(x, usual, bits):
+            kind = settings.kind or usual_kind(usual, settings.group_size)
+            seed = context.seed(x, f"{path}:{argument.node}.{argument.name}", 0)
+            return in_storage_order(
+                x, lambda x: _quantized(x, seed, bits, settings.group_size, kind)
+            )
+
+        how = Settings(quantize, settings.bits, settings.derivative_bits)
+        if rule.bits(x, how) * x.numel() * _LEAST_GAIN > 8 * x.untyped_storage().nbytes():
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            copy = rule.compress(x, how)
+        if copy is None:
+            return
+        if argument.meter is not None:
+            argument.meter.replace(copy.tensors)
+        else:
+            _hold(argument.raw, copy)
+
+
+def _hold(raw, copy: SavedTensors) -> None:
+    """Make an autograd node hold a copy in place of the tensor that it has saved."""
+    tensors, spec, _ = copy
+
+    def restore(_):
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return spec.dequantize(tensors)
+
+    raw.register_hooks(lambda _: None, restore)
+
+
+def _quantized(x, seed, bits, group_size, kind) -> SavedTensors:
+    # On a GPU the host would have to wait for the answer whether groups need float32 minimums.
+    fp32_min = True if x.is_cuda else None
+    tensors = quantizer_ops.quantize(x, seed, bits, group_size, fp32_min, kind=kind)
+    stride = tuple(layout.by_sample_stride(x))
+    spec = QuantizedTensorSpec(bits, group_size, tuple(x.shape), stride, x.dtype, kind=kind)
+    return SavedTensors(tuple(tensors), spec)
+
+
+def _storages(module: nn.Module) -> set[int]:
+    """Return the storages of a module's parameters and buffers."""
+    tensors = (*module.parameters(), *module.buffers())
+    return {_storage(x) for x in tensors if is_plain(x)}
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+class _Local(threading.local):
+    """The forward pass that runs in a thread."""
+
+    def __init__(self):
+        self.start = None  # the sequence number of its first autograd node, or None
+        self.seen = set()  # nodes that `compress` has visited
+        self.owned = set()  # storages of the parameters and buffers of its module

@@ -1,0 +1,259 @@
+"""Which saved tensors of torch's autograd nodes are compressed, and how.
+
+A rule belongs to one argument of one kind of node. If it says `is_exact`, the gradient stays the same to the bit. If it
+says `is_unbiased`, the mean of the gradient over the random rounding is the exact gradient, as long as the node's other
+arguments are exact or rounded independently. There is no rule for arguments on which the gradient depends in any other
+way, such as divisors, logarithms and the log-sum-exp of attention. They stay exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fewbit.config import ROTATED, UNIFORM
+from fewbit.runtime.format.buffers import FLOATING
+from fewbit.runtime.quantizers import integers
+from fewbit.runtime.quantizers.spec import SavedTensors
+
+
+class Settings(NamedTuple):
+    """How the rules quantize a tensor.
+
+    Args:
+        quantize: a function (tensor, usual kind of the copy, bits) that returns SavedTensors.
+        bits: the bits per element of tensors in which the gradient is linear.
+        derivative_bits: the bits per element of derivatives.
+    """
+
+    quantize: Callable[[torch.Tensor, str, int], SavedTensors]
+    bits: int
+    derivative_bits: int
+
+
+class Rule:
+    """How one saved argument of an autograd node is compressed.
+
+    Attributes:
+        is_exact: whether the compression loses nothing.
+        is_unbiased: whether the mean of the gradient over the random rounding is exact.
+    """
+
+    is_exact = False
+    is_unbiased = True
+
+    def bits(self, x: torch.Tensor, settings: Settings) -> int:
+        """Return the bits per element of the copy of x, without the numbers of groups."""
+        raise NotImplementedError
+
+    def compress(self, x: torch.Tensor, settings: Settings) -> SavedTensors | None:
+        """Return the copy of x, or None if this rule does not apply to x, for example because of its dtype."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Linear(Rule):
+    """The gradient is linear in the argument, so an unbiased copy gives an unbiased gradient.
+
+    Attributes:
+        usual: the kind of the copy unless the user chooses one.
+    """
+
+    usual: str = ROTATED
+
+    def bits(self, x, settings):
+        return settings.bits
+
+    def compress(self, x, settings):
+        return settings.quantize(x, self.usual, settings.bits) if x.dtype in FLOATING else None
+
+
+@dataclass(frozen=True)
+class Derivative(Rule):
+    """The gradient is linear in a function of the argument, a derivative. The derivative is quantized.
+
+    The backward pass gets an argument whose derivative is the quantized one. Copies are uniform, so that no derivative
+    leaves the interval between the least and the greatest derivative of its group.
+
+    Attributes:
+        derivative: the function.
+        inverse: a function that returns an argument for a derivative.
+    """
+
+    derivative: Callable
+    inverse: Callable
+
+    def bits(self, x, settings):
+        return settings.derivative_bits
+
+    def compress(self, x, settings):
+        if x.dtype not in FLOATING:
+            return None
+        derivative = self.derivative(x.to(torch.promote_types(x.dtype, torch.float32)))
+        tensors, spec, _ = settings.quantize(derivative, UNIFORM, settings.derivative_bits)
+        return SavedTensors(tensors, _InverseSpec(spec, self.inverse, x.dtype))
+
+
+@dataclass(frozen=True)
+class Mask(Rule):
+    """The argument is a mask of bools."""
+
+    is_exact = True
+
+    def bits(self, x, settings):
+        return 1
+
+    def compress(self, x, settings):
+        if x.dtype is not torch.bool:
+            return None
+        tensors, spec, _ = integers.pack(x, 2)
+        return SavedTensors(tensors, _CastSpec(spec, torch.bool))
+
+
+@dataclass(frozen=True)
+class Positive(Rule):
+    """The gradient depends on the signs of the argument alone, as that of ReLU depends on the signs of its result."""
+
+    is_exact = True
+
+    def bits(self, x, settings):
+        return 1
+
+    def compress(self, x, settings):
+        tensors, spec, _ = integers.pack(x > 0, 2)
+        return SavedTensors(tensors, _CastSpec(spec, x.dtype))
+
+
+@dataclass(frozen=True)
+class Index(Rule):
+    """The argument has indices, int64, which are saved in the narrowest dtype that holds them.
+
+    Indices on a GPU stay as they are, because the host would have to wait for their largest value.
+    """
+
+    is_exact = True
+
+    def bits(self, x, settings):
+        return 16
+
+    def compress(self, x, settings):
+        if x.dtype is not torch.int64 or x.is_cuda or not x.numel():
+            return None
+        least, greatest = x.aminmax()
+        return None if least < 0 else integers.narrow(x, int(greatest) + 1)
+
+
+@dataclass(frozen=True)
+class Size(Rule):
+    """The gradient depends on the size of the argument alone."""
+
+    is_exact = True
+
+    def bits(self, x, settings):
+        return 0
+
+    def compress(self, x, settings):
+        return SavedTensors((), _SizeSpec(tuple(x.shape), x.dtype, x.device))
+
+
+class _CastSpec(NamedTuple):
+    """The spec of integers that are restored in another dtype."""
+
+    inner: integers.PackedIntegersSpec
+    dtype: torch.dtype
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        return self.inner.dequantize(tensors).to(self.dtype)
+
+
+class _InverseSpec(NamedTuple):
+    """The spec of a derivative, from which an argument with that derivative is restored."""
+
+    inner: NamedTuple
+    inverse: Callable
+    dtype: torch.dtype
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        return self.inverse(self.inner.dequantize(tensors)).to(self.dtype)
+
+
+class _SizeSpec(NamedTuple):
+    """The spec of a tensor of which only the size matters."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.size)
+
+
+def _sigmoid_of_derivative(derivative):
+    """Return the value s <= 1/2 of a sigmoid for its derivative s (1 - s), which is at most 1/4."""
+    return 2 * derivative / (1 + (1 - 4 * derivative).clamp(min=0).sqrt())
+
+
+def _tanh_of_derivative(derivative):
+    """Return the value t >= 0 of a tanh for its derivative 1 - t^2."""
+    return (1 - derivative).clamp(min=0).sqrt()
+
+
+LINEAR = Linear()
+EXPONENTIAL = Linear(
+    UNIFORM
+)  # most values of a group are close to 0, which a uniform copy restores almost exactly
+SIGMOID = Derivative(lambda s: s * (1 - s), _sigmoid_of_derivative)
+TANH = Derivative(lambda t: 1 - t * t, _tanh_of_derivative)
+MASK, POSITIVE, INDEX, SIZE = Mask(), Positive(), Index(), Size()
+
+_ARGUMENTS = {
+    LINEAR: (
+        "Mul: self other, Mm: self mat2, Bmm: self mat2, Addmm: mat1 mat2, Baddbmm: batch1 batch2, Addbmm: batch1 batch2, "
+        "Mv: self vec, Dot: self tensor, Addmv: mat vec, Addr: vec1 vec2, Linear: input weight, Trilinear: i1 i2 i3, "
+        "Convolution: input, GroupedMm: self mat2, Addcmul: tensor1 tensor2, Addcdiv: tensor1, Div: self, Var: self, "
+        "VarMean: self, Std: self"
+    ),
+    EXPONENTIAL: "Exp: result",
+    SIGMOID: "Sigmoid: result",
+    TANH: "Tanh: result",
+    MASK: "Where: condition, MaskedFill: mask, MaskedScatter: mask, MaskedSelect: mask, NativeDropout: result1",
+    POSITIVE: "Relu: result",
+    INDEX: (
+        "Gather: index, Index: indices, IndexSelect: index, IndexAdd: index, IndexPut: indices, Scatter: index, "
+        "ScatterAdd: index, Embedding: indices, Sort: indices, Topk: indices"
+    ),
+    SIZE: "Gather: self, MaskedSelect: self",
+}
+"""{rule: the arguments that it holds for, as "node: arguments". A node stands for all overloads: "Mul" for MulBackward0.}"""
+
+
+def _by_argument() -> dict[tuple[str, str], Rule]:
+    found = {}
+    for rule, text in _ARGUMENTS.items():
+        for entry in text.split(", "):
+            node, _, names = entry.partition(": ")
+            found |= dict.fromkeys(((node, name) for name in names.split()), rule)
+    return found
+
+
+RULES = _by_argument()
+"""{(node without "Backward<number>", argument): rule}."""
+
+
+def rule_of(node, argument: str) -> Rule | None:
+    """Return the rule for an argument that an autograd node has saved; None if the argument has to stay exact.
+
+    Args:
+        node: the node.
+        argument: the argument's name.
+    """
+    name, _, number = node.name().partition("Backward")
+    if not number.isdigit():
+        return None
+    if (name, argument) == ("Pow", "self"):
+        # The derivative of x^2 is linear in x; that of other powers is not.
+        return LINEAR if getattr(node, "_saved_exponent", None) == 2 else None
+    return RULES.get((name, argument))

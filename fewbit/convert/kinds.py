@@ -87,6 +87,7 @@ TRANSFORMERS_ACTIVATIONS = {
     "LaplaceActivation": Kind(few.Laplace, attributes={"mu": 0.707107, "sigma": 0.282095}),
     "ReLUSquaredActivation": Kind(few.ReLUSquared),
     "SqrtSoftplusActivation": Kind(few.SqrtSoftplus),
+    "BloomGelu": _GELU_TANH,
 }
 FUNCTION_OWNERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Classes whose attribute `activation` may be a plain function, one of FUNCTIONS."""
@@ -124,7 +125,9 @@ def kind_of(module: nn.Module) -> Kind | None:
         return TRANSFORMERS_ACTIVATIONS.get(cls.__name__)
     if cls.__module__.startswith("transformers."):
         adapted = transformers_modules.becomes(module)
-        return None if adapted is None else Kind(adapted, LAYER)
+        if adapted is None:
+            return TRANSFORMERS_ACTIVATIONS.get(cls.__name__)
+        return Kind(adapted, LAYER)
     return None if _misfit_of(module) else TORCH.get(cls)
 
 

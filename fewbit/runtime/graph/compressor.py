@@ -14,6 +14,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.graph.rules import Rule, Settings, rule_of
 from fewbit.runtime.interop.autograd_graph import (
     SavedArgument,
+    ends_at_leaves,
     next_sequence_number,
     nodes_since,
     saved_by,
@@ -118,14 +119,15 @@ class GraphCompressor:
         """Return whether a tensor stays exact although there is a rule for it.
 
         A copy would not free parameters, small tensors and the memory of other libraries. A tensor without gradient,
-        such as a table of positions, may be used by many layers: if all used one copy, its errors would multiply.
+        such as a table of positions, may be used by many layers: if all used one copy, its errors would multiply in the
+        gradients of earlier layers.
         """
         x = argument.tensor
         if x.numel() < SMALL or _storage(x) in self._local.owned:
             return True
         if x.untyped_storage().nbytes() == 0:
             return True
-        return not (rule.is_exact or argument.is_computed)
+        return not (rule.is_exact or argument.is_computed or ends_at_leaves(argument.node))
 
     def _replace(self, one: _Candidate, settings: GraphSettings, path: str, context) -> None:
         argument, rule = one.argument, one.rule
@@ -133,7 +135,7 @@ class GraphCompressor:
 
         def quantize(x, usual, bits):
             kind = settings.kind or usual_kind(usual, settings.group_size)
-            seed = context.seed(x, f"{path}:{argument.node}.{argument.name}", 0)
+            seed = context.seed(x, f"{path}:{argument.node.name()}.{argument.name}", 0)
             return in_storage_order(
                 x, lambda x: _quantized(x, seed, bits, settings.group_size, kind)
             )

@@ -8,6 +8,7 @@ way, such as divisors, logarithms and the log-sum-exp of attention. They stay ex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -65,9 +66,11 @@ class Linear(Rule):
     usual: str = ROTATED
 
     def bits(self, x, settings):
+        """Return the bits per element of the copy."""
         return settings.bits
 
     def compress(self, x, settings):
+        """Return a quantized copy."""
         return settings.quantize(x, self.usual, settings.bits) if x.dtype in FLOATING else None
 
 
@@ -87,9 +90,11 @@ class Derivative(Rule):
     inverse: Callable
 
     def bits(self, x, settings):
+        """Return the bits per element of the copy."""
         return settings.derivative_bits
 
     def compress(self, x, settings):
+        """Return a quantized copy of the derivative."""
         if x.dtype not in FLOATING:
             return None
         derivative = self.derivative(x.to(torch.promote_types(x.dtype, torch.float32)))
@@ -104,9 +109,11 @@ class Mask(Rule):
     is_exact = True
 
     def bits(self, x, settings):
+        """Return the bits per element of the copy."""
         return 1
 
     def compress(self, x, settings):
+        """Return the packed mask."""
         if x.dtype is not torch.bool:
             return None
         tensors, spec, _ = integers.pack(x, 2)
@@ -120,11 +127,41 @@ class Positive(Rule):
     is_exact = True
 
     def bits(self, x, settings):
+        """Return the bits per element of the copy."""
         return 1
 
     def compress(self, x, settings):
+        """Return the packed signs."""
         tensors, spec, _ = integers.pack(x > 0, 2)
         return SavedTensors(tensors, _CastSpec(spec, x.dtype))
+
+
+@dataclass(frozen=True)
+class Inside(Rule):
+    """The gradient depends only on which elements are in an interval, as that of torch.clamp does.
+
+    Attributes:
+        least: the lower end of the interval, which belongs to it; None if there is none.
+        greatest: the upper end, in the same form. One of the two ends is given.
+    """
+
+    least: float | None
+    greatest: float | None
+    is_exact = True
+
+    def bits(self, x, settings):
+        """Return the bits per element of the copy."""
+        return 1
+
+    def compress(self, x, settings):
+        """Return a packed bit for each element."""
+        is_inside = torch.ones_like(x, dtype=torch.bool) if self.least is None else x >= self.least
+        if self.greatest is not None:
+            is_inside &= x <= self.greatest
+        tensors, spec, _ = integers.pack(is_inside, 2)
+        inside = self.greatest if self.least is None else self.least
+        outside = -math.inf if self.greatest is None else math.inf
+        return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, inside, outside))
 
 
 @dataclass(frozen=True)
@@ -137,9 +174,11 @@ class Index(Rule):
     is_exact = True
 
     def bits(self, x, settings):
+        """Return the bits per element of the copy."""
         return 16
 
     def compress(self, x, settings):
+        """Return the narrowed indices."""
         if x.dtype is not torch.int64 or x.is_cuda or not x.numel():
             return None
         least, greatest = x.aminmax()
@@ -153,9 +192,11 @@ class Size(Rule):
     is_exact = True
 
     def bits(self, x, settings):
+        """Return the bits per element of the copy."""
         return 0
 
     def compress(self, x, settings):
+        """Return a copy without tensors."""
         return SavedTensors((), _SizeSpec(tuple(x.shape), x.dtype, x.device))
 
 
@@ -166,7 +207,23 @@ class _CastSpec(NamedTuple):
     dtype: torch.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
+        """Return the integers in `dtype`."""
         return self.inner.dequantize(tensors).to(self.dtype)
+
+
+class _ChoiceSpec(NamedTuple):
+    """The spec of bools that are restored as one of two numbers."""
+
+    inner: integers.PackedIntegersSpec
+    dtype: torch.dtype
+    one: float
+    zero: float
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return `one` for the bools that are true, and `zero` for the others."""
+        flags = self.inner.dequantize(tensors).bool()
+        values = torch.full_like(flags, self.zero, dtype=self.dtype)
+        return values.masked_fill_(flags, self.one)
 
 
 class _InverseSpec(NamedTuple):
@@ -177,6 +234,7 @@ class _InverseSpec(NamedTuple):
     dtype: torch.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
+        """Return an argument that has the quantized derivative."""
         return self.inverse(self.inner.dequantize(tensors)).to(self.dtype)
 
 
@@ -188,6 +246,7 @@ class _SizeSpec(NamedTuple):
     device: torch.device
 
     def dequantize(self, tensors) -> torch.Tensor:
+        """Return zeros of this size, without memory for them."""
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.size)
 
 
@@ -256,4 +315,9 @@ def rule_of(node, argument: str) -> Rule | None:
     if (name, argument) == ("Pow", "self"):
         # The derivative of x^2 is linear in x; that of other powers is not.
         return LINEAR if getattr(node, "_saved_exponent", None) == 2 else None
+    if (name, argument) in (("Clamp", "self"), ("ClampMin", "self"), ("ClampMax", "self")):
+        ends = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
+        # Ends may be tensors too.
+        are_numbers = all(end is None or isinstance(end, int | float) for end in ends)
+        return Inside(*ends) if are_numbers and ends != (None, None) else None
     return RULES.get((name, argument))

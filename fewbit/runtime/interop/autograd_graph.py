@@ -14,7 +14,7 @@ import torch
 _PREFIX = "_raw_saved_"
 _COPIES = frozenset(
     f"{name}Backward0"
-    for name in "ToCopy T Transpose View Permute Unsqueeze Squeeze Expand Slice Select Alias Clone".split()
+    for name in "ToCopy T Transpose View UnsafeView Permute Unsqueeze Squeeze Expand Slice Select Alias Clone".split()
 )
 """Names of the autograd nodes between a parameter and a copy or view of it: autocast copies it in another dtype."""
 _arguments = {}  # {type of a node: names of the arguments that the node saves}
@@ -24,7 +24,7 @@ class SavedArgument(NamedTuple):
     """A tensor that an autograd node of torch has saved.
 
     Attributes:
-        node: the name of the node, such as "MulBackward0".
+        node: the node.
         name: the name of the argument, such as "other".
         raw: torch's SavedTensor.
         tensor: the tensor, or None if other hooks hold it.
@@ -32,7 +32,7 @@ class SavedArgument(NamedTuple):
         meter: the `Metered` object that holds the tensor while a meter counts saved bytes, else None.
     """
 
-    node: str
+    node: object
     name: str
     raw: object
     tensor: torch.Tensor | None
@@ -96,19 +96,25 @@ def saved_by(node) -> Iterator[SavedArgument]:
             data = getattr(raw, "data", None)
             if isinstance(data, torch.Tensor):
                 is_own = name.startswith("result")  # torch saves a node's own results detached
-                yield SavedArgument(node.name(), name, raw, data, is_own or is_computed(data), None)
+                yield SavedArgument(node, name, raw, data, is_own or is_computed(data), None)
             elif isinstance(data, Metered):
                 is_own = name.startswith("result")
-                yield SavedArgument(
-                    node.name(), name, raw, data.tensor, is_own or data.is_computed, data
-                )
+                yield SavedArgument(node, name, raw, data.tensor, is_own or data.is_computed, data)
             elif data is not None:
-                yield SavedArgument(node.name(), name, raw, None, False, None)
+                yield SavedArgument(node, name, raw, None, False, None)
 
 
 def is_computed(x: torch.Tensor) -> bool:
     """Return whether x needs a gradient, and is neither a leaf, such as a parameter, nor a copy or view of a leaf."""
-    node = x.grad_fn
-    while node is not None and node.name() in _COPIES:
+    return not (x.grad_fn is None or _leads_to_leaf(x.grad_fn))
+
+
+def ends_at_leaves(node) -> bool:
+    """Return whether the gradients that a node computes are those of leaves, or of copies and views of leaves."""
+    return all(before is None or _leads_to_leaf(before) for before, _ in node.next_functions)
+
+
+def _leads_to_leaf(node) -> bool:
+    while node.name() in _COPIES and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
-    return node is not None and not hasattr(node, "variable")
+    return hasattr(node, "variable")

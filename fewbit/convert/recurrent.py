@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fewbit.nn.base import Guarded
+from fewbit.runtime.interop.one_dnn import without_one_dnn
 
 
 class StepwiseLSTM(Guarded, nn.LSTM):
@@ -20,5 +21,5 @@ class StepwiseLSTM(Guarded, nn.LSTM):
         data = getattr(input, "data", input)  # a packed sequence has its tensor in `data`
         if not (self.training and torch.is_grad_enabled() and data.device.type == "cpu"):
             return super().forward(input, hx)
-        with torch.backends.mkldnn.flags(enabled=False):
+        with without_one_dnn():
             return super().forward(input, hx)

@@ -1,0 +1,363 @@
+"""Compression of what torch's own operations save (`everything`): gradients against torch's, and saved bytes."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from expectation import drawn, pooled_z
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+from fewbit.runtime.graph import rules
+
+SHAPE = 8, 16, 24  # each tensor has 3072 elements, more than `compressor.SMALL`
+
+
+class Block(nn.Module):
+    """A module that computes `function` of two tensors, which it computes from its input and its parameters."""
+
+    def __init__(self, function):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.function = function
+        self.a = nn.Parameter(torch.randn(SHAPE[1:], generator=generator))
+        self.b = nn.Parameter(torch.randn(SHAPE[1:], generator=generator))
+
+    def forward(self, x):
+        return self.function(x + self.a, x.flip(1) - self.b)
+
+
+def rows(x):
+    """Return x as a matrix that does not share its memory."""
+    return (x + 0.0).flatten(0, 1)
+
+
+def square(x):
+    return torch.bmm(x.transpose(1, 2), x) / 16
+
+
+def _index(x):
+    return torch.arange(x.numel()).view(x.shape).flip(0) % x.shape[1]
+
+
+# Arguments in which gradients are linear. Positive divisors keep gradients small.
+LINEAR = {
+    "mul": lambda x, y: x * y,
+    "one tensor times itself": lambda x, y: x * x,
+    "power": lambda x, y: x**2,
+    "mm": lambda x, y: rows(x).t() @ rows(y),
+    "bmm": lambda x, y: torch.bmm(x, y.transpose(1, 2)),
+    "einsum": lambda x, y: torch.einsum("nij,nkj->nik", x, y),
+    "addmm": lambda x, y: torch.addmm(torch.zeros(24), rows(x).t(), rows(y)),
+    "baddbmm": lambda x, y: torch.baddbmm(square(x), x.transpose(1, 2), y),
+    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5),
+    "variance": lambda x, y: x.var(-1),
+    "deviation": lambda x, y: x.std(-1),
+    "exponential": lambda x, y: (0.3 * x).exp(),
+    "sigmoid": lambda x, y: torch.special.expit(x),
+    "gates": lambda x, y: torch.special.expit(x) * y,
+    "convolution": lambda x, y: torch.convolution(
+        x, torch.ones(4, 16, 3) / 7 * y.mean(), None, [1], [1], [1], False, [0], 1
+    ),
+}
+# Arguments of which packed masks, indices and sizes are as good as the tensors.
+EXACT = {
+    "relu": lambda x, y: torch.ops.aten.relu(x),
+    "clamp": lambda x, y: x.clamp(-0.5, 1),
+    "clamp from below": lambda x, y: x.clamp(min=0.25),
+    "clamp from above": lambda x, y: torch.clamp_max(x, 0.25),
+    "where": lambda x, y: torch.where(x > y, x, y),
+    "masked_fill": lambda x, y: x.masked_fill(y > 0, 2.0),
+    "gather": lambda x, y: x.gather(1, _index(x)),
+    "sort": lambda x, y: x.sort(-1).values,
+    "topk": lambda x, y: x.topk(12, -1).values,
+    "scatter_add": lambda x, y: torch.zeros(SHAPE).scatter_add(1, _index(x), x),
+    "masked_select": lambda x, y: x.masked_select(x > 0),
+}
+# Arguments of which gradients depend in another way.
+KEPT = {
+    "divisor": lambda x, y: 1 / (2 + x.abs()),
+    "logarithm": lambda x, y: (2 + x.abs()).log(),
+    "root": lambda x, y: (2 + x.abs()).sqrt(),
+    "cube": lambda x, y: x**3,
+    "cosine": lambda x, y: x.cos(),
+    "log-sum-exp": lambda x, y: torch.logsumexp(x, -1),
+    "product": lambda x, y: x.prod(-1),
+    "largest": lambda x, y: torch.maximum(x, y),
+}
+
+
+def inputs():
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model, x, seed=None):
+    """Return the gradients of the parameters and of x."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    x = x.clone().requires_grad_()
+    weights = torch.Generator().manual_seed(2)
+    y = model(x)
+    loss = (y * torch.randn(y.shape, generator=weights)).sum()
+    return torch.autograd.grad(loss, [*model.parameters(), x], allow_unused=True)
+
+
+def compressed(model, bits=8, **layers):
+    model = copy.deepcopy(model)
+    settings = {"everything": True, "activation_bits": bits, **layers}
+    fewbit.compress_(model, bits=bits, layers=settings, verbose=False)
+    return model
+
+
+def flat(grads):
+    return torch.cat([grad.flatten() for grad in grads if grad is not None])
+
+
+def saved(model, x):
+    """Return {kind: bytes} of what a forward saves besides parameters and the input."""
+    found = {}
+    for entry in fewbit.saved_bytes(model, x).entries:
+        if entry.kind not in ("parameter", "buffer", "input"):
+            found[entry.kind] = found.get(entry.kind, 0) + entry.bytes
+    return found
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_arguments_in_which_gradients_are_linear(name):
+    model, x = Block(LINEAR[name]), inputs()
+    exact = gradients(model, x)
+    found = gradients(compressed(model), x)
+    error = (flat(found) - flat(exact)).norm() / flat(exact).norm()
+    assert 0 < error < 0.02
+    before, after = saved(model, x), saved(compressed(model, 2), x)
+    assert "packed" in after and after.get("activation", 0) < 2000  # small results stay
+    # A tensor that several nodes save has a copy for each.
+    assert sum(after.values()) * 4 < sum(before.values())
+
+
+@pytest.mark.parametrize("name", [name for name in LINEAR if name != "deviation"])
+def test_their_gradients_are_exact_in_the_mean(name):
+    """Uniform copies are unbiased for every tensor, so the mean over draws is the exact gradient."""
+    model, x = Block(LINEAR[name]), inputs()
+    few = compressed(model, 2, quantizer="uniform")
+    # Gradients of parameters are sums over samples. The input's gradient is no sum, and its entries hardly vary if an
+    # element is close to a level.
+    exact = [grad for grad in gradients(model, x)[:-1] if grad is not None]
+    seeds = iter(range(100, 1000))
+    samples = drawn(
+        lambda: [grad for grad in gradients(few, x, next(seeds))[:-1] if grad is not None], 60
+    )
+    for found, grad in zip(samples, exact, strict=True):
+        # Entries of a gradient depend on each other, as they share samples.
+        assert abs(pooled_z(found, grad, 1e-5, independent=24)) < 5
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_masks_indices_and_sizes(name):
+    model, x = Block(EXACT[name]), inputs()
+    exact, found = gradients(model, x), gradients(compressed(model, 2, functional=False), x)
+    assert all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in zip(exact, found, strict=True)
+    )
+    before = sum(saved(model, x).values())
+    assert sum(saved(compressed(model, 2, functional=False), x).values()) <= before / 1.9
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_arguments_stay_exact(name):
+    model, x = Block(KEPT[name]), inputs()
+    exact, found = gradients(model, x), gradients(compressed(model, 1, functional=False), x)
+    assert all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in zip(exact, found, strict=True)
+    )
+
+
+def test_tanh_and_sigmoid_restore_their_derivatives():
+    derivative = torch.linspace(0, 0.25, 101, dtype=torch.float64)
+    s = rules.SIGMOID.inverse(derivative)
+    torch.testing.assert_close(s * (1 - s), derivative, rtol=0, atol=1e-15)
+    t = rules.TANH.inverse(4 * derivative)
+    torch.testing.assert_close(1 - t * t, 4 * derivative, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_dtypes(dtype):
+    model, x = Block(LINEAR["gates"]).to(dtype), inputs().to(dtype)
+    exact, found = gradients(model, x), gradients(compressed(model), x)
+    assert all(grad.dtype == dtype for grad in found)
+    error = (flat(found).double() - flat(exact).double()).norm() / flat(exact).double().norm()
+    assert error < 0.03
+
+
+def test_the_memory_is_freed():
+    """The tensors themselves are gone when the forward pass is over, and the meter counts what is there."""
+    alive = []
+
+    def function(x, y):
+        alive.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (x, y))
+        return x * y
+
+    model = compressed(Block(function), 2)
+    result = model(inputs())
+    assert all(reference.expired() for reference in alive)
+    del result
+    packed = 2 * 4 * 2 * 3072 // 32
+    assert saved(model, inputs())["packed"] == packed
+
+
+def test_a_tensor_that_is_needed_exactly_too_is_no_copy():
+    """A copy would come on top of the tensor."""
+    model = Block(lambda x, y: (x * x.detach().abs().add(1).log()).sum() + (3 + x).log().sum())
+    both = Block(lambda x, y: (x * y).sum() + x.square().add(1).log().sum() + (x / x.abs()).sum())
+    for each in (model, both):
+        before, after = saved(each, inputs()), saved(compressed(each, 2), inputs())
+        assert sum(after.values()) <= sum(before.values())
+
+
+def test_parameters_and_small_tensors_stay():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            return (x[:4] * x[4:8]).sum() + (self.w.t() @ self.w).sum()
+
+    model = Small()
+    few = compressed(model, 1, functional=False)
+    for a, b in zip(
+        gradients(model, torch.randn(8, 8)), gradients(few, torch.randn(8, 8)), strict=True
+    ):
+        assert a.shape == b.shape
+    x = torch.randn(8, 8)
+    assert all(map(torch.equal, gradients(model, x), gradients(few, x)))
+
+
+def test_a_constant_of_many_layers_stays():
+    """If all layers used one copy of a table, its error would be squared in the gradient of the first layer."""
+    table = torch.randn(SHAPE)
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(lambda x, y: (x + y) * table) for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Layers()
+    few = compressed(model, 1, functional=False)
+    assert all(map(torch.equal, gradients(model, inputs()), gradients(few, inputs())))
+
+
+def test_overrides_exclude_and_restore():
+    model, x = Block(LINEAR["bmm"]), inputs()
+    exact = gradients(model, x)
+    for settings in ({"overrides": {"": None}}, {"layers": {"functional": False}}):
+        other = copy.deepcopy(model)
+        fewbit.compress_(other, bits=2, verbose=False, **settings)
+        assert all(map(torch.equal, gradients(other, x), exact))
+    few = compressed(model, 2)
+    assert not torch.equal(flat(gradients(few, x)), flat(exact))
+    few.eval()
+    assert all(map(torch.equal, gradients(few, x), exact))
+    few.train()
+    fewbit.restore_(few)
+    assert all(map(torch.equal, gradients(few, x), exact))
+
+
+def test_overrides_of_one_module():
+    model = nn.Sequential(Block(LINEAR["mul"]), Block(LINEAR["mul"]))
+    few = copy.deepcopy(model)
+    fewbit.compress_(few, bits=2, overrides={"1": {"everything": True}}, verbose=False)
+    paths = {e.module for e in fewbit.saved_bytes(few, inputs()).entries if e.kind == "packed"}
+    assert paths == {"0", "1"}  # `mul` of computed tensors is among the functions that are replaced
+    bare = nn.Sequential(Block(LINEAR["exponential"]), Block(LINEAR["exponential"]))
+    fewbit.compress_(bare, bits=2, overrides={"1": {"everything": True}}, verbose=False)
+    paths = {e.module for e in fewbit.saved_bytes(bare, inputs()).entries if e.kind == "packed"}
+    assert paths == {"1"}
+
+
+def test_copies_of_the_model():
+    model, x = compressed(Block(torch.mul), 2), inputs()
+    expected = gradients(model, x, seed=7)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(map(torch.equal, gradients(other, x, seed=7), expected))
+    assert not torch.equal(flat(gradients(model, x, seed=8)), flat(expected))
+
+
+def test_several_backward_passes_use_one_copy():
+    model, x = compressed(Block(LINEAR["mul"]), 2), inputs().requires_grad_()
+    y = model(x).sum()
+    first = torch.autograd.grad(y, model.parameters(), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(y, model.parameters())))
+
+
+def test_checkpointed_regions_stay_exact():
+    inner = Block(LINEAR["exponential"])
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Outer()
+    few = compressed(model, 1)
+    assert torch.equal(flat(gradients(few, inputs())), flat(gradients(model, inputs())))
+
+
+def test_the_graph_before_the_model_stays():
+    """Nodes of another model that made the input are not touched."""
+    other, x = Block(LINEAR["exponential"]), inputs()
+    few = compressed(Block(lambda x, y: x + y), 1)
+    exact = torch.autograd.grad(other(x).sum(), other.parameters(), allow_unused=True)
+    found = torch.autograd.grad(few(other(x)).sum(), other.parameters(), allow_unused=True)
+    double = torch.autograd.grad(
+        (other(x) + other(x).flip(1)).sum(), other.parameters(), allow_unused=True
+    )
+    assert found[1] is None and exact[1] is None and double[1] is None
+    torch.testing.assert_close(found[0], double[0])
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and a linear layer."""
+
+    def __init__(self, cls, **kwargs):
+        super().__init__()
+        self.layer = cls(32, 64, 2, batch_first=True, **kwargs)
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+
+@pytest.mark.parametrize("cls", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers(cls):
+    torch.manual_seed(3)
+    model, x = Recurrent(cls), torch.randn(32, 12, 32)
+    exact = gradients(model, x)
+    error = (flat(gradients(compressed(model), x)) - flat(exact)).norm() / flat(exact).norm()
+    assert 0 < error < 0.02
+    before, after = saved(model, x), saved(compressed(model, 2), x)
+    assert sum(after.values()) * 8 < sum(before.values())
+
+
+def test_the_report_names_recurrent_layers():
+    model = Recurrent(nn.GRU)
+    report = str(fewbit.compress_(model, layers={"everything": True}, verbose=False).report)
+    assert "what its operations save is compressed" in " ".join(report.split())
+
+
+def test_a_masked_input_is_no_division():
+    """The rule for masks does not apply to numbers: a float in place of a mask stays exact."""
+    assert rules.MASK.compress(torch.ones(4), None) is None
+    assert math.isinf(rules.Inside(0.0, None).compress(torch.ones(40), None).spec.zero)

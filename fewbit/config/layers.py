@@ -42,7 +42,7 @@ class LayerSettings(Config):
         functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
             trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
         everything: whether to compress also the tensors that other operations of torch save, such as products, einsum and
-            the gates of recurrent layers (usually False; docs/everything.md).
+            the gates of recurrent layers (usually False; docs/compress.md).
         quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/quantizer.md). Usually, results of softmax
             and tensors with groups of more than 256 elements have uniform copies, and all other tensors have rotated
             copies (docs/decisions/0016).

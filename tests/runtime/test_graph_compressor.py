@@ -315,6 +315,16 @@ def test_checkpointed_regions_stay_exact():
     assert torch.equal(flat(gradients(few, inputs())), flat(gradients(model, inputs())))
 
 
+def test_tensors_that_other_hooks_hold_stay():
+    """The hooks of torch's save_on_cpu, and hooks that hold a tensor in place of the saved one."""
+    model, x = Block(LINEAR["exponential"]), inputs()
+    few, exact = compressed(model, 1), gradients(Block(LINEAR["exponential"]), inputs())
+    same = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+    for hooks in (same, torch.autograd.graph.save_on_cpu()):
+        with hooks:
+            assert torch.equal(flat(gradients(few, x)), flat(exact))
+
+
 def test_the_graph_before_the_model_stays():
     """Nodes of another model that made the input are not touched."""
     other, x = Block(LINEAR["exponential"]), inputs()

@@ -94,7 +94,8 @@ def saved_by(node) -> Iterator[SavedArgument]:
             return
         for raw in saved if isinstance(saved, tuple | list) else (saved,):
             data = getattr(raw, "data", None)
-            if isinstance(data, torch.Tensor):
+            has_hooks = getattr(raw, "unpack_hook", None) is not None
+            if isinstance(data, torch.Tensor) and not has_hooks:
                 is_own = name.startswith("result")  # torch saves a node's own results detached
                 yield SavedArgument(node, name, raw, data, is_own or is_computed(data), None)
             elif isinstance(data, Metered):

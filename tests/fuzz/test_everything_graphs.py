@@ -1,0 +1,36 @@
+"""`compress_` with `everything` on random models: gradients with 8 bits are close to exact ones, and none is wrong."""
+
+import copy
+
+import pytest
+import torch
+from cases import CASES, CHUNKS, seeds
+from random_graphs import RandomGraph
+
+import fewbit
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+GRAPH = 4
+"""The number of cases for each model."""
+MOST = 0.15
+"""The largest relative error of a gradient. Of 1,500 models, the largest has .042; a wrong gradient has about 1."""
+
+
+def gradient(model):
+    torch.manual_seed(3)
+    model(model.x).backward()
+    gradients = [x.grad.flatten() for x in model.parameters() if x.grad is not None]
+    return torch.cat(gradients).double()
+
+
+@pytest.mark.parametrize("part", range(CHUNKS))
+def test_gradients_of_random_graphs(part):
+    for seed in seeds(part, CASES // GRAPH):
+        model = RandomGraph(seed)
+        few = copy.deepcopy(model)
+        # Functions that fewbit replaces have tests of their own.
+        layers = {"everything": True, "activation_bits": 8, "functional": False}
+        fewbit.compress_(few, bits=8, layers=layers, verbose=False)
+        exact = gradient(model)
+        error = float((gradient(few) - exact).norm() / exact.norm())
+        assert error < MOST, (seed, error)

@@ -29,7 +29,14 @@ from fewbit.demo import text, training
 
 BITS = (None, 8, 4, 3, 2, 1)
 OTHER_BATCHES = "other batches"
-ADAPTIVE = {f"adaptive, {bits} bits": fewbit.AdaptiveBits(bits) for bits in (2, 1.25)}
+ADAPTIVE = {f"adaptive, {bits} bits": {"bits": fewbit.AdaptiveBits(bits)} for bits in (2, 1.25)} | {
+    f"adaptive, {bits} bits, attention 3": {
+        "bits": fewbit.AdaptiveBits(bits),
+        "layers": {"attention_bits": 3},
+    }
+    for bits in (1.5, 1.25)
+}
+"""{name of an arm: the arguments of `compress_`}."""
 ARMS = {"transformer": (*BITS, *ADAPTIVE, OTHER_BATCHES), "resnet": BITS}
 SEEDS = {"transformer": 5, "resnet": 10}
 LONG, LONG_ARMS = {"transformer": 3}, {"transformer": (None, 2)}
@@ -64,7 +71,7 @@ def run(network, bits, seed, steps, **options):
     if bits == OTHER_BATCHES:
         seed += 10**5
     elif bits:
-        fewbit.compress_(model, ADAPTIVE.get(bits, bits), verbose=False, **options)
+        fewbit.compress_(model, **ADAPTIVE.get(bits, {"bits": bits}), verbose=False, **options)
     kept = fewbit.saved_bytes(model, sample(network, settings))
     return {"saved_bytes": kept.total, **train(network, model, seed, settings)}
 
@@ -114,7 +121,7 @@ def summary(rows):
 
 
 def show(records):
-    form = "{:12} {:>19} {:>5} {:>10} {:>6} {:>18} {:>20} {:>9}"
+    form = "{:12} {:>32} {:>5} {:>10} {:>6} {:>18} {:>20} {:>9}"
     head = "network", "bits", "seeds", "bytes", "less", "final loss", "minus exact", "accuracy"
     print(form.format(*head))
     for r in records:

@@ -47,8 +47,10 @@ def checkpoint(
     """Compute function(*args, **kwargs), save the inputs quantized, and compute it again in the backward pass.
 
     The result is that of torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs). The gradients
-    differ, because the backward pass computes the region from rounded inputs. Floating tensors of at least 1024 elements
-    among `args` are quantized; other arguments, tensors in containers, `kwargs` and parameters are saved as they are.
+    differ, because the backward pass computes the region from rounded inputs. Floating tensors among `args` that need a
+    gradient and have at least 1024 elements are quantized; other arguments, tensors in containers, `kwargs` and parameters
+    are saved as they are. Outside a converted model, the seed of the rounding is drawn from torch's generator first, so
+    dropout in the region draws other masks than with torch's function.
     In compiled code, torch's own function runs, and nothing is quantized.
 
     Args:
@@ -129,8 +131,9 @@ class _Holder(Function):
 
 def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
     """Return a quantized copy of an argument, or the argument itself if it is not to be quantized."""
+    # Tensors without gradient are masks, positions or data, which exist anyway. A mask may contain -inf.
     is_large = x.dtype in FLOATING and x.layout is torch.strided and x.numel() >= SMALL
-    if not is_large or isinstance(x, nn.Parameter) or not is_plain(x):
+    if not (is_large and x.requires_grad) or isinstance(x, nn.Parameter) or not is_plain(x):
         return copies.unquantized(x.detach())
     context = current()
     if context is None:

@@ -64,11 +64,17 @@ def compile(
             f'backend: expected "inductor" or "aot_eager", got {backend!r}; '
             "fewbit.partition_fn is for backends that are made by aot_autograd"
         )
+    if backend != "inductor" and (mode is not None or options is not None):
+        raise InputError(
+            f'mode and options are for the backend "inductor", got backend={backend!r}'
+        )
     usual = _resolved(bits, layers)
     selected = Selection(overrides=overrides).of(model, usual)
     own = {one.path: one.settings for one in selected if one.settings != usual}
-    partitioner = _partitioner(usual, own)
+    partitioner = _partitioner(usual, own, dict(model.named_modules()))
     if partitioner is None:
+        if mode is not None and options is not None:
+            mode, options = None, {**_of_mode(mode), **options}
         return torch.compile(model, backend=backend, mode=mode, options=options, **settings)
     if backend == "inductor":
         options = {**_of_mode(mode), **(options or {}), "custom_partitioner_fn": partitioner}
@@ -115,13 +121,13 @@ def _resolved(bits, layers) -> ResolvedSettings:
     return replace(settings, activation_bits=max(settings.activation_bits, config.bits))
 
 
-def _partitioner(settings: ResolvedSettings, own: Mapping | None = None):
+def _partitioner(settings: ResolvedSettings, own: Mapping | None = None, paths=()):
     """Return a `Partitioner`, or None with a warning if fewbit was not tested with this version of torch."""
     if torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
         # Another version of torch may lack the private interfaces that this module imports.
         from fewbit.compiler.partitioner import Partitioner
 
-        return Partitioner(settings, own)
+        return Partitioner(settings, own, paths)
     warnings.warn(
         f"fewbit.compile is tested with torch {', '.join(TESTED)} and this is torch {torch.__version__}, so the "
         "compiled code saves exact tensors",

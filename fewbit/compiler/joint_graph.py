@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fewbit.compiler import uses
 from fewbit.compiler.graphs import backward_nodes, module_of
+from fewbit.compiler.normal_form import STATISTIC
 
 LEAST = 4096
 """Tensors with fewer elements stay exact."""
@@ -58,6 +59,7 @@ class JointGraph:
         static: the numbers of the inputs that are parameters or buffers.
 
     Attributes:
+        changed: the inputs that the model changes in place, such as running means, and what depends on them.
         backward: the nodes that depend on tangents, in their order.
         forward: the nodes on which results of the forward graph depend.
         constants: nodes that need no copy, because parameters, inputs without gradient and small tensors suffice to
@@ -70,6 +72,7 @@ class JointGraph:
     graph: fx.Graph
     forward_outputs: int
     static: frozenset[int]
+    changed: set[fx.Node] = field(default_factory=set)
     backward: dict[fx.Node, None] = field(default_factory=dict)
     forward: set[fx.Node] = field(default_factory=set)
     constants: set[fx.Node] = field(default_factory=set)
@@ -77,6 +80,7 @@ class JointGraph:
     roots: dict[fx.Node, Root] = field(default_factory=dict)
 
     def __post_init__(self):
+        self.changed = _changed(self.graph)
         self.backward = backward_nodes(self.graph)
         self.forward = self._needed_by_forward()
         self._find_constants()
@@ -105,11 +109,15 @@ class JointGraph:
         """
         if node.op != "call_function" or node.target not in uses.AFFINE | uses.OF_OFFSETS:
             return None
+        if any(x in self.changed for x in node.all_input_nodes):
+            return None  # the backward pass would compute it from the new values
         sources = [x for x in node.all_input_nodes if self._varies(x)]
         others = [x for x in sources if uses.codes_of(x) is None]
         if len(others or sources) != 1:
             return None
         source = (others or sources)[0]
+        if _is_floating(source) and not _is_floating(node):
+            return None  # truncation to integers is not affine
         return source if list(node.args).count(source) == 1 else None
 
     def _varies(self, node) -> bool:
@@ -172,7 +180,19 @@ class JointGraph:
             return "a checkpointed region computes it again"
         if not value.is_floating_point() and self._codes_behind(node) is None:
             return "integers"
-        return ""
+        return "a statistic of larger tensors" if self._is_statistic(node) else ""
+
+    def _is_statistic(self, node) -> bool:
+        """Return whether all products with the node are much larger than the node, as for the deviations of a norm.
+
+        A group of such a tensor has statistics of many samples, which may have very different sizes, and each of them
+        multiplies many elements of the gradient.
+        """
+        value = node.meta["val"]
+        users = [user.meta.get("val") for user in node.users if user in self.backward]
+        sizes = [x.numel() for x in users if isinstance(x, torch.Tensor)]
+        is_reduced = value.is_floating_point() and 1 in value.shape
+        return is_reduced and bool(sizes) and min(sizes) >= STATISTIC * value.numel()
 
     def _add_root(self, node, uses_) -> None:
         if uses_ <= {uses.UNUSED}:
@@ -235,6 +255,24 @@ class JointGraph:
             else:
                 leaves.add(node)
         return is_nonlinear and len(leaves) == 1
+
+
+def _changed(graph: fx.Graph) -> set[fx.Node]:
+    """Return the inputs of a joint graph that the model changes in place, and the nodes that depend on them.
+
+    Inductor's graphs change an input by a call of copy_. Those of aot_eager return the new value.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    results = graph.output_node().meta.get("desc") or ()
+    returned = [x.mutated_input for x in results if hasattr(x, "mutated_input")]
+    found = {node for node in inputs if node.meta.get("desc") in returned}
+    found |= {
+        node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default
+    }.intersection(inputs)
+    for node in graph.nodes if found else ():
+        if any(x in found for x in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _is_floating(node) -> bool:

@@ -3,6 +3,11 @@
 Backward passes divide by tensors of the forward pass, and multiply the same gradient by several of them. A copy of a
 divisor would make the gradient wrong in expectation. Copies of two factors have twice the bytes of a copy of their
 product, and if one factor is large where the other is small, as in the derivative of softplus, also a larger error.
+Numbers by which a gradient is multiplied or divided in between, such as the number of elements of a mean, move in front of
+the factors, so that the factors meet.
+
+The backward pass of batch norm uses x - mean, whose channels may have very different sizes. A group of elements contains
+several channels, so x - mean is divided by the largest magnitude of each channel, which stays exact.
 """
 
 from __future__ import annotations
@@ -14,32 +19,107 @@ from fewbit.compiler.graphs import backward_nodes, insert
 
 aten = torch.ops.aten
 _DIVIDE, _MULTIPLY = aten.div.Tensor, aten.mul.Tensor
+_CONVERT = torch.ops.prims.convert_element_type.default
+STATISTIC = 16
+"""A tensor is a statistic of another if it broadcasts to at least this many times its elements."""
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Replace t / d by t * (1 / d), and (t * a) * b by t * (a * b), if t depends on tangents and a, b and d do not."""
+    """Change a joint graph as the text above says.
+
+    Let t depend on tangents, and a, b and d not, and let k be a number. Then t / d becomes t * (1 / d), (t * a) * k becomes
+    (t * k) * a, and (t * a) * b becomes t * (a * b).
+    """
     backward = set(backward_nodes(graph))
     for node in [node for node in graph.nodes if node in backward]:
         if node.target is _DIVIDE and _is_free(node.args[1], backward):
-            node = _multiplied(graph, node)
-            backward.add(node)
-        if node.target is _MULTIPLY:
+            node = _multiplied(graph, node, backward)
+        if node.target in (_MULTIPLY, _DIVIDE) and not isinstance(node.args[1], fx.Node):
+            _move_number(graph, node, backward)
+        elif node.target is _MULTIPLY:
             _reassociate(graph, node, backward)
+    for node in [node for node in graph.nodes if node.target is aten.sub.Tensor]:
+        _normalize(graph, node, backward)
+    graph.eliminate_dead_code()
 
 
 def _is_free(x, backward) -> bool:
     return isinstance(x, fx.Node) and isinstance(x.meta["val"], torch.Tensor) and x not in backward
 
 
-def _multiplied(graph, node) -> fx.Node:
+def _multiplied(graph, node, backward) -> fx.Node:
+    """Replace a quotient by a product with the reciprocal of the divisor. Return the product."""
     gradient, divisor = node.args
+    value = node.meta["val"]
     with graph.inserting_before(node):
-        mode = node.meta["val"].fake_mode
+        mode = value.fake_mode
+        if divisor.meta["val"].dtype != value.dtype:
+            # The reciprocal of an integer would be float32, and the product would have another dtype than the quotient.
+            divisor = insert(graph, mode, _CONVERT, (divisor, value.dtype), like=node)
         reciprocal = insert(graph, mode, aten.reciprocal.default, (divisor,), like=node)
         product = insert(graph, mode, _MULTIPLY, (gradient, reciprocal), like=node)
-    node.replace_all_uses_with(product)
+    return _replaced(graph, node, product, backward)
+
+
+def _replaced(graph, node, other, backward) -> fx.Node:
+    backward.add(other)
+    node.replace_all_uses_with(other)
     graph.erase_node(node)
-    return product
+    return other
+
+
+def _move_number(graph, node, backward) -> None:
+    """Replace (t * a) * k by (t * k) * a for a number k, and the same for a division by k."""
+    inner, number = node.args
+    if not isinstance(inner, fx.Node) or inner.target is not _MULTIPLY or len(inner.users) != 1:
+        return
+    gradient, factor = _split(inner, backward)
+    values = [x.meta["val"] for x in (node, inner, gradient) if x is not None]
+    if gradient is None or any(x.dtype != values[0].dtype for x in values):
+        return
+    with graph.inserting_before(node):
+        mode = node.meta["val"].fake_mode
+        scaled = insert(graph, mode, node.target, (gradient, number), like=node)
+        product = insert(graph, mode, _MULTIPLY, (scaled, factor), like=node)
+    backward.add(scaled)
+    _replaced(graph, node, product, backward)
+
+
+def _normalize(graph, node, backward) -> None:
+    """Replace t * (x - c) by (t * s) * ((x - c) / s), if c is a small statistic and s the largest |x - c| beside it."""
+    users = [user for user in node.users if user in backward]
+    center, value = node.args[1], node.meta["val"]
+    if node in backward or not users or not _is_free(center, backward):
+        return
+    small = center.meta["val"]
+    is_statistic = small.dim() == value.dim() and 1 < small.numel() * STATISTIC <= value.numel()
+    if not is_statistic or any(user.target is not _MULTIPLY for user in users):
+        return
+    dims = [dim for dim in range(value.dim()) if small.shape[dim] == 1]
+    steps = [
+        (aten.abs.default, ()),
+        (aten.amax.default, (dims, True)),
+        (aten.clamp_min.default, (torch.finfo(value.dtype).tiny,)),
+    ]
+    scale = node
+    for target, rest in steps:
+        with graph.inserting_before(scale.next):
+            scale = insert(graph, value.fake_mode, target, (scale, *rest), like=node)
+    with graph.inserting_before(scale.next):
+        inverse = insert(graph, value.fake_mode, aten.reciprocal.default, (scale,), like=node)
+    with graph.inserting_before(inverse.next):
+        normalized = insert(graph, value.fake_mode, _MULTIPLY, (node, inverse), like=node)
+    for user in users:
+        gradient, _ = _split(user, backward)
+        if gradient is None:
+            continue
+        is_large = gradient.meta["val"].numel() == value.numel()
+        first, second = (normalized, scale) if is_large else (scale, normalized)
+        with graph.inserting_before(user):
+            product = insert(graph, value.fake_mode, _MULTIPLY, (gradient, first), like=user)
+            result = insert(graph, value.fake_mode, _MULTIPLY, (product, second), like=user)
+        backward.add(product)
+        _replaced(graph, user, result, backward)
 
 
 def _reassociate(graph, node, backward) -> None:

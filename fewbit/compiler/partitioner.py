@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
@@ -25,15 +27,18 @@ class Partitioner(CustomPartitionerFn):
     Args:
         settings: the settings of all modules that `own` does not have.
         own: {dotted path of a module: the settings of the module, or None to leave its tensors exact}.
+        paths: the paths of all modules of the model, if they are known.
     """
 
     def __init__(
         self,
         settings: ResolvedSettings,
         own: Mapping[str, ResolvedSettings | None] | None = None,
+        paths: Iterable[str] = (),
     ):
         self.settings = settings
         self.own = dict(own or {})
+        self.paths = frozenset(paths)
         self._rows = []
 
     def __call__(
@@ -48,9 +53,11 @@ class Partitioner(CustomPartitionerFn):
         joint = JointGraph(joint_module.graph, outputs, static)
         copies = Rewriter(joint, self._settings_of).run()
         joint_module.recompile()
-        forward, backward = min_cut_rematerialization_partition(
-            joint_module, joint_inputs, **options
-        )
+        # With a budget below 1, torch would save no copies, and compute the forward pass and the copies again.
+        with functorch_config.patch(activation_memory_budget=1.0):
+            forward, backward = min_cut_rematerialization_partition(
+                joint_module, joint_inputs, **options
+            )
         self._rows += rows_of(forward, outputs, joint, copies)
         return forward, backward
 
@@ -72,6 +79,13 @@ class Partitioner(CustomPartitionerFn):
 
     def _settings_of(self, root: Root) -> ResolvedSettings | None:
         """Return the settings for a tensor: of the modules that use it, those with the most bits. None means exact."""
+        unknown = sorted(root.modules - self.paths) if self.own and self.paths else ()
+        if unknown:
+            warnings.warn(
+                f"overrides: torch.compile calls a module {unknown[0]!r}, which is no path in the model, probably because "
+                "the compiled code begins inside the model after a graph break; overrides may not hold there",
+                stacklevel=2,
+            )
         found = [self.own.get(path, self.settings) for path in sorted(root.modules)]
         if not found or None in found:
             return None if found else self.settings

@@ -278,3 +278,123 @@ def test_bad_settings(arguments, message):
 def test_a_function_is_refused():
     with pytest.raises(fewbit.InputError, match=r"expected a torch\.nn\.Module, got function"):
         fewbit.compile(lambda x: x)
+
+
+# --- models that were wrong once, against torch in eager mode ----------------------------------------------------
+
+
+class RunningMean(nn.Module):
+    """A model that changes a buffer after it has used it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 32)
+        self.register_buffer("mean", torch.full((64,), 2.0))
+
+    def forward(self, x):
+        h = self.a(x)
+        y = self.b(h - self.mean) + self.c(h)
+        with torch.no_grad():
+            self.mean.lerp_(h.mean((0, 1)), 0.5)
+        return y.square().mean()
+
+
+class Probabilities(nn.Module):
+    """Sigmoid and binary cross-entropy, whose derivatives have large factors that cancel each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(64, 64)
+
+    def forward(self, x):
+        p = torch.sigmoid(8 * self.a(x))
+        return nn.functional.binary_cross_entropy(p, (x > 0).float())
+
+
+class Rows(nn.Module):
+    """A norm of 4,096 rows, some of which are much larger than the others. A row is a group of elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(64, 256), nn.RMSNorm(256), nn.Linear(256, 16)
+
+    def forward(self, x):
+        scale = torch.ones(x.shape[1], 1)
+        scale[0] = 1000
+        return self.b(self.norm(self.a(x.repeat(4, 4, 1)) * scale.repeat(4, 1))).square().mean()
+
+
+class Channels(nn.Module):
+    """A batch norm of small images, whose channels have very different sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(8, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64)
+        self.b = nn.Conv2d(64, 8, 3)
+        with torch.no_grad():
+            self.a.weight *= torch.logspace(-1, 1, 64).view(-1, 1, 1, 1)
+
+    def forward(self, x):
+        images = x.flatten()[: 16 * 8 * 16].view(16, 8, 4, 4)
+        return self.b(torch.relu(self.norm(self.a(images)))).square().mean()
+
+
+class Truncated(nn.Module):
+    """A cast to integers and back, whose result another layer uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x):
+        h = 3 * self.a(x)
+        return (self.b(h.to(torch.int32).float()) + self.c(h)).square().mean()
+
+
+class MaskedMean(nn.Module):
+    """A mean whose divisor is a tensor of integers, in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(64, 64, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        mask = (x[..., 0] > -1).long()
+        y = self.a(x.bfloat16()) * mask[..., None]
+        return (y.sum(1) / mask.sum(1, keepdim=True)).float().square().mean()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cls", [RunningMean, Probabilities, Rows, Channels, Truncated, MaskedMean])
+def test_gradients_against_eager_torch(cls, backend):
+    torch.manual_seed(0)
+    model, x = cls(), torch.randn(8, 64, 64)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    exact = gradient(model, model, x)
+    model.load_state_dict(state)
+    found = gradient(model, fewbit.compile(model, 8, backend=backend), x)
+    assert error(found, exact) < 0.02
+
+
+def test_a_memory_budget_of_torch_does_not_replace_the_copies():
+    model, x = made("attention")
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        compiled = fewbit.compile(model, 2, backend="aot_eager")
+        gradient(model, compiled, x)
+    assert any(row.bits == 2 for row in compiled.partitioner.report.rows)
+
+
+def test_an_override_that_may_not_hold_warns():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return torch.tanh(self.layer(x)).square()
+
+    model = nn.Sequential(nn.Linear(64, 64), Inner())
+    compiled = fewbit.compile(model, 2, overrides={"1.layer": 8}, backend="aot_eager")
+    with pytest.warns(UserWarning, match="overrides: torch.compile calls a module"):
+        compiled(torch.randn(8, 64, 64)).sum().backward()

@@ -1,6 +1,7 @@
 """fewbit.checkpoint: exact forward passes, regions that are computed again from quantized inputs, and the bytes they save."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -144,6 +145,7 @@ def test_without_gradients_nothing_is_saved():
     model, x = block(), normal((16, WIDTH))
     with torch.no_grad():
         assert same(fewbit.checkpoint(model, x), model(x))
+    x.requires_grad_()
     _, saved = saved_by(lambda x: fewbit.checkpoint(lambda x: x.detach() * 2, x), x)
     assert all(each.dtype != torch.float32 or each.numel() < x.numel() for each in saved)
 
@@ -180,3 +182,19 @@ def test_inside_a_converted_model():
 def test_wrong_options(options):
     with pytest.raises(InputError, match="expected .*, got"):
         fewbit.checkpoint(block(), normal((16, WIDTH)).requires_grad_(), **options)
+
+
+@pytest.mark.parametrize("value", [-math.inf, -1e9])
+def test_a_mask_is_saved_as_it_is(value):
+    """A quantized mask would have large errors, and -inf has no quantized copy."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True)
+    mask = torch.full((64, 64), value).triu(1)
+    gradients = []
+    for run in (lambda f, *args: f(*args), fewbit.checkpoint):
+        layer.zero_grad()
+        x = normal((4, 64, 64), seed=1).requires_grad_()
+        run(lambda x, mask: layer(x, src_mask=mask), x, mask).square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in layer.parameters()]))
+    exact, found = gradients
+    assert (found - exact).norm() < 0.05 * exact.norm()

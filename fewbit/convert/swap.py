@@ -353,8 +353,9 @@ def _attach(
         return
     guard, tracked = CallGuard(context), {}
     for path, module in model.named_modules():
+        has_own = context.compressor is not None and path in context.compressor.own
         # Modules without a forward, like ModuleList, are never called.
-        if (module is model or may_call(module)) and not _is_scripted(module):
+        if (module is model or may_call(module) or has_own) and not _is_scripted(module):
             tracked[module] = path, tracked_class_for(module)
         elif settings.has_policy and kinds.is_activation(type(module)):
             vars(module).update({PATH: path, GUARD: guard})

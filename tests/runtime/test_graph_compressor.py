@@ -272,6 +272,21 @@ def test_overrides_exclude_and_restore():
     assert all(map(torch.equal, gradients(few, x), exact))
 
 
+@pytest.mark.parametrize(
+    "settings", [{"exclude": "1"}, {"overrides": {"1": None}}, {"include": "0"}]
+)
+def test_a_layer_without_children_is_left_out(settings):
+    """The weight's gradient shows whether the layer's input is exact."""
+    model, x = nn.Sequential(Block(LINEAR["exponential"]), nn.Linear(24, 24)), inputs()
+    exact = gradients(model, x)
+    layers = {"everything": True}
+    fewbit.compress_(model, bits=1, layers=layers, verbose=False, **settings)
+    found = gradients(model, x)
+    assert torch.equal(found[2], exact[2]) and not torch.equal(found[0], exact[0])
+    fewbit.restore_(model)
+    assert type(model[1]) is nn.Linear
+
+
 def test_overrides_of_one_module():
     model = nn.Sequential(Block(LINEAR["mul"]), Block(LINEAR["mul"]))
     few = copy.deepcopy(model)

@@ -22,6 +22,7 @@ _HOME = {
     "compress_": "fewbit.compress.compress",
     "restore_": "fewbit.convert.swap",
     "checkpoint": "fewbit.checkpointing",
+    "checkpoint_": "fewbit.checkpointing",
     "compile": "fewbit.compiler.compiling",
     "partition_fn": "fewbit.compiler.compiling",
     "Controller": "fewbit.compress.controller",

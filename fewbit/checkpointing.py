@@ -9,6 +9,7 @@ They are not exact in expectation, because a region is not linear in its inputs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from fewbit.config import (
     check_group_size,
     usual_kind,
 )
+from fewbit.errors import InputError
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.interop.tensor_kinds import is_plain
@@ -30,8 +32,10 @@ from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, in_storage_order
 from fewbit.runtime.saved.context import current
 
-__all__ = ["checkpoint"]
+__all__ = ["checkpoint", "checkpoint_"]
 
+_ENABLE = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+"""The method of models of transformers, with its new and its old name."""
 SMALL = 1024
 """Tensors with fewer elements are saved unquantized."""
 
@@ -78,6 +82,37 @@ def checkpoint(
     result = torch_checkpoint(region, **options)
     region.forget_arguments()
     return result
+
+
+def checkpoint_(model: nn.Module, bits: int = 8, group_size: int = GROUP_SIZE) -> None:
+    """Enable gradient checkpointing in a model of transformers, in place, with `checkpoint` in place of torch's function.
+
+    The layers that ``model.gradient_checkpointing_enable()`` checkpoints (in new versions of transformers,
+    ``activation_checkpointing_enable``) then save their inputs quantized. ``model.gradient_checkpointing_disable()`` undoes
+    this. The model may be compressed by `fewbit.compress_`, before or after.
+
+    Args:
+        model: the model.
+        bits: as in `checkpoint`.
+        group_size: as in `checkpoint`.
+
+    Raises:
+        InputError: `bits` or `group_size` is invalid, or the model has no method `gradient_checkpointing_enable`.
+    """
+    check_bits(bits)
+    check_group_size(group_size)
+    enable = next((getattr(model, name) for name in _ENABLE if hasattr(model, name)), None)
+    if enable is None:
+        raise InputError(
+            f"expected a model of transformers that supports gradient checkpointing, got {type(model).__name__}; "
+            "call fewbit.checkpoint in the forward of other models"
+        )
+    enable()
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = partial(
+                checkpoint, bits=bits, group_size=group_size
+            )
 
 
 class _Region:

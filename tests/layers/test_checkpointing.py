@@ -4,11 +4,13 @@ import copy
 import math
 
 import pytest
+import tiny_models
 import torch
 from layers import bytes_by, relative, saved_by
 from samples import normal, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import fewbit
 from fewbit.errors import InputError
@@ -198,3 +200,39 @@ def test_a_mask_is_saved_as_it_is(value):
         gradients.append(torch.cat([p.grad.flatten() for p in layer.parameters()]))
     exact, found = gradients
     assert (found - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("compresses", [False, True])
+def test_a_model_of_transformers(compresses):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_models.llama()).train()
+    ids = torch.randint(100, (4, 32))
+
+    def gradient(model):
+        model.zero_grad()
+        model(ids, use_cache=False).logits.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def inputs_of_layers(model):
+        entries = fewbit.saved_bytes(model, ids, use_cache=False).entries
+        return sum(entry.bytes for entry in entries if entry.module.startswith("model.layers."))
+
+    model.gradient_checkpointing_enable()
+    exact, before = gradient(model), inputs_of_layers(model)
+    fewbit.checkpoint_(model, bits=8)
+    if compresses:
+        fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False)
+    error = (gradient(model) - exact).norm() / exact.norm()
+    assert 0 < error < 0.03
+    assert inputs_of_layers(model) * 3.5 < before
+    model.gradient_checkpointing_disable()
+    fewbit.restore_(model)
+    assert torch.equal(gradient(model), exact)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(InputError, match="supports gradient checkpointing, got Linear"):
+        fewbit.checkpoint_(nn.Linear(2, 2))
+    with pytest.raises(InputError, match="1 to 8"):
+        fewbit.checkpoint_(LlamaForCausalLM(tiny_models.llama()), bits=9)

@@ -68,7 +68,7 @@ class Token(Metered):
         # Detached, because autograd node -> token -> tensor -> node would be a cycle that nobody collects.
         self.tensor = tensor.detach()
         self.tensors = (self.tensor,)
-        self.is_computed = is_computed(tensor)
+        self.needs_grad, self.is_computed = tensor.requires_grad, is_computed(tensor)
         self.place = place
         self.origin = _origin(tensor)
         self.node = ""

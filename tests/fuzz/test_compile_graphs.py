@@ -31,5 +31,5 @@ def test_gradients_of_random_graphs(part):
     for seed in seeds(part, CASES // GRAPH):
         model = RandomGraph(seed)
         exact = gradient(model, overrides={"": None})
-        error = float((gradient(model, bits=8) - exact).norm() / exact.norm())
-        assert error < MOST, (seed, error)
+        error, size = float((gradient(model, bits=8) - exact).norm()), float(exact.norm())
+        assert error <= MOST * size, (seed, error, size)  # some gradients are 0

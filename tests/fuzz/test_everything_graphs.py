@@ -32,5 +32,5 @@ def test_gradients_of_random_graphs(part):
         layers = {"everything": True, "activation_bits": 8, "functional": False}
         fewbit.compress_(few, bits=8, layers=layers, verbose=False)
         exact = gradient(model)
-        error = float((gradient(few) - exact).norm() / exact.norm())
-        assert error < MOST, (seed, error)
+        error, size = float((gradient(few) - exact).norm()), float(exact.norm())
+        assert error <= MOST * size, (seed, error, size)  # some gradients are 0

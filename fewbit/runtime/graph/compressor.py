@@ -10,18 +10,22 @@ import torch
 from torch import nn
 
 from fewbit.config import usual_kind
+from fewbit.errors import GradientError
 from fewbit.runtime.format import layout
 from fewbit.runtime.graph.rules import Rule, Settings, rule_of
 from fewbit.runtime.interop.autograd_graph import (
     SavedArgument,
     ends_at_leaves,
     next_sequence_number,
+    nodes_of,
     nodes_since,
     saved_by,
 )
+from fewbit.runtime.interop.checkpoint import in_backward
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.ops.library import NO_SECOND_DERIVATIVE
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, in_storage_order
 from fewbit.runtime.saved.context import ForwardContext
 
@@ -76,27 +80,34 @@ class GraphCompressor:
     def __setstate__(self, state):
         self.__init__(**state)
 
-    def begin(self, module: nn.Module) -> None:
-        """Start a forward pass of `module`. Autograd nodes that exist already are not touched."""
+    def begin(self, module: nn.Module, inputs) -> None:
+        """Start a forward pass of `module` with these inputs. Autograd nodes that exist already are not touched."""
         local = self._local
-        local.start, local.seen, local.owned = next_sequence_number(), set(), _storages(module)
+        # Sequence numbers do not suffice: nodes of another thread may have larger ones.
+        local.start, local.seen = next_sequence_number(), {*nodes_of(tensors_in(inputs))}
+        local.owned, local.earlier = _storages(module), []
 
     def end(self) -> None:
         """Forget the forward pass."""
-        self._local.start, self._local.seen, self._local.owned = None, set(), set()
+        local = self._local
+        local.start, local.seen, local.owned, local.earlier = None, set(), set(), []
 
-    def compress(self, path: str, outputs, context: ForwardContext) -> None:
-        """Compress what was saved in the forward pass so far, except in modules for which this was called before.
+    def compress(self, path: str, start: int, outputs, context: ForwardContext) -> None:
+        """Compress what was saved in the call of a module, except in modules for which this was called before.
 
         Args:
             path: the path of the module whose call has ended.
+            start: the sequence number of the next autograd node when the call began.
             outputs: the result of the call.
             context: the context of the model.
         """
-        start = self._local.start
-        if start is None:
+        local = self._local
+        if local.start is None:
             return
-        nodes = nodes_since(tensors_in(outputs), start, self._local.seen)
+        ends = nodes_of(tensors_in(outputs))
+        nodes, earlier = nodes_since([*ends, *local.earlier], start, local.seen)
+        # Nodes that were made before this call belong to the module that made the call.
+        local.earlier = [node for node in earlier if node._sequence_nr() >= local.start]
         settings = self.own.get(path, self.settings)
         if not nodes or settings is None:
             return
@@ -111,7 +122,10 @@ class GraphCompressor:
             for one in candidates
             if one.rule is None or self._stays(one.argument, one.rule)
         }
-        for one in candidates:
+        exact |= _without_gain(candidates, settings)
+        candidates.reverse()
+        while candidates:  # a tensor is freed as soon as its copies are made
+            one = candidates.pop()
             if _storage(one.argument.tensor) not in exact:
                 self._replace(one, settings, path, context)
 
@@ -127,22 +141,21 @@ class GraphCompressor:
             return True
         if x.untyped_storage().nbytes() == 0:
             return True
-        return not (rule.is_exact or argument.is_computed or ends_at_leaves(argument.node))
+        is_constant = not argument.needs_grad and ends_at_leaves(argument.node)
+        return not (rule.is_exact or argument.is_computed or is_constant)
 
     def _replace(self, one: _Candidate, settings: GraphSettings, path: str, context) -> None:
         argument, rule = one.argument, one.rule
         x = argument.tensor.detach()
 
-        def quantize(x, usual, bits):
-            kind = settings.kind or usual_kind(usual, settings.group_size)
+        def quantize(x, bits, kind):
+            kind = usual_kind(kind, settings.group_size)
             seed = context.seed(x, f"{path}:{argument.node.name()}.{argument.name}", 0)
             return in_storage_order(
                 x, lambda x: _quantized(x, seed, bits, settings.group_size, kind)
             )
 
-        how = Settings(quantize, settings.bits, settings.derivative_bits)
-        if rule.bits(x, how) * x.numel() * _LEAST_GAIN > 8 * x.untyped_storage().nbytes():
-            return
+        how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             copy = rule.compress(x, how)
         if copy is None:
@@ -150,14 +163,17 @@ class GraphCompressor:
         if argument.meter is not None:
             argument.meter.replace(copy.tensors)
         else:
-            _hold(argument.raw, copy)
+            _hold(argument.raw, copy, rule.is_exact)
 
 
-def _hold(raw, copy: SavedTensors) -> None:
+def _hold(raw, copy: SavedTensors, is_exact: bool) -> None:
     """Make an autograd node hold a copy in place of the tensor that it has saved."""
     tensors, spec, _ = copy
 
     def restore(_):
+        # Gradients are enabled in a backward pass only for second derivatives, which are not those of the copy.
+        if not is_exact and torch.is_grad_enabled() and in_backward():
+            raise GradientError(NO_SECOND_DERIVATIVE)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             return spec.dequantize(tensors)
 
@@ -171,6 +187,18 @@ def _quantized(x, seed, bits, group_size, kind) -> SavedTensors:
     stride = tuple(layout.by_sample_stride(x))
     spec = QuantizedTensorSpec(bits, group_size, tuple(x.shape), stride, x.dtype, kind=kind)
     return SavedTensors(tuple(tensors), spec)
+
+
+def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[int]:
+    """Return the storages that are hardly larger than the copies of all tensors in them together."""
+    how = Settings(None, settings.kind, settings.bits, settings.derivative_bits)
+    bits, sizes = {}, {}
+    for argument, rule in candidates:
+        if rule is not None:
+            x, key = argument.tensor, _storage(argument.tensor)
+            bits[key] = bits.get(key, 0) + rule.bits(x, how) * x.numel()
+            sizes[key] = 8 * x.untyped_storage().nbytes()
+    return {key for key, size in sizes.items() if bits[key] * _LEAST_GAIN > size}
 
 
 def _storages(module: nn.Module) -> set[int]:
@@ -190,3 +218,4 @@ class _Local(threading.local):
         self.start = None  # the sequence number of its first autograd node, or None
         self.seen = set()  # nodes that `compress` has visited
         self.owned = set()  # storages of the parameters and buffers of its module
+        self.earlier = []  # nodes that `compress` has reached, and that belong to calls that have not ended

@@ -1,8 +1,8 @@
 """Which saved tensors of torch's autograd nodes are compressed, and how.
 
 A rule belongs to one argument of one kind of node. If it says `is_exact`, the gradient stays the same to the bit. If it
-says `is_unbiased`, the mean of the gradient over the random rounding is the exact gradient, as long as the node's other
-arguments are exact or rounded independently. There is no rule for arguments on which the gradient depends in any other
+does not, the mean of the gradient over the random rounding is the exact gradient, as long as the node's other arguments
+are exact or rounded independently. There is no rule for arguments on which the gradient depends in any other
 way, such as divisors, logarithms and the log-sum-exp of attention. They stay exact.
 """
 
@@ -25,12 +25,14 @@ class Settings(NamedTuple):
     """How the rules quantize a tensor.
 
     Args:
-        quantize: a function (tensor, usual kind of the copy, bits) that returns SavedTensors.
+        quantize: a function (tensor, bits, kind) that returns a copy as SavedTensors.
+        kind: the kind of copies that the user has chosen, or None.
         bits: the bits per element of tensors in which the gradient is linear.
         derivative_bits: the bits per element of derivatives.
     """
 
-    quantize: Callable[[torch.Tensor, str, int], SavedTensors]
+    quantize: Callable[[torch.Tensor, int, str], SavedTensors]
+    kind: str | None
     bits: int
     derivative_bits: int
 
@@ -39,12 +41,11 @@ class Rule:
     """How one saved argument of an autograd node is compressed.
 
     Attributes:
-        is_exact: whether the compression loses nothing.
-        is_unbiased: whether the mean of the gradient over the random rounding is exact.
+        is_exact: whether the compression loses nothing. Otherwise the mean of the gradient over the random rounding is
+            exact.
     """
 
     is_exact = False
-    is_unbiased = True
 
     def bits(self, x: torch.Tensor, settings: Settings) -> int:
         """Return the bits per element of the copy of x, without the numbers of groups."""
@@ -71,7 +72,27 @@ class Linear(Rule):
 
     def compress(self, x, settings):
         """Return a quantized copy."""
-        return settings.quantize(x, self.usual, settings.bits) if x.dtype in FLOATING else None
+        if x.dtype not in FLOATING:
+            return None
+        return settings.quantize(x, settings.bits, settings.kind or self.usual)
+
+
+@dataclass(frozen=True)
+class Exponential(Linear):
+    """The argument is a result of exp, in which the gradient is linear. It is quantized if no element is above 1.
+
+    Then it is a decay, or exp of differences from a maximum, as in softmax. Most elements of a group are close to 0,
+    which a uniform copy restores almost exactly. If elements may be large, the copies of small elements next to them have
+    errors that make gradients useless, for example in exp(x) / (1 + exp(x)). On a GPU the argument stays as it is,
+    because the host would have to wait for the largest element.
+    """
+
+    usual: str = UNIFORM
+
+    def compress(self, x, settings):
+        """Return a quantized copy, or None if an element is above 1 or no number."""
+        is_small = not x.is_cuda and x.dtype in FLOATING and bool((x <= 1).all())
+        return super().compress(x, settings) if is_small else None
 
 
 @dataclass(frozen=True)
@@ -98,7 +119,7 @@ class Derivative(Rule):
         if x.dtype not in FLOATING:
             return None
         derivative = self.derivative(x.to(torch.promote_types(x.dtype, torch.float32)))
-        tensors, spec, _ = settings.quantize(derivative, UNIFORM, settings.derivative_bits)
+        tensors, spec, _ = settings.quantize(derivative, settings.derivative_bits, UNIFORM)
         return SavedTensors(tensors, _InverseSpec(spec, self.inverse, x.dtype))
 
 
@@ -160,8 +181,9 @@ class Inside(Rule):
             is_inside &= x <= self.greatest
         tensors, spec, _ = integers.pack(is_inside, 2)
         inside = self.greatest if self.least is None else self.least
-        outside = -math.inf if self.greatest is None else math.inf
-        return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, inside, outside))
+        return SavedTensors(
+            tensors, _ChoiceSpec(spec, x.dtype, inside, math.nan)
+        )  # NaN is in no interval
 
 
 @dataclass(frozen=True)
@@ -261,9 +283,7 @@ def _tanh_of_derivative(derivative):
 
 
 LINEAR = Linear()
-EXPONENTIAL = Linear(
-    UNIFORM
-)  # most values of a group are close to 0, which a uniform copy restores almost exactly
+EXPONENTIAL = Exponential()
 SIGMOID = Derivative(lambda s: s * (1 - s), _sigmoid_of_derivative)
 TANH = Derivative(lambda t: 1 - t * t, _tanh_of_derivative)
 MASK, POSITIVE, INDEX, SIZE = Mask(), Positive(), Index(), Size()
@@ -314,7 +334,8 @@ def rule_of(node, argument: str) -> Rule | None:
         return None
     if (name, argument) == ("Pow", "self"):
         # The derivative of x^2 is linear in x; that of other powers is not.
-        return LINEAR if getattr(node, "_saved_exponent", None) == 2 else None
+        exponent = getattr(node, "_saved_exponent", None)
+        return LINEAR if isinstance(exponent, int | float) and exponent == 2 else None
     if (name, argument) in (("Clamp", "self"), ("ClampMin", "self"), ("ClampMax", "self")):
         ends = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
         # Ends may be tensors too.

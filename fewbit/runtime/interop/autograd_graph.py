@@ -28,6 +28,7 @@ class SavedArgument(NamedTuple):
         name: the name of the argument, such as "other".
         raw: torch's SavedTensor.
         tensor: the tensor, or None if other hooks hold it.
+        needs_grad: whether the tensor is a result of the node, or needs a gradient.
         is_computed: whether the tensor is a result of the node, or `is_computed` is true for it.
         meter: the `Metered` object that holds the tensor while a meter counts saved bytes, else None.
     """
@@ -36,6 +37,7 @@ class SavedArgument(NamedTuple):
     name: str
     raw: object
     tensor: torch.Tensor | None
+    needs_grad: bool
     is_computed: bool
     meter: Metered | None
 
@@ -45,10 +47,12 @@ class Metered:
 
     Attributes:
         tensor: the saved tensor, detached.
-        is_computed: whether `is_computed` was true for it before.
+        needs_grad: whether the tensor needed a gradient.
+        is_computed: whether `is_computed` was true for it.
     """
 
     tensor: torch.Tensor
+    needs_grad: bool
     is_computed: bool
 
     def replace(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -61,28 +65,41 @@ def next_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def nodes_since(tensors: Iterable[torch.Tensor], start: int, seen: set) -> list:
-    """Return the autograd nodes behind some tensors that this thread has made since `start`.
+def nodes_of(tensors: Iterable[torch.Tensor]) -> list:
+    """Return the autograd nodes that have made these tensors."""
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+
+
+def nodes_since(nodes: Iterable, start: int, seen: set) -> tuple[list, list]:
+    """Return the autograd nodes behind some nodes that this thread has made since `start`.
 
     Args:
-        tensors: the results of a computation.
-        start: a sequence number. Nodes with smaller numbers, and the nodes before them, are left out.
-        seen: nodes to leave out, together with the nodes before them. The nodes of the result are added to this set.
+        nodes: autograd nodes.
+        start: a sequence number.
+        seen: nodes to leave out, together with the nodes before them. Nodes that are found are added to this set.
+
+    Returns:
+        (the nodes since `start`, the earlier nodes to which these lead directly).
     """
-    found = []
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    found, earlier, waiting = [], [], [*nodes]
     while waiting:
         node = waiting.pop()
-        if node in seen or node._sequence_nr() < start:
+        if node in seen:
+            continue
+        if node._sequence_nr() < start:
+            earlier.append(node)
             continue
         seen.add(node)
         found.append(node)
         waiting += [before for before, _ in node.next_functions if before is not None]
-    return found
+    return found, earlier
 
 
 def saved_by(node) -> Iterator[SavedArgument]:
-    """Yield the tensors that an autograd node has saved. A list of tensors yields each of its members."""
+    """Yield the tensors that an autograd node has saved. A list of tensors yields each of its members.
+
+    A tensor that was changed in place since is left out, because torch will raise an error in the backward pass.
+    """
     kind = type(node)
     if kind not in _arguments:
         names = [name for name in dir(kind) if name.startswith(_PREFIX)]
@@ -92,17 +109,36 @@ def saved_by(node) -> Iterator[SavedArgument]:
             saved = getattr(node, _PREFIX + name)
         except RuntimeError:  # a backward pass has freed the node's tensors
             return
-        for raw in saved if isinstance(saved, tuple | list) else (saved,):
+        members = saved if isinstance(saved, tuple | list) else (saved,)
+        if _was_changed(node, name, members):
+            continue
+        for raw in members:
             data = getattr(raw, "data", None)
             has_hooks = getattr(raw, "unpack_hook", None) is not None
+            is_own = name.startswith("result")  # torch saves a node's own results detached
             if isinstance(data, torch.Tensor) and not has_hooks:
-                is_own = name.startswith("result")  # torch saves a node's own results detached
-                yield SavedArgument(node, name, raw, data, is_own or is_computed(data), None)
+                needs_grad, computed = data.requires_grad, is_computed(data)
+                yield SavedArgument(
+                    node, name, raw, data, is_own or needs_grad, is_own or computed, None
+                )
             elif isinstance(data, Metered):
-                is_own = name.startswith("result")
-                yield SavedArgument(node, name, raw, data.tensor, is_own or data.is_computed, data)
+                needs_grad, computed = data.needs_grad, data.is_computed
+                yield SavedArgument(
+                    node, name, raw, data.tensor, is_own or needs_grad, is_own or computed, data
+                )
             elif data is not None:
-                yield SavedArgument(node, name, raw, None, False, None)
+                yield SavedArgument(node, name, raw, None, False, False, None)
+
+
+def _was_changed(node, name: str, members) -> bool:
+    """Return whether a saved tensor was changed in place. torch checks this when the tensor is read."""
+    if any(getattr(raw, "unpack_hook", None) is not None for raw in members):
+        return False  # to read it would call the hook
+    try:
+        getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return True
+    return False
 
 
 def is_computed(x: torch.Tensor) -> bool:

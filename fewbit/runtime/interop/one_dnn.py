@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,10 +14,34 @@ import torch
 from fewbit.runtime.interop.interrupts import undo_after
 
 
+class _Switch:
+    """The switch of oneDNN, which all threads share. It is off as long as one of them needs it off."""
+
+    def __init__(self):
+        self._lock, self._users, self._before = threading.RLock(), set(), True
+
+    def turn_off(self, user: object) -> None:
+        with self._lock:
+            if not self._users:
+                self._before = torch._C._get_mkldnn_enabled()
+            self._users.add(user)
+            torch._C._set_mkldnn_enabled(False)
+
+    def turn_back(self, user: object) -> None:
+        with self._lock:
+            if user in self._users:
+                self._users.remove(user)
+                if not self._users:
+                    torch._C._set_mkldnn_enabled(self._before)
+
+
+_switch = _Switch()
+
+
 @contextmanager
 def without_one_dnn() -> Iterator[None]:
     """Return a context manager in whose block torch uses its own operations on the CPU, in all threads."""
-    before = torch._C._get_mkldnn_enabled()
-    with undo_after(lambda: torch._C._set_mkldnn_enabled(before)):
-        torch._C._set_mkldnn_enabled(False)
+    user = object()
+    with undo_after(lambda: _switch.turn_back(user)):
+        _switch.turn_off(user)
         yield

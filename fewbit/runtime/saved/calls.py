@@ -12,6 +12,7 @@ import weakref
 import torch
 
 from fewbit.runtime.interop import bypass
+from fewbit.runtime.interop.autograd_graph import next_sequence_number
 from fewbit.runtime.interop.checkpoint import (
     checkpoint_hook,
     in_backward,
@@ -90,13 +91,14 @@ class _Call:
     """
 
     __slots__ = (
-        "__weakref__", "context", "hook", "training", "path", "is_outermost", "contexts", "state", "_calls", "_modes",
+        "__weakref__", "context", "hook", "training", "path", "is_outermost", "contexts", "state", "_calls", "_modes", "_start",
     )  # fmt: skip
 
     def __init__(self, context: ForwardContext, module):
         self.context = context
         self.hook, self.training = checkpoint_hook(), module.training
         self.path = vars(module).get(PATH, "")
+        self._start = next_sequence_number()
         self._calls, self._modes = context.calls(), bypass.modes()
         self.is_outermost = not context.is_running()
         self.state = ThreadState() if self.is_outermost else None
@@ -120,7 +122,7 @@ class _Call:
         context.join_region(region, is_first_of_two)
         if self.is_outermost and has_grad and self.training:
             if context.compressor is not None:
-                context.compressor.begin(module)
+                context.compressor.begin(module, (args, kwargs))
             for entered, _ in self.contexts:
                 entered.__enter__()
 
@@ -134,7 +136,7 @@ class _Call:
         ):
             return
         if not in_backward():
-            compressor.compress(self.path, outputs, self.context)
+            compressor.compress(self.path, self._start, outputs, self.context)
 
     def put_back(self) -> None:
         """Restore everything that the call has changed. Calling this twice has the same effect as calling it once."""

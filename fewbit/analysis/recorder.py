@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fewbit.runtime.interop.autograd_graph import Metered, is_computed
+from fewbit.runtime.interop.autograd_graph import COPIES, Metered, is_computed
 from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.module_calls import is_compiled
 
@@ -26,14 +26,6 @@ _HOOK_TABLES = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-COPIES = {
-    "ToCopyBackward0",
-    "TBackward0",
-    "TransposeBackward0",
-    "ViewBackward0",
-    "PermuteBackward0",
-}
-"""Names of the autograd nodes between a parameter and a copy or view of it: autocast copies it in another dtype."""
 
 
 @dataclass(frozen=True)

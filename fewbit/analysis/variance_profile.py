@@ -89,7 +89,7 @@ def variance_profile(
             a mean over the samples, for example ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         bits: Bits per element of quantized tensors, a whole number from 1 to 8. Layers that `compress_` has converted
             get these bits too. Modules that you created from fewbit's own classes keep their bits.
-        layers: Further settings of layers, as for `fewbit.compress_`.
+        layers: Further settings of layers, as for `fewbit.compress_`, except `everything`.
         include: The modules that are converted, as for `fewbit.compress_`.
         exclude: The modules that are not converted, as for `fewbit.compress_`.
         overrides: Settings of single modules, as for `fewbit.compress_`.
@@ -121,7 +121,11 @@ def variance_profile(
         exact.defer()
         compressed = _Measured(copied(model), loss, seed)
         own = _Deferring(**vars(settings), noise=compressed.noise)
-        convert(compressed.model, own, Selection(include, exclude, overrides))
+        made = convert(compressed.model, own, Selection(include, exclude, overrides))
+        if made.context.compressor is not None:
+            raise InputError(
+                "layers: expected everything=False, got True: variance_profile measures what layers and functions save"
+            )
         compressed.defer()
         sampling, sampled = sampling_of(exact, batch, batches, chunks)
         with Progress("variance profile", progress).shown() as bar:

@@ -700,3 +700,12 @@ def test_zeros_behind_a_relu_are_not_rounded():
     exact, values = found["2", "masked"]
     assert ((values == 0) == (exact == 0)).all() and (exact == 0).any()
     assert not (found["0", "rotated"][1] == 0).any()
+
+
+def test_what_torchs_operations_save_is_refused():
+    """The copies of such tensors would be the same in all draws, so the profile would not see their variance."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with pytest.raises(InputError, match="expected everything=False"):
+        fewbit.variance_profile(
+            model, torch.randn(8, 4), lambda m, x: m(x).sum(), layers={"everything": True}
+        )

@@ -201,10 +201,12 @@ class Index(Rule):
 
     def compress(self, x, settings):
         """Return the narrowed indices."""
-        if x.dtype is not torch.int64 or x.is_cuda or not x.numel():
+        if x.dtype is not torch.int64 or x.is_cuda:
             return None
         least, greatest = x.aminmax()
-        return None if least < 0 else integers.narrow(x, int(greatest) + 1)
+        if least < 0 or integers.dtype_of(int(greatest) + 1) is x.dtype:
+            return None
+        return integers.narrow(x, int(greatest) + 1)
 
 
 @dataclass(frozen=True)

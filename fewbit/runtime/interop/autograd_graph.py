@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 _PREFIX = "_raw_saved_"
-_COPIES = frozenset(
+COPIES = frozenset(
     f"{name}Backward0"
     for name in "ToCopy T Transpose View UnsafeView Permute Unsqueeze Squeeze Expand Slice Select Alias Clone".split()
 )
@@ -152,6 +152,6 @@ def ends_at_leaves(node) -> bool:
 
 
 def _leads_to_leaf(node) -> bool:
-    while node.name() in _COPIES and node.next_functions[0][0] is not None:
+    while node.name() in COPIES and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return hasattr(node, "variable")

@@ -24,12 +24,11 @@ from fewbit.config import (
     usual_kind,
 )
 from fewbit.errors import InputError
-from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import library, quantizer_ops
+from fewbit.runtime.ops import library
 from fewbit.runtime.quantizers import copies
-from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, in_storage_order
+from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
 from fewbit.runtime.saved.context import current
 
 __all__ = ["checkpoint", "checkpoint_"]
@@ -177,7 +176,4 @@ def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
         seed = context.seed(x, "checkpoint", number)
     kind = usual_kind(ROTATED, group_size)
     # The means are float32, because recomputed tensors depend on them nonlinearly.
-    tensors = quantizer_ops.quantize(x, seed, bits, group_size, True, kind=kind)
-    stride = tuple(layout.by_sample_stride(x))
-    spec = QuantizedTensorSpec(bits, group_size, tuple(x.shape), stride, x.dtype, None, None, kind)
-    return SavedTensors(tensors, spec)
+    return copies.quantized(x, seed, bits, group_size, True, kind)

@@ -56,5 +56,14 @@ class RandomGraph(nn.Module):
         return torch.stack([y.square().mean() for y in made[1:]]).sum()
 
 
+def gradient(model, run):
+    """Return the gradient of all parameters of a model after one call of `run`, as a float64 vector."""
+    model.zero_grad()
+    torch.manual_seed(3)
+    run(model.x).backward()
+    gradients = [x.grad.flatten() for x in model.parameters() if x.grad is not None]
+    return torch.cat(gradients).double()
+
+
 def _lerp(x, y):
     return torch.lerp(x, y, 0.3)

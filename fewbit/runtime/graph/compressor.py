@@ -11,7 +11,6 @@ from torch import nn
 
 from fewbit.config import usual_kind
 from fewbit.errors import GradientError
-from fewbit.runtime.format import layout
 from fewbit.runtime.graph.rules import Rule, Settings, rule_of
 from fewbit.runtime.interop.autograd_graph import (
     SavedArgument,
@@ -24,9 +23,9 @@ from fewbit.runtime.interop.autograd_graph import (
 from fewbit.runtime.interop.checkpoint import in_backward
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.ops.library import NO_SECOND_DERIVATIVE
-from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, in_storage_order
+from fewbit.runtime.quantizers import copies
+from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
 from fewbit.runtime.saved.context import ForwardContext
 
 SMALL = 1024
@@ -151,9 +150,9 @@ class GraphCompressor:
         def quantize(x, bits, kind):
             kind = usual_kind(kind, settings.group_size)
             seed = context.seed(x, f"{path}:{argument.node.name()}.{argument.name}", 0)
-            return in_storage_order(
-                x, lambda x: _quantized(x, seed, bits, settings.group_size, kind)
-            )
+            # On a GPU the host would have to wait for the answer whether groups need float32 minimums.
+            place = seed, bits, settings.group_size, True if x.is_cuda else None, kind
+            return in_storage_order(x, lambda x: copies.quantized(x, *place))
 
         how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -178,15 +177,6 @@ def _hold(raw, copy: SavedTensors, is_exact: bool) -> None:
             return spec.dequantize(tensors)
 
     raw.register_hooks(lambda _: None, restore)
-
-
-def _quantized(x, seed, bits, group_size, kind) -> SavedTensors:
-    # On a GPU the host would have to wait for the answer whether groups need float32 minimums.
-    fp32_min = True if x.is_cuda else None
-    tensors = quantizer_ops.quantize(x, seed, bits, group_size, fp32_min, kind=kind)
-    stride = tuple(layout.by_sample_stride(x))
-    spec = QuantizedTensorSpec(bits, group_size, tuple(x.shape), stride, x.dtype, kind=kind)
-    return SavedTensors(tuple(tensors), spec)
 
 
 def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[int]:

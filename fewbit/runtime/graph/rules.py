@@ -1,4 +1,4 @@
-"""Which saved tensors of torch's autograd nodes are compressed, and how.
+"""The rules by which saved tensors of torch's autograd nodes are compressed.
 
 A rule belongs to one argument of one kind of node. If it says `is_exact`, the gradient stays the same to the bit. If it
 does not, the mean of the gradient over the random rounding is the exact gradient, as long as the node's other arguments
@@ -22,7 +22,7 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 
 
 class Settings(NamedTuple):
-    """How the rules quantize a tensor.
+    """The settings by which the rules quantize a tensor.
 
     Args:
         quantize: a function (tensor, bits, kind) that returns a copy as SavedTensors.
@@ -38,7 +38,7 @@ class Settings(NamedTuple):
 
 
 class Rule:
-    """How one saved argument of an autograd node is compressed.
+    """The compression of one saved argument of an autograd node.
 
     Attributes:
         is_exact: whether the compression loses nothing. Otherwise the mean of the gradient over the random rounding is

@@ -18,7 +18,7 @@ class Progress:
     """The progress of a measurement on standard error.
 
     In a terminal or a notebook this is a bar, which appears after PATIENCE seconds. If standard error is a file or a pipe,
-    a line is printed every INTERVAL seconds, such as `plan: 12 of 80 steps after 34 s`.
+    or if rich is not installed, a line is printed every INTERVAL seconds, such as `plan: 12 of 80 steps after 34 s`.
 
     Args:
         name: The text beside the bar.
@@ -47,10 +47,8 @@ class Progress:
         if not self._is_asked or seconds < PATIENCE:
             return
         if self._console is None:
-            from rich.console import Console
-
-            self._console = Console(stderr=True)
-        if self._console.is_terminal or self._console.is_jupyter:
+            self._console = _console()
+        if self._console and (self._console.is_terminal or self._console.is_jupyter):
             self._update_bar(of)
         elif seconds >= self._next_line:
             print(
@@ -66,3 +64,12 @@ class Progress:
             self._bar.start()
             self._task = self._bar.add_task(self._name, total=None)
         self._bar.update(self._task, completed=self._done, total=of)
+
+
+def _console():
+    """Return rich's console of standard error, or False if rich is not installed."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return False
+    return Console(stderr=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fewbit import functions
 from fewbit._version import __version__
-from fewbit.errors import FewbitError
+from fewbit.errors import FewbitError, SolveError
 from fewbit.files import write_atomic
 from fewbit.schema.documents import parse_json, read_text
 from fewbit.solver.request import (
@@ -38,11 +38,16 @@ def tables_directory():
 
 
 def cache_directory():
-    """Return `$FEWBIT_CACHE`, else the user's cache folder, which may not exist yet; None if the user has no home."""
+    """Return `$FEWBIT_CACHE`, else the user's cache folder, which may not exist yet.
+
+    Return None, which means that nothing is cached, if the user has no home or platformdirs is not installed.
+    """
     if os.environ.get("FEWBIT_CACHE"):
         return Path(os.environ["FEWBIT_CACHE"])
-    from platformdirs import user_cache_path
-
+    try:
+        from platformdirs import user_cache_path
+    except ModuleNotFoundError:
+        return None
     found = user_cache_path("fewbit") / "tables"
     return found if found.is_absolute() else None
 
@@ -101,7 +106,8 @@ def load_table(
     Raises:
         FunctionError: The function cannot be used.
         WeightError: The weight cannot be used.
-        SolveError: An argument is out of range, or the request cannot be satisfied.
+        SolveError: An argument is out of range, the request cannot be satisfied, or the table must be solved and numba is
+            not installed.
     """
     count, all_bits = count_levels(bits, levels)
     check_request(form, objective, tails, parameters)
@@ -124,8 +130,13 @@ def load_table(
     weight = make_weight(weight)
 
     def solved():
-        from fewbit.solver.solve import solve
-
+        try:
+            from fewbit.solver.solve import solve
+        except ModuleNotFoundError as error:
+            raise SolveError(
+                f"no table of {function!r} is shipped for these arguments, and solving one needs the package "
+                f"{error.name}: pip install {error.name}"
+            ) from None
         return solve(function, weight=weight, parameters=parameters, **request)
 
     document = weight.document()

@@ -33,6 +33,7 @@ from fewbit.convert.swap import Conversion, check_model, convert, restore_
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.policies.make import checked_policy
+from fewbit.render import terminal
 from fewbit.render.formats import amount
 from fewbit.runtime.codecs import check_codec
 from fewbit.runtime.saved.bit_policy import BitPolicy
@@ -242,7 +243,5 @@ def _report(report: Report, notes, model, settings, sample, before) -> Report:
 
 def _reported(controller: Controller, verbose: bool) -> Controller:
     if verbose:
-        from rich.console import Console
-
-        Console().print(controller.report)
+        terminal.show(controller.report)
     return controller

@@ -11,6 +11,7 @@ from fewbit.convert.select import Filter, Selection
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.convert.swap import convert
 from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.render import terminal
 
 
 @whole_or_not_at_all
@@ -47,7 +48,5 @@ def replace_activations_(
     settings = ResolvedSettings(activation_bits=bits, families=(kinds.ACTIVATION,))
     report = convert(model, settings, Selection(include, exclude)).report
     if verbose:
-        from rich.console import Console
-
-        Console().print(report)
+        terminal.show(report)
     return report

@@ -43,7 +43,10 @@ class Result:
         yield self.view()
 
     def __str__(self) -> str:
-        return terminal.plain(self, terminal.plain_width())
+        try:
+            return terminal.plain(self, terminal.plain_width())
+        except ModuleNotFoundError:  # rich is not installed
+            return f"{self.title}\n{self.to_csv()}"
 
     __repr__ = __str__
 

@@ -168,6 +168,16 @@ def shortened(path: str, room: int, head: int | None = None) -> str:
     return f"{path[:head]}…{path[len(path) - (room - 1 - head) :]}"
 
 
+def show(result) -> None:
+    """Print a result to standard output, as rich prints it. If rich is not installed, print `str(result)`."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        print(result)
+    else:
+        Console().print(result)
+
+
 def plain(renderable, width: int = LEAST_WIDTH) -> str:
     """Return an object as rich prints it, as text without colors in lines of `width` characters."""
     from rich.console import Console

@@ -1,5 +1,9 @@
 """The libraries that a training process imports, and the time that this takes."""
 
+import re
+import tomllib
+from pathlib import Path
+
 import numpy as np
 import pytest
 from fresh_process import run
@@ -51,6 +55,81 @@ def test_a_training_process_imports_no_library_that_it_does_not_need(policy):
     bits = POLICIES[policy]
     is_adaptive = "interval" in bits
     run(TRAINING.format(bits=bits, heavy=HEAVY, is_adaptive=is_adaptive))
+
+
+BARE = """
+import sys
+sys.modules.update(dict.fromkeys({missing!r}))  # None: an import raises ModuleNotFoundError
+import json, tempfile, pathlib, torch, fewbit
+from torch import nn
+
+torch.manual_seed(0)
+x = torch.randn(16, 64)
+y = fewbit.GELU(bits=3)(x.requires_grad_())
+y.sum().backward()
+q = fewbit.load_table("gelu", bits=3)(x.detach().double().numpy())
+assert torch.equal(x.grad, torch.from_numpy(q).float())
+x = x.detach()
+configs = fewbit.FixedBits(2), fewbit.AdaptiveBits(1.75, interval=2), fewbit.ErrorBound(interval=2), fewbit.SampleBits(2)
+for bits in configs:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 8), nn.ELU())
+    exact = [each.detach().clone() for each in model.parameters()]
+    controller = fewbit.compress_(model, bits)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert all((a - b).abs().max() > 1e-4 for a, b in zip(exact, model.parameters(), strict=True))
+    assert "GELU" in str(controller.report) and str(controller)
+    controller.load_state_dict(controller.state_dict())
+    assert sum(row["bytes"] for row in fewbit.saved_bytes(model, x).records()) > 0
+    fewbit.restore_(model)
+    assert type(model[1]) is nn.GELU
+
+# A file of the user's is still checked.
+document = fewbit.load_table("gelu", bits=3).document()
+path = pathlib.Path(tempfile.mkdtemp(), "table.json")
+path.write_text(json.dumps(document))
+assert fewbit.Table.load(path).levels.tolist() == document["levels"]
+path.write_text(json.dumps(document | {{"codes": "all"}}))
+try:
+    fewbit.Table.load(path)
+    raise AssertionError("loaded")
+except fewbit.TableError as error:
+    print(error)
+# Without Numba no table can be solved.
+try:
+    fewbit.load_table("gelu", bits=3, domain=(-3, 3))
+    raise AssertionError("solved")
+except fewbit.SolveError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_training_needs_only_torch_and_numpy():
+    """Also the report that `compress_` prints, policies, files of tables, and the meter of saved bytes work."""
+    missing = requirements() - {
+        "numpy",
+        "torch",
+        "mpmath",
+    }  # sympy, which torch needs, needs mpmath
+    assert missing > {"numba", "matplotlib", "platformdirs", "rich", "scipy", "click", "jsonschema"}
+    missing |= {"referencing", "rpds", "llvmlite", "xdist", "sklearn", "_pytest"}
+    *_, invalid, unsolved = run(BARE.format(missing=sorted(missing))).splitlines()
+    assert re.search(r"table.json: .*codes.*expected an? array, got 'all'", invalid), invalid
+    assert unsolved == (
+        "no table of 'gelu' is shipped for these arguments, and solving one needs the package numba: pip install numba"
+    )
+
+
+def requirements():
+    """Return the names of all packages that pyproject.toml lists for running, testing and benchmarking."""
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    project = tomllib.loads(path.read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {re.match(r"[\w-]+", line)[0] for lines in lists for line in lines}
 
 
 def test_shipped_tables_need_no_library_but_numpy():

@@ -1,10 +1,11 @@
 // The activation functions that kernels compute themselves. They map float to float without branches.
 //
-// The error of f(x) is at most 2 ulp of f(x) plus ulp(1) |x| / 4 for every float x. On hosts it is never above the largest
-// error of torch's own function. On devices the errors of the approximate exp2 and reciprocal come on top, and the error of
-// softplus is up to 1.1 times as large. Piecewise linear functions equal torch's to the bit, since x / 6 is computed as torch
-// does it on that device. Infinities, NaN and the sign of zero are as torch's. If torch's scalar and vector code differ,
-// gelu(+inf) is inf, as in the scalar code, and softshrink returns 0 and not -0, as in the vector code.
+// On hosts the error of f(x) is at most 2 ulp of f(x) plus ulp(1) |x| / 4 for every float x, and never above the largest error
+// of torch's own function. On devices the float32 error is at most 4 times the first bound, because exp2 and reciprocal have
+// errors of up to 2 ulp each. The first bound holds there too if the result is rounded to 16 bits. Piecewise linear functions
+// equal torch's to the bit, since x / 6 is computed as torch does it on that device. Infinities, NaN and the sign of zero are
+// as torch's. If torch's scalar and vector code differ, gelu(+inf) is inf, as in the scalar code, and softshrink returns 0 and
+// not -0, as in the vector code.
 //
 // A functor is made from two doubles, the function's parameters in the order of fewbit/functions/__init__.py.
 #pragma once

@@ -4,7 +4,8 @@
 // comparison and so passes through.
 //
 // Devices use their own exp2 and reciprocal, and shorter formulas in float if hosts compute in double.
-// FEWBIT_DEVICE_MATH=1 selects the device's formulas on a host, with exact primitives, for tests.
+// FEWBIT_DEVICE_MATH=1 selects the device's formulas on a host, for tests. There exp2 and reciprocal are exact, apart from the
+// relative errors FEWBIT_EXP2_ERROR and FEWBIT_DIVIDE_ERROR, by which a test emulates a device's approximations.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +20,11 @@
 #else
 #define FEWBIT_DEVICE_MATH 0
 #endif
+#endif
+
+#ifndef FEWBIT_EXP2_ERROR
+#define FEWBIT_EXP2_ERROR 0.0f
+#define FEWBIT_DIVIDE_ERROR 0.0f
 #endif
 
 namespace fewbit {
@@ -196,7 +202,7 @@ FEWBIT_HD inline float exp2_device(float p) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(p));
   return y;
 #else
-  return __builtin_exp2f(p);
+  return __builtin_exp2f(p) * (1.0f + FEWBIT_EXP2_ERROR);
 #endif
 }
 #endif
@@ -249,6 +255,8 @@ struct Decay {
 FEWBIT_HD inline float divide(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fdividef(a, b);
+#elif FEWBIT_DEVICE_MATH
+  return a / b * (1.0f + FEWBIT_DIVIDE_ERROR);
 #else
   return a / b;
 #endif

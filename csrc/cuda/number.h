@@ -1,8 +1,9 @@
 // The number types of the kernels, and how two 16-bit floats share a 32-bit register: a "pair", the lower
 // element in the lower half.
 //
-// Pairs use the instructions that the hardware has for them. On sm_75 and in the emulation of csrc/tests, which lack them,
-// the bit arithmetic of common/dtype.h computes the same results.
+// Pairs use the instructions that the hardware has for them. On sm_75, which lacks them, and on hosts, the bit arithmetic of
+// common/dtype.h computes the same results, apart from the bits of a NaN. The emulation in csrc/tests has functions that
+// compute what the instructions do, and is tested with and without them.
 
 #pragma once
 
@@ -15,10 +16,40 @@
 
 namespace fewbit::cuda {
 
+#ifndef FEWBIT_PAIR_INSTRUCTIONS
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define FEWBIT_PAIR_INSTRUCTIONS 1
 #else
 #define FEWBIT_PAIR_INSTRUCTIONS 0
+#endif
+#endif
+
+#ifdef __CUDA_ARCH__
+#if FEWBIT_PAIR_INSTRUCTIONS
+// Instructions on pairs, with the names of the PTX instructions. They support subnormals. A minimum of NaN and a number is
+// the number. -0 is less than +0.
+namespace ptx {
+#define FEWBIT_INSTRUCTION(name, instruction, T, kind)             \
+  __device__ inline uint32_t name(T a, T b) {                      \
+    uint32_t pair;                                                 \
+    asm(instruction " %0, %1, %2;" : "=r"(pair) : kind(a), kind(b)); \
+    return pair;                                                   \
+  }
+FEWBIT_INSTRUCTION(cvt_rn_f16x2_f32, "cvt.rn.f16x2.f32", float, "f")
+FEWBIT_INSTRUCTION(cvt_rn_bf16x2_f32, "cvt.rn.bf16x2.f32", float, "f")
+FEWBIT_INSTRUCTION(min_f16x2, "min.f16x2", uint32_t, "r")
+FEWBIT_INSTRUCTION(min_bf16x2, "min.bf16x2", uint32_t, "r")
+FEWBIT_INSTRUCTION(sub_rn_f16x2, "sub.rn.f16x2", uint32_t, "r")
+#undef FEWBIT_INSTRUCTION
+__device__ inline uint32_t fma_rn_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+}
+}  // namespace ptx
+#endif
+#elif FEWBIT_PAIR_INSTRUCTIONS
+namespace ptx = cuda_emulation::ptx;
 #endif
 
 struct Float16 {
@@ -37,25 +68,15 @@ struct Float16 {
 
   static __host__ __device__ uint32_t narrow_pair(float low, float high) {
 #if FEWBIT_PAIR_INSTRUCTIONS
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
+    return ptx::cvt_rn_f16x2_f32(high, low);
 #else
     return narrow_float16(low) | static_cast<uint32_t>(narrow_float16(high)) << 16;
 #endif
   }
 
 #if FEWBIT_PAIR_INSTRUCTIONS
-  static __device__ uint32_t minimum(uint32_t a, uint32_t b) {
-    uint32_t pair;
-    asm("min.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-    return pair;
-  }
-  static __device__ uint32_t difference(uint32_t a, uint32_t b) {
-    uint32_t pair;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-    return pair;
-  }
+  static __device__ uint32_t minimum(uint32_t a, uint32_t b) { return ptx::min_f16x2(a, b); }
+  static __device__ uint32_t difference(uint32_t a, uint32_t b) { return ptx::sub_rn_f16x2(a, b); }
 #endif
 };
 
@@ -67,26 +88,16 @@ struct Bfloat16 {
 
   static __host__ __device__ uint32_t narrow_pair(float low, float high) {
 #if FEWBIT_PAIR_INSTRUCTIONS
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
+    return ptx::cvt_rn_bf16x2_f32(high, low);
 #else
     return narrow_bfloat16(low) | static_cast<uint32_t>(narrow_bfloat16(high)) << 16;
 #endif
   }
 
 #if FEWBIT_PAIR_INSTRUCTIONS
-  static __device__ uint32_t minimum(uint32_t a, uint32_t b) {
-    uint32_t pair;
-    asm("min.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-    return pair;
-  }
+  static __device__ uint32_t minimum(uint32_t a, uint32_t b) { return ptx::min_bf16x2(a, b); }
   // a - b is computed as a + b * -1, because sm_80 has no bfloat16 subtraction. The product is exact.
-  static __device__ uint32_t difference(uint32_t a, uint32_t b) {
-    uint32_t pair;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(b), "r"(0xBF80BF80u), "r"(a));
-    return pair;
-  }
+  static __device__ uint32_t difference(uint32_t a, uint32_t b) { return ptx::fma_rn_bf16x2(b, 0xBF80BF80u, a); }
 #endif
 };
 

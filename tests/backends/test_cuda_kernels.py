@@ -15,6 +15,7 @@ import torch
 from quantized import possible_sizes
 
 from fewbit import functions
+from fewbit.catalog import store
 from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format import groups
@@ -339,10 +340,20 @@ def native_streams(widths):
     return None, (order, counts)
 
 
-@pytest.fixture(scope="module")
-def cuda(tmp_path_factory):
+@pytest.fixture(scope="module", params=["pairs", "no pairs"])
+def cuda(request, tmp_path_factory):
+    """Return the emulation with the instructions on pairs of 16-bit floats, which sm_75 lacks, or without them."""
     folder = tmp_path_factory.mktemp("cuda")
-    flags = ["-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing"]
+    pairs = int(request.param == "pairs")
+    flags = [
+        f"-DFEWBIT_PAIR_INSTRUCTIONS={pairs}",
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-w",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+    ]
     includes = [f"-I{CSRC / 'tests' / 'cuda_emulation'}", f"-I{CSRC}"]
     sources = [
         *sorted(CSRC.glob("cuda/*.cu")),
@@ -483,9 +494,20 @@ def test_encode_with_any_number_of_breaks(cuda, pieces, dtype):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_encode_every_16_bit_input(cuda, dtype):
-    encoding = random_encoding(3, 9, seed=5, scale=0.5)
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    assert torch.equal(cuda.encode(x, encoding), reference.encode(x, encoding, None))
+    for encoding in (
+        random_encoding(3, 9, seed=5, scale=0.5),
+        *(
+            Encoding.of(store.load_table(name, bits=bits))
+            for name in ("gelu", "relu6")
+            for bits in (1, 3)
+        ),
+    ):
+        expected = reference.encode(x, encoding, None)
+        assert torch.equal(cuda.encode(x, encoding), expected)
+        y, packed = cuda.forward(12, (), x, encoding)
+        same(y, torch.relu(x))
+        assert torch.equal(packed, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

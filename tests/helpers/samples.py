@@ -15,6 +15,8 @@ import fewbit
 import fewbit.functional as F
 from fewbit import functions
 
+DEVICE_FACTOR = 4.0
+"""The float32 error of a function on a GPU, at most, in units of the bound on a CPU (docs/runtime.md)."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (*range(66), 127, 1000, 4097)
 LARGE = (

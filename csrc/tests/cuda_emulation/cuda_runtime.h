@@ -17,6 +17,8 @@
 #include <memory>
 #include <vector>
 
+#include "pair_instructions.h"
+
 #define __global__
 #define __device__
 #define __host__

@@ -9,8 +9,8 @@ FEWBIT_CUDA                auto (default): build CUDA kernels if nvcc is found (
                            GPUs; without a GPU only PTX for the oldest supported architecture;
                            1: build for all architectures in CUDA_ARCHITECTURES, fail if there is no nvcc;
                            0: build no CUDA kernels
-FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", in place of those that FEWBIT_CUDA
-                           selects; empty is the same as unset
+FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", or "all" in CUDA_ARCHITECTURES, in place of
+                           those that FEWBIT_CUDA selects; empty is an error
 """
 
 import ctypes
@@ -200,15 +200,15 @@ def cuda_architectures(nvcc):
     """
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
     known = {int(number) for number in re.findall(r"compute_(\d+)\b", listed.stdout)}
-    asked = set(map(int, re.findall(r"\d+", os.environ.get("FEWBIT_CUDA_ARCHITECTURES", ""))))
-    if asked - known:
-        raise CompileError(
-            f"FEWBIT_CUDA_ARCHITECTURES: expected numbers that nvcc knows ({sorted(known)}), "
-            f"got {sorted(asked - known)}"
-        )
     supported = known & set(CUDA_ARCHITECTURES)
-    if asked:
-        chosen = asked
+    asked = os.environ.get("FEWBIT_CUDA_ARCHITECTURES")
+    if asked is not None:
+        words = re.split(r"[\s,;]+", asked.strip())
+        chosen = supported if words == ["all"] else {int(word) for word in words if word.isdigit()}
+        if not chosen or chosen - known or (len(chosen) < len(set(words)) and words != ["all"]):
+            raise CompileError(
+                f"FEWBIT_CUDA_ARCHITECTURES: expected all, or numbers that nvcc knows ({sorted(known)}), got {asked!r}"
+            )
     elif choice("FEWBIT_CUDA") == "1":
         chosen = supported
     else:

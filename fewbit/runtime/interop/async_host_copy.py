@@ -23,8 +23,14 @@ class AsyncHostCopy:
             )
 
     def is_there(self) -> bool:
-        """Return whether the copy is complete, so that `values` would not wait."""
-        return all(event is None or event.query() for _, event in self._parts.values())
+        """Return whether the copy is complete, so that `values` would not wait.
+
+        Return False while a CUDA graph is captured, because CUDA forbids queries of events during a capture.
+        """
+        events = [event for _, event in self._parts.values() if event is not None]
+        if events and torch.cuda.is_current_stream_capturing():
+            return False
+        return all(event.query() for event in events)
 
     def values(self) -> dict[int, list[float]]:
         """Return {id(tensor): list of the tensor's entries}, after waiting until the copy is complete."""

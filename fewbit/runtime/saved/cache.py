@@ -6,7 +6,8 @@ finds a copy by the tensor's storage, place in the storage, and version. torch i
 change, so a changed tensor does not get an old copy. The cache has a weak reference to the storage. The memory can be
 freed in spite of this reference, but no other storage object gets the same address while the reference exists. Writes
 through `x.data` or `x.numpy()` do not change the version, so on the CPU a checksum of the content is compared as well.
-The cache drops its copies when the forward pass ends. Copies that were made in a checkpointed region are dropped when
+A copy is shared only by layers that run in the CUDA stream in which the copy was made: another stream could read the copy
+too early, and torch could reuse the copy's memory too early. The cache drops its copies when the forward pass ends. Copies that were made in a checkpointed region are dropped when
 the region ends.
 
 A layer that saves an activation's result is called the *consumer* of the activation. Once the cache has seen a
@@ -31,6 +32,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.checkpoint import in_checkpoint
+from fewbit.runtime.interop.streams import current_stream_of
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
 
@@ -96,7 +98,7 @@ class SavedTensorCache:
             The copy (`SavedTensors`) or None.
         """
         entries = self._entries()
-        found = entries.get((*_place(x), key)) if entries else None
+        found = entries.get((*_place(x), current_stream_of(x), key)) if entries else None
         if found is None or x.untyped_storage()._cdata in self._local.exposed:
             return None
         _, saved, checksum = found
@@ -117,7 +119,7 @@ class SavedTensorCache:
                 _drop_expired(entries)
             # While the weak reference exists, no other storage object gets the same address. The memory can be freed.
             reference, checksum = StorageWeakRef(x.untyped_storage()), _checksum(x, content)
-            entries[*_place(x), key] = reference, saved, checksum
+            entries[*_place(x), current_stream_of(x), key] = reference, saved, checksum
 
     def put_mask(self, y, mask: Mask, is_in_place: bool, content: Content | None = None) -> None:
         """Add the mask of a ReLU's result y, for later layers that save y.
@@ -281,14 +283,15 @@ def _place(x) -> tuple:
 
 
 def _memory(x, changes: int = 0) -> tuple:
-    """Return a tuple that identifies the content of a dense tensor, whatever its shape.
+    """Return a tuple that identifies the content of a dense tensor, whatever its shape, and the current stream.
 
     Args:
         x: the tensor.
         changes: the number of in-place changes of x that its version does not count yet.
     """
     storage = x.untyped_storage()
-    return storage._cdata, x.storage_offset(), x.numel(), x.dtype, x._version + changes
+    place = storage._cdata, x.storage_offset(), x.numel(), x.dtype, x._version + changes
+    return *place, current_stream_of(x)
 
 
 def _drop_expired(entries) -> None:

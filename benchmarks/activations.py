@@ -1,11 +1,16 @@
 """Few-bit activations compared with torch's own: the time of forward and backward, after a check of the results.
 
     python benchmarks/activations.py [cpu] [cuda]      # default: cpu, and cuda if there is a CUDA device
+    python benchmarks/activations.py cpu --quick       # the measurements of a CUDA device with small tensors on the CPU,
+                                                       # to check that they run; results are saved only if $OUT is set
 
 On a CPU, tensors have 2**24 elements, in memory that the allocator reuses or that is fresh from the system. Each of
 the two cases has processes of its own, because the C library chooses its behavior once per process. Small tensors are
 measured too, whose times are mostly the cost of dispatch. On a CUDA device, the kernels alone are also compared with
 the bandwidth of a copy.
+
+On a CUDA device, results are saved after each function, and if one fails, the others are still measured. The program
+then ends with an error.
 
 Calls of torch and fewbit alternate on a CPU. A ratio is that of the median times.
 """
@@ -137,15 +142,15 @@ def measure_cpu(memory):
     return rows
 
 
-def measure_small(device, synchronize=lambda: None):
+def measure_small(name, dtype, device, sizes=SMALL, copy=None):
+    """Measure tensors of these sizes. `copy` is not used."""
     rows = []
-    for name in PAIRS:
-        for dtype in DTYPES:
-            for n in SMALL:
-                calls = steps(name, n, DTYPES[dtype], device)
-                repeats = max(200, min(2000, 2**26 // n))
-                times = alternating(calls, repeats, synchronize)
-                rows.append(row("forward + backward", name, dtype, n, times, memory="small"))
+    for n in sizes:
+        calls = steps(name, n, DTYPES[dtype], device)
+        repeats = max(200, min(2000, 2**26 // n))
+        synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+        times = alternating(calls, repeats, synchronize)
+        rows.append(row("forward + backward", name, dtype, n, times, memory="small"))
     return rows
 
 
@@ -174,8 +179,10 @@ def in_process(memory):
 # -- CUDA ------------------------------------------------------------------------------------------------------
 
 
-def device_seconds(call, repeats=50):
-    """Return the sorted times of a call on the device in seconds, measured between CUDA events."""
+def device_seconds(call, device, repeats=50):
+    """Return the sorted times of a call on the device in seconds, on a GPU measured between CUDA events."""
+    if device == "cpu":
+        return harness.seconds(call, repeats)
     events = []
     for _ in range(5):
         call()
@@ -189,41 +196,73 @@ def device_seconds(call, repeats=50):
     return sorted(1e-3 * start.elapsed_time(end) for start, end in events)
 
 
-def measure_cuda():
-    n = 2**28
-    copy = copy_bandwidth(n)
+def measure_device(device, n, small, add):
+    """Measure the kernels of a device and small tensors.
+
+    Args:
+        device: "cuda", or "cpu" to check that the measurements run.
+        n: The number of elements of large tensors.
+        small: The numbers of elements of small tensors.
+        add: A function that is called with the rows of each part, as soon as they exist.
+
+    Returns:
+        The number of parts that failed.
+    """
+    copy = copy_bandwidth(n, device)
     print(f"copy: {copy / 1e9:.0f} GB/s", file=sys.stderr)
-    rows = [{"measure": "copy", "dtype": "float32", "n": n, "gigabytes_per_second": copy / 1e9}]
+    add([{"measure": "copy", "dtype": "float32", "n": n, "gigabytes_per_second": copy / 1e9}])
+    failures = 0
     for name in PAIRS:
         for dtype in DTYPES:
-            check(name, DTYPES[dtype], "cuda")
-            rows += measure_kernels(name, dtype, n, copy)
-            calls = steps(name, n, DTYPES[dtype], "cuda")
-            times = [device_seconds(call, 20) for call in calls]
-            rows.append(row("forward + backward", name, dtype, n, times, memory="reused"))
-            torch.cuda.empty_cache()
-    return rows + measure_small("cuda", torch.cuda.synchronize)
+            for part in (measure_large, measure_kernels, measure_small):
+                try:
+                    add(part(name, dtype, device, small if part is measure_small else n, copy))
+                except Exception as error:
+                    failures += 1
+                    message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                    print(f"{name} {dtype} {part.__name__}: {message}", file=sys.stderr)
+                    add(
+                        [
+                            {
+                                "measure": part.__name__,
+                                "function": name,
+                                "dtype": dtype,
+                                "error": message,
+                            }
+                        ]
+                    )
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+    return failures
 
 
-def copy_bandwidth(n):
+def copy_bandwidth(n, device):
     """Return the bytes per second that torch's copy of n float32 elements reads and writes."""
-    source = torch.randn(n, device="cuda")
+    source = torch.randn(n, device=device)
     target = torch.empty_like(source)
-    return 2 * 4 * n / statistics.median(device_seconds(lambda: target.copy_(source)))
+    return 2 * 4 * n / statistics.median(device_seconds(lambda: target.copy_(source), device))
 
 
-def measure_kernels(name, dtype, n, copy):
+def measure_large(name, dtype, device, n, copy):
+    """Check results, and measure forward and backward of torch and fewbit. `measure_kernels` explains the arguments."""
+    check(name, DTYPES[dtype], device)
+    times = [device_seconds(call, device, 20) for call in steps(name, n, DTYPES[dtype], device)]
+    return [row("forward + backward", name, dtype, n, times, memory="reused")]
+
+
+def measure_kernels(name, dtype, device, n, copy):
     """Measure the kernels alone: the bytes per second that they must move, compared with a copy in the same run.
 
     Args:
         name: A key of PAIRS.
         dtype: A key of DTYPES.
+        device: "cuda" or "cpu".
         n: The number of elements.
         copy: The bytes per second of the copy.
     """
-    backend = backends.of(torch.empty(0, device="cuda"))
+    backend = backends.of(torch.empty(0, device=device))
     encoding = Encoding.of(fewbit.load_table(name, bits=BITS))
-    x = torch.randn(n, device="cuda").to(DTYPES[dtype])
+    x = torch.randn(n, device=device).to(DTYPES[dtype])
     out = torch.empty_like(x)
     packed = backend.forward(x, name, (), encoding, None, out)
     kernels = {
@@ -233,7 +272,7 @@ def measure_kernels(name, dtype, n, copy):
     rows = []
     for kind, call in kernels.items():
         counted = (2 * x.element_size() + encoding.bits / 8) * n
-        reached = counted / statistics.median(device_seconds(call))
+        reached = counted / statistics.median(device_seconds(call, device))
         print(
             f"{name:5} {dtype:8} {kind:10} {reached / 1e9:6.0f} GB/s, {reached / copy:.3f} of copy",
             file=sys.stderr,
@@ -246,6 +285,7 @@ def measure_kernels(name, dtype, n, copy):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("devices", nargs="*", choices=["cpu", "cuda", []], default=[])
+    parser.add_argument("--quick", action="store_true", help="a CUDA device's code, small tensors")
     parser.add_argument("--memory", choices=MEMORY, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
@@ -254,15 +294,31 @@ def main():
     cuda = torch.cuda.is_available()
     devices = arguments.devices or (["cpu", "cuda"] if cuda else ["cpu"])
     for device in devices:
-        about = harness.machine("fewbit", "torch", "numpy")
+        # fewbit may be used without being installed.
+        about = harness.machine("torch", "numpy") | {"fewbit": fewbit.__version__}
         about |= {"threads": torch.get_num_threads(), "bits": BITS}
         about["backend"] = backends.of(torch.empty(0, device=device)).name
+        rows = []
         if device == "cuda":
             about |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-            rows = measure_cuda()
-        else:
-            rows = [row for memory in MEMORY for row in in_processes(memory)]
-            rows += measure_small("cpu")
+        if device == "cuda" or arguments.quick:
+            name = "activations_quick" if arguments.quick else "activations_cuda"
+
+            def add(more, name=name, about=about, rows=rows, keep=device == "cuda"):
+                rows += more
+                if keep or os.environ.get("OUT"):
+                    harness.save(name, about, rows)
+
+            sizes = (2**18, SMALL[:1]) if arguments.quick else (2**28, SMALL)
+            failures = measure_device(device, *sizes, add)
+            print(json.dumps(about), file=sys.stderr)
+            if failures:
+                sys.exit(f"{failures} parts failed")
+            continue
+        rows = [row for memory in MEMORY for row in in_processes(memory)]
+        rows += [
+            row for name in PAIRS for dtype in DTYPES for row in measure_small(name, dtype, "cpu")
+        ]
         print(json.dumps(about), file=sys.stderr)
         harness.save(f"activations_{device}", about, rows)
 

@@ -11,14 +11,15 @@ checkpointed chunks, because the logits of 50257 words would otherwise take most
 
 The arms are: exact; checkpointing of every block; torch.compile with activation_memory_budget 0.5; level L2 at 4 and 2
 bits; levels L3 and L4 at 2 bits on average, which have adapted to the data before they are measured; and few-bit
-activations alone. Each arm runs in a process of its own, so that memory of other arms does not count. Before the arms
-run, gradients of L2 at 8 bits are compared with exact gradients.
+activations alone. Each arm runs in a process of its own, so that memory of other arms does not count. The processes are
+copies of a server that has imported torch. Before the arms run, gradients of L2 at 8 bits are compared with exact
+gradients. The arms run even if this check fails, and the program then ends with an error.
 
 The memory of the device is capped (--memory), so that the search for the largest batch takes seconds. Peaks include
 the parameters, the gradients and the optimizer's state. On a CPU, the resident memory of the process is measured
 instead, minus that before the model was built. It includes freed memory that the C library keeps.
 
-Writes results/gpu_training.* after every arm, with --device cpu only if $OUT is set.
+Writes results/gpu_training.* after every check and arm, with --device cpu only if $OUT is set.
 """
 
 from __future__ import annotations
@@ -311,6 +312,7 @@ class Training:
         self.parameters = list(self.model.parameters())
         self.embedding = self.model.wte.weight if case == "gpt2" else None
         self.forward = arm(self.model)
+        self.is_compiled = arm is compiled
         if case == "gpt2":
             self.optimizer = torch.optim.AdamW(self.parameters, 1e-4, fused=True)
         else:
@@ -320,8 +322,9 @@ class Training:
     def take(self, batch):
         self.x = self.y = None
         self.x, self.y = data(self.case, self.settings, batch, self.device)
-        # Without this, the compiler would make a new graph for each batch size that the search tries.
-        torch._dynamo.maybe_mark_dynamic(self.x, 0)
+        if self.is_compiled:
+            # Without this, the compiler would make a new graph for each batch size that the search tries.
+            torch._dynamo.maybe_mark_dynamic(self.x, 0)
 
     def backward(self, autocast=True):
         with torch.autocast(self.device, torch.bfloat16, enabled=autocast):
@@ -469,6 +472,10 @@ def largest(fits, first, most):
 # -- Processes --------------------------------------------------------------------------------------
 
 
+# What the server of processes imports once. torch's optimizers import Dynamo.
+PRELOADED = ["torch._dynamo", "fewbit.compress.compress"]
+
+
 def _child(function, connection, arguments):
     try:
         result = function(*arguments)
@@ -483,7 +490,8 @@ def in_process(function, *arguments, limit):
 
     Return {"error": message} if the function fails or takes longer than `limit` seconds.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(function, theirs, arguments))
     process.start()
@@ -582,20 +590,23 @@ def main():
     machine = about(device) | {"memory_cap": options["memory"], "steps": options["steps"]}
     print(json.dumps(machine), flush=True)
 
-    keep = device == "cuda" or os.environ.get("OUT")
     rows, failed = [], []
+
+    def add(row):
+        rows.append(row)
+        if device == "cuda" or os.environ.get("OUT"):
+            harness.save("gpu_training", machine, rows)
+
     for case in arguments.cases:
         errors = in_process(check, case, cases[case], options, limit=120)
-        rows.append({"measure": "gradient at 8 bits", "case": case, **errors})
         print(f"{case} {cases[case]}: gradient at 8 bits off by {errors}", flush=True)
         if not max(errors.get("float32", 1), errors.get("autocast", 1)) < TOLERANCE:
             failed.append(case)
+        add({"measure": "gradient at 8 bits", "case": case, **errors})
     exact = {}
     # Arms are the outer loop, so that if time runs out, both cases lack the last arms.
     for arm in arms:
         for case in arguments.cases:
-            if case in failed:
-                continue
             left = deadline - time.monotonic()
             # Starting a process and building a model takes longer than this.
             if left < 10:
@@ -605,12 +616,8 @@ def main():
             if arm == "exact" and "error" not in row:
                 exact[case] = row
             print(f"{case:9} {arm:13} {describe(row, exact.get(case))}", flush=True)
-            rows.append({"measure": "training", "case": case, "arm": arm, **cases[case], **row})
-            if keep:
-                harness.save("gpu_training", machine, rows)
+            add({"measure": "training", "case": case, "arm": arm, **cases[case], **row})
     if failed:
-        if keep:
-            harness.save("gpu_training", machine, rows)
         sys.exit(f"{', '.join(failed)}: expected gradients at 8 bits within {TOLERANCE} of exact")
 
 

@@ -6,8 +6,10 @@
 
 The demo's transformer and a ResNet for 8 by 8 digits are built in plain torch.nn. `fewbit.compress_` converts them
 with 8, 4, 3, 2 and 1 bits for quantized inputs, and the transformer also with AdaptiveBits. Activations have 3 bits
-(1 for ReLU). Runs with the same seed have the same initial parameters and batches, so they are compared in pairs. The
-exception is "other batches", exact training that draws other batches: it shows how much a final loss depends on chance.
+(1 for ReLU). In further arms nothing is compressed, but each block of the transformer is a checkpointed region, with
+inputs that are saved in full (torch.utils.checkpoint) or with 8 or 4 bits (fewbit.checkpoint). Runs with the same seed
+have the same initial parameters and batches, so they are compared in pairs. The exception is "other batches", exact
+training that draws other batches: it shows how much a final loss depends on chance.
 Runs whose results are stored are not repeated.
 
 Writes results/compressed_training.* (a row for each run) and compressed_training_summary.*; with --long
@@ -18,11 +20,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 
 import digits_resnet
 import harness
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.demo import text, training
@@ -37,7 +41,13 @@ ADAPTIVE = {f"adaptive, {bits} bits": {"bits": fewbit.AdaptiveBits(bits)} for bi
     for bits in (1.5, 1.25)
 }
 """{name of an arm: the arguments of `compress_`}."""
-ARMS = {"transformer": (*BITS, *ADAPTIVE, OTHER_BATCHES), "resnet": BITS}
+CHECKPOINTS = {
+    "checkpoints, exact": partial(checkpoint, use_reentrant=False),
+    "checkpoints, 8 bits": partial(fewbit.checkpoint, bits=8),
+    "checkpoints, 4 bits": partial(fewbit.checkpoint, bits=4),
+}
+"""{name of an arm: the function that makes each block of the transformer a checkpointed region}."""
+ARMS = {"transformer": (*BITS, *ADAPTIVE, *CHECKPOINTS, OTHER_BATCHES), "resnet": BITS}
 SEEDS = {"transformer": 5, "resnet": 10}
 LONG, LONG_ARMS = {"transformer": 3}, {"transformer": (None, 2)}
 
@@ -70,6 +80,9 @@ def run(network, bits, seed, steps, **options):
     model = build(network, seed, settings)
     if bits == OTHER_BATCHES:
         seed += 10**5
+    elif bits in CHECKPOINTS:
+        for block in model.blocks:
+            block.forward = partial(CHECKPOINTS[bits], block.forward)
     elif bits:
         fewbit.compress_(model, **ADAPTIVE.get(bits, {"bits": bits}), verbose=False, **options)
     kept = fewbit.saved_bytes(model, sample(network, settings))

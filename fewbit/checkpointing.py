@@ -35,6 +35,8 @@ __all__ = ["checkpoint", "checkpoint_"]
 
 _ENABLE = "activation_checkpointing_enable", "gradient_checkpointing_enable"
 """The method of models of transformers, with its new and its old name."""
+CHECKPOINTING = "gradient_checkpointing", "_gradient_checkpointing_func"
+"""The attributes of a layer of transformers that say whether it is a region, and by which function it is called."""
 SMALL = 1024
 """Tensors with fewer elements are saved unquantized."""
 
@@ -100,7 +102,7 @@ def checkpoint_(model: nn.Module, bits: int = 8, group_size: int = GROUP_SIZE) -
     """
     check_bits(bits)
     check_group_size(group_size)
-    enable = next((getattr(model, name) for name in _ENABLE if hasattr(model, name)), None)
+    enable = _enabling(model)
     if enable is None:
         raise InputError(
             f"expected a model of transformers that supports gradient checkpointing, got {type(model).__name__}; "
@@ -108,10 +110,17 @@ def checkpoint_(model: nn.Module, bits: int = 8, group_size: int = GROUP_SIZE) -
         )
     enable()
     for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = partial(
-                checkpoint, bits=bits, group_size=group_size
-            )
+        if hasattr(module, CHECKPOINTING[1]):
+            setattr(module, CHECKPOINTING[1], partial(checkpoint, bits=bits, group_size=group_size))
+
+
+def supports_checkpoints(model: nn.Module) -> bool:
+    """Return whether `checkpoint_` can be used with a model."""
+    return _enabling(model) is not None and getattr(model, "supports_gradient_checkpointing", False)
+
+
+def _enabling(model: nn.Module) -> Callable | None:
+    return next((getattr(model, name) for name in _ENABLE if hasattr(model, name)), None)
 
 
 class _Region:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import nn
 
+from fewbit.checkpointing import checkpoint_, supports_checkpoints
 from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
 from fewbit.compress.replace import replace_activations_
@@ -47,6 +49,8 @@ class Candidate:
         options: other keyword arguments of `fewbit.compress_`.
         activations_only: whether to call `replace_activations_` instead of `compress_`, so that only activations save
             fewer bytes. `bits` is then their number of bits, a whole number (None: 3).
+        checkpoints: whether to call `checkpoint_` before `compress_`, for a model of transformers. The inputs of
+            checkpointed layers then have the bits of `bits`, a whole number.
 
     Raises:
         InputError: `policy` is not a text, `options` is not a mapping, or `bits` cannot be used.
@@ -56,6 +60,7 @@ class Candidate:
     bits: BitConfig | float | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     activations_only: bool = False
+    checkpoints: bool = False
 
     def __post_init__(self):
         if not isinstance(self.policy, str) or not isinstance(self.options, Mapping):
@@ -66,9 +71,13 @@ class Candidate:
         usual = FixedBits.bits_of_activations if self.activations_only else None
         bits = usual if self.bits is None else self.bits
         object.__setattr__(self, "bits", as_config(bits))
-        if self.activations_only and not isinstance(self.bits, FixedBits):
+        flags = {"activations_only": self.activations_only, "checkpoints": self.checkpoints}
+        given = [name for name, is_set in flags.items() if is_set]
+        if len(given) > 1:
+            raise InputError(f"candidates: expected one of {' and '.join(given)}, got both")
+        if given and not isinstance(self.bits, FixedBits):
             raise InputError(
-                f"bits: expected a whole number from 1 to 8 with activations_only, got {self.bits!r}"
+                f"bits: expected a whole number from 1 to 8 with {given[0]}, got {self.bits!r}"
             )
 
     @property
@@ -88,7 +97,13 @@ class Candidate:
             shown = [f"{first}={_short(value)}" if first else type(self.bits).__name__]
         rest = {name: value for name, value in values.items() if value != usual[name]}
         rest |= {name: value for name, value in self.options.items() if name not in _UNSHOWN}
-        shown += [f"{name}={_short(value)}" for name, value in rest.items()]
+        layers = rest.get("layers")
+        if isinstance(layers, LayerSettings):
+            del rest["layers"]
+            rest |= {name: value for name, value in layers.to_dict().items() if value is not None}
+        shown += [
+            name if value is True else f"{name}={_short(value)}" for name, value in rest.items()
+        ]
         return ", ".join(shown)
 
     @property
@@ -100,14 +115,19 @@ class Candidate:
         options = "".join(f", {name}={value}" for name, value in shown.items())
         if self.activations_only:
             return f"fewbit.replace_activations_(model, {self.bits.initial_bits}{options})"
-        return f"fewbit.compress_(model, {self.bits!r}{options})"
+        first = f"fewbit.checkpoint_(model, {self.bits.bits}); " if self.checkpoints else ""
+        return f"{first}fewbit.compress_(model, {self.bits!r}{options})"
 
     def apply(self, model: nn.Module) -> Controller | None:
         """Undo an earlier conversion of the model, if any, and convert the model in place.
 
+        Gradient checkpointing that is enabled stays enabled.
+
         Returns:
             The controller; None with `activations_only`, because `replace_activations_` makes no controller.
         """
+        if self.checkpoints:
+            checkpoint_(model, self.bits.bits)
         if not self.activations_only:
             return compress_(model, self.bits, **{**self.options, "verbose": False})
         restore_(model)
@@ -123,6 +143,7 @@ class Candidate:
                 name: _plain(value) for name, value in self.options.items() if name not in _UNSHOWN
             },
             "activations_only": self.activations_only,
+            "checkpoints": self.checkpoints,
         }
 
     @classmethod
@@ -133,14 +154,15 @@ class Candidate:
             InputError: a value is missing or has the wrong type, or the configuration has an unknown kind or an unknown
                 field, or lacks a field.
         """
-        names = [field.name for field in fields(cls)]
+        names = "policy", "bits", "options", "activations_only"
         if not isinstance(values, Mapping) or not all(name in values for name in names):
             raise InputError(f"expected a candidate's {', '.join(names)}, got {shorten(values)}")
         options = values["options"]
         if isinstance(options, Mapping):
             options = {name: _read(name, value) for name, value in options.items()}
         bits = BitConfig.from_dict(values["bits"])
-        return cls(values["policy"], bits, options, values["activations_only"])
+        checkpoints = values.get("checkpoints", False)  # which older files do not have
+        return cls(values["policy"], bits, options, values["activations_only"], checkpoints)
 
 
 def _read(name: str, value):
@@ -161,22 +183,42 @@ class Curve(NamedTuple):
         policy: the name of the curve.
         config: a function that makes the configuration of a candidate from one of `values`.
         values: the values, one for each candidate: numbers of bits, or bounds e2.
-        needs: classes of modules. The candidates are only for models that have a module of one of these classes.
-        needed: the words for these classes in error messages.
+        suits: a function of a model that returns whether the candidates are for this model.
+        needed: the words for such a model in error messages.
+        others: further arguments of the candidates.
     """
 
     policy: str
     config: Callable[[float], BitConfig]
     values: tuple[float, ...]
-    needs: tuple[type, ...] = (nn.Module,)
+    suits: Callable[[nn.Module], bool] = lambda model: True
     needed: str = ""
+    others: Mapping[str, object] = MappingProxyType({})
+
+
+def _has_norms(model: nn.Module) -> bool:
+    return any(isinstance(module, tuple(NORMS)) for module in model.modules())
 
 
 CURVES = (
     Curve("fixed", FixedBits, (8, 4, 3, 2)),
     Curve("shared", AdaptiveBits, (4, 3, 2, 1.5)),
     Curve("error-bound", ErrorBound, (0.1, 0.5, 1.0, 2.0)),
-    Curve("pre-activation", PreActivationBits, (8, 4, 2), tuple(NORMS), "a batch or layer norm"),
+    Curve("pre-activation", PreActivationBits, (8, 4, 2), _has_norms, "a batch or layer norm"),
+    Curve(
+        "everything",
+        FixedBits,
+        (4, 2),
+        others={"options": {"layers": LayerSettings(everything=True)}},
+    ),
+    Curve(
+        "checkpoints",
+        FixedBits,
+        (8, 4),
+        supports_checkpoints,
+        "gradient checkpointing as in transformers",
+        {"checkpoints": True},
+    ),
 )
 ACTIVATIONS = "activations"
 ACTIVATION_BITS = (4, 3, 2)
@@ -193,6 +235,8 @@ def default_candidates(
     - "shared": bits are divided among layers and samples (`AdaptiveBits`).
     - "error-bound": bits follow from a bound on the gradient's error (`ErrorBound`).
     - "pre-activation": norms and the layers after them save one tensor together (`PreActivationBits`).
+    - "everything": all layers have the same bits, and what torch's other operations save is compressed too.
+    - "checkpoints": layers of a model of transformers are checkpointed regions with quantized inputs (`checkpoint_`).
     - "activations": only activation modules are compressed (`replace_activations_`). If the derivative of each of these
       activations has only two values, as for ReLU, there is one candidate with 1 bit, which is exact.
 
@@ -206,9 +250,9 @@ def default_candidates(
     if isinstance(policies, str) or not isinstance(policies, Iterable | None):
         raise InputError(f"policies: expected a list of names, as ['fixed'], got {policies!r}")
     found = [
-        Candidate(curve.policy, curve.config(value))
+        Candidate(curve.policy, curve.config(value), **curve.others)
         for curve in CURVES
-        if any(isinstance(module, curve.needs) for module in model.modules())
+        if curve.suits(model)
         for value in curve.values
     ]
     activations = [

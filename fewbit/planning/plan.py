@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from fewbit.analysis.gradients import (
     CHUNKS,
+    Loss,
     Measured,
     batches_of,
     check_count,
@@ -40,6 +41,7 @@ from fewbit.analysis.gradients import (
 from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.progress import Progress
 from fewbit.analysis.unchanged import alone, unchanged
+from fewbit.checkpointing import CHECKPOINTING
 from fewbit.convert.swap import restore_
 from fewbit.errors import InputError
 from fewbit.planning.candidates import Candidate, check_candidates, default_candidates
@@ -116,7 +118,7 @@ def plan(
     bar = Progress("plan", progress)
     with unchanged(dict(model.named_modules()), tensors_of(batches)):
         steps = _Steps(copied(model), loss, seed)
-        restore_(steps.model)
+        steps.restore()
         if candidates is None:
             candidates = default_candidates(steps.model)
         sampling, sampled = sampling_of(steps, batch, batches, chunks)
@@ -157,6 +159,22 @@ class _Steps(Measured):
 
     seconds = math.nan
 
+    def __init__(self, model: nn.Module, loss: Loss, seed: int):
+        super().__init__(model, loss, seed)
+        self._checkpoints = {
+            module: {name: vars(module)[name] for name in CHECKPOINTING if name in vars(module)}
+            for module in model.modules()
+            if hasattr(module, CHECKPOINTING[0])
+        }
+
+    def restore(self) -> None:
+        """Undo what a candidate has changed in the model."""
+        restore_(self.model)
+        for module, values in self._checkpoints.items():
+            for name in CHECKPOINTING:  # without an attribute of its own, a layer has that of its class
+                vars(module).pop(name, None)
+            vars(module).update(values)
+
     def value(self, batch) -> torch.Tensor:
         self._wait()
         self._started = time.perf_counter()
@@ -189,7 +207,7 @@ class _Found:
         self.errors = []  # (draws,) for each batch: |g^ - g|^2
         self.sums = []  # for each batch: |sum over draws of (g^ - g)|^2
         self.seconds = []
-        controller = self._apply(steps.model)
+        controller = self._apply(steps)
         self._state = {} if controller is None else controller.state_dict()
         if self._state:
             for step in range(ADAPTING_STEPS):
@@ -201,9 +219,10 @@ class _Found:
         self._done = done
         done()
 
-    def _apply(self, model):
+    def _apply(self, steps):
+        steps.restore()
         try:
-            return self.candidate.apply(model)
+            return self.candidate.apply(steps.model)
         except (InputError, TypeError) as error:
             name = f"{self.candidate.policy}, {self.candidate.label}"
             raise InputError(f"candidates: {name}: {error}") from error
@@ -218,7 +237,7 @@ class _Found:
             exact: The exact gradient of the batch, a list of tensors.
             draws: The number of passes with independent rounding.
         """
-        controller, total, errors = self._apply(steps.model), None, []
+        controller, total, errors = self._apply(steps), None, []
         if self._state:
             controller.load_state_dict(self._state)
         for draw in range(draws):
@@ -267,7 +286,7 @@ def _passes(steps: _Steps, batches, found: list[_Found], draws: int) -> tuple[li
     """
     squares, seconds = [], []
     for number, batch in enumerate(batches):
-        restore_(steps.model)
+        steps.restore()
         exact = steps.gradient(batch, number)
         seconds.append(steps.seconds)
         squares.append(_squared(exact))
@@ -277,7 +296,7 @@ def _passes(steps: _Steps, batches, found: list[_Found], draws: int) -> tuple[li
             )
         for candidate in found:
             candidate.measure(steps, batch, number, exact, draws)
-        restore_(steps.model)
+        steps.restore()
         steps.gradient(batch, number)
         seconds.append(steps.seconds)
     return squares, seconds

@@ -14,10 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
+import tiny_models  # noqa: E402
 from composed import Composed  # noqa: E402
 from measured import Images, gradient, squared  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaForCausalLM  # noqa: E402
 
 import fewbit  # noqa: E402
 from fewbit import cli  # noqa: E402
@@ -282,22 +284,85 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
     fixed = [f"fixed {bits} bits" for bits in (8, 4, 3, 2)]
     shared = [f"shared {bits} bits" for bits in (4, 3, 2, 1.5)]
     shared += [f"error-bound e2={e2}" for e2 in ("0.1", "0.5", "1", "2")]
-    assert names(nn.Linear(4, 4)) == fixed + shared
+    everything = [f"everything {bits} bits, everything" for bits in (4, 2)]
+    assert names(nn.Linear(4, 4)) == fixed + shared + everything
     fused = [f"pre-activation {bits} bits" for bits in (8, 4, 2)]
-    assert names(Images()) == [*fixed, *shared, *fused, "activations 1 bit"]
+    assert names(Images()) == [*fixed, *shared, *fused, *everything, "activations 1 bit"]
     few = [f"activations {bits} bits" for bits in (4, 3, 2)]
-    assert names(net()) == [*fixed, *shared, *fused, *few]
+    assert names(net()) == [*fixed, *shared, *fused, *everything, *few]
     assert names(net(), ["activations"]) == few
     with pytest.raises(
-        InputError, match="expected one of fixed, shared, error-bound for policy, got 'none'"
+        InputError,
+        match="expected one of fixed, shared, error-bound, everything for policy, got 'none'",
     ):
         default_candidates(nn.Linear(4, 4), ["none"])
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_checkpoints_of_a_model_of_transformers(is_checkpointed):
+    """The regions of other candidates and of the exact model are those of the given model."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_models.llama()).train()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    ids = torch.randint(100, (4, 32))
+
+    def loss(model, ids):
+        return model(ids, use_cache=False).logits.square().mean()
+
+    def kept(model):
+        return fewbit.saved_bytes(lambda ids: loss(model, ids), ids).total
+
+    candidates = [*default_candidates(model, ["checkpoints"]), FIXED]
+    found = plan(model, ids, loss, candidates=candidates, chunks=4, progress=False)
+    assert found.exact_bytes == kept(model)
+    assert [row.policy for row in found.rows] == ["checkpoints", "checkpoints", "fixed"]
+    for row in found.rows:
+        copy = deepcopy(model)
+        for line in row.candidate.call.split("; "):
+            eval(line, {"fewbit": fewbit, "model": copy})
+        assert row.saved_bytes == kept(copy)
+    eight, four, _ = found.rows
+    assert four.saved_bytes < eight.saved_bytes < found.exact_bytes
+    assert 0 < eight.error < four.error < found.gradient
+    assert TrainingPlan.from_json(found.to_json()) == found
+
+
+def test_everything_compresses_what_is_no_layer():
+    class Products(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 64)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return torch.einsum("bi,bj->bij", y, y)
+
+    model, x = Products(), torch.randn(64, 32)
+    candidates = [Candidate("fixed", 2), *default_candidates(model, ["everything"])]
+    fixed, _, two = plan(model, x, squared, candidates=candidates, chunks=4).rows
+    copy, _ = converted(two.candidate, model)
+    assert two.saved_bytes == fewbit.saved_bytes(lambda x: squared(copy, x), x).total
+    assert two.saved_bytes < fixed.saved_bytes
+    assert 0 < two.error
+
+
+def test_candidates_of_older_files_have_no_checkpoints():
+    values = FIXED.to_dict()
+    del values["checkpoints"]
+    assert Candidate.from_dict(values) == FIXED
+    with pytest.raises(InputError, match="one of activations_only and checkpoints, got both"):
+        Candidate("both", 2, activations_only=True, checkpoints=True)
+    with pytest.raises(InputError, match="a whole number from 1 to 8 with checkpoints"):
+        Candidate("shared", 1.5, checkpoints=True)
 
 
 @pytest.mark.parametrize(
     ("policies", "message"),
     [
         (["activations"], "policy activations: expected a model with activations as modules, got"),
+        (["checkpoints"], "policy checkpoints: expected a model with gradient checkpointing as in"),
         (["pre-activation"], "policy pre-activation: expected a model with a batch or layer norm,"),
         ("fixed", "policies: expected a list of names, as ['fixed'], got 'fixed'"),
         (3, "policies: expected a list of names, as ['fixed'], got 3"),
@@ -333,7 +398,7 @@ def test_a_batch_without_samples(batch):
     [
         (4, {}, "4 bits"),
         (1.5, {}, "1.5 bits"),
-        (1, {"layers": fewbit.LayerSettings(copies=2)}, "1 bit, layers=fewbit.LayerSettings(copies=2)"),
+        (1, {"layers": fewbit.LayerSettings(copies=2)}, "1 bit, copies=2"),
         (fewbit.ErrorBound(1e-3, window="max"), {}, "e2=0.001, window=max"),
         (fewbit.Budget("6 GiB", interval=50), {"sample": torch.ones(2)}, "budget=6.00 GiB, interval=50"),
         (fewbit.Level("L3"), {}, "level L3"),
@@ -532,6 +597,7 @@ def test_json_has_everything_back(tmp_path):
         "bits": {"kind": "fixed", "bits": 2},
         "options": {},
         "activations_only": False,
+        "checkpoints": False,
     }
     loaded = TrainingPlan.load(path)
     assert loaded.to_json() == found.to_json() and str(loaded) == str(found)
@@ -847,7 +913,7 @@ def test_command_with_a_model_by_name():
         (["resnet18", "-o", "plan.txt"], "plan.txt: expected a file name that ends in .json"),
         (
             ["resnet18", "--policy", "none"],
-            "expected one of fixed, shared, error-bound, pre-activation, activations for",
+            "expected one of fixed, shared, error-bound, pre-activation, everything, activations for",
         ),
         (["{own}:wrong"], "expected it to return (model, batch, loss), got a tuple of 2"),
         (["{own}:missing"], "has no attribute 'missing'"),

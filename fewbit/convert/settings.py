@@ -125,7 +125,11 @@ class ResolvedSettings:
         if not self.everything:
             return None
         return GraphSettings(
-            math.floor(self.bits), self.activation_bits, self.group_size, self.quantizer
+            math.floor(self.bits),
+            self.activation_bits,
+            self.group_size,
+            self.min_dtype,
+            self.quantizer,
         )
 
     def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:

@@ -41,13 +41,22 @@ class GraphSettings(NamedTuple):
         bits: the bits per element of tensors in which gradients are linear.
         derivative_bits: the bits per element of derivatives.
         group_size: the number of elements in a group.
+        min_dtype: the dtype of the groups' means or minimums: "bfloat16", "float32" or "auto".
         kind: the kind of the copies; None for the usual kind.
     """
 
     bits: int
     derivative_bits: int
     group_size: int
+    min_dtype: str
     kind: str | None
+
+    def has_fp32_min(self, x: torch.Tensor) -> bool | None:
+        """Return whether groups of x have float32 means or minimums; None if `quantizer_ops.quantize` decides."""
+        if self.min_dtype == "auto":
+            # On a GPU the host would have to wait for the answer whether groups need float32.
+            return True if x.is_cuda else None
+        return self.min_dtype == "float32"
 
 
 class _Candidate(NamedTuple):
@@ -150,9 +159,8 @@ class GraphCompressor:
         def quantize(x, bits, kind):
             kind = usual_kind(kind, settings.group_size)
             seed = context.seed(x, f"{path}:{argument.node.name()}.{argument.name}", 0)
-            # On a GPU the host would have to wait for the answer whether groups need float32 minimums.
-            place = seed, bits, settings.group_size, True if x.is_cuda else None, kind
-            return in_storage_order(x, lambda x: copies.quantized(x, *place))
+            given = seed, bits, settings.group_size, settings.has_fp32_min(x), kind
+            return in_storage_order(x, lambda x: copies.quantized(x, *given))
 
         how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
         with torch.no_grad(), torch._C.DisableTorchFunction():

@@ -17,6 +17,8 @@ COPIES = frozenset(
     for name in "ToCopy T Transpose View UnsafeView Permute Unsqueeze Squeeze Expand Slice Select Alias Clone".split()
 )
 """Names of the autograd nodes between a parameter and a copy or view of it: autocast copies it in another dtype."""
+_LEADS_TO_LEAF = "fewbit_leads_to_leaf"
+"""The key in an autograd node's metadata under which `_leads_to_leaf` stores its answer."""
 _arguments = {}  # {type of a node: names of the arguments that the node saves}
 
 
@@ -152,6 +154,19 @@ def ends_at_leaves(node) -> bool:
 
 
 def _leads_to_leaf(node) -> bool:
+    """Return whether a node is a leaf's, or a copy or view leads from it to a leaf.
+
+    Every copy and view on the way stores the answer, so that each of them is visited once.
+    """
+    passed = []
     while node.name() in COPIES and node.next_functions[0][0] is not None:
+        if _LEADS_TO_LEAF in node.metadata:
+            answer = node.metadata[_LEADS_TO_LEAF]
+            break
+        passed.append(node)
         node = node.next_functions[0][0]
-    return hasattr(node, "variable")
+    else:
+        answer = hasattr(node, "variable")
+    for each in passed:
+        each.metadata[_LEADS_TO_LEAF] = answer
+    return answer

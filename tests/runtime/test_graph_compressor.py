@@ -561,3 +561,39 @@ def test_a_chain_of_views_is_followed_once(is_leaf):
     View.visits = 0
     assert all(autograd_graph._leads_to_leaf(each) == is_leaf for each in chain)
     assert View.visits <= 4 * len(chain)
+
+
+class Attention(nn.Module):
+    """Attention that multiplies a view of the softmax's result, by torch.bmm or by einsum."""
+
+    def __init__(self, product, is_view):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.product, self.is_view = product, is_view
+
+    def forward(self, x):
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        p = torch.softmax(scores.view(4, 2, 32, 32), -1)
+        return self.product((p if self.is_view else p + 0).flatten(0, 1), self.v(x))
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_product_uses_the_copy_of_softmax(everything):
+    product = (lambda p, v: torch.einsum("nqk,nkd->nqd", p, v)) if everything else torch.bmm
+    torch.manual_seed(5)
+    model, x = Attention(product, False), torch.randn(8, 32, 16)
+    few = compressed(model, 4, everything=everything)
+    few.is_view = True
+    alone = compressed(model, 4, everything=everything)
+    before, after = (saved(each, x)["packed"] for each in (alone, few))
+    assert before - after == 8 * 32 * 32 * 4 // 8
+    names = [name for name, _ in model.named_parameters()]
+    places, seeds = [names.index("q.weight"), names.index("v.weight")], iter(range(100, 1000))
+    exact = gradients(model, x)
+
+    def draw():
+        grads = gradients(few, x, next(seeds))
+        return [grads[place] for place in places]
+
+    for place, samples in zip(places, drawn(draw, 60), strict=True):
+        assert abs(pooled_z(samples, exact[place], 1e-5, independent=16)) < 5

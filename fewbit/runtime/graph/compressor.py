@@ -11,7 +11,7 @@ from torch import nn
 
 from fewbit.config import name_of_class, usual_kind
 from fewbit.errors import GradientError, InputError
-from fewbit.runtime.graph.rules import NAMED, Rule, Settings, rule_of
+from fewbit.runtime.graph.rules import NAMED, Rule, Settings, is_matrix_product, rule_of
 from fewbit.runtime.interop.autograd_graph import (
     SavedArgument,
     count_of_saved,
@@ -187,9 +187,11 @@ class GraphCompressor:
             given = seed, bits, settings.group_size, settings.has_fp32_min(x), kind
             return in_storage_order(x, lambda x: copies.quantized(x, *given))
 
+        # `Quantizer.quantize_softmax` says why matrix products may use softmax's copy.
+        shared = context.cache.get_softmax(x) if is_matrix_product(argument.node) else None
         how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            copy = rule.compress(x, how)
+            copy = shared or rule.compress(x, how)
         if copy is None:
             return
         if argument.meter is not None:

@@ -330,6 +330,11 @@ RULES = _by_argument()
 """{(node without "Backward<number>", argument): rule}."""
 
 
+def is_matrix_product(node) -> bool:
+    """Return whether an autograd node is that of a product of two matrices, or of two batches of matrices."""
+    return node.name() in ("MmBackward0", "BmmBackward0")
+
+
 def rule_of(node, argument: str) -> Rule | None:
     """Return the rule for an argument that an autograd node has saved; None if the argument has to stay exact.
 

@@ -44,6 +44,7 @@ from fewbit.config.values import (
     check_quantizer,
     check_rotated_size,
     check_verbose,
+    name_of_class,
     plain_number,
     usual_kind,
 )
@@ -85,5 +86,6 @@ __all__ = [
     "check_rotated_size",
     "check_verbose",
     "usual_kind",
+    "name_of_class",
     "plain_number",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from fewbit.config.base import Config, average_field, bits_field, flag, number_field, optional
 from fewbit.config.values import (
+    autograd_functions,
     check_copies,
     check_group_size,
     check_min_dtype,
@@ -43,6 +44,8 @@ class LayerSettings(Config):
             trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
         everything: whether to compress also the tensors that other operations of torch save, such as products, einsum and
             the gates of recurrent layers (usually False; docs/compress.md).
+        autograd_functions: {an autograd Function, or its name "module.Class": positions in its `ctx.saved_tensors`} of
+            tensors in which the Function's gradients are linear. With `everything`, these tensors are quantized too.
         quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/quantizer.md). Usually, results of softmax
             and tensors with groups of more than 256 elements have uniform copies, and all other tensors have rotated
             copies (docs/decisions/0016).
@@ -57,6 +60,7 @@ class LayerSettings(Config):
         "copies": optional(number_field(check_copies)),
         "functional": optional(flag),
         "everything": optional(flag),
+        "autograd_functions": optional(autograd_functions),
         "quantizer": optional(check_quantizer),
     }
 
@@ -69,6 +73,7 @@ class LayerSettings(Config):
     functional: bool | None = None
     everything: bool | None = None
     quantizer: str | None = None
+    autograd_functions: Mapping[str, list[int]] | None = None
 
     @classmethod
     def of(cls, change) -> LayerSettings | None:

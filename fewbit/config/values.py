@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 
 from fewbit.errors import InputError
@@ -102,6 +103,28 @@ def usual_kind(usual: str, group_size: int) -> str:
         group_size: the number of elements in a group.
     """
     return usual if group_size <= LARGEST_ROTATED_GROUP else UNIFORM
+
+
+def name_of_class(cls: type) -> str:
+    """Return "module.Class", the name by which settings refer to a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def autograd_functions(value, name: str) -> dict[str, list[int]]:
+    """Check a mapping from autograd Functions, or their names, to positions. Return it with names as keys."""
+    expected = "a mapping of autograd Functions, or their names, to lists of positions from 0"
+    require(isinstance(value, Mapping), expected, name, value)
+    found = {}
+    for function, positions in value.items():
+        require(isinstance(function, str | type), expected, name, value)
+        require(isinstance(positions, list | tuple) and len(positions) > 0, expected, name, value)
+        for position in positions:
+            require(is_whole(position, 0), expected, name, value)
+        function = name_of_class(function) if isinstance(function, type) else function
+        is_own = function.startswith("fewbit.")
+        require(not is_own, "Functions that fewbit does not define", name, function)
+        found[function] = list(positions)
+    return found
 
 
 def check_verbose(verbose, name: str = "verbose") -> None:

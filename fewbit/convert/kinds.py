@@ -146,11 +146,29 @@ def _misfit_of(module: nn.Module) -> str | None:
     return None
 
 
-def why_not(module: nn.Module) -> str | None:
-    """Return why a module without a kind is not converted; None if there is no need to report a reason."""
+def why_not(module: nn.Module, everything: bool = False) -> str | None:
+    """Return why a module without a kind is not converted; None if there is no need to report a reason.
+
+    Args:
+        module: the module.
+        everything: whether what torch's operations save is compressed. Then the reason says so.
+    """
+    if not everything:
+        return _why_not(module, True)
+    reason = _why_not(module, False)
+    if reason is None:
+        return None
+    # On a GPU a recurrent layer is one operation of cuDNN, which stays exact.
+    place = "on the CPU, " if isinstance(module, nn.RNNBase) else ""
+    return f"{reason}; {place}what its operations save is compressed"
+
+
+def _why_not(module: nn.Module, is_exact: bool) -> str | None:
+    """Return why a module is not converted. `is_exact` says whether torch's operations save exact tensors."""
     cls = class_of(module)
     if cls in LEFT_ALONE:
-        return LEFT_ALONE[cls]
+        is_recurrent = issubclass(cls, nn.RNNBase) and not is_exact
+        return "no few-bit version" if is_recurrent else LEFT_ALONE[cls]
     if cls is _PART_OF_ATTENTION:
         return None
     misfit = transformers_modules.misfit_of(module)
@@ -162,7 +180,7 @@ def why_not(module: nn.Module) -> str | None:
     if known is not None:
         return f"a subclass of {known.__name__}, which may compute something else"
     code = getattr(getattr(cls, "forward", None), "__code__", None)
-    if code is not None and "einsum" in code.co_names:
+    if is_exact and code is not None and "einsum" in code.co_names:
         return "it calls einsum, which stays exact and saves its inputs in full"
     own = next(module.parameters(recurse=False), None)
     if own is None:

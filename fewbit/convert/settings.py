@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+
+from torch.autograd import Function
 
 from fewbit.config import (
     DEFAULT_BITS,
@@ -14,6 +16,7 @@ from fewbit.config import (
     check_average,
     check_bits,
     check_rotated_size,
+    name_of_class,
 )
 from fewbit.convert import kinds
 from fewbit.convert.functions import FunctionQuantizers
@@ -44,7 +47,7 @@ class ResolvedSettings:
         activation_bits: the bits of the code that a few-bit activation saves for each element.
         attention_bits: the bits per element of q, k and v, the queries, keys and values of attention. None stands for
             `bits` if `adapts` is True, else for `bits` but at least 4.
-        group_size, min_dtype, copies, quantizer, functional, everything: settings with the meaning that
+        group_size, min_dtype, copies, quantizer, functional, everything, autograd_functions: settings with the meaning that
             `fewbit.config.LayerSettings` gives.
         fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm restore their own
             inputs from the tensor that the norm saved.
@@ -63,6 +66,7 @@ class ResolvedSettings:
     quantizer: str | None = None
     functional: bool = False
     everything: bool = False
+    autograd_functions: Mapping[str, list[int]] = field(default_factory=dict, hash=False)
     fuses_norms: bool = False
     has_policy: bool = False
     adapts: bool = False
@@ -83,12 +87,15 @@ class ResolvedSettings:
             InputError: the change has a number of bits that is not whole although there is no policy, or `copies=2`
                 although norms save their input in fixed point.
         """
-        given = {field.name: getattr(change, field.name) for field in fields(change)}
+        given = {each.name: getattr(change, each.name) for each in fields(change)}
         given = {name: value for name, value in given.items() if value is not None}
         # A policy does not change bits that the user gives.
         adapts = self.adapts and "bits" not in given
         chooses = self.chooses_activation_bits and "activation_bits" not in given
-        return replace(self, **given, adapts=adapts, chooses_activation_bits=chooses).checked()
+        changed = replace(self, **given, adapts=adapts, chooses_activation_bits=chooses)
+        if change.autograd_functions:
+            _check_functions(change.autograd_functions, changed.everything)
+        return changed.checked()
 
     def checked(self) -> ResolvedSettings:
         """Return the settings. Raise InputError if a value is invalid or contradicts another value."""
@@ -125,7 +132,12 @@ class ResolvedSettings:
         if not self.everything:
             return None
         return GraphSettings(
-            math.floor(self.bits), self.activation_bits, self.group_size, self.quantizer
+            math.floor(self.bits),
+            self.activation_bits,
+            self.group_size,
+            self.min_dtype,
+            self.quantizer,
+            self.autograd_functions,
         )
 
     def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:
@@ -167,7 +179,7 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
             raise InputError(
                 f"expected fewbit.LayerSettings, or a mapping of its fields, got {layers!r}"
             )
-        names = [field.name for field in fields(LayerSettings) if field.name != "bits"]
+        names = [each.name for each in fields(LayerSettings) if each.name != "bits"]
         for name in layers if isinstance(layers, Mapping) else ():
             if name not in ("bits", *names):
                 raise InputError(f"expected {', '.join(names)}, got {shorten(name)}")
@@ -181,3 +193,20 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
         return replace(usual.changed(layers), chooses_activation_bits=chooses)
     except InputError as error:
         raise InputError(f"layers: {error}") from None
+
+
+def _check_functions(names, everything: bool) -> None:
+    """Raise InputError if no autograd Function has one of these names, or if they would have no effect."""
+    if not everything:
+        raise InputError("expected everything=True with autograd_functions, got False")
+    known, waiting = set(), [Function]
+    while waiting:
+        for cls in waiting.pop().__subclasses__():
+            known.add(name_of_class(cls))
+            waiting.append(cls)
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"autograd_functions: expected the name of a torch.autograd.Function, as module.Class, "
+                f"got {shorten(name)}, which does not exist or is not imported yet"
+            )

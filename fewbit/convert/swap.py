@@ -211,12 +211,14 @@ def _convert(
     name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
     kind = kinds.kind_of(held)
     if kind is None:
-        reason = kinds.why_not(module) if whole or kinds.is_like_an_activation(module) else None
-        calls_functions = reason and ("subclass" in reason or "no few-bit" in reason)
+        everything = settings is not None and settings.everything
+        is_reported = whole or kinds.is_like_an_activation(module)
+        reason = kinds.why_not(module, everything) if is_reported else None
+        calls_functions = (
+            reason and not everything and ("subclass" in reason or "no few-bit" in reason)
+        )
         if calls_functions and may_call(module) and settings is not None and settings.functional:
             reason += "; functions that it calls are compressed"
-        if reason and settings is not None and settings.everything:
-            reason += "; what its operations save is compressed"
         return SkippedModule(path, name, reason) if reason else None
     if kind.family == kinds.RECURRENT and not (settings is not None and settings.everything):
         return SkippedModule(path, name, kinds.LEFT_ALONE[nn.LSTM]) if whole else None

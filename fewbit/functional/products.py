@@ -119,11 +119,10 @@ class _Product(Function):
     """The base of `_Matmul` and `_Mul`, which saves factors: leaves of the graph unchanged, other tensors quantized."""
 
     @staticmethod
-    def save(ctx, y, a, b, quantizer):
+    def save(ctx, y, a, b, quantize):
         ctx.inputs = (a.shape, a.dtype), (b.shape, b.dtype)
         factors = [
-            copies.unquantized(factor) if factor.is_leaf else quantizer.quantize(factor)
-            for factor in (a, b)
+            copies.unquantized(factor) if factor.is_leaf else quantize(factor) for factor in (a, b)
         ]
         return copies.save(ctx, y, factors)
 
@@ -139,7 +138,7 @@ class _Matmul(_Product):
     def forward(ctx, a, b, quantizer):
         with as_torch_casts():
             y = torch.matmul(a, b)
-        return _Product.save(ctx, y, a, b, quantizer)
+        return _Product.save(ctx, y, a, b, quantizer.quantize_factor)
 
     @staticmethod
     @once_differentiable
@@ -151,7 +150,7 @@ class _Matmul(_Product):
 class _Mul(_Product):
     @staticmethod
     def forward(ctx, a, b, quantizer):
-        return _Product.save(ctx, a * b, a, b, quantizer)
+        return _Product.save(ctx, a * b, a, b, quantizer.quantize)
 
     @staticmethod
     @once_differentiable

@@ -104,7 +104,7 @@ class _Softmax(Function):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.softmax(x, dim, dtype=dtype)
-        saved = quantizer.quantize(y, usual=UNIFORM)
+        saved = quantizer.quantize_softmax(y)
         ctx.spec, ctx.dim, ctx.dtype = saved.spec, dim, x.dtype
         ctx.save_for_backward(*saved.tensors)
         return saved.tie(y)

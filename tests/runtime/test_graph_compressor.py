@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.errors import GradientError
 from fewbit.runtime.graph import rules
+from fewbit.runtime.interop import autograd_graph
 
 SHAPE = 8, 16, 24  # each tensor has 3072 elements, more than `compressor.SMALL`
 
@@ -484,13 +485,115 @@ def test_recurrent_layers(cls):
     assert sum(after.values()) * 8 < sum(before.values())
 
 
-def test_the_report_names_recurrent_layers():
-    model = Recurrent(nn.GRU)
-    report = str(fewbit.compress_(model, layers={"everything": True}, verbose=False).report)
-    assert "what its operations save is compressed" in " ".join(report.split())
+class Einsum(nn.Module):
+    """A module that calls einsum."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(24, 24))
+
+    def forward(self, x):
+        return torch.einsum("nij,jk->nik", x, self.w)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (
+            Einsum(),
+            "no few-bit version; what its operations save is compressed",
+        ),
+        (nn.GRU(24, 24), "no few-bit version; on the CPU, what its operations save is compressed"),
+    ],
+)
+def test_the_report_says_what_happens_to_a_module_without_few_bit_version(module, reason):
+    model = nn.Sequential(module)
+    report = fewbit.compress_(model, layers={"everything": True}, verbose=False).report
+    assert [(row.path, row.reason) for row in report.left_alone] == [("0", reason)]
+    off = fewbit.compress_(model, verbose=False).report
+    assert "compressed" not in off.left_alone[0].reason
+
+
+@pytest.mark.parametrize(
+    ("min_dtype", "near", "far"), [("bfloat16", 2, 2), ("float32", 3, 3), ("auto", 2, 3)]
+)
+@pytest.mark.parametrize("quantizer", ["rotated", "uniform"])
+def test_min_dtype(min_dtype, near, far, quantizer):
+    """Ranges have a third column if minimums or means are float32. With "auto", tensors far from 0 get float32."""
+    for shift, columns in ((0, near), (1000, far)):
+        model = Block(lambda x, y, shift=shift: (x + shift) * (y + shift))
+        few = compressed(model, 2, min_dtype=min_dtype, quantizer=quantizer, functional=False)
+        ranges = [e for e in fewbit.saved_bytes(few, inputs()).entries if e.kind == "range"]
+        assert {entry.shape[1] for entry in ranges} == {columns}
 
 
 def test_a_masked_input_is_no_division():
     """The rule for masks does not apply to numbers: a float in place of a mask stays exact."""
     assert rules.MASK.compress(torch.ones(4), None) is None
     assert math.isnan(rules.Inside(0.0, None).compress(torch.ones(40), None).spec.zero)
+
+
+class View:
+    """A stand-in for an autograd node of a view, which counts how often the way to its leaf is followed."""
+
+    visits = 0
+
+    def __init__(self, before):
+        self.before, self.metadata = before, {}
+
+    def name(self):
+        return "ViewBackward0"
+
+    @property
+    def next_functions(self):
+        View.visits += 1
+        return ((self.before, 0),)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_a_chain_of_views_is_followed_once(is_leaf):
+    x = torch.randn(3, requires_grad=True)
+    node = x.view(3).grad_fn.next_functions[0][0] if is_leaf else x.exp().grad_fn
+    chain = []
+    for _ in range(1000):
+        node = View(node)
+        chain.append(node)
+    View.visits = 0
+    assert all(autograd_graph._leads_to_leaf(each) == is_leaf for each in chain)
+    assert View.visits <= 4 * len(chain)
+
+
+class Attention(nn.Module):
+    """Attention that multiplies a view of the softmax's result, by torch.bmm or by einsum."""
+
+    def __init__(self, product, is_view):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.product, self.is_view = product, is_view
+
+    def forward(self, x):
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        p = torch.softmax(scores.view(4, 2, 32, 32), -1)
+        return self.product((p if self.is_view else p + 0).flatten(0, 1), self.v(x))
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_product_uses_the_copy_of_softmax(everything):
+    product = (lambda p, v: torch.einsum("nqk,nkd->nqd", p, v)) if everything else torch.bmm
+    torch.manual_seed(5)
+    model, x = Attention(product, False), torch.randn(8, 32, 16)
+    few = compressed(model, 4, everything=everything)
+    few.is_view = True
+    alone = compressed(model, 4, everything=everything)
+    before, after = (saved(each, x)["packed"] for each in (alone, few))
+    assert before - after == 8 * 32 * 32 * 4 // 8
+    names = [name for name, _ in model.named_parameters()]
+    places, seeds = [names.index("q.weight"), names.index("v.weight")], iter(range(100, 1000))
+    exact = gradients(model, x)
+
+    def draw():
+        grads = gradients(few, x, next(seeds))
+        return [grads[place] for place in places]
+
+    for place, samples in zip(places, drawn(draw, 60), strict=True):
+        assert abs(pooled_z(samples, exact[place], 1e-5, independent=16)) < 5

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from fewbit.config import usual_kind
-from fewbit.errors import GradientError
-from fewbit.runtime.graph.rules import Rule, Settings, rule_of
+from fewbit.config import name_of_class, usual_kind
+from fewbit.errors import GradientError, InputError
+from fewbit.runtime.graph.rules import NAMED, Rule, Settings, is_matrix_product, rule_of
 from fewbit.runtime.interop.autograd_graph import (
     SavedArgument,
+    count_of_saved,
     ends_at_leaves,
+    function_of,
     next_sequence_number,
     nodes_of,
     nodes_since,
@@ -41,13 +43,44 @@ class GraphSettings(NamedTuple):
         bits: the bits per element of tensors in which gradients are linear.
         derivative_bits: the bits per element of derivatives.
         group_size: the number of elements in a group.
+        min_dtype: the dtype of the groups' means or minimums: "bfloat16", "float32" or "auto".
         kind: the kind of the copies; None for the usual kind.
+        functions: {name of an autograd Function: positions of saved tensors in which its gradients are linear}.
     """
 
     bits: int
     derivative_bits: int
     group_size: int
+    min_dtype: str
     kind: str | None
+    functions: Mapping[str, list[int]]
+
+    def rules_of(self, node) -> Iterator[tuple[SavedArgument, Rule | None]]:
+        """Yield the tensors that an autograd node has saved, each with its rule, or None if it has to stay exact.
+
+        Raises:
+            InputError: the user has named a position at which the node has no tensor.
+        """
+        function = function_of(node)
+        named = () if function is None else self.functions.get(name_of_class(function), ())
+        count = count_of_saved(node) if named else None
+        if count is not None and max(named) >= count:
+            raise InputError(
+                f"autograd_functions: expected positions below {count} for {name_of_class(function)}, which saves "
+                f"{count} tensors, got {max(named)}"
+            )
+        for argument in saved_by(node):
+            if function is None:
+                yield argument, rule_of(node, argument.name)
+            else:
+                yield argument, NAMED if argument.number in named else None
+
+    def has_fp32_min(self, x: torch.Tensor) -> bool | None:
+        """Return whether groups of x have float32 means or minimums; None if `quantizer_ops.quantize` decides."""
+        if self.min_dtype == "auto":
+            # On a GPU the host would have to wait for the answer whether groups need float32.
+            return True if x.is_cuda else None
+        return self.min_dtype == "float32"
 
 
 class _Candidate(NamedTuple):
@@ -84,7 +117,7 @@ class GraphCompressor:
         local = self._local
         # Sequence numbers do not suffice: nodes of another thread may have larger ones.
         local.start, local.seen = next_sequence_number(), {*nodes_of(tensors_in(inputs))}
-        local.owned, local.earlier = _storages(module), []
+        local.owned, local.earlier = _storages(module, inputs), []
 
     def end(self) -> None:
         """Forget the forward pass."""
@@ -111,9 +144,9 @@ class GraphCompressor:
         if not nodes or settings is None:
             return
         candidates = [
-            _Candidate(argument, rule_of(node, argument.name))
+            _Candidate(argument, rule)
             for node in nodes
-            for argument in saved_by(node)
+            for argument, rule in settings.rules_of(node)
             if argument.tensor is not None and is_plain(argument.tensor)
         ]
         exact = {
@@ -131,7 +164,7 @@ class GraphCompressor:
     def _stays(self, argument: SavedArgument, rule: Rule) -> bool:
         """Return whether a tensor stays exact although there is a rule for it.
 
-        A copy would not free parameters, small tensors and the memory of other libraries. A tensor without gradient,
+        A copy would not free parameters, the model's inputs, small tensors and the memory of other libraries. A tensor without gradient,
         such as a table of positions, may be used by many layers: if all used one copy, its errors would multiply in the
         gradients of earlier layers.
         """
@@ -141,6 +174,7 @@ class GraphCompressor:
         if x.untyped_storage().nbytes() == 0:
             return True
         is_constant = not argument.needs_grad and ends_at_leaves(argument.node)
+        is_constant |= rule.takes_constants and not argument.needs_grad
         return not (rule.is_exact or argument.is_computed or is_constant)
 
     def _replace(self, one: _Candidate, settings: GraphSettings, path: str, context) -> None:
@@ -150,13 +184,14 @@ class GraphCompressor:
         def quantize(x, bits, kind):
             kind = usual_kind(kind, settings.group_size)
             seed = context.seed(x, f"{path}:{argument.node.name()}.{argument.name}", 0)
-            # On a GPU the host would have to wait for the answer whether groups need float32 minimums.
-            place = seed, bits, settings.group_size, True if x.is_cuda else None, kind
-            return in_storage_order(x, lambda x: copies.quantized(x, *place))
+            given = seed, bits, settings.group_size, settings.has_fp32_min(x), kind
+            return in_storage_order(x, lambda x: copies.quantized(x, *given))
 
+        # `Quantizer.quantize_softmax` says why matrix products may use softmax's copy.
+        shared = context.cache.get_softmax(x) if is_matrix_product(argument.node) else None
         how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            copy = rule.compress(x, how)
+            copy = shared or rule.compress(x, how)
         if copy is None:
             return
         if argument.meter is not None:
@@ -191,9 +226,10 @@ def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[
     return {key for key, size in sizes.items() if bits[key] * _LEAST_GAIN > size}
 
 
-def _storages(module: nn.Module) -> set[int]:
-    """Return the storages of a module's parameters and buffers."""
-    tensors = (*module.parameters(), *module.buffers())
+def _storages(module: nn.Module, inputs) -> set[int]:
+    """Return the storages of parameters, buffers and inputs. Inputs that other operations have computed are left out."""
+    given = [x for x in tensors_in(inputs) if x.grad_fn is None]
+    tensors = (*module.parameters(), *module.buffers(), *given)
     return {_storage(x) for x in tensors if is_plain(x)}
 
 
@@ -207,5 +243,5 @@ class _Local(threading.local):
     def __init__(self):
         self.start = None  # the sequence number of its first autograd node, or None
         self.seen = set()  # nodes that `compress` has visited
-        self.owned = set()  # storages of the parameters and buffers of its module
+        self.owned = set()  # storages of the parameters, buffers and inputs of its module
         self.earlier = []  # nodes that `compress` has reached, and that belong to calls that have not ended

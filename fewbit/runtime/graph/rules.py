@@ -43,9 +43,11 @@ class Rule:
     Attributes:
         is_exact: whether the compression loses nothing. Otherwise the mean of the gradient over the random rounding is
             exact.
+        takes_constants: whether tensors that need no gradient are compressed as well.
     """
 
     is_exact = False
+    takes_constants = False
 
     def bits(self, x: torch.Tensor, settings: Settings) -> int:
         """Return the bits per element of the copy of x, without the numbers of groups."""
@@ -65,6 +67,7 @@ class Linear(Rule):
     """
 
     usual: str = ROTATED
+    takes_constants: bool = False
 
     def bits(self, x, settings):
         """Return the bits per element of the copy."""
@@ -285,6 +288,9 @@ def _tanh_of_derivative(derivative):
 
 
 LINEAR = Linear()
+NAMED = Linear(takes_constants=True)
+"""The rule for tensors of autograd Functions that the user names. The forward of a Function computes without gradients, so
+its own results need none."""
 EXPONENTIAL = Exponential()
 SIGMOID = Derivative(lambda s: s * (1 - s), _sigmoid_of_derivative)
 TANH = Derivative(lambda t: 1 - t * t, _tanh_of_derivative)
@@ -322,6 +328,11 @@ def _by_argument() -> dict[tuple[str, str], Rule]:
 
 RULES = _by_argument()
 """{(node without "Backward<number>", argument): rule}."""
+
+
+def is_matrix_product(node) -> bool:
+    """Return whether an autograd node is that of a product of two matrices, or of two batches of matrices."""
+    return node.name() in ("MmBackward0", "BmmBackward0")
 
 
 def rule_of(node, argument: str) -> Rule | None:

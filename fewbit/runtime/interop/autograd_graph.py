@@ -17,6 +17,8 @@ COPIES = frozenset(
     for name in "ToCopy T Transpose View UnsafeView Permute Unsqueeze Squeeze Expand Slice Select Alias Clone".split()
 )
 """Names of the autograd nodes between a parameter and a copy or view of it: autocast copies it in another dtype."""
+_LEADS_TO_LEAF = "fewbit_leads_to_leaf"
+"""The key in an autograd node's metadata under which `_leads_to_leaf` stores its answer."""
 _arguments = {}  # {type of a node: names of the arguments that the node saves}
 
 
@@ -25,7 +27,8 @@ class SavedArgument(NamedTuple):
 
     Attributes:
         node: the node.
-        name: the name of the argument, such as "other".
+        name: the name of the argument, such as "other". It is "tensors" for all tensors of an autograd Function.
+        number: the position of the tensor among the tensors of this name, from 0.
         raw: torch's SavedTensor.
         tensor: the tensor, or None if other hooks hold it.
         needs_grad: whether the tensor is a result of the node, or needs a gradient.
@@ -35,6 +38,7 @@ class SavedArgument(NamedTuple):
 
     node: object
     name: str
+    number: int
     raw: object
     tensor: torch.Tensor | None
     needs_grad: bool
@@ -95,6 +99,22 @@ def nodes_since(nodes: Iterable, start: int, seen: set) -> tuple[list, list]:
     return found, earlier
 
 
+def function_of(node) -> type | None:
+    """Return the autograd Function that has made a node; None for nodes of torch's operations."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def count_of_saved(node) -> int | None:
+    """Return the number of tensors that the node of an autograd Function has saved, with those that are None.
+
+    If a backward pass has freed the tensors, the result is None.
+    """
+    try:
+        return len(node._raw_saved_tensors)
+    except RuntimeError:
+        return None
+
+
 def saved_by(node) -> Iterator[SavedArgument]:
     """Yield the tensors that an autograd node has saved. A list of tensors yields each of its members.
 
@@ -112,22 +132,29 @@ def saved_by(node) -> Iterator[SavedArgument]:
         members = saved if isinstance(saved, tuple | list) else (saved,)
         if _was_changed(node, name, members):
             continue
-        for raw in members:
+        for number, raw in enumerate(members):
             data = getattr(raw, "data", None)
             has_hooks = getattr(raw, "unpack_hook", None) is not None
             is_own = name.startswith("result")  # torch saves a node's own results detached
             if isinstance(data, torch.Tensor) and not has_hooks:
                 needs_grad, computed = data.requires_grad, is_computed(data)
                 yield SavedArgument(
-                    node, name, raw, data, is_own or needs_grad, is_own or computed, None
+                    node, name, number, raw, data, is_own or needs_grad, is_own or computed, None
                 )
             elif isinstance(data, Metered):
                 needs_grad, computed = data.needs_grad, data.is_computed
                 yield SavedArgument(
-                    node, name, raw, data.tensor, is_own or needs_grad, is_own or computed, data
+                    node,
+                    name,
+                    number,
+                    raw,
+                    data.tensor,
+                    is_own or needs_grad,
+                    is_own or computed,
+                    data,
                 )
             elif data is not None:
-                yield SavedArgument(node, name, raw, None, False, False, None)
+                yield SavedArgument(node, name, number, raw, None, False, False, None)
 
 
 def _was_changed(node, name: str, members) -> bool:
@@ -135,7 +162,8 @@ def _was_changed(node, name: str, members) -> bool:
     if any(getattr(raw, "unpack_hook", None) is not None for raw in members):
         return False  # to read it would call the hook
     try:
-        getattr(node, f"_saved_{name}", None)
+        # Nodes of autograd Functions have no "_saved_tensors".
+        getattr(node, "saved_tensors" if name == "tensors" else f"_saved_{name}", None)
     except RuntimeError:
         return True
     return False
@@ -152,6 +180,19 @@ def ends_at_leaves(node) -> bool:
 
 
 def _leads_to_leaf(node) -> bool:
+    """Return whether a node is a leaf's, or a copy or view leads from it to a leaf.
+
+    Every copy and view on the way stores the answer, so that each of them is visited once.
+    """
+    passed = []
     while node.name() in COPIES and node.next_functions[0][0] is not None:
+        if _LEADS_TO_LEAF in node.metadata:
+            answer = node.metadata[_LEADS_TO_LEAF]
+            break
+        passed.append(node)
         node = node.next_functions[0][0]
-    return hasattr(node, "variable")
+    else:
+        answer = hasattr(node, "variable")
+    for each in passed:
+        each.metadata[_LEADS_TO_LEAF] = answer
+    return answer

@@ -135,6 +135,22 @@ class PermutedSpec(NamedTuple):
         return self.inner.dequantize(tensors, dtype).permute(self.order)
 
 
+class ViewedSpec(NamedTuple):
+    """The spec of a contiguous tensor that has another shape than when it was quantized.
+
+    Args:
+        inner: the spec of the tensor in its old shape.
+        shape: the new shape.
+    """
+
+    inner: NamedTuple
+    shape: tuple[int, ...]
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return approximate values in the new shape."""
+        return self.inner.dequantize(tensors, dtype).view(self.shape)
+
+
 class SavedTensors(NamedTuple):
     """Tensors for `save_for_backward`, and the spec that dequantizes them.
 
@@ -148,6 +164,10 @@ class SavedTensors(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
     spec: QuantizedTensorSpec
     trace_anchor: torch.Tensor | None = None
+
+    def viewed(self, shape: tuple[int, ...]) -> SavedTensors:
+        """Return the same copy, which is dequantized in another shape."""
+        return self._replace(spec=ViewedSpec(self.spec, shape))
 
     def tie(self, y: torch.Tensor) -> torch.Tensor:
         """Return y. While a compiler traces, make y depend on the saved tensors, so that forward computes them."""

@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.format.fingerprint import Content
+from fewbit.runtime.format.fingerprint import Content, fingerprint
 from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.interop.streams import current_stream_of
 from fewbit.runtime.saved import offload
@@ -39,6 +39,7 @@ from fewbit.runtime.saved.checkpoints import CheckpointRegions
 MOST_CONSUMERS = 4096
 """The largest number of remembered pairs of an activation and its consumer."""
 _FIXED_POINT = "pre-activation"  # key of fixed-point copies; other copies have a `Quantizer.key`
+_SOFTMAX = "softmax"  # the first part of the keys of results of softmax
 
 
 class Mask(NamedTuple):
@@ -160,6 +161,36 @@ class SavedTensorCache:
         """Add a fixed-point copy of y, for an activation, a linear layer or a convolution that gets y."""
         self.has_fixed_point = True
         self.put(y, _FIXED_POINT, saved)
+
+    def put_softmax(self, y, key, saved) -> None:
+        """Add the copy that softmax saves of its result y, for products whose factor is y or a view of all of y.
+
+        Args:
+            y: the result.
+            key: the settings of the copy: `Quantizer.key`.
+            saved: the copy, `SavedTensors`.
+        """
+        entries = self._entries()
+        if entries is not None and y.is_contiguous() and not y.is_inference():
+            reference, checksum = StorageWeakRef(y.untyped_storage()), fingerprint(y)
+            entries[_SOFTMAX, *_memory(y)] = reference, (key, saved), checksum
+
+    def get_softmax(self, x, key=None):
+        """Return a copy of x if x is a result of softmax, or a contiguous view of all its elements; else None.
+
+        Args:
+            x: the tensor.
+            key: the settings that the copy must have; None for any settings.
+        """
+        entries = self._entries()
+        if not entries or not x.is_contiguous():
+            return None
+        found = entries.get((_SOFTMAX, *_memory(x)))
+        if found is None or x.untyped_storage()._cdata in self._local.exposed:
+            return None
+        _, (settings, saved), checksum = found
+        is_usable = key in (None, settings) and _is_same(checksum, x, None)
+        return saved.viewed(tuple(x.shape)) if is_usable else None
 
     def stop_sharing(self, x) -> None:
         """Stop sharing copies of x in this forward pass, because x's memory may change while its version does not."""

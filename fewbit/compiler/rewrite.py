@@ -14,6 +14,7 @@ from fewbit.compiler import uses
 from fewbit.compiler.graphs import insert, origin
 from fewbit.compiler.joint_graph import JointGraph, Root
 from fewbit.compiler.seeds import draw_seeds_op
+from fewbit.compiler.sizes import hints
 from fewbit.config import ROTATED, UNIFORM, usual_kind
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.runtime.format import layout
@@ -118,13 +119,14 @@ class Rewriter:
     def _pack(self, root: Root) -> Copy:
         node, value, bits = root.node, root.node.meta["val"], bits_of(root, None)
         order = _order(value)
-        shape = [value.shape[dim] for dim in order]
+        shape = self._sizes(value.shape[dim] for dim in order)
+        (elements,) = self._sizes([value.numel()])
         codes = self._call(aten.permute.default, (node, order))
         codes = self._call(_CONVERT, (codes, torch.uint8))
         packed = self._call(pack_op, (codes, bits))
 
         def restore():
-            flat = self._call(unpack_op, (packed, bits, value.numel()), like=node, tag=True)
+            flat = self._call(unpack_op, (packed, bits, elements), like=node, tag=True)
             shaped = self._call(aten.view.default, (flat, shape), tag=True)
             exact = self._call(_CONVERT, (shaped, value.dtype), tag=True)
             return self._call(aten.permute.default, (exact, _inverse(order)), tag=True)
@@ -136,10 +138,10 @@ class Rewriter:
         bits, kind = bits_of(root, settings), kind_of(root, settings)
         number = len(self.copies)
         seed = self._call(aten.slice.Tensor, (self._seeds, 0, number, number + 1))
-        order = layout.storage_permutation(value)
-        source = node if order is None else self._call(aten.permute.default, (node, list(order)))
-        inner = source.meta["val"]
-        size, stride = list(inner.shape), list(layout.by_sample_stride(inner))
+        order = _order(value)
+        source = self._call(aten.permute.default, (node, order))
+        shape = [value.shape[dim] for dim in order]
+        size, stride = self._sizes(shape), self._sizes(layout.contiguous_stride(shape))
         arguments = (
             source,
             stride,
@@ -160,11 +162,7 @@ class Rewriter:
                 like=node,
                 tag=True,
             )
-            return (
-                back
-                if order is None
-                else self._call(aten.permute.default, (back, _inverse(order)), tag=True)
-            )
+            return self._call(aten.permute.default, (back, _inverse(order)), tag=True)
 
         return Copy(root, bits, (packed, ranges), restore)
 
@@ -226,8 +224,11 @@ class Rewriter:
         """Return a node for a tensor of the size of x whose values are not read."""
         value = x.meta["val"]
         settings = {"dtype": value.dtype, "device": value.device}
-        place = list(value.shape), list(value.stride())
+        place = self._sizes(value.shape), self._sizes(value.stride())
         return self._call(aten.empty_strided.default, place, settings, like=x, tag=True)
+
+    def _sizes(self, sizes) -> list[int | fx.Node]:
+        return [self.joint.sizes.of(size) for size in sizes]
 
     def _call(
         self, target, args, kwargs=None, like: fx.Node | None = None, tag: bool = False
@@ -268,7 +269,9 @@ def kind_of(root: Root, settings: ResolvedSettings) -> str:
 
 def _order(value: torch.Tensor) -> list[int]:
     """Return the order of dimensions in which a tensor is contiguous; the usual order if it is not dense."""
-    return list(layout.storage_permutation(value) or range(value.dim()))
+    shape, stride = hints(value.shape), hints(value.stride())
+    is_dense = layout.are_dense(shape, stride)
+    return layout.outermost_first(shape, stride) if is_dense else list(range(value.dim()))
 
 
 def _inverse(order) -> list[int]:

@@ -56,7 +56,7 @@ class Rewriter:
         self.settings_of = settings_of
         self.copies: dict[fx.Node, Copy] = {}
         self._restored: dict[fx.Node, fx.Node] = {}
-        self._seeds: fx.Node | None = None
+        self._seeds: dict[fx.Node, fx.Node] = {}
         self._mode = None
 
     def run(self) -> dict[fx.Node, Copy]:
@@ -106,13 +106,23 @@ class Rewriter:
             place[node] = (*place[after], counts[after])
 
     def _insert_seeds(self, chosen) -> None:
+        """Draw a seed for each chosen tensor that is rounded at random, on the device of the tensor."""
+        devices: dict[torch.device, list[fx.Node]] = {}
+        for node in chosen:
+            if not self.joint.roots[node].codes:  # masks and indices are not rounded
+                devices.setdefault(node.meta["val"].device, []).append(node)
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
-        device = next(iter(chosen)).meta["val"].device
         with self.graph.inserting_before(first):
-            self._seeds = self._call(draw_seeds_op, (len(chosen),), {"device": device}, first)
+            for device, nodes in devices.items():
+                seeds = self._call(draw_seeds_op, (len(nodes),), {"device": device}, first)
+                for i, node in enumerate(nodes):
+                    self._seeds[node] = self._call(aten.slice.Tensor, (seeds, 0, i, i + 1))
 
     def _quantize(self, root: Root, settings: ResolvedSettings) -> Copy:
-        after = self._seeds if root.node.op == "placeholder" else root.node
+        after = root.node
+        if after.op == "placeholder":
+            last = self.graph.find_nodes(op="placeholder")[-1]
+            after = self._seeds.get(root.node, last)
         with self.graph.inserting_before(after.next):
             return self._pack(root) if root.codes else self._group_copy(root, settings)
 
@@ -136,8 +146,6 @@ class Rewriter:
     def _group_copy(self, root: Root, settings: ResolvedSettings) -> Copy:
         node, value = root.node, root.node.meta["val"]
         bits, kind = bits_of(root, settings), kind_of(root, settings)
-        number = len(self.copies)
-        seed = self._call(aten.slice.Tensor, (self._seeds, 0, number, number + 1))
         order = _order(value)
         source = self._call(aten.permute.default, (node, order))
         shape = [value.shape[dim] for dim in order]
@@ -145,7 +153,7 @@ class Rewriter:
         arguments = (
             source,
             stride,
-            seed,
+            self._seeds[node],
             bits,
             settings.group_size,
             settings.min_dtype == "float32",

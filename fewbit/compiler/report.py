@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -145,6 +146,9 @@ def _is_input(node) -> bool:
 
 
 def _why_saved(node) -> str:
+    producer = node.args[0] if node.target is operator.getitem else node
+    if getattr(producer.target, "namespace", "") == "fewbit":
+        return "a layer of fewbit has quantized it already"
     if count(node.meta["val"]) < LEAST:
         return f"fewer than {LEAST} elements"
     return "torch saves it to compute exact tensors again"

@@ -46,6 +46,20 @@ def error(found, exact):
     return float((found - exact).norm() / exact.norm())
 
 
+def copies_of_layers(compiled, x):
+    """Return the bytes of packed codes and ranges that a compiled model saves, by saved_tensors_hooks."""
+    found = []
+
+    def pack(tensor):
+        if tensor.dtype in (torch.int32, torch.bfloat16):
+            found.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compiled(x)
+    return sum(found)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_with_8_bits(name):
     model, x = made(name)
@@ -91,17 +105,27 @@ def test_the_mean_of_gradients_is_exact(name):
     assert abs(float(sums[0] @ sums[1])) < 0.05 * squares
 
 
-def test_converted_layers_keep_their_copies():
-    model, x = made("attention")
-    compiled = fewbit.compile(model, 4, backend="aot_eager")
+@pytest.mark.parametrize("name", ["attention", "convolutions", "functions"])
+def test_converted_layers_keep_their_copies(name):
+    """The copies of layers are not quantized again, and what functions save is quantized too."""
+    model, x = made(name)
+    exact = exact_gradient(model, x, backend="aot_eager")
+    compiled = fewbit.compile(model, 8, backend="aot_eager")
     gradient(model, compiled, x)
     alone = compiled.partitioner.report.saved_bytes
     torch._dynamo.reset()
-    exact = exact_gradient(model, x, backend="aot_eager")
-    fewbit.compress_(model, bits=4, verbose=False)
-    compiled = fewbit.compile(model, 4, backend="aot_eager")
-    assert error(gradient(model, compiled, x), exact) < 0.2
-    assert fewbit.saved_bytes(compiled, x).total < 1.4 * alone
+    fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False)
+    plain = torch.compile(model, backend="aot_eager")
+    of_layers = copies_of_layers(plain, x)
+    compiled = fewbit.compile(model, 8, backend="aot_eager")
+    assert error(gradient(model, compiled, x), exact) < 0.02
+    rows = compiled.partitioner.report.rows
+    found = [row for row in rows if row.op == "fewbit"]
+    assert all(row.bits is None and "fewbit" in row.reason for row in found)
+    # A layer also saves a number of 4 bytes by which its result is multiplied.
+    assert 0 < of_layers <= sum(row.saved_bytes for row in found) <= of_layers + 64
+    assert fewbit.saved_bytes(compiled, x).total < 0.6 * fewbit.saved_bytes(plain, x).total
+    assert compiled.partitioner.report.saved_bytes < 1.4 * alone
 
 
 def test_parts_of_a_weight_stay_exact():

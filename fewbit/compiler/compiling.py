@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from fewbit.compiler.seeds import counter_of
 from fewbit.config import BitConfig, FixedBits, LayerSettings, as_config
 from fewbit.convert.select import Selection
 from fewbit.convert.settings import ResolvedSettings, resolve
@@ -76,6 +77,10 @@ def compile(
         if mode is not None and options is not None:
             mode, options = None, {**_of_mode(mode), **options}
         return torch.compile(model, backend=backend, mode=mode, options=options, **settings)
+    for device in {parameter.device for parameter in model.parameters()}:
+        counter_of(
+            device
+        )  # because the partitioner does not run if torch finds the code in its cache on disk
     if backend == "inductor":
         options = {**_of_mode(mode), **(options or {}), "custom_partitioner_fn": partitioner}
         compiled = torch.compile(model, options=options, **settings)

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import has_free_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fewbit.compiler import uses
 from fewbit.compiler.graphs import backward_nodes, module_of
 from fewbit.compiler.normal_form import STATISTIC
+from fewbit.compiler.sizes import SizeNodes, count
 
 LEAST = 4096
 """Tensors with fewer elements stay exact."""
@@ -67,6 +68,7 @@ class JointGraph:
         exact: {frontier node that stays exact: the reason}.
         roots: {node: Root} of the tensors to quantize. Each other node of the frontier is a view or an affine function of
             one of them.
+        sizes: the nodes that compute sizes that vary.
     """
 
     graph: fx.Graph
@@ -78,8 +80,10 @@ class JointGraph:
     constants: set[fx.Node] = field(default_factory=set)
     exact: dict[fx.Node, str] = field(default_factory=dict)
     roots: dict[fx.Node, Root] = field(default_factory=dict)
+    sizes: SizeNodes = field(init=False)
 
     def __post_init__(self):
+        self.sizes = SizeNodes(self.graph)
         self.changed = _changed(self.graph)
         self.backward = backward_nodes(self.graph)
         self.forward = self._needed_by_forward()
@@ -171,8 +175,8 @@ class JointGraph:
     def _why_exact(self, node, uses_) -> str:
         """Return why a frontier node stays exact, "" if it can be quantized."""
         value = node.meta["val"]
-        if has_free_symbols(value):
-            return "its size varies"
+        if not self.sizes.knows(value):
+            return "its size depends on values of tensors"
         unknown = sorted(uses_ - {uses.LINEAR, uses.ATTENTION, uses.UNUSED})
         if unknown and self._codes_behind(node) is None:
             return f"{unknown[0]} needs it exactly"
@@ -190,9 +194,11 @@ class JointGraph:
         """
         value = node.meta["val"]
         users = [user.meta.get("val") for user in node.users if user in self.backward]
-        sizes = [x.numel() for x in users if isinstance(x, torch.Tensor)]
-        is_reduced = value.is_floating_point() and 1 in value.shape
-        return is_reduced and bool(sizes) and min(sizes) >= STATISTIC * value.numel()
+        sizes = [count(x) for x in users if isinstance(x, torch.Tensor)]
+        is_reduced = value.is_floating_point() and any(
+            isinstance(size, int) and size == 1 for size in value.shape
+        )
+        return is_reduced and bool(sizes) and min(sizes) >= STATISTIC * count(value)
 
     def _add_root(self, node, uses_) -> None:
         if uses_ <= {uses.UNUSED}:
@@ -215,7 +221,7 @@ class JointGraph:
         """Return the tensor of which a node is a view, unless this tensor has more elements."""
         while node.op == "call_function" and node.target in uses.VIEWS:
             source = node.all_input_nodes[0]
-            if source in self.constants or source.meta["val"].numel() > node.meta["val"].numel():
+            if source in self.constants or count(source.meta["val"]) > count(node.meta["val"]):
                 break
             node = source
         return node
@@ -285,7 +291,7 @@ def _is_small(node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return not isinstance(value, tuple | list)
-    return not has_free_symbols(value) and value.numel() < LEAST
+    return not free_unbacked_symbols(value) and count(value) < LEAST
 
 
 def _is_dequantized(node) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fewbit.compiler.graphs import backward_nodes, insert
+from fewbit.compiler.sizes import count, is_same
 
 aten = torch.ops.aten
 _DIVIDE, _MULTIPLY = aten.div.Tensor, aten.mul.Tensor
@@ -92,10 +93,10 @@ def _normalize(graph, node, backward) -> None:
     if node in backward or not users or not _is_free(center, backward):
         return
     small = center.meta["val"]
-    is_statistic = small.dim() == value.dim() and 1 < small.numel() * STATISTIC <= value.numel()
+    is_statistic = small.dim() == value.dim() and 1 < count(small) * STATISTIC <= count(value)
     if not is_statistic or any(user.target is not _MULTIPLY for user in users):
         return
-    dims = [dim for dim in range(value.dim()) if small.shape[dim] == 1]
+    dims = [dim for dim in range(value.dim()) if is_same(small.shape[dim : dim + 1], (1,))]
     steps = [
         (aten.abs.default, ()),
         (aten.amax.default, (dims, True)),
@@ -113,7 +114,7 @@ def _normalize(graph, node, backward) -> None:
         gradient, _ = _split(user, backward)
         if gradient is None:
             continue
-        is_large = gradient.meta["val"].numel() == value.numel()
+        is_large = count(gradient.meta["val"]) == count(value)
         first, second = (normalized, scale) if is_large else (scale, normalized)
         with graph.inserting_before(user):
             product = insert(graph, value.fake_mode, _MULTIPLY, (gradient, first), like=user)
@@ -129,7 +130,7 @@ def _reassociate(graph, node, backward) -> None:
     gradient, other = _split(inner, backward)
     values = [x.meta["val"] for x in (node, inner, factor, other) if x is not None]
     if gradient is None or any(
-        x.shape != values[0].shape or x.dtype != values[0].dtype for x in values
+        x.dtype != values[0].dtype or not is_same(x.shape, values[0].shape) for x in values
     ):
         return
     with graph.inserting_before(node):

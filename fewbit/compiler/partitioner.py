@@ -11,11 +11,13 @@ from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fewbit.compiler.joint_graph import JointGraph, Root
 from fewbit.compiler.normal_form import simplify
 from fewbit.compiler.report import CompileReport, rows_of
 from fewbit.compiler.rewrite import Rewriter
+from fewbit.compiler.seeds import counter_of
 from fewbit.convert.settings import ResolvedSettings
 
 _FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
@@ -52,6 +54,9 @@ class Partitioner(CustomPartitionerFn):
         outputs = options["num_fwd_outputs"]
         joint = JointGraph(joint_module.graph, outputs, static)
         copies = Rewriter(joint, self._settings_of).run()
+        with unset_fake_temporarily():
+            for copy in copies.values():
+                counter_of(copy.root.node.meta["val"].device)
         joint_module.recompile()
         # With a budget below 1, torch would save no copies, and compute the forward pass and the copies again.
         with functorch_config.patch(activation_memory_budget=1.0):

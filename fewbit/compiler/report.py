@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from torch import fx
 from fewbit.compiler.graphs import module_of
 from fewbit.compiler.joint_graph import LEAST, JointGraph
 from fewbit.compiler.rewrite import Copy
+from fewbit.compiler.sizes import count, hints
 from fewbit.compiler.uses import VIEWS
 from fewbit.render.formats import amount, bits_or_exact, module_pattern, unit_of
 from fewbit.render.result import Result
@@ -145,7 +146,10 @@ def _is_input(node) -> bool:
 
 
 def _why_saved(node) -> str:
-    if _count(node) < LEAST:
+    producer = node.args[0] if node.target is operator.getitem else node
+    if getattr(producer.target, "namespace", "") == "fewbit":
+        return "a layer of fewbit has quantized it already"
+    if count(node.meta["val"]) < LEAST:
         return f"fewer than {LEAST} elements"
     return "torch saves it to compute exact tensors again"
 
@@ -154,18 +158,8 @@ def _row(node, module: str, saved: int, bits: int | None, reason: str) -> SavedR
     value = node.meta["val"]
     dtype = str(value.dtype).removeprefix("torch.")
     op = str(node.meta.get("original_aten") or node.target).removeprefix("aten.").split(".")[0]
-    shape = tuple(map(_hint, value.shape))
-    return SavedRow(module, op, shape, dtype, _bytes(node), saved, bits, reason)
-
-
-def _count(node) -> int:
-    return math.prod(map(_hint, node.meta["val"].shape))
+    return SavedRow(module, op, tuple(hints(value.shape)), dtype, _bytes(node), saved, bits, reason)
 
 
 def _bytes(node) -> int:
-    return _count(node) * node.meta["val"].element_size()
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """Return a size. Of a symbolic size, return the value at tracing time; int() would fix the size in the graph."""
-    return size if isinstance(size, int) else size.node.hint
+    return count(node.meta["val"]) * node.meta["val"].element_size()

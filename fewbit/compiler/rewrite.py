@@ -14,6 +14,7 @@ from fewbit.compiler import uses
 from fewbit.compiler.graphs import insert, origin
 from fewbit.compiler.joint_graph import JointGraph, Root
 from fewbit.compiler.seeds import draw_seeds_op
+from fewbit.compiler.sizes import hints
 from fewbit.config import ROTATED, UNIFORM, usual_kind
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.runtime.format import layout
@@ -55,7 +56,7 @@ class Rewriter:
         self.settings_of = settings_of
         self.copies: dict[fx.Node, Copy] = {}
         self._restored: dict[fx.Node, fx.Node] = {}
-        self._seeds: fx.Node | None = None
+        self._seeds: dict[fx.Node, fx.Node] = {}
         self._mode = None
 
     def run(self) -> dict[fx.Node, Copy]:
@@ -105,26 +106,37 @@ class Rewriter:
             place[node] = (*place[after], counts[after])
 
     def _insert_seeds(self, chosen) -> None:
+        """Draw a seed for each chosen tensor that is rounded at random, on the device of the tensor."""
+        devices: dict[torch.device, list[fx.Node]] = {}
+        for node in chosen:
+            if not self.joint.roots[node].codes:  # masks and indices are not rounded
+                devices.setdefault(node.meta["val"].device, []).append(node)
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
-        device = next(iter(chosen)).meta["val"].device
         with self.graph.inserting_before(first):
-            self._seeds = self._call(draw_seeds_op, (len(chosen),), {"device": device}, first)
+            for device, nodes in devices.items():
+                seeds = self._call(draw_seeds_op, (len(nodes),), {"device": device}, first)
+                for i, node in enumerate(nodes):
+                    self._seeds[node] = self._call(aten.slice.Tensor, (seeds, 0, i, i + 1))
 
     def _quantize(self, root: Root, settings: ResolvedSettings) -> Copy:
-        after = self._seeds if root.node.op == "placeholder" else root.node
+        after = root.node
+        if after.op == "placeholder":
+            last = self.graph.find_nodes(op="placeholder")[-1]
+            after = self._seeds.get(root.node, last)
         with self.graph.inserting_before(after.next):
             return self._pack(root) if root.codes else self._group_copy(root, settings)
 
     def _pack(self, root: Root) -> Copy:
         node, value, bits = root.node, root.node.meta["val"], bits_of(root, None)
         order = _order(value)
-        shape = [value.shape[dim] for dim in order]
+        shape = self._sizes(value.shape[dim] for dim in order)
+        (elements,) = self._sizes([value.numel()])
         codes = self._call(aten.permute.default, (node, order))
         codes = self._call(_CONVERT, (codes, torch.uint8))
         packed = self._call(pack_op, (codes, bits))
 
         def restore():
-            flat = self._call(unpack_op, (packed, bits, value.numel()), like=node, tag=True)
+            flat = self._call(unpack_op, (packed, bits, elements), like=node, tag=True)
             shaped = self._call(aten.view.default, (flat, shape), tag=True)
             exact = self._call(_CONVERT, (shaped, value.dtype), tag=True)
             return self._call(aten.permute.default, (exact, _inverse(order)), tag=True)
@@ -134,16 +146,14 @@ class Rewriter:
     def _group_copy(self, root: Root, settings: ResolvedSettings) -> Copy:
         node, value = root.node, root.node.meta["val"]
         bits, kind = bits_of(root, settings), kind_of(root, settings)
-        number = len(self.copies)
-        seed = self._call(aten.slice.Tensor, (self._seeds, 0, number, number + 1))
-        order = layout.storage_permutation(value)
-        source = node if order is None else self._call(aten.permute.default, (node, list(order)))
-        inner = source.meta["val"]
-        size, stride = list(inner.shape), list(layout.by_sample_stride(inner))
+        order = _order(value)
+        source = self._call(aten.permute.default, (node, order))
+        shape = [value.shape[dim] for dim in order]
+        size, stride = self._sizes(shape), self._sizes(layout.contiguous_stride(shape))
         arguments = (
             source,
             stride,
-            seed,
+            self._seeds[node],
             bits,
             settings.group_size,
             settings.min_dtype == "float32",
@@ -160,11 +170,7 @@ class Rewriter:
                 like=node,
                 tag=True,
             )
-            return (
-                back
-                if order is None
-                else self._call(aten.permute.default, (back, _inverse(order)), tag=True)
-            )
+            return self._call(aten.permute.default, (back, _inverse(order)), tag=True)
 
         return Copy(root, bits, (packed, ranges), restore)
 
@@ -226,8 +232,11 @@ class Rewriter:
         """Return a node for a tensor of the size of x whose values are not read."""
         value = x.meta["val"]
         settings = {"dtype": value.dtype, "device": value.device}
-        place = list(value.shape), list(value.stride())
+        place = self._sizes(value.shape), self._sizes(value.stride())
         return self._call(aten.empty_strided.default, place, settings, like=x, tag=True)
+
+    def _sizes(self, sizes) -> list[int | fx.Node]:
+        return [self.joint.sizes.of(size) for size in sizes]
 
     def _call(
         self, target, args, kwargs=None, like: fx.Node | None = None, tag: bool = False
@@ -268,7 +277,9 @@ def kind_of(root: Root, settings: ResolvedSettings) -> str:
 
 def _order(value: torch.Tensor) -> list[int]:
     """Return the order of dimensions in which a tensor is contiguous; the usual order if it is not dense."""
-    return list(layout.storage_permutation(value) or range(value.dim()))
+    shape, stride = hints(value.shape), hints(value.stride())
+    is_dense = layout.are_dense(shape, stride)
+    return layout.outermost_first(shape, stride) if is_dense else list(range(value.dim()))
 
 
 def _inverse(order) -> list[int]:

@@ -3,6 +3,9 @@
 Compiled code cannot hash the state of torch's generator as eager code does (docs/decisions/0010), because a CUDA graph
 replays kernels and runs no code on the host. So each device has a counter of its own, which one op advances. torch's
 generator does not move, and dropout draws the same masks as without fewbit.
+
+A second call of `torch.manual_seed` with the same seed does not restart a counter: if nothing was drawn from torch's generator
+in between, its state is the same as before the call, as it is between two steps of a model without dropout.
 """
 
 from __future__ import annotations
@@ -56,11 +59,20 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def _draw_seeds(count: int, device: torch.device) -> torch.Tensor:
+def counter_of(device: torch.device) -> _Counter:
+    """Return the counter of a device, which is made by the first call.
+
+    The first call has to come before torch records a CUDA graph. Otherwise the memory of the counter would belong to the
+    graph, and torch would raise an error.
+    """
     device = torch.empty(0, device=device).device  # "cuda" stands for the current GPU
     if device not in _counters:
         _counters[device] = _Counter(device)
-    return _counters[device].draw(count)
+    return _counters[device]
+
+
+def _draw_seeds(count: int, device: torch.device) -> torch.Tensor:
+    return counter_of(device).draw(count)
 
 
 draw_seeds_op = define("draw_seeds(int count, *, Device device) -> Tensor", _draw_seeds)

@@ -27,7 +27,7 @@ def are_dense(shape, stride) -> bool:
     if 0 in shape:
         return True
     step = 1
-    for dim in reversed(_outermost_first(shape, stride)):
+    for dim in reversed(outermost_first(shape, stride)):
         if shape[dim] != 1 and stride[dim] != step:
             return False
         step *= shape[dim]
@@ -109,11 +109,11 @@ def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
     """Return the order of dimensions in which x is contiguous; None if x is not dense, or if `is_by_sample(x)`."""
     if is_by_sample(x) or not is_dense(x):
         return None
-    return tuple(_outermost_first(x.shape, x.stride()))
+    return tuple(outermost_first(x.shape, x.stride()))
 
 
-def _outermost_first(shape, stride) -> list[int]:
-    """Return the dimensions of a dense tensor of the given shape and strides in storage order."""
+def outermost_first(shape, stride) -> list[int]:
+    """Return the dimensions of a dense tensor of the given shape and strides in storage order, the outermost first."""
     order = []
     # An insertion sort, because torch.compile traces comparisons of symbolic strides but breaks the graph at sorted().
     for dim in range(len(shape)):
@@ -147,7 +147,7 @@ def _stride(x: torch.Tensor) -> tuple[int, ...]:
     if x.is_contiguous():
         return contiguous_stride(x.shape)
     stride, step = [0] * x.dim(), 1
-    for dim in reversed(_outermost_first(x.shape, x.stride())):
+    for dim in reversed(outermost_first(x.shape, x.stride())):
         stride[dim] = step
         step *= x.shape[dim]
     return tuple(stride)

@@ -5,7 +5,7 @@ forward graph and a backward graph, and so decides what is saved. fewbit's parti
 replaces the tensors that the backward pass uses by dequantized copies. Then torch's own partitioner saves the copies,
 because they are smaller. docs/compile.md describes the method.
 
-`graphs` has helpers for traced graphs, `uses` says which ops may get dequantized values, `normal_form` simplifies the
-graph, `joint_graph` finds the tensors to quantize, `rewrite` changes the graph, `partitioner` connects them with torch,
+`graphs` has helpers for traced graphs, `uses` says which ops may get dequantized values, `normal_form` and `multiples`
+simplify the graph, `joint_graph` finds the tensors to quantize, `rewrite` changes the graph, `partitioner` connects them with torch,
 `report` shows what is saved, and `compiling` has the public functions.
 """

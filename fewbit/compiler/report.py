@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fewbit.compiler.graphs import module_of
-from fewbit.compiler.joint_graph import LEAST, JointGraph
+from fewbit.compiler.graphs import LEAST, count, module_of, size_in_bytes
+from fewbit.compiler.joint_graph import JointGraph
 from fewbit.compiler.rewrite import Copy
 from fewbit.compiler.uses import VIEWS
 from fewbit.render.formats import amount, bits_or_exact, module_pattern, unit_of
@@ -118,7 +117,7 @@ def rows_of(
     for copy in copies.values():
         parts = [saved.pop(node.name) for node in copy.saved if node.name in saved]
         if parts:
-            node, size = copy.root.node, sum(map(_bytes, parts))
+            node, size = copy.root.node, sum(map(size_in_bytes, parts))
             # A tensor that several modules use is listed under the module that made it.
             (module,) = copy.root.modules if len(copy.root.modules) == 1 else (module_of(node),)
             yield _row(node, module, size, copy.bits, "")
@@ -127,7 +126,7 @@ def rows_of(
             yield _row(
                 node,
                 module_of(node),
-                _bytes(node),
+                size_in_bytes(node),
                 None,
                 reasons.get(node.name) or _why_saved(node),
             )
@@ -145,7 +144,7 @@ def _is_input(node) -> bool:
 
 
 def _why_saved(node) -> str:
-    if _count(node) < LEAST:
+    if count(node) < LEAST:
         return f"fewer than {LEAST} elements"
     return "torch saves it to compute exact tensors again"
 
@@ -154,18 +153,5 @@ def _row(node, module: str, saved: int, bits: int | None, reason: str) -> SavedR
     value = node.meta["val"]
     dtype = str(value.dtype).removeprefix("torch.")
     op = str(node.meta.get("original_aten") or node.target).removeprefix("aten.").split(".")[0]
-    shape = tuple(map(_hint, value.shape))
-    return SavedRow(module, op, shape, dtype, _bytes(node), saved, bits, reason)
-
-
-def _count(node) -> int:
-    return math.prod(map(_hint, node.meta["val"].shape))
-
-
-def _bytes(node) -> int:
-    return _count(node) * node.meta["val"].element_size()
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """Return a size. Of a symbolic size, return the value at tracing time; int() would fix the size in the graph."""
-    return size if isinstance(size, int) else size.node.hint
+    shape = tuple(size if isinstance(size, int) else size.node.hint for size in value.shape)
+    return SavedRow(module, op, shape, dtype, size_in_bytes(node), saved, bits, reason)

@@ -1,16 +1,19 @@
-"""Saved bytes and gradient errors of compiled training: `fewbit.compile` beside what torch.compile offers.
+"""Saved bytes, gradient errors and times of compiled training: `fewbit.compile` beside what torch.compile offers.
 
-    python benchmarks/compiled.py                 # about 10 minutes on 2 cores
+    python benchmarks/compiled.py                 # bytes and errors: about 10 minutes on 2 cores
+    python benchmarks/compiled.py --times         # step times and compile times: at most 15 minutes; see compiled_times.py
     python benchmarks/compiled.py Llama           # only this network; stores nothing
 
-The networks are those of quantizer_choice.py that torch.compile can trace. Network and loss are one module. The arms:
-exact training in eager mode; `compress_` in eager mode; torch.compile; torch.compile with a memory budget
-(`activation_memory_budget`); torch's fp8 pass with scaling, which saves tensors as float8_e5m2; and `fewbit.compile`.
-Arms that are compiled have the backend aot_eager, which partitions as Inductor does but runs op by op.
+The networks are those of compiled_networks.py. Network and loss are one module. The arms: exact training in eager mode;
+`compress_` in eager mode, for recurrences, scans and experts also with `everything`; torch.utils.checkpoint around each
+block in eager mode; torch.compile; torch.compile with a memory budget (`activation_memory_budget`); torch's fp8 pass with
+scaling, which saves tensors as float8_e5m2; and `fewbit.compile`. Arms that are compiled have the backend aot_eager, which
+partitions as Inductor does but runs op by op.
 
 Bytes are those that a step saves besides parameters and inputs. "error" is the norm of the mean error of the gradient's
-draws divided by the norm of the exact gradient, root mean square. "bias" is the norm of the mean error over the draws,
-without the part that the noise of the draws explains.
+draws divided by the norm of the exact gradient, root mean square. "bias" is the norm of the mean error of infinitely many
+draws, estimated from the products of different draws' errors: its square can be negative, and is 0 then. "bias ±" is the
+standard error of the square, divided by twice the bias, or the root of the standard error if the bias is smaller than it.
 
 Writes results/compiled.*, a row for each network and arm.
 """
@@ -19,29 +22,20 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import math
 from contextlib import nullcontext
 
+import compiled_times
 import harness
-import quantizer_choice
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from torch import nn
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from compiled_networks import Step, checkpointed, networks
+from compiled_times import few, gradient, plain
 
 import fewbit
-from fewbit.compiler.compiling import _aot_eager
 
-NAMES = (
-    "GPT-2",
-    "Llama",
-    "BERT, attention written out",
-    "ViT on digits",
-    "ResNet on digits",
-    "U-Net on digits",
-)
-DRAWS = 16
 FP8 = {"activation_quantization_aten_pass": {
     "allowed_dtypes": "torch.float32", "size_in_mb": 0.01, "use_scaling": True,
 }}  # fmt: skip
@@ -51,6 +45,12 @@ ARMS = {
     "exact": (lambda module: module, nullcontext, False),
     "compress_, 4 bits": (lambda module: converted(module, 4), nullcontext, True),
     "compress_, 2 bits": (lambda module: converted(module, 2), nullcontext, True),
+    "compress_ with everything, 2 bits": (
+        lambda module: converted(module, 2, everything=True),
+        nullcontext,
+        True,
+    ),
+    "checkpointing": (checkpointed, nullcontext, False),
     "torch.compile": (lambda module: plain(module), nullcontext, False),
     "budget 0.5": (
         lambda module: plain(module),
@@ -72,40 +72,26 @@ ARMS = {
 }
 
 
-class Step(nn.Module):
-    """A network with its loss."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.model, self.loss = network.build().train(), network.loss
-
-    def forward(self, *batch):
-        return self.loss(self.model, *batch)
-
-
-def converted(module, bits):
-    fewbit.compress_(module, bits, verbose=False)
+def converted(module, bits, **layers):
+    fewbit.compress_(module, bits, layers=layers, verbose=False)
     return module
 
 
-def plain(module):
-    return torch.compile(module, backend=_aot_eager(min_cut_rematerialization_partition))
+def bias(products):
+    """Return the bias and its standard error, from the inner products of all draws' errors.
+
+    Each draw's mean product with the others is an estimate of the squared bias; half of the spread is common to pairs.
+    """
+    count = len(products)
+    others = (products.sum(1) - products.diagonal()) / (count - 1)
+    square, uncertain = float(others.mean()), 2 * float(others.std()) / math.sqrt(count)
+    found = math.sqrt(max(square, 0))
+    return {"bias": found, "bias ±": uncertain / max(2 * found, math.sqrt(uncertain))}
 
 
-def few(module, bits):
-    return fewbit.compile(module, bits, backend="aot_eager")
-
-
-def gradient(module, run, batch, seed=0):
-    torch.manual_seed(seed)
-    module.zero_grad()
-    run(*batch).backward()
-    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).double()
-
-
-def measure(name):
+def measure(name, count):
     """Yield a row for each arm of a network."""
-    network = quantizer_choice.networks()[name]
+    network = networks()[name]
     torch.manual_seed(0)
     module, batch = Step(network), network.batch(0)
     exact = gradient(module, module, batch)
@@ -114,16 +100,14 @@ def measure(name):
         own = copy.deepcopy(module)
         with context():
             run = prepare(own)
-            draws = [gradient(own, run, batch, seed) for seed in range(DRAWS if is_random else 1)]
+            draws = [gradient(own, run, batch, seed) for seed in range(count if is_random else 1)]
             saved = fewbit.saved_bytes(run, *batch)
         errors = [(grad - exact).square().sum().item() for grad in draws]
-        row = {"network": name, "arm": arm, "saved_bytes": saved.total}
+        row = {"network": name, "arm": arm, "saved_bytes": saved.total, "draws": len(draws)}
         row["error"] = math.sqrt(sum(errors) / len(errors) / exact.square().sum().item())
         if is_random:
-            stacked = torch.stack(draws)
-            noise = stacked.var(0).sum() / len(draws)
-            distance = (stacked.mean(0) - exact).square().sum() - noise
-            row["bias"] = float(distance.clamp(min=0).sqrt() / exact.norm())
+            differences = torch.stack(draws) - exact
+            row |= bias(differences @ differences.T / exact.square().sum())
         print(row, flush=True)
         yield row
 
@@ -131,12 +115,17 @@ def measure(name):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("networks", nargs="*", metavar="NETWORK")
+    parser.add_argument("--draws", type=int, default=16, help="the gradients of each random arm")
+    parser.add_argument("--times", action="store_true", help="measure times only")
     arguments = parser.parse_args()
     about = harness.machine("torch", "transformers") | {"fewbit": fewbit.__version__}
     print(about)
-    rows = [row for name in arguments.networks or NAMES for row in measure(name)]
+    name, function = "compiled", functools.partial(measure, count=arguments.draws)
+    if arguments.times:
+        name, function = "compiled_times", compiled_times.measure
+    rows = [row for network in arguments.networks or networks() for row in function(network)]
     if not arguments.networks:
-        harness.save("compiled", about, rows)
+        harness.save(name, about, rows)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,6 @@ replaces the tensors that the backward pass uses by dequantized copies. Then tor
 because they are smaller. docs/compile.md describes the method.
 
 `graphs` has helpers for traced graphs, `sizes` serves sizes that vary, `uses` says which ops may get dequantized values,
-`normal_form` simplifies the graph, `joint_graph` finds the tensors to quantize, `rewrite` changes the graph, `partitioner`
-connects them with torch, `report` shows what is saved, and `compiling` has the public functions.
+`normal_form` and `multiples` simplify the graph, `joint_graph` finds the tensors to quantize, `rewrite` changes the graph,
+`partitioner` connects them with torch, `report` shows what is saved, and `compiling` has the public functions.
 """

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fewbit.compiler.sizes import count
 
 _ORIGIN = "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "original_aten"
+_RECOMPUTED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+LEAST = 4096
+"""Tensors with fewer elements stay exact."""
 
 
 def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
@@ -43,6 +50,22 @@ def insert(
     if like is not None:
         node.meta |= origin(like)
     return node
+
+
+def is_floating(node: fx.Node) -> bool:
+    """Return whether a node is a tensor of real floating-point numbers."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Return whether a region of torch.utils.checkpoint computes a node again in the backward pass."""
+    return node.meta.get("recompute") in _RECOMPUTED
+
+
+def size_in_bytes(node: fx.Node) -> int:
+    """Return the bytes of a tensor. If its size varies, return the bytes at tracing time."""
+    return count(node.meta["val"]) * node.meta["val"].element_size()
 
 
 def origin(node: fx.Node) -> dict:

@@ -14,16 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils.checkpoint import CheckpointPolicy
 
 from fewbit.compiler import uses
-from fewbit.compiler.graphs import backward_nodes, module_of
+from fewbit.compiler.graphs import LEAST, backward_nodes, is_floating, is_recomputed, module_of
 from fewbit.compiler.normal_form import STATISTIC
 from fewbit.compiler.sizes import SizeNodes, count
-
-LEAST = 4096
-"""Tensors with fewer elements stay exact."""
-_RECOMPUTED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @dataclass
@@ -120,7 +115,7 @@ class JointGraph:
         if len(others or sources) != 1:
             return None
         source = (others or sources)[0]
-        if _is_floating(source) and not _is_floating(node):
+        if is_floating(source) and not is_floating(node):
             return None  # truncation to integers is not affine
         return source if list(node.args).count(source) == 1 else None
 
@@ -146,7 +141,7 @@ class JointGraph:
             has_gradient = number < len(gradients) and gradients[number] is not None
             if number in self.static or not has_gradient:
                 self.constants.add(node)
-                if number not in self.static and _is_floating(node):
+                if number not in self.static and is_floating(node):
                     data.add(node)
         for node in self.graph.nodes:
             if node in self.backward or node.op in ("output", "placeholder"):
@@ -157,7 +152,7 @@ class JointGraph:
                 x in self.constants or x in self.exact for x in node.all_input_nodes
             ):
                 # torch would save functions of the data, which take more operations than a view.
-                is_data = any(x in data for x in node.all_input_nodes) and _is_floating(node)
+                is_data = any(x in data for x in node.all_input_nodes) and is_floating(node)
                 if not is_data or node.target in uses.VIEWS:
                     self.constants.add(node)
                 if is_data:
@@ -180,7 +175,7 @@ class JointGraph:
         unknown = sorted(uses_ - {uses.LINEAR, uses.ATTENTION, uses.UNUSED})
         if unknown and self._codes_behind(node) is None:
             return f"{unknown[0]} needs it exactly"
-        if node.meta.get("recompute") in _RECOMPUTED:
+        if is_recomputed(node):
             return "a checkpointed region computes it again"
         if not value.is_floating_point() and self._codes_behind(node) is None:
             return "integers"
@@ -279,11 +274,6 @@ def _changed(graph: fx.Graph) -> set[fx.Node]:
         if any(x in found for x in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _is_floating(node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _is_small(node) -> bool:

@@ -1,10 +1,10 @@
 """Changes of a joint graph that change its results by rounding only and let more tensors be quantized.
 
-Backward passes divide by tensors of the forward pass, and multiply the same gradient by several of them. A copy of a
-divisor would make the gradient wrong in expectation. Copies of two factors have twice the bytes of a copy of their
-product, and if one factor is large where the other is small, as in the derivative of softplus, also a larger error.
-Numbers by which a gradient is multiplied or divided in between, such as the number of elements of a mean, move in front of
-the factors, so that the factors meet.
+Backward passes divide by tensors of the forward pass, and a copy of a divisor would make the gradient wrong in
+expectation. So t / d becomes t * (1 / d), if t depends on tangents and d does not. They also multiply the same gradient by
+several tensors. Copies of two factors have twice the bytes of a copy of their product, and if one factor is large where the
+other is small, as in the derivative of softplus, also a larger error. `multiples` replaces the factors by one. The gradient
+of x ** 2 contains x ** 1, which is x.
 
 The backward pass of batch norm uses x - mean, whose channels may have very different sizes. A group of elements contains
 several channels, so x - mean is divided by the largest magnitude of each channel, which stays exact.
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fewbit.compiler.graphs import backward_nodes, insert
+from fewbit.compiler.multiples import merge
 from fewbit.compiler.sizes import count, is_same
 
 aten = torch.ops.aten
@@ -26,19 +27,16 @@ STATISTIC = 16
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Change a joint graph as the text above says.
-
-    Let t depend on tangents, and a, b and d not, and let k be a number. Then t / d becomes t * (1 / d), (t * a) * k becomes
-    (t * k) * a, and (t * a) * b becomes t * (a * b).
-    """
+    """Change a joint graph as the text above says."""
+    for node in graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):
+        if node.args[1] == 1:
+            node.replace_all_uses_with(node.args[0])
     backward = set(backward_nodes(graph))
     for node in [node for node in graph.nodes if node in backward]:
         if node.target is _DIVIDE and _is_free(node.args[1], backward):
-            node = _multiplied(graph, node, backward)
-        if node.target in (_MULTIPLY, _DIVIDE) and not isinstance(node.args[1], fx.Node):
-            _move_number(graph, node, backward)
-        elif node.target is _MULTIPLY:
-            _reassociate(graph, node, backward)
+            _multiply(graph, node, backward)
+    merge(graph)
+    backward = set(backward_nodes(graph))
     for node in [node for node in graph.nodes if node.target is aten.sub.Tensor]:
         _normalize(graph, node, backward)
     graph.eliminate_dead_code()
@@ -48,8 +46,8 @@ def _is_free(x, backward) -> bool:
     return isinstance(x, fx.Node) and isinstance(x.meta["val"], torch.Tensor) and x not in backward
 
 
-def _multiplied(graph, node, backward) -> fx.Node:
-    """Replace a quotient by a product with the reciprocal of the divisor. Return the product."""
+def _multiply(graph, node, backward) -> None:
+    """Replace a quotient by a product with the reciprocal of the divisor."""
     gradient, divisor = node.args
     value = node.meta["val"]
     with graph.inserting_before(node):
@@ -59,31 +57,13 @@ def _multiplied(graph, node, backward) -> fx.Node:
             divisor = insert(graph, mode, _CONVERT, (divisor, value.dtype), like=node)
         reciprocal = insert(graph, mode, aten.reciprocal.default, (divisor,), like=node)
         product = insert(graph, mode, _MULTIPLY, (gradient, reciprocal), like=node)
-    return _replaced(graph, node, product, backward)
+    _replace(graph, node, product, backward)
 
 
-def _replaced(graph, node, other, backward) -> fx.Node:
+def _replace(graph, node, other, backward) -> None:
     backward.add(other)
     node.replace_all_uses_with(other)
     graph.erase_node(node)
-    return other
-
-
-def _move_number(graph, node, backward) -> None:
-    """Replace (t * a) * k by (t * k) * a for a number k, and the same for a division by k."""
-    inner, number = node.args
-    if not isinstance(inner, fx.Node) or inner.target is not _MULTIPLY or len(inner.users) != 1:
-        return
-    gradient, factor = _split(inner, backward)
-    values = [x.meta["val"] for x in (node, inner, gradient) if x is not None]
-    if gradient is None or any(x.dtype != values[0].dtype for x in values):
-        return
-    with graph.inserting_before(node):
-        mode = node.meta["val"].fake_mode
-        scaled = insert(graph, mode, node.target, (gradient, number), like=node)
-        product = insert(graph, mode, _MULTIPLY, (scaled, factor), like=node)
-    backward.add(scaled)
-    _replaced(graph, node, product, backward)
 
 
 def _normalize(graph, node, backward) -> None:
@@ -120,23 +100,7 @@ def _normalize(graph, node, backward) -> None:
             product = insert(graph, value.fake_mode, _MULTIPLY, (gradient, first), like=user)
             result = insert(graph, value.fake_mode, _MULTIPLY, (product, second), like=user)
         backward.add(product)
-        _replaced(graph, user, result, backward)
-
-
-def _reassociate(graph, node, backward) -> None:
-    inner, factor = _split(node, backward)
-    if inner is None or inner.target is not _MULTIPLY or len(inner.users) != 1:
-        return
-    gradient, other = _split(inner, backward)
-    values = [x.meta["val"] for x in (node, inner, factor, other) if x is not None]
-    if gradient is None or any(
-        x.dtype != values[0].dtype or not is_same(x.shape, values[0].shape) for x in values
-    ):
-        return
-    with graph.inserting_before(node):
-        mode = node.meta["val"].fake_mode
-        product = insert(graph, mode, _MULTIPLY, (other, factor), like=node)
-    node.args = gradient, product
+        _replace(graph, user, result, backward)
 
 
 def _split(node, backward):

@@ -15,12 +15,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fewbit.compiler.joint_graph import JointGraph, Root
 from fewbit.compiler.normal_form import simplify
-from fewbit.compiler.report import CompileReport, rows_of
-from fewbit.compiler.rewrite import Rewriter
+from fewbit.compiler.report import CompileReport, SavedRow, rows_of
+from fewbit.compiler.rewrite import Copy, Rewriter
 from fewbit.compiler.seeds import counter_of
 from fewbit.convert.settings import ResolvedSettings
 
 _FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+_FEWER = "torch's own partition saves fewer bytes than copies would have"
 
 
 class Partitioner(CustomPartitionerFn):
@@ -48,23 +49,33 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition a joint graph. The arguments are those of torch's `min_cut_rematerialization_partition`."""
         joint_module.graph.eliminate_dead_code()
-        simplify(joint_module.graph)
-        joint_module.graph = fx_graph_cse(joint_module.graph)
+        exact_module = fx.GraphModule(joint_module, fx_graph_cse(joint_module.graph))  # a copy
+        joint, copies = self._rewrite(joint_module, options)
+        graphs = _partition(joint_module, joint_inputs, options)
+        rows = _rows(graphs, joint, copies)
+        # The two modules share nested graphs, and torch's partitioner changes graphs.
+        has_parts = any(isinstance(child, fx.GraphModule) for child in joint_module.children())
+        if copies and not has_parts:
+            exact = _partition(exact_module, joint_inputs, options)
+            exact_rows = _rows(exact, joint, {})
+            if _total(exact_rows) <= _total(rows):
+                graphs, rows = exact, [row._replace(reason=_FEWER) for row in exact_rows]
+        self._rows += rows
+        return graphs
+
+    def _rewrite(self, module, options) -> tuple[JointGraph, Mapping[fx.Node, Copy]]:
+        """Insert copies into a joint graph. Return the analysis of the graph, and {node: the copy of its tensor}."""
+        module.graph = fx_graph_cse(module.graph)
+        simplify(module.graph)
+        module.graph = fx_graph_cse(module.graph)
         static = frozenset(options.get("static_lifetime_input_indices") or ())
-        outputs = options["num_fwd_outputs"]
-        joint = JointGraph(joint_module.graph, outputs, static)
+        joint = JointGraph(module.graph, options["num_fwd_outputs"], static)
         copies = Rewriter(joint, self._settings_of).run()
         with unset_fake_temporarily():
             for copy in copies.values():
                 counter_of(copy.root.node.meta["val"].device)
-        joint_module.recompile()
-        # With a budget below 1, torch would save no copies, and compute the forward pass and the copies again.
-        with functorch_config.patch(activation_memory_budget=1.0):
-            forward, backward = min_cut_rematerialization_partition(
-                joint_module, joint_inputs, **options
-            )
-        self._rows += rows_of(forward, outputs, joint, copies)
-        return forward, backward
+        module.recompile()
+        return joint, copies
 
     @property
     def report(self) -> CompileReport:
@@ -95,3 +106,17 @@ class Partitioner(CustomPartitionerFn):
         if not found or None in found:
             return None if found else self.settings
         return max(found, key=lambda settings: settings.bits)
+
+
+def _partition(module, inputs, options) -> tuple[fx.GraphModule, fx.GraphModule]:
+    # With a budget below 1, torch would save no copies, and compute the forward pass and the copies again.
+    with functorch_config.patch(activation_memory_budget=1.0):
+        return min_cut_rematerialization_partition(module, inputs, **options)
+
+
+def _rows(graphs, joint: JointGraph, copies: Mapping[fx.Node, Copy]) -> list[SavedRow]:
+    return [*rows_of(graphs[0], joint.forward_outputs, joint, copies)]
+
+
+def _total(rows: Iterable[SavedRow]) -> int:
+    return sum(row.saved_bytes for row in rows)

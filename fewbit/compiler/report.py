@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fewbit.compiler.graphs import module_of
-from fewbit.compiler.joint_graph import LEAST, JointGraph
+from fewbit.compiler.graphs import LEAST, module_of, size_in_bytes
+from fewbit.compiler.joint_graph import JointGraph
 from fewbit.compiler.rewrite import Copy
 from fewbit.compiler.sizes import count, hints
 from fewbit.compiler.uses import VIEWS
@@ -119,7 +119,7 @@ def rows_of(
     for copy in copies.values():
         parts = [saved.pop(node.name) for node in copy.saved if node.name in saved]
         if parts:
-            node, size = copy.root.node, sum(map(_bytes, parts))
+            node, size = copy.root.node, sum(map(size_in_bytes, parts))
             # A tensor that several modules use is listed under the module that made it.
             (module,) = copy.root.modules if len(copy.root.modules) == 1 else (module_of(node),)
             yield _row(node, module, size, copy.bits, "")
@@ -128,7 +128,7 @@ def rows_of(
             yield _row(
                 node,
                 module_of(node),
-                _bytes(node),
+                size_in_bytes(node),
                 None,
                 reasons.get(node.name) or _why_saved(node),
             )
@@ -158,8 +158,5 @@ def _row(node, module: str, saved: int, bits: int | None, reason: str) -> SavedR
     value = node.meta["val"]
     dtype = str(value.dtype).removeprefix("torch.")
     op = str(node.meta.get("original_aten") or node.target).removeprefix("aten.").split(".")[0]
-    return SavedRow(module, op, tuple(hints(value.shape)), dtype, _bytes(node), saved, bits, reason)
-
-
-def _bytes(node) -> int:
-    return count(node.meta["val"]) * node.meta["val"].element_size()
+    shape = tuple(hints(value.shape))
+    return SavedRow(module, op, shape, dtype, size_in_bytes(node), saved, bits, reason)

@@ -32,7 +32,10 @@ def gradient(model, compiled, x, seed=3):
     model.zero_grad()
     torch.manual_seed(seed)
     compiled(x).backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
+    gradients = [
+        parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None
+    ]
+    return torch.cat(gradients).double()
 
 
 def exact_gradient(model, x, **settings):
@@ -476,6 +479,118 @@ class MaskedMean(nn.Module):
         mask = (x[..., 0] > -1).long()
         y = self.a(x.bfloat16()) * mask[..., None]
         return (y.sum(1) / mask.sum(1, keepdim=True)).float().square().mean()
+
+
+# --- products of a gradient with several tensors -------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """A linear layer and an elementwise function of its result, whose backward pass has several factors."""
+
+    def __init__(self, function, dtype=torch.float32):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64, dtype=dtype), nn.Linear(64, 64, dtype=dtype)
+        self.function = function
+
+    def forward(self, x):
+        x = self.a(x.to(self.a.weight.dtype))
+        return self.function(x, self.b(x)).float().square().mean()
+
+
+def gelu_written_out(x, y):
+    return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.045 * x**3)))
+
+
+def differences(x, y):
+    return torch.tanh(x) * y - x.sin() * y / 3 - (-y) * x.cos()
+
+
+def with_itself(x, y):
+    return x - x * torch.tanh(x) * 0.5 + 2 * x
+
+
+def broadcast(x, y):
+    scale = torch.linspace(0.1, 30, x.shape[-2])[:, None]
+    return (x.sin() * scale).tanh() * y.mean(-1, keepdim=True)
+
+
+def several_users(x, y):
+    inner = x * y
+    return inner.tanh() + inner.sin() * x.cos() + inner.cumsum(-1) / 64
+
+
+def casts(x, y):
+    return (x.float().sin() * y.float()).to(x.dtype) * torch.tanh(x) + 0.5 * x.float().cos()
+
+
+class Difference(torch.autograd.Function):
+    """sin(x) + cos(x), whose backward pass subtracts products of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin() + x.cos()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x.cos() - gradient * x.sin()
+
+
+def custom(x, y):
+    return Difference.apply(x) * y
+
+
+CHAINS = custom, gelu_written_out, differences, with_itself, broadcast, several_users, casts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", CHAINS)
+def test_gradients_of_chains(function, dtype):
+    """The gradients of the same model in float64 are the reference."""
+    torch.manual_seed(0)
+    model, x = Chain(function, dtype), torch.randn(8, 16, 64)
+    reference = Chain(function, torch.float64)
+    reference.load_state_dict(model.state_dict())
+    exact = gradient(reference, reference, x)
+    plain = error(gradient(model, model, x), exact)
+    compiled = fewbit.compile(model, 8, backend="aot_eager", fullgraph=True)
+    assert error(gradient(model, compiled, x), exact) < 0.01 + 1.5 * plain
+
+
+def test_a_derivative_that_is_written_out_is_one_tensor():
+    torch.manual_seed(0)
+    model, x = Chain(gelu_written_out), torch.randn(8, 16, 64)
+    rows = {}
+    for name, autocast in {"float32": False, "bfloat16": True}.items():
+        torch._dynamo.reset()
+        compiled = fewbit.compile(model, 2, backend="aot_eager")
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            gradient(model, compiled, x)
+        rows[name] = sorted(row.bits for row in compiled.partitioner.report.rows if row.bits)
+    # The gradient of the square is a multiple of the loss's gradient too. Autocast makes another tensor of the input.
+    assert rows == {"float32": [3], "bfloat16": [2, 3]}
+
+
+def test_torchs_partition_stays_if_it_saves_fewer_bytes():
+    """torch computes a long chain of functions of a single tensor again, from one tensor with 32 bits per element."""
+
+    class Sines(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(32, 64))
+
+        def forward(self, x):
+            y = x * self.scale
+            return sum((number * y).sin() * y.cos() for number in range(2, 22)).square().mean()
+
+    model, x = Sines(), torch.randn(8, 32, 64)
+    plain = fewbit.compile(model, 2, overrides=EXACT, backend="aot_eager")
+    least = fewbit.saved_bytes(plain, x).total
+    torch._dynamo.reset()
+    compiled = fewbit.compile(model, 2, backend="aot_eager")
+    assert fewbit.saved_bytes(compiled, x).total <= least
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -1,0 +1,99 @@
+"""Step times and compile times of compiled training. `python benchmarks/compiled.py --times` runs this file.
+
+The arms are torch.compile and `fewbit.compile` with 4 and 2 bits. They take turns at each step, so that a change of the
+machine's speed changes all of them. "ratio" is the median, over the steps, of an arm's time divided by the time of
+torch.compile in the same turn; "low" and "high" are the quartiles. "compile" is the time of the first step without torch's
+caches, "compile ratio" the same divided by that of torch.compile.
+
+All networks run with the backend aot_eager, those of INDUCTOR also with Inductor. Inductor takes minutes for the unrolled
+loops of recurrences.
+
+Writes results/compiled_times.*, a row for each network, backend and arm.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from compiled_networks import Step, networks
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+import fewbit
+from fewbit.compiler.compiling import _aot_eager
+
+STEPS, BUDGET = 40, 20
+"""The most steps of each arm, and the most seconds for the steps of a network with one backend."""
+INDUCTOR = "GPT-2 with F.gelu", "Llama", "ResNet on digits"
+ARMS = {
+    "torch.compile": lambda module, backend: plain(module, backend),
+    "fewbit.compile, 4 bits": lambda module, backend: few(module, 4, backend),
+    "fewbit.compile, 2 bits": lambda module, backend: few(module, 2, backend),
+}
+
+
+def plain(module, backend="aot_eager"):
+    """Compile a module with torch's own partitioner."""
+    if backend == "aot_eager":
+        backend = _aot_eager(min_cut_rematerialization_partition)
+    return torch.compile(module, backend=backend)
+
+
+def few(module, bits, backend="aot_eager"):
+    """Compile a module with fewbit's partitioner."""
+    return fewbit.compile(module, bits, backend=backend)
+
+
+def gradient(module, run, batch, seed=0):
+    """Return the gradient of all parameters, as a float64 vector, after one step of a module that `run` calls."""
+    torch.manual_seed(seed)
+    module.zero_grad()
+    run(*batch).backward()
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).double()
+
+
+def measure(name):
+    """Yield a row for each backend and arm of a network."""
+    network = networks()[name]
+    torch.manual_seed(0)
+    module, batch = Step(network), network.batch(0)
+    for backend in ("aot_eager", "inductor")[: 1 + (name in INDUCTOR)]:
+        with (
+            inductor_config.patch(force_disable_caches=True),
+            functorch_config.patch(enable_autograd_cache=False),
+        ):
+            yield from _rows(name, backend, module, batch)
+
+
+def _rows(name, backend, module, batch):
+    torch._dynamo.reset()
+    # The first compilation imports and initializes parts of torch.
+    _seconds(plain(torch.nn.Linear(64, 1), backend), [torch.ones(8, 64)])
+    torch._dynamo.reset()
+    runs = {arm: prepare(copy.deepcopy(module), backend) for arm, prepare in ARMS.items()}
+    compiling = {arm: _seconds(run, batch) for arm, run in runs.items()}
+    turns = {arm: [] for arm in ARMS}
+    end = time.perf_counter() + BUDGET
+    while len(turns["torch.compile"]) < STEPS and time.perf_counter() < end:
+        for arm, run in runs.items():
+            turns[arm].append(_seconds(run, batch))
+    usual = turns["torch.compile"]
+    for arm, times in turns.items():
+        ratios = [own / other for own, other in zip(times, usual, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        row = {"network": name, "backend": backend, "arm": arm, "steps": len(times)}
+        row |= {"seconds": statistics.median(times), "ratio": middle, "low": low, "high": high}
+        row["compile"] = compiling[arm]
+        row["compile ratio"] = compiling[arm] / compiling["torch.compile"]
+        print(row, flush=True)
+        yield row
+
+
+def _seconds(run, batch):
+    start = time.perf_counter()
+    run(*batch).sum().backward()
+    return time.perf_counter() - start

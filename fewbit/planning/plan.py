@@ -171,7 +171,9 @@ class _Steps(Measured):
         """Undo what a candidate has changed in the model."""
         restore_(self.model)
         for module, values in self._checkpoints.items():
-            for name in CHECKPOINTING:  # without an attribute of its own, a layer has that of its class
+            for (
+                name
+            ) in CHECKPOINTING:  # without an attribute of its own, a layer has that of its class
                 vars(module).pop(name, None)
             vars(module).update(values)
 

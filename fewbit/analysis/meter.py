@@ -178,7 +178,10 @@ def _entries_of(storage: _Storage, reasons: Reasons) -> Iterator[Entry]:
     tokens = [token for saves in storage.savers.values() for token, _ in saves]
     for place, saves in storage.savers.items():
         token, part = saves[0]
-        is_full = storage.kind in IN_FULL and place is first
+        # Integers and masks of fewbit's own layers have the narrowest dtype already.
+        is_own = place.is_fewbit or token.has_fewbit_node
+        kinds = IN_FULL[:1] if is_own else IN_FULL
+        is_full = storage.kind in kinds and place is first
         yield Entry(
             module=place.path,
             module_type=place.type,

@@ -739,3 +739,11 @@ def test_everything_leaves_nothing_that_a_rule_holds_for():
     model, x = _Reasons("operation"), torch.randn(64, 64)
     fewbit.compress_(model, 2, layers={"everything": True}, verbose=False)
     assert not fewbit.saved_bytes(model, x).left_in_full()
+
+
+def test_narrowed_indices_are_not_in_full():
+    model, ids = nn.Embedding(500, 8), torch.randint(500, (64, 64))
+    fewbit.compress_(model, 2, verbose=False)
+    report = fewbit.saved_bytes(model, ids)
+    assert report.by_kind()["integer"] == 2 * 64 * 64
+    assert not report.left_in_full()

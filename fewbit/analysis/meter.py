@@ -19,8 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from fewbit.analysis.reasons import Reasons
 from fewbit.analysis.recorder import Place, Recorder, Token, is_fewbit, name_nodes, type_name
-from fewbit.analysis.saved_bytes import Entry, SavedBytes
+from fewbit.analysis.saved_bytes import IN_FULL, Entry, SavedBytes
 from fewbit.analysis.unchanged import unchanged
 from fewbit.errors import FewbitError
 from fewbit.runtime.format.groups import FP32_MIN_COLUMNS
@@ -80,7 +81,8 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
     tokens = recorder.alive()
     name_nodes(tensors_in(output))
     with _disable_current_modes():
-        entries = _entries(tokens, _known(roots, tensors))
+        reasons = Reasons(modules, "" in roots)
+        entries = _entries(tokens, _known(roots, tensors), reasons)
     del output
     return SavedBytes(type_name(model), entries)
 
@@ -153,7 +155,7 @@ class _Storage:
     savers: dict[Place, list] = field(default_factory=dict)
 
 
-def _entries(tokens: list[Token], known: dict) -> tuple[Entry, ...]:
+def _entries(tokens: list[Token], known: dict, reasons: Reasons) -> tuple[Entry, ...]:
     storages: dict[object, _Storage] = {}
     for token in tokens:
         for part in (part for tensor in token.tensors for part in _parts(tensor)):
@@ -168,13 +170,18 @@ def _entries(tokens: list[Token], known: dict) -> tuple[Entry, ...]:
             view, viewed = _view(part)
             storage.views[view] = viewed
             storage.savers.setdefault(token.place, []).append((token, part))
-    return tuple(entry for storage in storages.values() for entry in _entries_of(storage))
+    return tuple(entry for storage in storages.values() for entry in _entries_of(storage, reasons))
 
 
-def _entries_of(storage: _Storage) -> Iterator[Entry]:
+def _entries_of(storage: _Storage, reasons: Reasons) -> Iterator[Entry]:
     first, *others = storage.savers
+    tokens = [token for saves in storage.savers.values() for token, _ in saves]
     for place, saves in storage.savers.items():
         token, part = saves[0]
+        # Integers and masks of fewbit's own layers have the narrowest dtype already.
+        is_own = place.is_fewbit or token.has_fewbit_node
+        kinds = IN_FULL[:1] if is_own else IN_FULL
+        is_full = storage.kind in kinds and place is first
         yield Entry(
             module=place.path,
             module_type=place.type,
@@ -188,6 +195,7 @@ def _entries_of(storage: _Storage) -> Iterator[Entry]:
             node=token.node,
             first_saver=None if place is first else first.path,
             shared_with=tuple(other.path for other in others) if place is first else (),
+            reason=reasons.of(tokens, part.numel()) if is_full else "",
         )
 
 

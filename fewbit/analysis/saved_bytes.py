@@ -22,6 +22,12 @@ MOST_LABEL = 36
 """The largest number of characters of a bar's name."""
 STATE = ("parameter", "buffer")
 """The kinds of storages that exist even if they are not saved. They are not counted in the total."""
+IN_FULL = ("activation", "integer", "mask")
+"""The kinds of storages that fewbit could save with fewer bytes."""
+MOST_LEFT = 4
+"""The largest number of lines about tensors in full below the table."""
+LEAST_LEFT = 0.01
+"""The least part of the total for which there is such a line."""
 NOTHING = (
     "Nothing is saved for backward: no output depends on anything that requires grad, "
     "or the forward switches gradients off (torch.no_grad)."
@@ -59,6 +65,8 @@ class Entry:
         node: The name of an autograd node that holds the storage, "" if no such node is known.
         first_saver: The earlier module that saved the storage, or None.
         shared_with: The modules that saved the storage later.
+        reason: Why a compressed model saves the storage in full, and the setting that would compress it. "" if the
+            storage is not in full, or if the model is not compressed.
     """
 
     module: str
@@ -73,6 +81,7 @@ class Entry:
     node: str
     first_saver: str | None = None
     shared_with: tuple[str, ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,6 +143,11 @@ class SavedBytes(Result):
         """Return {kind: bytes}, largest first. Parameters and buffers are included, so the sum may be above `total`."""
         return _sums(self.entries, lambda entry: entry.kind)
 
+    def left_in_full(self) -> tuple[Entry, ...]:
+        """Return the entries that a compressed model saves in full, largest first, each with its `reason`."""
+        found = [entry for entry in self.entries if entry.reason and entry.bytes]
+        return tuple(sorted(found, key=lambda entry: -entry.bytes))
+
     def records(self) -> list[dict]:
         """Return a dict of plain values for each entry."""
         return [
@@ -183,7 +197,7 @@ class SavedBytes(Result):
         kinds = {kind: size for kind, size in self._kinds().items() if kind not in STATE}
         bar = [(f"{k}: {amount(n)}", n / self.total, COLORS[k]) for k, n in kinds.items()]
         parts = [f"{k} {amount(n)} ({share(n, self.total)})" for k, n in kinds.items()]
-        notes = [f"by kind: {', '.join(parts)}", *self._notes()]
+        notes = [f"by kind: {', '.join(parts)}", *self._notes(), *self._left()]
         return View(self.title, columns, found, notes, _sum("total", found), _rest, bar)
 
     def _notes(self) -> list[str]:
@@ -212,6 +226,18 @@ class SavedBytes(Result):
                 f"{amount(idle)} of the total are parts of storages that no saved view reaches"
             )
         return lines
+
+    def _left(self) -> list[str]:
+        """Return a line for each group of like storages in full, largest first."""
+        groups = defaultdict(int)
+        for entry in self.left_in_full():
+            place = tuple("*" if part.isdecimal() else part for part in entry.module.split("."))
+            groups[module_name(".".join(place)), entry.reason] += entry.bytes
+        found = sorted(groups.items(), key=lambda item: -item[1])
+        named = [item for item in found if item[1] >= LEAST_LEFT * self.total][:MOST_LEFT]
+        return [
+            f"in full, {amount(size)} in {module}: {reason}" for (module, reason), size in named
+        ]
 
     def _kinds(self) -> dict[str, int]:
         """Return `by_kind()` in the order of the colors, without kinds of 0 bytes."""

@@ -25,8 +25,8 @@ MARGIN = 1.05
 DARKER = 0.7
 """The factor by which labels are darker than their curve."""
 # Safe for color-blind readers.
-COLORS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee")
-MARKERS = "osD^vP"
+COLORS = ("#4477aa", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#66ccee", "#bbbbbb")
+MARKERS = "osD^vPX"
 
 
 def draw_plan(figure, plan: TrainingPlan) -> None:

@@ -662,3 +662,88 @@ def test_bits_of_samples_count_with_the_ranges():
     assert "float32 minimums" not in str(found)
     # 16 groups of 4 bytes, the seed of 8 bytes, and a byte a sample; 40 bits a column of 64, and 36 words for the ends of widths.
     assert by_kind == {"packed": 4 * (40 * 2 + 36), "range": 4 * 16 + 8 + 16}
+
+
+# --- what a compressed model saves in full -----------------------------------------------------------
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x * 1)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class _Reasons(nn.Module):
+    """Each part saves a tensor of 64 by 64 numbers in full for another reason."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.converted, self.excluded, self.part = nn.Linear(64, 64), nn.Linear(64, 64), part
+
+    def forward(self, x):
+        x = self.converted(x)
+        if self.part == "excluded":
+            return self.excluded(x)
+        if self.part == "checkpoint":
+            return checkpoint(torch.sin, x, use_reentrant=False)
+        parts = {
+            "operation": lambda x: torch.addcmul(x, x, x),
+            "not linear": lambda x: x.exp().log(),
+            "own": _Identity.apply,
+        }
+        return parts[self.part](x)
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ("excluded", "the module is not converted: see include, exclude and overrides"),
+        ("checkpoint", "an input of torch.utils.checkpoint, or held by no node: use fewbit.checkpoint"),
+        ("operation", 'saved by Addcmul: layers={"everything": True} compresses it'),
+        ("not linear", "the gradient of Log is not linear in it, or has no rule"),
+        ("own", "saved by _Identity, a Function of another library"),
+    ],
+)  # fmt: skip
+def test_reasons_for_tensors_in_full(part, reason):
+    """The exact model gives no reasons, and the largest tensor of the compressed one has this reason."""
+    model, x = _Reasons(part), torch.randn(64, 64)
+    assert not fewbit.saved_bytes(model, x).left_in_full()
+    fewbit.compress_(model, 2, exclude="excluded", verbose=False)
+    report = fewbit.saved_bytes(model, x)
+    found = {entry.reason for entry in report.left_in_full() if entry.bytes == 4 * 64 * 64}
+    assert reason in found
+    place = "excluded" if part == "excluded" else "(model)"
+    assert f"in full, 16.00 KiB in {place}: {reason}" in " ".join(plain(report).split())
+
+
+def test_the_loss_outside_of_the_model_is_named_first():
+    model, target = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 500)), torch.randint(500, (64,))
+    x = torch.randn(64, 64)
+    fewbit.compress_(model, 2, verbose=False)
+    report = fewbit.saved_bytes(lambda x: nn.functional.cross_entropy(model(x), target), x)
+    first, *_ = report.left_in_full()
+    assert first.bytes == 4 * 64 * 500
+    assert first.reason == (
+        "the loss is outside of the model: call fewbit.functional.cross_entropy"
+    )
+    few = fewbit.saved_bytes(lambda x: fewbit.functional.cross_entropy(model(x), target), x)
+    assert all(entry.bytes < first.bytes for entry in few.left_in_full())
+
+
+def test_everything_leaves_nothing_that_a_rule_holds_for():
+    model, x = _Reasons("operation"), torch.randn(64, 64)
+    fewbit.compress_(model, 2, layers={"everything": True}, verbose=False)
+    assert not fewbit.saved_bytes(model, x).left_in_full()
+
+
+def test_narrowed_indices_are_not_in_full():
+    model, ids = nn.Embedding(500, 8), torch.randint(500, (64, 64))
+    fewbit.compress_(model, 2, verbose=False)
+    report = fewbit.saved_bytes(model, ids)
+    assert report.by_kind()["integer"] == 2 * 64 * 64
+    assert not report.left_in_full()

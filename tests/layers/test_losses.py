@@ -1,6 +1,9 @@
 """cross_entropy with quantized probabilities, and linear_cross_entropy in chunks, against torch's cross_entropy."""
 
+import gc
+
 import pytest
+import tiny_models
 import torch
 from expectation import drawn, pooled_z
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from layers import saved_by
 from samples import DTYPES, normal, same
 from torch import nn
 from torch.nn import functional as torch_f
+from transformers import AutoModelForCausalLM
 
 import fewbit
 import fewbit.functional as F
@@ -226,6 +230,59 @@ def test_a_forward_that_computes_the_loss(loss):
     logits = 8 * 64 * 500
     assert max(x.untyped_storage().nbytes() for x in saved) <= logits // 4 + 2**12
     model(ids).backward()
+
+
+@pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.gpt2], ids=["llama", "gpt2"])
+def test_a_model_of_transformers_with_labels(make):
+    """The exact model saves tokens times classes in full, and the converted one no tensor of half that size."""
+    torch.manual_seed(0)
+    config = make()
+    config.vocab_size = 1000
+    model = AutoModelForCausalLM.from_config(config).train()
+    ids = torch.randint(1000, (4, 32))
+
+    def largest():
+        entries = fewbit.saved_bytes(model, ids, labels=ids, use_cache=False).kept
+        return max(entry.bytes for entry in entries)
+
+    wanted = model(ids, labels=ids, use_cache=False).loss
+    full = 4 * 4 * 31 * 1000
+    assert largest() >= full
+    fewbit.compress_(model, bits=2, verbose=False)
+    assert largest() <= full // 8
+    loss = model(ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+
+
+@pytest.mark.parametrize("has_chunks", [True, False], ids=["torch's chunks", "regions"])
+def test_a_large_vocabulary(has_chunks, monkeypatch):
+    """2048 tokens, 50,000 classes: loss and gradients are torch's, and nothing of tokens times classes is saved."""
+    if not has_chunks:
+        monkeypatch.setattr(losses, "_torch_supports", lambda *_: False)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2048, 16, generator=generator)
+    weight = 0.25 * torch.randn(50_000, 16, generator=generator)
+    target = torch.randint(50_000, (2048,), generator=generator)
+
+    def run(function):
+        """Return (the loss, the gradients, the size of the largest tensor that exists between the passes)."""
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss, saved = saved_by(lambda *leaves: function(*leaves, target), *leaves)
+        # torch's chunked function stores gradients as attributes of its node, where no hook finds them.
+        saved += [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        largest = max(each.numel() for each in saved)
+        loss.backward()
+        return loss.item(), [leaf.grad for leaf in leaves], largest
+
+    wanted_loss, wanted, largest = run(lambda x, w, y: torch_f.cross_entropy(x @ w.t(), y))
+    assert largest == 2048 * 50_000
+    gc.collect()
+    loss, found, largest = run(F.linear_cross_entropy)
+    assert largest == weight.numel()
+    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+    for x, y in zip(found, wanted, strict=True):
+        assert (x - y).norm() <= 1e-5 * y.norm()
 
 
 def test_linear_cross_entropy_module():

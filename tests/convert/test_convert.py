@@ -449,7 +449,7 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
         (
             {"layers": {"quantiser": "uniform"}},
             "layers: expected activation_bits, attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, "
-            "got 'quantiser'",
+            "autograd_functions, got 'quantiser'",
         ),
         ({"verbose": "no"}, "expected True or False for verbose, got 'no'"),
         (

@@ -43,7 +43,7 @@ class LayerSettings(Config):
         functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
             trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
         everything: whether to compress also the tensors that other operations of torch save, such as products, einsum and
-            the gates of recurrent layers (usually False; docs/compress.md).
+            the gates of recurrent layers (usually False; docs/compress.md). Their bits are fixed: no policy chooses them.
         autograd_functions: {an autograd Function, or its name "module.Class": positions in its `ctx.saved_tensors`} of
             tensors in which the Function's gradients are linear. With `everything`, these tensors are quantized too.
         quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/quantizer.md). Usually, results of softmax

@@ -449,7 +449,7 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
         (
             {"layers": {"quantiser": "uniform"}},
             "layers: expected activation_bits, attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, "
-            "got 'quantiser'",
+            "autograd_functions, got 'quantiser'",
         ),
         ({"verbose": "no"}, "expected True or False for verbose, got 'no'"),
         (
@@ -486,12 +486,13 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
         (
             {"overrides": {"stem": {"bit": 2}}},
             "overrides['stem']: expected bits, activation_bits, attention_bits, group_size, min_dtype, copies, "
-            "functional, everything, quantizer for LayerSettings, got 'bit'",
+            "functional, everything, quantizer, autograd_functions for LayerSettings, got 'bit'",
         ),
         (
             {"overrides": {"stem": "2"}},
             "overrides['stem']: expected bits, fewbit.LayerSettings, a mapping of bits, activation_bits, "
-            "attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, or None, got '2'",
+            "attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, autograd_functions, "
+            "or None, got '2'",
         ),
     ],
 )

@@ -7,7 +7,9 @@ other is small, as in the derivative of softplus, also a larger error. `multiple
 of x ** 2 contains x ** 1, which is x.
 
 The backward pass of batch norm uses x - mean, whose channels may have very different sizes. A group of elements contains
-several channels, so x - mean is divided by the largest magnitude of each channel, which stays exact.
+several channels, so x - mean is divided by the largest magnitude of each channel, which stays exact. The backward pass of a
+root-mean-square norm uses its input x, whose rows may have very different sizes. The norm has computed x / s for the root mean
+square s of each row, so the backward pass uses x / s and s in place of x.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ STATISTIC = 16
 def simplify(graph: fx.Graph) -> None:
     """Change a joint graph as the text above says."""
     for node in graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):
-        if node.args[1] == 1:
-            node.replace_all_uses_with(node.args[0])
+        x = node.args[0]
+        is_alike = node.args[1] == 1 and node.meta["val"].dtype == x.meta["val"].dtype
+        if is_alike and graph.output_node() not in node.users:
+            node.replace_all_uses_with(x)
     backward = set(backward_nodes(graph))
     for node in [node for node in graph.nodes if node in backward]:
         if node.target is _DIVIDE and _is_free(node.args[1], backward):
             _multiply(graph, node, backward)
     merge(graph)
     backward = set(backward_nodes(graph))
+    for node in [node for node in graph.nodes if node.target is _MULTIPLY]:
+        _use_product(graph, node, backward)
     for node in [node for node in graph.nodes if node.target is aten.sub.Tensor]:
         _normalize(graph, node, backward)
     graph.eliminate_dead_code()
@@ -92,15 +98,63 @@ def _normalize(graph, node, backward) -> None:
         normalized = insert(graph, value.fake_mode, _MULTIPLY, (node, inverse), like=node)
     for user in users:
         gradient, _ = _split(user, backward)
-        if gradient is None:
+        if gradient is not None:
+            _multiply_by_both(graph, user, gradient, normalized, scale, backward)
+
+
+def _multiply_by_both(graph, user, gradient, normalized, scale, backward) -> None:
+    """Replace a node by the product of a gradient, a normalized tensor and its scale, which has fewer elements."""
+    mode = normalized.meta["val"].fake_mode
+    is_large = count(gradient.meta["val"]) == count(normalized.meta["val"])
+    first, second = (normalized, scale) if is_large else (scale, normalized)
+    with graph.inserting_before(user):
+        product = insert(graph, mode, _MULTIPLY, (gradient, first), like=user)
+        result = insert(graph, mode, _MULTIPLY, (product, second), like=user)
+    backward.add(product)
+    _replace(graph, user, result, backward)
+
+
+def _use_product(graph, node, backward) -> None:
+    """Replace t * x by (t * node) / r and t * (x * k) by ((t * k) * node) / r, if node is x * r and r is rsqrt(...).
+
+    k is a number, and r has an element for many elements of x. Another factor than rsqrt may be 0.
+    """
+    x, small = node.args
+    if getattr(x, "target", None) is aten.rsqrt.default:
+        x, small = small, x
+    if node in backward or not _is_free(x, backward) or not _is_free(small, backward):
+        return
+    value, other, divisor = (y.meta["val"] for y in (node, x, small))
+    is_alike = value.dtype == other.dtype == divisor.dtype and is_same(value.shape, other.shape)
+    is_statistic = divisor.dim() == value.dim() and count(divisor) * STATISTIC <= count(value)
+    is_difference = x.target is aten.sub.Tensor  # `_normalize` serves it
+    is_root = small.target is aten.rsqrt.default
+    if not is_root or not is_alike or not is_statistic or is_difference:
+        return
+    factors = {x: None} | {
+        y: y.args[1]
+        for y in x.users
+        if y.target in (_MULTIPLY, aten.mul.Scalar) and not isinstance(y.args[1], fx.Node)
+    }
+    users = [
+        (user, factor)
+        for factor in factors
+        for user in factor.users
+        if user in backward and user.target is _MULTIPLY and node < user
+    ]
+    if users:
+        with graph.inserting_before(small.next):
+            scale = insert(graph, value.fake_mode, aten.reciprocal.default, (small,), like=node)
+    for user, factor in users:
+        gradient, _ = _split(user, backward)
+        number = factors[factor]
+        if gradient is None or gradient.meta["val"].dtype != value.dtype:
             continue
-        is_large = count(gradient.meta["val"]) == count(value)
-        first, second = (normalized, scale) if is_large else (scale, normalized)
-        with graph.inserting_before(user):
-            product = insert(graph, value.fake_mode, _MULTIPLY, (gradient, first), like=user)
-            result = insert(graph, value.fake_mode, _MULTIPLY, (product, second), like=user)
-        backward.add(product)
-        _replace(graph, user, result, backward)
+        if number is not None:
+            with graph.inserting_before(user):
+                gradient = insert(graph, value.fake_mode, _MULTIPLY, (gradient, number), like=user)
+            backward.add(gradient)
+        _multiply_by_both(graph, user, gradient, node, scale, backward)
 
 
 def _split(node, backward):

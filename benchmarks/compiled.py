@@ -86,7 +86,7 @@ def bias(products):
     others = (products.sum(1) - products.diagonal()) / (count - 1)
     square, uncertain = float(others.mean()), 2 * float(others.std()) / math.sqrt(count)
     found = math.sqrt(max(square, 0))
-    return {"bias": found, "bias ±": uncertain / max(2 * found, math.sqrt(uncertain))}
+    return {"bias": found, "bias ±": uncertain and uncertain / max(2 * found, math.sqrt(uncertain))}
 
 
 def measure(name, count):
@@ -105,7 +105,7 @@ def measure(name, count):
         errors = [(grad - exact).square().sum().item() for grad in draws]
         row = {"network": name, "arm": arm, "saved_bytes": saved.total, "draws": len(draws)}
         row["error"] = math.sqrt(sum(errors) / len(errors) / exact.square().sum().item())
-        if is_random:
+        if len(draws) > 1:
             differences = torch.stack(draws) - exact
             row |= bias(differences @ differences.T / exact.square().sum())
         print(row, flush=True)

@@ -29,7 +29,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("streams", [(7, 7), (7, 8)])
 def test_layers_share_a_copy_only_in_one_stream(monkeypatch, streams):
     current = [None]
-    monkeypatch.setattr(cache, "current_stream_of", lambda x: current[0])
+    monkeypatch.setattr(cache, "_stream_of", lambda x: current[0])
     model = Branches(lambda branch: current.__setitem__(0, streams[branch]))
     fewbit.compress_(model, bits=2, verbose=False)
     x = torch.randn(32, 64)
@@ -55,7 +55,7 @@ def test_layers_share_a_copy_only_in_one_stream(monkeypatch, streams):
 @pytest.mark.parametrize("streams", [(7, 7), (7, 8)])
 def test_a_mask_is_found_only_in_its_stream(monkeypatch, streams):
     current = [streams[0]]
-    monkeypatch.setattr(cache, "current_stream_of", lambda x: current[0])
+    monkeypatch.setattr(cache, "_stream_of", lambda x: current[0])
     found = cache.SavedTensorCache(SimpleNamespace(entries=lambda entries: entries))
     found.begin()
     y, mask = torch.ones(40), object()

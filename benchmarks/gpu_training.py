@@ -472,7 +472,7 @@ def largest(fits, first, most):
 # -- Processes --------------------------------------------------------------------------------------
 
 
-# What the server of processes imports once. torch's optimizers import Dynamo.
+# The server of processes imports these modules once. torch's optimizers import Dynamo.
 PRELOADED = ["torch._dynamo", "fewbit.compress.compress"]
 
 

@@ -77,10 +77,9 @@ def compile(
         if mode is not None and options is not None:
             mode, options = None, {**_of_mode(mode), **options}
         return torch.compile(model, backend=backend, mode=mode, options=options, **settings)
+    # The partitioner makes counters too, but it does not run if torch finds the code in its cache on disk.
     for device in {parameter.device for parameter in model.parameters()}:
-        counter_of(
-            device
-        )  # because the partitioner does not run if torch finds the code in its cache on disk
+        counter_of(device)
     if backend == "inductor":
         options = {**_of_mode(mode), **(options or {}), "custom_partitioner_fn": partitioner}
         compiled = torch.compile(model, options=options, **settings)

@@ -63,6 +63,11 @@ def is_recomputed(node: fx.Node) -> bool:
     return node.meta.get("recompute") in _RECOMPUTED
 
 
+def is_from_fewbit(node: fx.Node) -> bool:
+    """Return whether a node calls an op of fewbit: it makes or restores a copy of a layer of fewbit."""
+    return getattr(node.target, "namespace", "") == "fewbit"
+
+
 def size_in_bytes(node: fx.Node) -> int:
     """Return the bytes of a tensor. If its size varies, return the bytes at tracing time."""
     return count(node.meta["val"]) * node.meta["val"].element_size()

@@ -16,7 +16,14 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fewbit.compiler import uses
-from fewbit.compiler.graphs import LEAST, backward_nodes, is_floating, is_recomputed, module_of
+from fewbit.compiler.graphs import (
+    LEAST,
+    backward_nodes,
+    is_floating,
+    is_from_fewbit,
+    is_recomputed,
+    module_of,
+)
 from fewbit.compiler.normal_form import STATISTIC
 from fewbit.compiler.sizes import SizeNodes, count
 
@@ -146,7 +153,7 @@ class JointGraph:
         for node in self.graph.nodes:
             if node in self.backward or node.op in ("output", "placeholder"):
                 continue
-            if _is_small(node) or node.op == "get_attr" or _is_dequantized(node):
+            if _is_small(node) or node.op == "get_attr" or is_from_fewbit(node):
                 self.constants.add(node)
             elif node.target in uses.POINTWISE and all(
                 x in self.constants or x in self.exact for x in node.all_input_nodes
@@ -282,11 +289,6 @@ def _is_small(node) -> bool:
     if not isinstance(value, torch.Tensor):
         return not isinstance(value, tuple | list)
     return not free_unbacked_symbols(value) and count(value) < LEAST
-
-
-def _is_dequantized(node) -> bool:
-    """Return whether a node restores a copy that a layer of fewbit has made, which is small already."""
-    return getattr(node.target, "namespace", "") == "fewbit"
 
 
 def _is_probability(node) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fewbit.compiler.graphs import LEAST, module_of, size_in_bytes
+from fewbit.compiler.graphs import LEAST, is_from_fewbit, module_of, size_in_bytes
 from fewbit.compiler.joint_graph import JointGraph
 from fewbit.compiler.rewrite import Copy
 from fewbit.compiler.sizes import count, hints
@@ -147,7 +147,7 @@ def _is_input(node) -> bool:
 
 def _why_saved(node) -> str:
     producer = node.args[0] if node.target is operator.getitem else node
-    if getattr(producer.target, "namespace", "") == "fewbit":
+    if is_from_fewbit(producer):
         return "a layer of fewbit has quantized it already"
     if count(node.meta["val"]) < LEAST:
         return f"fewer than {LEAST} elements"

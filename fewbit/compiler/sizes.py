@@ -22,14 +22,12 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 
-def hint(size: int | torch.SymInt) -> int:
-    """Return a size, or the hint of a size that varies; torch's guess if the size depends on values of tensors."""
-    return optimization_hint(size)
-
-
 def hints(sizes) -> list[int]:
-    """Return the hints of several sizes or strides."""
-    return [hint(size) for size in sizes]
+    """Return several sizes or strides, with the hints of those that vary.
+
+    If a size depends on values of tensors, the result has torch's guess.
+    """
+    return [optimization_hint(size) for size in sizes]
 
 
 def count(value: torch.Tensor) -> int:

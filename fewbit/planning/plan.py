@@ -171,9 +171,8 @@ class _Steps(Measured):
         """Undo what a candidate has changed in the model."""
         restore_(self.model)
         for module, values in self._checkpoints.items():
-            for (
-                name
-            ) in CHECKPOINTING:  # without an attribute of its own, a layer has that of its class
+            # Without an attribute of its own, a layer has that of its class.
+            for name in CHECKPOINTING:
                 vars(module).pop(name, None)
             vars(module).update(values)
 

@@ -164,9 +164,9 @@ class GraphCompressor:
     def _stays(self, argument: SavedArgument, rule: Rule) -> bool:
         """Return whether a tensor stays exact although there is a rule for it.
 
-        A copy would not free parameters, the model's inputs, small tensors and the memory of other libraries. A tensor without gradient,
-        such as a table of positions, may be used by many layers: if all used one copy, its errors would multiply in the
-        gradients of earlier layers.
+        A copy would not free parameters, the model's inputs, small tensors and the memory of other libraries. A tensor
+        without gradient, such as a table of positions, may be used by many layers: if all used one copy, its errors would
+        multiply in the gradients of earlier layers.
         """
         x = argument.tensor
         if x.numel() < SMALL or _storage(x) in self._local.owned:

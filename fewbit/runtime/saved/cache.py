@@ -7,8 +7,8 @@ change, so a changed tensor does not get an old copy. The cache has a weak refer
 freed in spite of this reference, but no other storage object gets the same address while the reference exists. Writes
 through `x.data` or `x.numpy()` do not change the version, so on the CPU a checksum of the content is compared as well.
 A copy is shared only by layers that run in the CUDA stream in which the copy was made: another stream could read the copy
-too early, and torch could reuse the copy's memory too early. The cache drops its copies when the forward pass ends. Copies that were made in a checkpointed region are dropped when
-the region ends.
+too early, and torch could reuse the copy's memory too early. The cache drops its copies when the forward pass ends.
+Copies that were made in a checkpointed region are dropped when the region ends.
 
 A layer that saves an activation's result is called the *consumer* of the activation. Once the cache has seen a
 consumer, the activation makes the copy for the consumer in later forward passes, because one pass over memory can

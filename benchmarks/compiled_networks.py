@@ -103,14 +103,14 @@ class Scan(nn.Module):
         return x + self.out(torch.stack(found, 1) * F.silu(self.gate(y)))
 
 
-def _of_blocks(block, length=LENGTH, count=2, size=BATCH) -> Network:
+def _of_blocks(block, length=LENGTH, count=2) -> Network:
     def build():
         blocks = [block() for _ in range(count)]
         return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY))
 
     def batch(step):
         generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(VOCABULARY, (size, length + 1), generator=generator)
+        ids = torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def loss(model, ids, targets):
@@ -128,8 +128,7 @@ def networks() -> dict[str, Network]:
         "Llama": others["Llama"],
         "BERT, attention written out": others["BERT, attention written out"],
         "mixture of experts": _of_blocks(Experts),
-        # With 16 sequences, the tensors of each time would have fewer than 4,096 elements, which stay exact.
-        "LSTM": _of_blocks(LSTM, STEPS, 1, size=64),
+        "LSTM": _of_blocks(LSTM, STEPS, 1),
         "state-space scan": _of_blocks(Scan, STEPS, 1),
         "einsum attention": _of_blocks(lambda: EinsumBlock(WIDTH, HEADS)),
         "ViT on digits": others["ViT on digits"],

@@ -25,6 +25,7 @@ from fewbit.config import (
 )
 from fewbit.errors import InputError
 from fewbit.runtime.format.buffers import FLOATING
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import library
 from fewbit.runtime.quantizers import copies
@@ -37,8 +38,6 @@ _ENABLE = "activation_checkpointing_enable", "gradient_checkpointing_enable"
 """The method of models of transformers, with its new and its old name."""
 CHECKPOINTING = "gradient_checkpointing", "_gradient_checkpointing_func"
 """The attributes of a layer of transformers that say whether it is a region, and by which function it is called."""
-SMALL = 1024
-"""Tensors with fewer elements are saved unquantized."""
 
 
 def checkpoint(
@@ -175,7 +174,7 @@ class _Holder(Function):
 def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
     """Return a quantized copy of an argument, or the argument itself if it is not to be quantized."""
     # Tensors without gradient are masks, positions or data, which exist anyway. A mask may contain -inf.
-    is_large = x.dtype in FLOATING and x.layout is torch.strided and x.numel() >= SMALL
+    is_large = x.dtype in FLOATING and x.layout is torch.strided and x.numel() >= LEAST_ELEMENTS
     if not (is_large and x.requires_grad) or isinstance(x, nn.Parameter) or not is_plain(x):
         return copies.unquantized(x.detach())
     context = current()

@@ -8,7 +8,7 @@ from torch import nn
 
 from fewbit.analysis.recorder import Token, is_fewbit
 from fewbit.convert import kinds
-from fewbit.runtime.graph.compressor import SMALL
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.graph.rules import RULES
 from fewbit.runtime.saved.context import contexts_of
 
@@ -43,8 +43,8 @@ class Reasons:
         """
         if not self._has_fewbit:
             return ""
-        if elements < SMALL:
-            return f"fewer than {SMALL:,} elements"
+        if elements < LEAST_ELEMENTS:
+            return f"fewer than {LEAST_ELEMENTS:,} elements"
         found = [self._of(token) for token in tokens]
         # If one of several nodes needs the tensor in full, a copy for the others would save nothing.
         others = [reason for reason in found if reason is not None]

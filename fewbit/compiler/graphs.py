@@ -12,8 +12,6 @@ from fewbit.compiler.sizes import count
 
 _ORIGIN = "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "original_aten"
 _RECOMPUTED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
-LEAST = 4096
-"""Tensors with fewer elements stay exact."""
 
 
 def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:

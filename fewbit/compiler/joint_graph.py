@@ -17,7 +17,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fewbit.compiler import uses
 from fewbit.compiler.graphs import (
-    LEAST,
     backward_nodes,
     is_floating,
     is_from_fewbit,
@@ -26,6 +25,7 @@ from fewbit.compiler.graphs import (
 )
 from fewbit.compiler.normal_form import STATISTIC
 from fewbit.compiler.sizes import SizeNodes, count
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
 
 
 @dataclass
@@ -288,7 +288,7 @@ def _is_small(node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return not isinstance(value, tuple | list)
-    return not free_unbacked_symbols(value) and count(value) < LEAST
+    return not free_unbacked_symbols(value) and count(value) < LEAST_ELEMENTS
 
 
 def _is_probability(node) -> bool:

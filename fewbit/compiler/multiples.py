@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from fewbit.compiler import uses
-from fewbit.compiler.graphs import LEAST, backward_nodes, insert, is_floating, is_recomputed
+from fewbit.compiler.graphs import backward_nodes, insert, is_floating, is_recomputed
 from fewbit.compiler.sizes import count, is_same
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -136,7 +137,7 @@ class _Merger:
     def _find_source(self, node) -> None:
         inputs = [x for x in node.all_input_nodes if self.sources[x] is not None]
         value = node.meta.get("val")
-        is_large = isinstance(value, torch.Tensor) and count(value) >= LEAST
+        is_large = isinstance(value, torch.Tensor) and count(value) >= LEAST_ELEMENTS
         if node.op == "placeholder" or (node.target in uses.POINTWISE and not inputs):
             source = None
         elif isinstance(value, torch.Tensor) and not is_large:

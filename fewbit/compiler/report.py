@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fewbit.compiler.graphs import LEAST, is_from_fewbit, module_of, size_in_bytes
+from fewbit.compiler.graphs import is_from_fewbit, module_of, size_in_bytes
 from fewbit.compiler.joint_graph import JointGraph
 from fewbit.compiler.rewrite import Copy
 from fewbit.compiler.sizes import count, hints
@@ -18,6 +18,7 @@ from fewbit.compiler.uses import VIEWS
 from fewbit.render.formats import amount, bits_or_exact, module_pattern, unit_of
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
 
 
 class SavedRow(NamedTuple):
@@ -149,8 +150,8 @@ def _why_saved(node) -> str:
     producer = node.args[0] if node.target is operator.getitem else node
     if is_from_fewbit(producer):
         return "a layer of fewbit has quantized it already"
-    if count(node.meta["val"]) < LEAST:
-        return f"fewer than {LEAST} elements"
+    if count(node.meta["val"]) < LEAST_ELEMENTS:
+        return f"fewer than {LEAST_ELEMENTS:,} elements"
     return "torch saves it to compute exact tensors again"
 
 

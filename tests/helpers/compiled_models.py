@@ -94,7 +94,7 @@ class Experts(nn.Module):
 
 
 class Scan(nn.Module):
-    """A gated recurrence, written out as a loop."""
+    """A gated recurrence, written out as a loop whose tensors have few elements."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -136,6 +136,6 @@ MODELS = {
     "convolutions": (Convolutions, (16, 3, 32, 32)),
     "gated": (Gated, (32, 16, 64)),
     "experts": (Experts, (32, 16, 64)),
-    "scan": (Scan, (256, 16, 64)),
+    "scan": (Scan, (16, 16, 64)),
     "functions": (Functions, (32, 16, 64)),
 }

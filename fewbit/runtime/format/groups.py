@@ -21,6 +21,8 @@ FP32_MIN_COLUMNS = 3
 The columns are the upper half of the minimum, the range, and the lower half of the minimum. If minimums are bfloat16,
 there are 2 columns.
 """
+LEAST_ELEMENTS = 1024
+"""Tensors of functions and of checkpointed regions with fewer elements stay exact."""
 SEED_ROWS = 2
 """The number of rows at the end of the `ranges` of a rotated copy that have the copy's seed."""
 STEPS = 8

@@ -11,6 +11,7 @@ from torch import nn
 
 from fewbit.config import name_of_class, usual_kind
 from fewbit.errors import GradientError, InputError
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.graph.rules import NAMED, Rule, Settings, is_matrix_product, rule_of
 from fewbit.runtime.interop.autograd_graph import (
     SavedArgument,
@@ -30,8 +31,6 @@ from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
 from fewbit.runtime.saved.context import ForwardContext
 
-SMALL = 1024
-"""Tensors with fewer elements stay exact."""
 _LEAST_GAIN = 2
 """A tensor is replaced if its storage has at least this many times the bytes of the codes."""
 
@@ -169,7 +168,7 @@ class GraphCompressor:
         multiply in the gradients of earlier layers.
         """
         x = argument.tensor
-        if x.numel() < SMALL or _storage(x) in self._local.owned:
+        if x.numel() < LEAST_ELEMENTS or _storage(x) in self._local.owned:
             return True
         if x.untyped_storage().nbytes() == 0:
             return True

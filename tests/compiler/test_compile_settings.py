@@ -1,0 +1,115 @@
+"""The arguments of `fewbit.compile` and `fewbit.partition_fn`, and the report."""
+
+import pytest
+import torch
+from compiled_gradients import error, gradient
+from compiled_models import made
+from torch import nn
+
+import fewbit
+from fewbit.compiler import compiling
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def reset():
+    torch._dynamo.reset()
+
+
+def test_overrides():
+    model, x = made("gated")
+    bits = {}
+    for overrides in ({"down": 8}, {"down": None}, {"gate": 3, "up": 5}):
+        torch._dynamo.reset()
+        compiled = fewbit.compile(model, 2, overrides=overrides, backend="aot_eager")
+        gradient(model, compiled, x)
+        rows = compiled.partitioner.report.rows
+        bits[tuple(overrides)] = {(row.module, row.bits) for row in rows}
+    assert {number for module, number in bits["down",] if module == "down"} == {None}
+    # The norm's result is the input of both, and the one with more bits decides.
+    numbers = {number for _, number in bits["gate", "up"]}
+    assert 5 in numbers
+    assert 3 not in numbers
+
+
+def test_an_override_gives_more_bits():
+    model, x = made("gated")
+    compiled = fewbit.compile(model, 2, overrides={"down": 8}, backend="aot_eager")
+    gradient(model, compiled, x)
+    assert {row.bits for row in compiled.partitioner.report.rows if row.module == "down"} == {8}
+
+
+def test_an_override_that_may_not_hold_warns():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return torch.tanh(self.layer(x)).square()
+
+    model = nn.Sequential(nn.Linear(64, 64), Inner())
+    compiled = fewbit.compile(model, 2, overrides={"1.layer": 8}, backend="aot_eager")
+    with pytest.warns(UserWarning, match="overrides: torch.compile calls a module"):
+        compiled(torch.randn(8, 64, 64)).sum().backward()
+
+
+def test_the_report():
+    model, x = made("convolutions")
+    compiled = fewbit.compile(model, 2, backend="aot_eager")
+    assert "no graph compiled" in str(compiled.partitioner.report)
+    gradient(model, compiled, x)
+    report = compiled.partitioner.report
+    rows = {(row.module, row.op): row for row in report.rows}
+    assert rows["", "threshold_backward"].bits == 1
+    assert rows["", "max_pool2d_with_indices"].bits == 2
+    assert "saved for backward, in place of" in str(report)
+    assert len(report.records()) == len(report.rows)
+
+
+def test_an_untested_torch_saves_exact_tensors(monkeypatch):
+    model, x = made("gated")
+    monkeypatch.setattr(compiling, "TESTED", ("1.0",))
+    with pytest.warns(UserWarning, match=r"tested with torch 1\.0 and this is torch"):
+        compiled = fewbit.compile(model, 2, backend="aot_eager")
+    assert not hasattr(compiled, "partitioner")
+    torch.testing.assert_close(gradient(model, compiled, x), gradient(model, model, x))
+
+
+def test_partition_fn():
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    model, x = made("gated")
+    exact = gradient(model, model, x)
+    partition = fewbit.partition_fn(bits=8)
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    assert 0 < error(gradient(model, torch.compile(model, backend=backend), x), exact) < 0.02
+    assert partition.report.rows
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"bits": 9}, "1 to 8"),
+        ({"bits": fewbit.AdaptiveBits(2)}, "a whole number from 1 to 8 or FixedBits"),
+        ({"backend": "eager"}, 'expected "inductor" or "aot_eager"'),
+        ({"overrides": {"nothing": 2}}, "a glob that matches a module"),
+        ({"layers": {"bits": 2}}, "bits"),
+    ],
+)
+def test_bad_settings(arguments, message):
+    with pytest.raises(fewbit.InputError, match=message):
+        fewbit.compile(made("gated")[0], **arguments)
+
+
+def test_a_function_is_refused():
+    with pytest.raises(fewbit.InputError, match=r"expected a torch\.nn\.Module, got function"):
+        fewbit.compile(lambda x: x)

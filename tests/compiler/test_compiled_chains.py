@@ -1,0 +1,103 @@
+"""Compiled elementwise functions, whose backward passes multiply one gradient by several tensors."""
+
+import pytest
+import torch
+from compiled_gradients import error, gradient
+from torch import nn
+
+import fewbit
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def reset():
+    torch._dynamo.reset()
+
+
+class Chain(nn.Module):
+    """A linear layer and an elementwise function of its result, whose backward pass has several factors."""
+
+    def __init__(self, function, dtype=torch.float32):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64, dtype=dtype), nn.Linear(64, 64, dtype=dtype)
+        self.function = function
+
+    def forward(self, x):
+        x = self.a(x.to(self.a.weight.dtype))
+        return self.function(x, self.b(x)).float().square().mean()
+
+
+def gelu_written_out(x, y):
+    return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.045 * x**3)))
+
+
+def differences(x, y):
+    return torch.tanh(x) * y - x.sin() * y / 3 - (-y) * x.cos()
+
+
+def with_itself(x, y):
+    return x - x * torch.tanh(x) * 0.5 + 2 * x
+
+
+def broadcast(x, y):
+    scale = torch.linspace(0.1, 30, x.shape[-2])[:, None]
+    return (x.sin() * scale).tanh() * y.mean(-1, keepdim=True)
+
+
+def several_users(x, y):
+    inner = x * y
+    return inner.tanh() + inner.sin() * x.cos() + inner.cumsum(-1) / 64
+
+
+def casts(x, y):
+    return (x.float().sin() * y.float()).to(x.dtype) * torch.tanh(x) + 0.5 * x.float().cos()
+
+
+class Difference(torch.autograd.Function):
+    """sin(x) + cos(x), whose backward pass subtracts products of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin() + x.cos()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x.cos() - gradient * x.sin()
+
+
+def custom(x, y):
+    return Difference.apply(x) * y
+
+
+CHAINS = custom, gelu_written_out, differences, with_itself, broadcast, several_users, casts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", CHAINS)
+def test_gradients_of_chains(function, dtype):
+    """The gradients of the same model in float64 are the reference."""
+    torch.manual_seed(0)
+    model, x = Chain(function, dtype), torch.randn(8, 16, 64)
+    reference = Chain(function, torch.float64)
+    reference.load_state_dict(model.state_dict())
+    exact = gradient(reference, reference, x)
+    plain = error(gradient(model, model, x), exact)
+    compiled = fewbit.compile(model, 8, backend="aot_eager", fullgraph=True)
+    assert error(gradient(model, compiled, x), exact) < 0.01 + 1.5 * plain
+
+
+def test_a_derivative_that_is_written_out_is_one_tensor():
+    torch.manual_seed(0)
+    model, x = Chain(gelu_written_out), torch.randn(8, 16, 64)
+    rows = {}
+    for name, autocast in {"float32": False, "bfloat16": True}.items():
+        torch._dynamo.reset()
+        compiled = fewbit.compile(model, 2, backend="aot_eager")
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            gradient(model, compiled, x)
+        rows[name] = sorted(row.bits for row in compiled.partitioner.report.rows if row.bits)
+    # The gradient of the square is a multiple of the loss's gradient too. Autocast makes another tensor of the input.
+    assert rows == {"float32": [3], "bfloat16": [2, 3]}

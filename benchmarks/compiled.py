@@ -2,6 +2,7 @@
 
     python benchmarks/compiled.py                 # bytes and errors: about 10 minutes on 2 cores
     python benchmarks/compiled.py --times         # step times and compile times: at most 15 minutes; see compiled_times.py
+    python benchmarks/compiled.py --bfloat16      # bytes and errors of models in bfloat16
     python benchmarks/compiled.py Llama           # only this network; stores nothing
 
 The networks are those of compiled_networks.py. Network and loss are one module. The arms: exact training in eager mode;
@@ -15,7 +16,7 @@ draws divided by the norm of the exact gradient, root mean square. "bias" is the
 draws, estimated from the products of different draws' errors: its square can be negative, and is 0 then. "bias ±" is the
 standard error of the square, divided by twice the bias, or the root of the standard error if the bias is smaller than it.
 
-Writes results/compiled.*, a row for each network and arm.
+Writes results/compiled.* or results/compiled_bfloat16.*, a row for each network and arm.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from compiled_times import few, gradient, plain
 import fewbit
 
 FP8 = {"activation_quantization_aten_pass": {
-    "allowed_dtypes": "torch.float32", "size_in_mb": 0.01, "use_scaling": True,
+    "allowed_dtypes": "torch.float32;torch.bfloat16", "size_in_mb": 0.01, "use_scaling": True,
 }}  # fmt: skip
 """The settings of torch's pass. By default, it takes only bfloat16 tensors of at least 100 MB."""
 # {arm: (function that prepares a module, context manager of the runs, whether its gradients are random)}
@@ -89,11 +90,12 @@ def bias(products):
     return {"bias": found, "bias ±": uncertain and uncertain / max(2 * found, math.sqrt(uncertain))}
 
 
-def measure(name, count):
-    """Yield a row for each arm of a network."""
+def measure(name, count, dtype=torch.float32):
+    """Yield a row for each arm of a network, whose parameters and floating-point inputs have the given dtype."""
     network = networks()[name]
     torch.manual_seed(0)
-    module, batch = Step(network), network.batch(0)
+    module = Step(network).to(dtype)
+    batch = [x.to(dtype) if x.is_floating_point() else x for x in network.batch(0)]
     exact = gradient(module, module, batch)
     for arm, (prepare, context, is_random) in ARMS.items():
         torch._dynamo.reset()
@@ -116,11 +118,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("networks", nargs="*", metavar="NETWORK")
     parser.add_argument("--draws", type=int, default=16, help="the gradients of each random arm")
+    parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--times", action="store_true", help="measure times only")
     arguments = parser.parse_args()
     about = harness.machine("torch", "transformers") | {"fewbit": fewbit.__version__}
     print(about)
     name, function = "compiled", functools.partial(measure, count=arguments.draws)
+    if arguments.bfloat16:
+        name, function = f"{name}_bfloat16", functools.partial(function, dtype=torch.bfloat16)
     if arguments.times:
         name, function = "compiled_times", compiled_times.measure
     rows = [row for network in arguments.networks or networks() for row in function(network)]

@@ -71,8 +71,16 @@ def compile(
         )
     usual = _resolved(bits, layers)
     selected = Selection(overrides=overrides).of(model, usual)
-    own = {one.path: one.settings for one in selected if one.settings != usual}
-    partitioner = _partitioner(usual, own, dict(model.named_modules()))
+    of_modules = {one.module: one.settings for one in selected if one.attribute is None}
+    paths = dict(
+        model.named_modules(remove_duplicate=False)
+    )  # torch may use any path of a shared module
+    own = {
+        path: of_modules[module]
+        for path, module in paths.items()
+        if of_modules.get(module, usual) != usual
+    }
+    partitioner = _partitioner(usual, own, paths)
     if partitioner is None:
         if mode is not None and options is not None:
             mode, options = None, {**_of_mode(mode), **options}

@@ -10,7 +10,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fewbit.compiler.sizes import count
 
-_ORIGIN = "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "original_aten"
+_STACKS = "nn_module_stack", "fwd_nn_module_stack"
+_ORIGIN = *_STACKS, "stack_trace", "seq_nr", "original_aten"
+MODULES = "fewbit_modules"
+"""The entry of a node's meta that has the paths of the modules whose nodes it replaces."""
 _RECOMPUTED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -76,13 +79,23 @@ def origin(node: fx.Node) -> dict:
     return {name: node.meta[name] for name in _ORIGIN if name in node.meta}
 
 
+def modules_of(node: fx.Node) -> set[str]:
+    """Return the paths of the modules to which a node of the backward pass belongs. A merged product has several."""
+    return node.meta.get(MODULES) or {module_of(node)}
+
+
 def module_of(node: fx.Node) -> str:
     """Return the dotted path of the module in whose code a node was traced, "" for the model or if it is not known."""
-    for name in ("nn_module_stack", "fwd_nn_module_stack"):
+    for name in _STACKS:
         stack = node.meta.get(name)
         if stack:
             return _plain([*stack.values()][-1][0])
     return ""
+
+
+def has_module(node: fx.Node) -> bool:
+    """Return whether it is known in which module's code a node was traced. Sums of gradients are in no module's code."""
+    return any(node.meta.get(name) for name in _STACKS)
 
 
 def _plain(path: str) -> str:

@@ -21,7 +21,7 @@ from fewbit.compiler.graphs import (
     is_floating,
     is_from_fewbit,
     is_recomputed,
-    module_of,
+    modules_of,
 )
 from fewbit.compiler.normal_form import STATISTIC
 from fewbit.compiler.sizes import SizeNodes, count
@@ -105,7 +105,7 @@ class JointGraph:
             root = self._root_of(node)
             if root is not None:
                 users = [user for user in node.users if user in self.backward]
-                root.modules |= {module_of(user) for user in users}
+                root.modules |= {path for user in users for path in modules_of(user)}
 
     def source_of(self, node: fx.Node) -> fx.Node | None:
         """Return the only input that a view or an affine function has besides constants and masks.
@@ -122,8 +122,8 @@ class JointGraph:
         if len(others or sources) != 1:
             return None
         source = (others or sources)[0]
-        if is_floating(source) and not is_floating(node):
-            return None  # truncation to integers is not affine
+        if is_floating(source) and (not is_floating(node) or node.meta["val"].itemsize == 1):
+            return None  # rounding to integers or to 8 bits is not affine
         return source if list(node.args).count(source) == 1 else None
 
     def _varies(self, node) -> bool:

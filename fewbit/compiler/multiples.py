@@ -16,7 +16,15 @@ import torch
 from torch import fx
 
 from fewbit.compiler import uses
-from fewbit.compiler.graphs import backward_nodes, insert, is_floating, is_recomputed
+from fewbit.compiler.graphs import (
+    MODULES,
+    backward_nodes,
+    has_module,
+    insert,
+    is_floating,
+    is_recomputed,
+    modules_of,
+)
 from fewbit.compiler.sizes import count, is_same
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 
@@ -99,8 +107,9 @@ class _Merger:
             after = self._sources_of([self.multiples[node].factor])
             # Other nodes use these tensors, so they are saved anyway.
             paid |= {x for x in before | after if self.users.get(x, set()) - inside}
-            if _bits(after - paid) < _bits(before - paid):
-                self._compute_directly(node)
+            bits, needed = _bits(after - paid), _bits(before - paid)
+            if bits < needed or (bits == needed and self._uses_twice(steps)):
+                self._compute_directly(node, steps)
                 paid |= after
             else:
                 kept |= steps
@@ -118,19 +127,26 @@ class _Merger:
                 todo += [x for x in step.all_input_nodes if x in members]
         return steps
 
-    def _compute_directly(self, node) -> None:
+    def _uses_twice(self, steps) -> bool:
+        """Return whether two steps use the same source. Products of two factors from one copy have a biased mean."""
+        sources = [source for step in steps for source in self._sources_of(step.all_input_nodes)]
+        return len(sources) > len(set(sources))
+
+    def _compute_directly(self, node, steps) -> None:
         gradient, number, factor = self.multiples[node]
         gradient = self.replaced.get(gradient, gradient)
         dtype = node.meta["val"].dtype
         with self.graph.inserting_before(node):
+            parts = [self._cast(x, wide(dtype), node) for x in (gradient, factor)]
+            product = user = self._insert(_MULTIPLY, parts, node)
             if number != 1:
-                gradient = self._insert(_MULTIPLY, (gradient, number), node)
-            parts = [self._cast(x, dtype, node) for x in (gradient, factor)]
-            product = self._insert(_MULTIPLY, parts, node)
+                product = self._insert(_MULTIPLY, (product, number), node)
+            product = self._cast(product, dtype, node)
         node.replace_all_uses_with(product)
         self.replaced[node] = product
         if self.sources[factor] is not None:
-            self.users.setdefault(self.sources[factor], set()).add(product)
+            self.users.setdefault(self.sources[factor], set()).add(user)
+        user.meta[MODULES] = {path for x in steps if has_module(x) for path in modules_of(x)}
 
     # -- Which tensors are saved ---------------------------------------------------------------------------------
 
@@ -215,6 +231,11 @@ class _Merger:
         return insert(self.graph, like.meta["val"].fake_mode, target, args, like=like)
 
     def _insert_factor(self, target: Callable, args, like) -> fx.Node:
+        """Insert a part of a factor. A factor of float16 tensors is float32, because it may be large where t is small."""
+        args = [
+            self._cast(x, wide(x.meta["val"].dtype), like) if isinstance(x, fx.Node) else x
+            for x in args
+        ]
         node = self._insert(target, args, like)
         self._find_source(node)
         return node
@@ -234,6 +255,11 @@ def _scaled(multiple: Multiple, other: float, is_first: bool, is_quotient: bool)
         return None
     number = multiple.number / other if is_quotient else multiple.number * other
     return multiple._replace(number=number) if math.isfinite(number) else None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which to compute factors of gradients: float32 in place of float16, whose range is small."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _bits(sources) -> int:

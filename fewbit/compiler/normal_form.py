@@ -8,8 +8,8 @@ of x ** 2 contains x ** 1, which is x.
 
 The backward pass of batch norm uses x - mean, whose channels may have very different sizes. A group of elements contains
 several channels, so x - mean is divided by the largest magnitude of each channel, which stays exact. The backward pass of a
-root-mean-square norm uses its input x, whose rows may have very different sizes. The norm has computed x / s for the root mean
-square s of each row, so the backward pass uses x / s and s in place of x.
+norm that is written out as x / s or x * rsqrt(...) uses x or (x / s) / s, whose rows may have very different sizes. The norm has
+computed x / s, so the backward pass uses x / s and s in place of both.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fewbit.compiler.graphs import backward_nodes, insert
-from fewbit.compiler.multiples import merge
+from fewbit.compiler.graphs import backward_nodes, insert, is_floating
+from fewbit.compiler.multiples import merge, wide
 from fewbit.compiler.sizes import count, is_same
 
 aten = torch.ops.aten
@@ -41,8 +41,8 @@ def simplify(graph: fx.Graph) -> None:
             _multiply(graph, node, backward)
     merge(graph)
     backward = set(backward_nodes(graph))
-    for node in [node for node in graph.nodes if node.target is _MULTIPLY]:
-        _use_product(graph, node, backward)
+    for node in [node for node in graph.nodes if node.target in (_MULTIPLY, _DIVIDE)]:
+        _use_normalized(graph, node, backward)
     for node in [node for node in graph.nodes if node.target is aten.sub.Tensor]:
         _normalize(graph, node, backward)
     graph.eliminate_dead_code()
@@ -54,15 +54,22 @@ def _is_free(x, backward) -> bool:
 
 def _multiply(graph, node, backward) -> None:
     """Replace a quotient by a product with the reciprocal of the divisor."""
-    gradient, divisor = node.args
     value = node.meta["val"]
+    # The reciprocal of a float16 number may be infinite. That of an integer would be float32.
+    dtype = wide(value.dtype)
     with graph.inserting_before(node):
         mode = value.fake_mode
-        if divisor.meta["val"].dtype != value.dtype:
-            # The reciprocal of an integer would be float32, and the product would have another dtype than the quotient.
-            divisor = insert(graph, mode, _CONVERT, (divisor, value.dtype), like=node)
+        gradient, divisor = (
+            x
+            if x.meta["val"].dtype == dtype
+            else insert(graph, mode, _CONVERT, (x, dtype), like=node)
+            for x in node.args
+        )
         reciprocal = insert(graph, mode, aten.reciprocal.default, (divisor,), like=node)
         product = insert(graph, mode, _MULTIPLY, (gradient, reciprocal), like=node)
+        if dtype != value.dtype:
+            backward |= {gradient, product}
+            product = insert(graph, mode, _CONVERT, (product, value.dtype), like=node)
     _replace(graph, node, product, backward)
 
 
@@ -76,7 +83,7 @@ def _normalize(graph, node, backward) -> None:
     """Replace t * (x - c) by (t * s) * ((x - c) / s), if c is a small statistic and s the largest |x - c| beside it."""
     users = [user for user in node.users if user in backward]
     center, value = node.args[1], node.meta["val"]
-    if node in backward or not users or not _is_free(center, backward):
+    if node in backward or not users or not _is_free(center, backward) or not is_floating(node):
         return
     small = center.meta["val"]
     is_statistic = small.dim() == value.dim() and 1 < count(small) * STATISTIC <= count(value)
@@ -114,47 +121,71 @@ def _multiply_by_both(graph, user, gradient, normalized, scale, backward) -> Non
     _replace(graph, user, result, backward)
 
 
-def _use_product(graph, node, backward) -> None:
-    """Replace t * x by (t * node) / r and t * (x * k) by ((t * k) * node) / r, if node is x * r and r is rsqrt(...).
+def _use_normalized(graph, node, backward) -> None:
+    """Let products with a gradient use node = x * r or node = x / s in place of x, if r or s is a statistic of rows.
 
-    k is a number, and r has an element for many elements of x. Another factor than rsqrt may be 0.
+    For a number k, t * x becomes (t * node) / r, t * (x * k) becomes ((t * k) * node) / r, and t * (node / s) becomes
+    (t * node) * (1 / s).
     """
-    x, small = node.args
-    if getattr(x, "target", None) is aten.rsqrt.default:
-        x, small = small, x
-    if node in backward or not _is_free(x, backward) or not _is_free(small, backward):
+    value = node.meta["val"]
+    x, small = _factors(node)
+    if small is None or node in backward or any(not _is_free(y, backward) for y in (x, small)):
         return
-    value, other, divisor = (y.meta["val"] for y in (node, x, small))
+    other, divisor = x.meta["val"], small.meta["val"]
     is_alike = value.dtype == other.dtype == divisor.dtype and is_same(value.shape, other.shape)
     is_statistic = divisor.dim() == value.dim() and count(divisor) * STATISTIC <= count(value)
-    is_difference = x.target is aten.sub.Tensor  # `_normalize` serves it
-    is_root = small.target is aten.rsqrt.default
-    if not is_root or not is_alike or not is_statistic or is_difference:
+    if not is_alike or not is_statistic:
         return
-    factors = {x: None} | {
+    is_quotient = node.target is _DIVIDE
+    if is_quotient and x.args[1:] == node.args[1:]:
+        return  # node is a quotient (x / s) / s, and products use x / s in place of it
+    factors = _multiples(x)
+    quotients = [y for y in node.users if is_quotient and y.args == (node, node.args[1])]
+    # If s is infinite or r is 0, the node is 0, and 0 * inf would be NaN.
+    info, finite = torch.finfo(value.dtype), small
+    least = -info.max if is_quotient else info.tiny
+    for target, limit in (aten.clamp_min.default, least), (aten.clamp_max.default, info.max):
+        with graph.inserting_before(finite.next):
+            finite = insert(graph, value.fake_mode, target, (finite, limit), like=node)
+    with graph.inserting_before(finite.next):
+        inverse = insert(graph, value.fake_mode, aten.reciprocal.default, (finite,), like=node)
+    scale = finite if is_quotient else inverse
+    for factor, number, beside in [
+        *((y, k, scale) for y, k in factors.items()),
+        *((y, None, inverse) for y in quotients),
+    ]:
+        for user in [*factor.users]:
+            gradient, _ = _split(user, backward) if user.target is _MULTIPLY else (None, None)
+            if gradient is None or gradient.meta["val"].dtype != value.dtype or user < node:
+                continue
+            if number is not None:
+                with graph.inserting_before(user):
+                    gradient = insert(
+                        graph, value.fake_mode, _MULTIPLY, (gradient, number), like=user
+                    )
+                backward.add(gradient)
+            _multiply_by_both(graph, user, gradient, node, beside, backward)
+
+
+def _factors(node) -> tuple[fx.Node | None, fx.Node | None]:
+    """Return (x, r) of x * r, where r is rsqrt(...) because another factor may be 0, or (x, s) of x / s; or two Nones."""
+    x, small = node.args
+    if node.target is _MULTIPLY:
+        if getattr(x, "target", None) is aten.rsqrt.default:
+            x, small = small, x
+        return (x, small) if getattr(small, "target", None) is aten.rsqrt.default else (None, None)
+    if getattr(small, "target", None) is aten.expand.default:
+        small = small.args[0]
+    return (x, small) if isinstance(small, fx.Node) else (None, None)
+
+
+def _multiples(x) -> dict[fx.Node, float | None]:
+    """Return {x: None} and {x * k: k} for numbers k."""
+    return {x: None} | {
         y: y.args[1]
         for y in x.users
         if y.target in (_MULTIPLY, aten.mul.Scalar) and not isinstance(y.args[1], fx.Node)
     }
-    users = [
-        (user, factor)
-        for factor in factors
-        for user in factor.users
-        if user in backward and user.target is _MULTIPLY and node < user
-    ]
-    if users:
-        with graph.inserting_before(small.next):
-            scale = insert(graph, value.fake_mode, aten.reciprocal.default, (small,), like=node)
-    for user, factor in users:
-        gradient, _ = _split(user, backward)
-        number = factors[factor]
-        if gradient is None or gradient.meta["val"].dtype != value.dtype:
-            continue
-        if number is not None:
-            with graph.inserting_before(user):
-                gradient = insert(graph, value.fake_mode, _MULTIPLY, (gradient, number), like=user)
-            backward.add(gradient)
-        _multiply_by_both(graph, user, gradient, node, scale, backward)
 
 
 def _split(node, backward):

@@ -15,7 +15,7 @@ from fewbit.compiler.graphs import insert, origin
 from fewbit.compiler.joint_graph import JointGraph, Root
 from fewbit.compiler.seeds import draw_seeds_op
 from fewbit.compiler.sizes import hints
-from fewbit.config import ROTATED, UNIFORM, usual_kind
+from fewbit.config import MASKED, ROTATED, UNIFORM, usual_kind
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.runtime.format import layout
 from fewbit.runtime.ops.activation_ops import pack_op, unpack_op
@@ -145,7 +145,10 @@ class Rewriter:
 
     def _group_copy(self, root: Root, settings: ResolvedSettings) -> Copy:
         node, value = root.node, root.node.meta["val"]
-        bits, kind = bits_of(root, settings), kind_of(root, settings)
+        bits, kind, mask = bits_of(root, settings), kind_of(root, settings), None
+        if kind == ROTATED:
+            mask = self._mask_of(node)
+            kind = ROTATED if mask is None else MASKED
         order = _order(value)
         source = self._call(aten.permute.default, (node, order))
         shape = [value.shape[dim] for dim in order]
@@ -170,9 +173,22 @@ class Rewriter:
                 like=node,
                 tag=True,
             )
-            return self._call(aten.permute.default, (back, _inverse(order)), tag=True)
+            back = self._call(aten.permute.default, (back, _inverse(order)), tag=True)
+            if mask is None:
+                return back
+            kwargs = {"dtype": value.dtype, "device": value.device}
+            zero = self._call(aten.scalar_tensor.default, (0.0,), kwargs, tag=True)
+            where = self._restore(mask), zero, back
+            return self._call(aten.where.self, where, like=node, tag=True)
 
         return Copy(root, bits, (packed, ranges), restore)
+
+    def _mask_of(self, node) -> fx.Node | None:
+        """Return the mask of the elements of a ReLU's result that are 0, if the backward pass uses the mask too."""
+        if node.target is not aten.relu.default:
+            return None
+        masks = [x for x in self.joint.roots if x.target is aten.le.Scalar and x.args[1] == 0]
+        return next((x for x in masks if uses.unaliased(x.args[0]) is node), None)
 
     # -- The backward part ---------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ def attention_of(node: fx.Node) -> fx.Node | None:
     """
     if node.target not in ATTENTIONS or argument(node, "dropout_p"):
         return None
-    out, sums = (_unaliased(argument(node, name)) for name in RESULTS)
+    out, sums = (unaliased(argument(node, name)) for name in RESULTS)
     if any(x.target is not operator.getitem for x in (out, sums)):
         return None
     forward = out.args[0]
@@ -147,7 +147,8 @@ def codes_of(node: fx.Node) -> int | None:
     return count if isinstance(count, int) and count <= 256 else None
 
 
-def _unaliased(node: fx.Node) -> fx.Node:
+def unaliased(node: fx.Node) -> fx.Node:
+    """Return the node of which a node is an alias, else the node itself."""
     while node.target in (aten.alias.default, aten.detach.default):
         node = node.args[0]
     return node

@@ -40,6 +40,38 @@ def test_an_override_gives_more_bits():
     assert {row.bits for row in compiled.partitioner.report.rows if row.module == "down"} == {8}
 
 
+class Activation(nn.Module):
+    """tanh(x) sigmoid(x), whose backward pass multiplies one gradient by a single tensor."""
+
+    def forward(self, x):
+        return torch.tanh(x) * torch.sigmoid(x)
+
+
+def test_an_override_of_a_part_of_a_merged_product():
+    model = nn.Sequential(nn.Linear(64, 64), Activation())
+    x = torch.randn(8, 64, 64)
+    compiled = fewbit.compile(model, 2, overrides={"1": None}, backend="aot_eager", fullgraph=True)
+    compiled(x).square().mean().backward()
+    assert not [row for row in compiled.partitioner.report.rows if row.bits]
+
+
+@pytest.mark.parametrize("glob", ["parts.*", "shared"])
+def test_an_override_of_a_module_with_two_paths(glob):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), Activation())])
+            self.shared = self.parts[0]
+
+        def forward(self, x):
+            return self.shared(self.parts[0](x)).square().mean()
+
+    model, x = Shared(), torch.randn(8, 64, 64)
+    compiled = fewbit.compile(model, 2, overrides={glob: None}, backend="aot_eager", fullgraph=True)
+    gradient(model, compiled, x)
+    assert {row.bits for row in compiled.partitioner.report.rows if row.module} == {None}
+
+
 def test_an_override_that_may_not_hold_warns():
     class Inner(nn.Module):
         def __init__(self):

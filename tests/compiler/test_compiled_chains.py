@@ -54,6 +54,20 @@ def casts(x, y):
     return (x.float().sin() * y.float()).to(x.dtype) * torch.tanh(x) + 0.5 * x.float().cos()
 
 
+def small_and_large(x, y):
+    """20 sin(x) + 10^-4 exp(x), where the ratio of the factors exceeds float16's range."""
+    return 20 * x.sin() + 1e-4 * (x * 4).exp()
+
+
+def small_divisor(x, y):
+    return (y * 1e-4).sin() / (1e-5 + x.detach().abs() * 1e-5)
+
+
+def large_factor(x, y):
+    x = x.float()
+    return ((x + 12).exp() * x.sigmoid() * 1e-6).to(y.dtype)
+
+
 class Difference(torch.autograd.Function):
     """sin(x) + cos(x), whose backward pass subtracts products of the gradient."""
 
@@ -72,6 +86,7 @@ def custom(x, y):
     return Difference.apply(x) * y
 
 
+FLOAT16 = small_and_large, small_divisor, large_factor
 CHAINS = custom, gelu_written_out, differences, with_itself, broadcast, several_users, casts
 
 
@@ -87,6 +102,32 @@ def test_gradients_of_chains(function, dtype):
     plain = error(gradient(model, model, x), exact)
     compiled = fewbit.compile(model, 8, backend="aot_eager", fullgraph=True)
     assert error(gradient(model, compiled, x), exact) < 0.01 + 1.5 * plain
+
+
+@pytest.mark.parametrize("function", [*CHAINS, *FLOAT16])
+def test_float16_does_not_overflow(function):
+    torch.manual_seed(0)
+    model, x = Chain(function, torch.float16), torch.randn(8, 16, 64)
+    reference = Chain(function, torch.float64)
+    reference.load_state_dict(model.state_dict())
+    scale = 1 if function is small_divisor else 1024  # of the loss
+    exact = gradient(reference, lambda x: scale * reference(x), x)
+    plain = error(gradient(model, lambda x: scale * model(x), x), exact)
+    compiled = fewbit.compile(model, 8, backend="aot_eager", fullgraph=True)
+    assert error(gradient(model, lambda x: scale * compiled(x), x), exact) < 0.02 + 1.5 * plain
+
+
+def test_powers_have_exact_means():
+    """The backward pass of x * x * x multiplies the gradient by x twice."""
+    torch.manual_seed(0)
+    model, x = Chain(lambda x, y: y + x * x * x), torch.randn(8, 16, 64)
+    exact = gradient(model, model, x)
+    compiled = fewbit.compile(model, 2, backend="aot_eager")
+    errors = torch.stack([gradient(model, compiled, x) - exact for _ in range(100)])
+    # The products of different draws' errors have the mean of the squared bias.
+    products = errors @ errors.T
+    others = float((products.sum() - products.diagonal().sum()) / (100 * 99))
+    assert others < 0.01 * float(products.diagonal().mean())
 
 
 def test_a_derivative_that_is_written_out_is_one_tensor():

@@ -122,6 +122,21 @@ def test_parts_of_a_weight_stay_exact():
     }
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_of_relu_are_restored_exactly(dtype, backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).to(dtype)
+    with torch.no_grad():
+        model[0].bias[::2] = -100
+    compiled = fewbit.compile(model, 2, backend=backend)
+    compiled(torch.randn(512, 64, dtype=dtype)).square().mean().backward()
+    gradient = model[2].weight.grad
+    assert (gradient[:, ::2] == 0).all()
+    assert (gradient[:, 1::2] != 0).all()
+    assert {row.bits for row in compiled.partitioner.report.rows if row.bits} == {1, 2}
+
+
 def test_a_product_with_probabilities_is_no_probability():
     graph, aten = fx.Graph(), torch.ops.aten
     scores, values = graph.placeholder("scores"), graph.placeholder("values")

@@ -22,6 +22,7 @@ from fewbit.compiler.graphs import (
     is_from_fewbit,
     is_recomputed,
     modules_of,
+    size_in_bytes,
 )
 from fewbit.compiler.normal_form import STATISTIC
 from fewbit.compiler.sizes import SizeNodes, count
@@ -125,6 +126,24 @@ class JointGraph:
         if is_floating(source) and (not is_floating(node) or node.meta["val"].itemsize == 1):
             return None  # rounding to integers or to 8 bits is not affine
         return source if list(node.args).count(source) == 1 else None
+
+    def bytes_to_recompute(self) -> int:
+        """Return the bytes of the tensors from which pointwise ops and views compute all tensors to quantize.
+
+        torch could save these tensors and compute the others again. It may save fewer bytes if there are smaller tensors
+        in between.
+        """
+        seen, leaves, todo = set(), set(), [*self.roots]
+        while todo:
+            node = todo.pop()
+            if node in seen or node in self.constants:
+                continue
+            seen.add(node)
+            if node.target in uses.POINTWISE:
+                todo += node.all_input_nodes
+            elif isinstance(node.meta.get("val"), torch.Tensor):
+                leaves.add(node)
+        return sum(map(size_in_bytes, leaves))
 
     def _varies(self, node) -> bool:
         return not (node in self.constants or node in self.exact or node in self.backward)

@@ -51,11 +51,12 @@ class Partitioner(CustomPartitionerFn):
         joint_module.graph.eliminate_dead_code()
         exact_module = fx.GraphModule(joint_module, fx_graph_cse(joint_module.graph))  # a copy
         joint, copies = self._rewrite(joint_module, options)
+        recomputable = joint.bytes_to_recompute()
         graphs = _partition(joint_module, joint_inputs, options)
         rows = _rows(graphs, joint, copies)
         # The two modules share nested graphs, and torch's partitioner changes graphs.
         has_parts = any(isinstance(child, fx.GraphModule) for child in joint_module.children())
-        if copies and not has_parts:
+        if copies and not has_parts and recomputable < _total(rows):
             exact = _partition(exact_module, joint_inputs, options)
             exact_rows = _rows(exact, joint, {})
             if _total(exact_rows) <= _total(rows):

@@ -7,6 +7,7 @@ from compiled_models import MODELS, made
 from torch import fx, nn
 
 import fewbit
+from fewbit.compiler import partitioner
 from fewbit.compiler.joint_graph import _is_probability as is_probability
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -174,7 +175,7 @@ def test_a_checkpointed_region_is_computed_again():
     assert compiled.partitioner.report.saved_bytes <= 2.1 * x.numel() * x.element_size()
 
 
-def test_torchs_partition_stays_if_it_saves_fewer_bytes():
+def test_torchs_partition_stays_if_it_saves_fewer_bytes(monkeypatch):
     """torch computes a long chain of functions of a single tensor again, from one tensor with 32 bits per element."""
 
     class Sines(nn.Module):
@@ -186,13 +187,22 @@ def test_torchs_partition_stays_if_it_saves_fewer_bytes():
             y = x * self.scale
             return sum((number * y).sin() * y.cos() for number in range(2, 22)).square().mean()
 
+    calls = []
+    partition = partitioner._partition
+    monkeypatch.setattr(partitioner, "_partition", lambda *a: calls.append(a) or partition(*a))
     model, x = Sines(), torch.randn(8, 32, 64)
     plain = fewbit.compile(model, 2, overrides=EXACT, backend="aot_eager")
     least = fewbit.saved_bytes(plain, x).total
     torch._dynamo.reset()
     compiled = fewbit.compile(model, 2, backend="aot_eager")
+    calls.clear()
     assert fewbit.saved_bytes(compiled, x).total <= least
+    assert len(calls) == 2
     torch._dynamo.reset()
+    calls.clear()
+    model, x = made("attention")
+    gradient(model, fewbit.compile(model, 2, backend="aot_eager"), x)
+    assert len(calls) == 1  # a second partition takes time, and would be in vain
 
 
 def test_a_memory_budget_of_torch_does_not_replace_the_copies():

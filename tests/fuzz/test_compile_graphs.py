@@ -1,6 +1,6 @@
 """`fewbit.compile` on random models: gradients with 8 bits are close to exact ones, and none is wrong.
 
-Each model is traced and partitioned, which takes about a second, so there is one model for each GRAPH cases.
+Each model is traced and partitioned, which takes about half a second, so there is one model for each GRAPH cases.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from random_graphs import RandomGraph, gradient
 import fewbit
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-GRAPH = 40
+GRAPH = 20
 MOST = 0.06
 """The largest relative error of a gradient. Of the first 80 models, the largest has .027; a wrong gradient has about 1."""
 
@@ -25,6 +25,10 @@ def compiled_gradient(model, **settings):
 def test_gradients_of_random_graphs(part):
     for seed in seeds(part, CASES // GRAPH):
         model = RandomGraph(seed)
-        exact = compiled_gradient(model, overrides={"": None})
+        # In compiled code, dropout draws another mask than in eager mode.
+        if model.has_dropout:
+            exact = compiled_gradient(model, overrides={"": None})
+        else:
+            exact = gradient(model, model)
         error, size = float((compiled_gradient(model, bits=8) - exact).norm()), float(exact.norm())
         assert error <= MOST * size, (seed, error, size)  # some gradients are 0

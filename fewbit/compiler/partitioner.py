@@ -43,6 +43,7 @@ class Partitioner(CustomPartitionerFn):
         self.own = dict(own or {})
         self.paths = frozenset(paths)
         self._rows = []
+        self._graphs = 0
 
     def __call__(
         self, joint_module, joint_inputs, **options
@@ -62,6 +63,7 @@ class Partitioner(CustomPartitionerFn):
             if _total(exact_rows) <= _total(rows):
                 graphs, rows = exact, [row._replace(reason=_FEWER) for row in exact_rows]
         self._rows += rows
+        self._graphs += 1
         return graphs
 
     def _rewrite(self, module, options) -> tuple[JointGraph, Mapping[fx.Node, Copy]]:
@@ -84,7 +86,7 @@ class Partitioner(CustomPartitionerFn):
 
         There are none either if torch finds the compiled code in its cache on disk.
         """
-        return CompileReport(tuple(self._rows))
+        return CompileReport(tuple(self._rows), self._graphs)
 
     def uuid(self):
         """Return the key by which torch's cache of compiled code knows these settings and this version of the code."""

@@ -50,13 +50,15 @@ class SavedRow(NamedTuple):
 class CompileReport(Result):
     """The tensors that the graphs of a compiled model save for the backward pass.
 
-    Parameters, buffers and inputs of the model are not listed, because they exist even if they are not saved.
+    Parameters, buffers and inputs without a gradient are not listed, because they exist even if they are not saved.
 
     Attributes:
         rows: the tensors.
+        graphs: the number of graphs. There are several if torch breaks the graph, or compiles again for other sizes.
     """
 
     rows: tuple[SavedRow, ...]
+    graphs: int
 
     @property
     def saved_bytes(self) -> int:
@@ -70,10 +72,11 @@ class CompileReport(Result):
     def view(self) -> View:
         """Return a `View`: the tensors in the order of their bytes, those of like modules together."""
         if not self.rows:
-            why = (
-                "The model has not run yet, or torch found its compiled code in the cache on disk."
-            )
-            return View("no graph compiled", (), [], [why])
+            why = [
+                "The model has not run yet, or torch found its compiled code in the cache on disk, or torch.compile could "
+                "not compile the code that saves tensors: TORCH_LOGS=graph_breaks prints where it gave up."
+            ]
+            return View("no graph compiled", (), [], why)
         groups: dict[tuple, list[SavedRow]] = {}
         for row in sorted(self.rows, key=lambda row: -row.saved_bytes):
             key = module_pattern(row.module), row.op, row.bits, row.reason
@@ -90,6 +93,8 @@ class CompileReport(Result):
         )
         rows = sorted(groups.items(), key=lambda group: -_sum(group[1]))
         title = f"{amount(saved)} saved for backward, in place of {amount(exact)}"
+        if self.graphs > 1:
+            title += f", in {self.graphs} graphs together"
         return View(title, columns, rows)
 
 
@@ -111,6 +116,9 @@ def rows_of(
         joint: the analysis of the joint graph.
         copies: {node of the joint graph: the copy of its tensor}.
     """
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    # An input with a gradient is a result of an earlier graph, if the graph was broken.
+    given = {node.name for node in placeholders if node in joint.constants}
     reasons = {node.name: reason for node, reason in joint.exact.items()}
     saved = {
         node.name: node
@@ -125,7 +133,7 @@ def rows_of(
             (module,) = copy.root.modules if len(copy.root.modules) == 1 else (module_of(node),)
             yield _row(node, module, size, copy.bits, "")
     for node in saved.values():
-        if not _is_input(node):
+        if _given(node) not in given:
             yield _row(
                 node,
                 module_of(node),
@@ -139,11 +147,11 @@ def _is_tensor(node) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _is_input(node) -> bool:
-    """Return whether a node is an input of the graph or a view of one."""
+def _given(node) -> str | None:
+    """Return the name of the input of the graph that a node is or views; None if it is something else."""
     while node.op == "call_function" and node.target in VIEWS - {torch.ops.aten.clone.default}:
         node = node.all_input_nodes[0]
-    return node.op == "placeholder"
+    return node.name if node.op == "placeholder" else None
 
 
 def _why_saved(node) -> str:

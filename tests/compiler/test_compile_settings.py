@@ -88,6 +88,33 @@ def test_an_override_that_may_not_hold_warns():
         compiled(torch.randn(8, 64, 64)).sum().backward()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # by torch, when it compiles the second graph
+def test_a_broken_graph():
+    """The logits are an input of the second graph, which quantizes them too."""
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Linear(64, 64), nn.Linear(64, 500)
+
+        def forward(self, x):
+            logits = self.head(self.embed(x))
+            torch._dynamo.graph_break()
+            return nn.functional.cross_entropy(logits, torch.arange(len(x)) % 500)
+
+    model, x = Broken(), torch.randn(128, 64)
+    exact = fewbit.saved_bytes(model, x)
+    compiled = fewbit.compile(model, 2, backend="aot_eager")
+    gradient(model, compiled, x)
+    report = compiled.partitioner.report
+    saved = fewbit.saved_bytes(compiled, x).total
+    assert report.saved_bytes <= saved <= report.saved_bytes + x.nbytes
+    assert exact.total > 8 * report.saved_bytes
+    assert "in 2 graphs together" in str(report)
+
+
 def test_the_report():
     model, x = made("convolutions")
     compiled = fewbit.compile(model, 2, backend="aot_eager")

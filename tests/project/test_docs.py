@@ -164,17 +164,6 @@ def run_blocks(name, names):
     return names
 
 
-def given():
-    """The model and tensors that pages take as given."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    x = torch.randn(4, 96)
-    model = nn.Sequential(nn.Linear(96, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 3))
-    return {"model": model, "x": x, "gate": x.sin(), "up": x.cos()}
-
-
 def test_python_of_the_guide_runs(capsys):
     """docs/compress.md needs nothing but itself; its blocks end with a model that is torch's again."""
     names = run_blocks("docs/compress.md", {})
@@ -202,6 +191,7 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     ("page", "files", "texts"),
     [
         ("meter", {"saved.png", "saved.json"}, []),
+        ("compile", set(), ["saved for backward, in place of"]),
         ("variance_profile", {"profile.json", "profile.png"}, []),
         ("error_bound", set(), ["tensors that layers save"]),
         pytest.param(
@@ -211,11 +201,11 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["meter", "variance profile", "error bound", "plan"],
+    ids=["meter", "compile", "variance profile", "error bound", "plan"],
 )
 def test_python_of_a_page_runs(page, files, texts, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names = run_blocks(f"docs/{page}.md", given() if page == "meter" else {})
+    names = run_blocks(f"docs/{page}.md", {})
     shown = " ".join(capsys.readouterr().out.split())
     assert all(text in shown for text in texts)
     assert {path.name for path in tmp_path.iterdir()} == files
@@ -225,8 +215,14 @@ def test_python_of_a_page_runs(page, files, texts, tmp_path, monkeypatch, capsys
         assert names["controller"].bounds.e2 == 0.1 and len(names["controller"].bounds) == 4
     elif page == "plan":
         assert type(names["model"][0]).__module__.startswith("fewbit")
-    else:
+    elif page == "meter":
         assert names["report"].total > 0
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")))
+def test_no_page_has_marks_of_a_merge(page):
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"^(<{7}|={7}|>{7})", text, flags=re.MULTILINE)
 
 
 def rewrite():

@@ -312,7 +312,7 @@ _ARGUMENTS = {
         "Gather: index, Index: indices, IndexSelect: index, IndexAdd: index, IndexPut: indices, Scatter: index, "
         "ScatterAdd: index, Embedding: indices, Sort: indices, Topk: indices"
     ),
-    SIZE: "Gather: self, MaskedSelect: self",
+    SIZE: "Gather: self, MaskedSelect: self, IndexAdd: source",
 }
 """{rule: the arguments that it holds for, as "node: arguments". A node stands for all overloads: "Mul" for MulBackward0.}"""
 

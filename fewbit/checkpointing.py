@@ -71,8 +71,10 @@ def checkpoint(
         The result of `function`.
 
     Raises:
-        InputError: `bits` or `group_size` is invalid.
+        InputError: `function` cannot be called, or `bits` or `group_size` is invalid.
     """
+    if not callable(function):
+        raise InputError(f"function: expected a function or module, got {type(function).__name__}")
     check_bits(bits)
     check_group_size(group_size)
     options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state, **kwargs}

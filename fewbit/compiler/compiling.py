@@ -58,8 +58,14 @@ def compile(
     Raises:
         InputError: an argument cannot be used.
     """
+    from torch._dynamo import OptimizedModule  # takes seconds
+
     if not isinstance(model, nn.Module):
         raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, OptimizedModule):
+        raise InputError(
+            "model: expected a model that is not compiled yet, got one of torch.compile"
+        )
     if backend not in _BACKENDS:
         raise InputError(
             f'backend: expected "inductor" or "aot_eager", got {backend!r}; '
@@ -123,7 +129,10 @@ def partition_fn(
 
 
 def _resolved(bits, layers) -> ResolvedSettings:
-    config = as_config(bits)
+    try:
+        config = as_config(bits)
+    except InputError:
+        config = None
     if not isinstance(config, FixedBits):
         raise InputError(f"bits: expected a whole number from 1 to 8 or FixedBits, got {bits!r}")
     settings = resolve(config, layers)

@@ -186,8 +186,7 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
         layers = LayerSettings.of({} if layers is None else layers)
         if layers.bits is not None:
             raise InputError(
-                f"expected no bits, which the argument bits of compress_ gives, here {config!r}; "
-                f"got bits={layers.bits!r}"
+                f"expected no bits, because the argument bits gives them, here {config!r}; got bits={layers.bits!r}"
             )
         chooses = config.chooses_activation_bits and layers.activation_bits is None
         return replace(usual.changed(layers), chooses_activation_bits=chooses)

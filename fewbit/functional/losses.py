@@ -25,6 +25,7 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
+REDUCTIONS = "mean", "sum", "none"
 CHUNK = 2**23
 """The number of logits that `linear_cross_entropy` computes at a time. For more, no time is saved."""
 
@@ -123,10 +124,10 @@ def linear_cross_entropy(
         The loss: a scalar, or for the reduction "none" a tensor of the target's shape.
 
     Raises:
-        InputError: the shapes of input and target do not match, the target does not have indices, or `chunk_size` is
-            less than 1.
+        InputError: the shapes of input and target do not match, the target does not have indices, `chunk_size` is less than
+            1, or `reduction` is unknown.
     """
-    _check(input, linear_weight, target, chunk_size)
+    _check(input, linear_weight, target, chunk_size, reduction)
     if chunk_size is None:
         chunk_size = max(CHUNK // max(len(linear_weight), 1), 1)
     rows, index = input.reshape(-1, input.shape[-1]), target.reshape(-1)
@@ -145,7 +146,12 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _check(input, linear_weight, target, chunk_size) -> None:
+def _check(input, linear_weight, target, chunk_size, reduction) -> None:
+    for name, x in {"input": input, "linear_weight": linear_weight, "target": target}.items():
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if reduction not in REDUCTIONS:
+        raise InputError(f"reduction: expected {' or '.join(REDUCTIONS)}, got {reduction!r}")
     if chunk_size is not None and chunk_size < 1:
         raise InputError(f"chunk_size: expected at least 1, got {chunk_size}")
     if target.is_floating_point():

@@ -157,7 +157,7 @@ def test_partition_fn():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"bits": 9}, "1 to 8"),
+        ({"bits": 9}, "a whole number from 1 to 8 or FixedBits, got 9"),
         ({"bits": fewbit.AdaptiveBits(2)}, "a whole number from 1 to 8 or FixedBits"),
         ({"backend": "eager"}, 'expected "inductor" or "aot_eager"'),
         ({"overrides": {"nothing": 2}}, "a glob that matches a module"),
@@ -167,6 +167,12 @@ def test_partition_fn():
 def test_bad_settings(arguments, message):
     with pytest.raises(fewbit.InputError, match=message):
         fewbit.compile(made("gated")[0], **arguments)
+
+
+def test_a_compiled_model_is_refused():
+    compiled = torch.compile(made("gated")[0], backend="aot_eager")
+    with pytest.raises(fewbit.InputError, match="not compiled yet"):
+        fewbit.compile(compiled)
 
 
 def test_a_function_is_refused():

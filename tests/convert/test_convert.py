@@ -444,7 +444,7 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
         ({"layers": 4}, "layers: expected fewbit.LayerSettings, or a mapping of its fields, got 4"),
         (
             {"layers": {"bits": 2}},
-            "layers: expected no bits, which the argument bits of compress_ gives, here fewbit.FixedBits(4); got bits=2",
+            "layers: expected no bits, because the argument bits gives them, here fewbit.FixedBits(4); got bits=2",
         ),
         (
             {"layers": {"quantiser": "uniform"}},

@@ -13,7 +13,12 @@ import fewbit
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 GRAPH = 20
 MOST = 0.06
-"""The largest relative error of a gradient. Of the first 80 models, the largest has .027; a wrong gradient has about 1."""
+"""The largest usual error of a gradient, relative to its norm. Of 500 models, the second largest error is .032.
+
+If terms of a gradient cancel, the error may be larger, but draws of the rounding have a small mean error. A wrong gradient
+has the same error in every draw.
+"""
+DRAWS = 32
 
 
 def compiled_gradient(model, **settings):
@@ -30,5 +35,11 @@ def test_gradients_of_random_graphs(part):
             exact = compiled_gradient(model, overrides={"": None})
         else:
             exact = gradient(model, model)
-        error, size = float((compiled_gradient(model, bits=8) - exact).norm()), float(exact.norm())
-        assert error <= MOST * size, (seed, error, size)  # some gradients are 0
+        error = compiled_gradient(model, bits=8) - exact
+        if error.norm() > MOST * exact.norm():
+            torch._dynamo.reset()
+            run = fewbit.compile(model, bits=8, backend="aot_eager")
+            # The rounding differs in each draw, dropout does not.
+            errors = torch.stack([gradient(model, run) - exact for _ in range(DRAWS)])
+            mean, usual = float(errors.mean(0).norm()), float(errors.norm(dim=1).mean())
+            assert mean < 0.5 * usual, (seed, mean, usual)

@@ -197,6 +197,11 @@ def test_wrong_options(options):
         fewbit.checkpoint(block(), normal((16, WIDTH)).requires_grad_(), **options)
 
 
+def test_a_number_is_no_region():
+    with pytest.raises(InputError, match="function: expected a function or module, got int"):
+        fewbit.checkpoint(3, normal((16, WIDTH)))
+
+
 @pytest.mark.parametrize("value", [-math.inf, -1e9])
 def test_a_mask_is_saved_as_it_is(value):
     """A quantized mask would have large errors, and -inf has no quantized copy."""

@@ -352,6 +352,8 @@ def test_no_logits_are_saved(monkeypatch, by, chunk_size):
 
 
 WRONG = {
+    "input: expected a tensor, got list": {"input": [1.0]},
+    "reduction: expected mean or sum or none, got 'max'": {"reduction": "max"},
     "chunk_size: expected at least 1, got 0": {"chunk_size": 0},
     "target: expected indices of classes (int64), got torch.float32": {"target": torch.rand(5)},
     "target: expected the shape (5,), got (4,)": {"target": torch.zeros(4, dtype=torch.int64)},

@@ -137,7 +137,7 @@ def _use_normalized(graph, node, backward) -> None:
     if not is_alike or not is_statistic:
         return
     is_quotient = node.target is _DIVIDE
-    if is_quotient and x.args[1:] == node.args[1:]:
+    if is_quotient and x.target is _DIVIDE and x.args[1] is node.args[1]:
         return  # node is a quotient (x / s) / s, and products use x / s in place of it
     factors = _multiples(x)
     quotients = [y for y in node.users if is_quotient and y.args == (node, node.args[1])]

@@ -18,11 +18,6 @@ from fewbit.runtime.ops.quantizer_ops import quantize_op
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(autouse=True)
-def reset():
-    torch._dynamo.reset()
-
-
 def test_dropout_draws_what_it_would_draw():
     model, x = made("attention written out")
     losses = []

@@ -12,11 +12,6 @@ from fewbit.compiler import compiling
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(autouse=True)
-def reset():
-    torch._dynamo.reset()
-
-
 def test_overrides():
     model, x = made("gated")
     bits = {}

@@ -10,11 +10,6 @@ import fewbit
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(autouse=True)
-def reset():
-    torch._dynamo.reset()
-
-
 class RunningMean(nn.Module):
     """A model that changes a buffer after it has used it."""
 

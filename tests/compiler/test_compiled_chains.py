@@ -10,11 +10,6 @@ import fewbit
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(autouse=True)
-def reset():
-    torch._dynamo.reset()
-
-
 class Chain(nn.Module):
     """A linear layer and an elementwise function of its result, whose backward pass has several factors."""
 

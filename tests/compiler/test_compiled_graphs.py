@@ -13,11 +13,6 @@ from fewbit.compiler.joint_graph import _is_probability as is_probability
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(autouse=True)
-def reset():
-    torch._dynamo.reset()
-
-
 def copies_of_layers(compiled, x):
     """Return the bytes of packed codes and ranges that a compiled model saves, by saved_tensors_hooks."""
     found = []

@@ -11,11 +11,6 @@ import fewbit
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(autouse=True)
-def reset():
-    torch._dynamo.reset()
-
-
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", ["attention", "attention written out", "convolutions", "gated"])

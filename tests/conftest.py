@@ -105,6 +105,14 @@ def choice():
     return backends._chosen
 
 
+@pytest.fixture
+def compiled_anew():
+    """Let torch.compile forget the code that it has compiled in earlier tests."""
+    import torch
+
+    torch._dynamo.reset()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=CUDA)])
 def device(request, choice):
     """Run the test on every device, with the backend that the runtime chooses for it."""

@@ -1,8 +1,7 @@
 """The seeds of compiled graphs, and dropout."""
 
-import pytest
 import torch
-from compiled_gradients import EXACT
+from compiled_gradients import EXACT, MARKS
 from compiled_models import made
 from torch import fx
 from torch._subclasses import FakeTensorMode
@@ -15,7 +14,7 @@ from fewbit.compiler.rewrite import Rewriter
 from fewbit.compiler.seeds import draw_seeds_op, mixed
 from fewbit.runtime.ops.quantizer_ops import quantize_op
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = MARKS
 
 
 def test_dropout_draws_what_it_would_draw():

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from compiled_gradients import error, gradient
+from compiled_gradients import MARKS, error, gradient
 from compiled_models import made
 from torch import nn
 
 import fewbit
 from fewbit.compiler import compiling
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = MARKS
 
 
 def test_overrides():
@@ -83,9 +83,8 @@ def test_an_override_that_may_not_hold_warns():
         compiled(torch.randn(8, 64, 64)).sum().backward()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute"
-)  # by torch, when it compiles the second graph
+# torch warns when it compiles the second graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_broken_graph():
     """The logits are an input of the second graph, which quantizes them too."""
 

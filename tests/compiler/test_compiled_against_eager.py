@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from compiled_gradients import error, gradient
+from compiled_gradients import MARKS, error, gradient
 from torch import nn
 
 import fewbit
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = MARKS
 
 
 class RunningMean(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiled_gradients import EXACT, error, exact_gradient, gradient
+from compiled_gradients import EXACT, MARKS, error, exact_gradient, gradient
 from compiled_models import MODELS, made
 from torch import fx, nn
 
@@ -10,7 +10,7 @@ import fewbit
 from fewbit.compiler import partitioner
 from fewbit.compiler.joint_graph import _is_probability as is_probability
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = MARKS
 
 
 def copies_of_layers(compiled, x):

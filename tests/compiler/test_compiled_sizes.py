@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from compiled_gradients import EXACT, error, gradient
+from compiled_gradients import EXACT, MARKS, error, gradient
 from compiled_models import made
 from torch import nn
 
 import fewbit
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = MARKS
 
 
 @pytest.mark.fast(2)

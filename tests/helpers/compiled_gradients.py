@@ -1,9 +1,15 @@
 """Gradients of compiled models, for tests of `fewbit.compile`."""
 
+import pytest
 import torch
 
 import fewbit
 
+MARKS = [
+    pytest.mark.usefixtures("compiled_anew"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+"""The marks of all tests of the compiler mode."""
 EXACT = {"": None}
 """Overrides that leave all tensors exact."""
 

@@ -1,10 +1,10 @@
 """Step times and compile times of compiled training. `python benchmarks/compiled.py --times` runs this file.
 
-The arms are torch.compile, torch.compile with a memory budget of 0.1, and `fewbit.compile` with 4 and 2 bits. They take turns at each step, so that a change of the
-machine's speed changes all of them. "ratio" is the median, over the steps, of an arm's time divided by the time of
-torch.compile in the same turn; "low" and "high" are the quartiles. "compile" is the time of the first step without torch's
-caches, and "compile ratio" the same divided by that of torch.compile: medians of COMPILATIONS turns with the backend
-aot_eager, and single measurements with Inductor.
+The arms are torch.compile, torch.compile with a memory budget of 0.1, and `fewbit.compile` with 4 and 2 bits. They take
+turns at each step, so that a change of the machine's speed changes all of them. "ratio" is the median, over the steps, of
+an arm's time divided by the time of torch.compile in the same turn; "low" and "high" are the quartiles. "compile" is the
+time of the first step without torch's caches, and "compile ratio" the same divided by that of torch.compile: medians of
+COMPILATIONS turns with the backend aot_eager, and single measurements with Inductor.
 
 All networks run with the backend aot_eager, those of INDUCTOR also with Inductor. Inductor takes minutes for the unrolled
 loops of recurrences.

@@ -78,9 +78,8 @@ def compile(
     usual = _resolved(bits, layers)
     selected = Selection(overrides=overrides).of(model, usual)
     of_modules = {one.module: one.settings for one in selected if one.attribute is None}
-    paths = dict(
-        model.named_modules(remove_duplicate=False)
-    )  # torch may use any path of a shared module
+    # torch may use any path of a shared module.
+    paths = dict(model.named_modules(remove_duplicate=False))
     own = {
         path: of_modules[module]
         for path, module in paths.items()

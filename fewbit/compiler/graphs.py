@@ -86,16 +86,18 @@ def modules_of(node: fx.Node) -> set[str]:
 
 def module_of(node: fx.Node) -> str:
     """Return the dotted path of the module in whose code a node was traced, "" for the model or if it is not known."""
-    for name in _STACKS:
-        stack = node.meta.get(name)
-        if stack:
-            return _plain([*stack.values()][-1][0])
-    return ""
+    stack = _stack_of(node)
+    return _plain([*stack.values()][-1][0]) if stack else ""
 
 
 def has_module(node: fx.Node) -> bool:
     """Return whether it is known in which module's code a node was traced. Sums of gradients are in no module's code."""
-    return any(node.meta.get(name) for name in _STACKS)
+    return bool(_stack_of(node))
+
+
+def _stack_of(node: fx.Node) -> dict | None:
+    """Return the modules in whose code a node was traced, the innermost last; None or an empty dict if they are not known."""
+    return node.meta.get(_STACKS[0]) or node.meta.get(_STACKS[1])
 
 
 def _plain(path: str) -> str:

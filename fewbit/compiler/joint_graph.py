@@ -131,19 +131,24 @@ class JointGraph:
         """Return the bytes of the tensors from which pointwise ops and views compute all tensors to quantize.
 
         torch could save these tensors and compute the others again. It may save fewer bytes if there are smaller tensors
-        in between.
+        in between. Tensors that stay exact in any case do not count.
         """
-        seen, leaves, todo = set(), set(), [*self.roots]
+        _, leaves = self._pointwise_part(self.roots)
+        return sum(map(size_in_bytes, leaves))
+
+    def _pointwise_part(self, nodes) -> tuple[set[fx.Node], set[fx.Node]]:
+        """Return the pointwise ops and views by which nodes are computed, and the tensors from which they are computed."""
+        inner, leaves, todo = set(), set(), [*nodes]
         while todo:
             node = todo.pop()
-            if node in seen or node in self.constants:
+            if node in inner or not self._varies(node):
                 continue
-            seen.add(node)
             if node.target in uses.POINTWISE:
+                inner.add(node)
                 todo += node.all_input_nodes
-            elif isinstance(node.meta.get("val"), torch.Tensor):
+            else:
                 leaves.add(node)
-        return sum(map(size_in_bytes, leaves))
+        return inner, leaves
 
     def _varies(self, node) -> bool:
         return not (node in self.constants or node in self.exact or node in self.backward)
@@ -270,18 +275,8 @@ class JointGraph:
         """Return whether a node is a nonlinear pointwise function of one large tensor, and no result needs it."""
         if node in self.forward:
             return False
-        seen, todo, leaves, is_nonlinear = set(), [node], set(), False
-        while todo:
-            node = todo.pop()
-            if node in seen or not self._varies(node):
-                continue
-            seen.add(node)
-            if node.target in uses.POINTWISE:
-                is_nonlinear |= node.target not in uses.AFFINE
-                todo += node.all_input_nodes
-            else:
-                leaves.add(node)
-        return is_nonlinear and len(leaves) == 1
+        inner, leaves = self._pointwise_part([node])
+        return len(leaves) == 1 and any(x.target not in uses.AFFINE for x in inner)
 
 
 def _changed(graph: fx.Graph) -> set[fx.Node]:

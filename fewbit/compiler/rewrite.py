@@ -145,10 +145,10 @@ class Rewriter:
 
     def _group_copy(self, root: Root, settings: ResolvedSettings) -> Copy:
         node, value = root.node, root.node.meta["val"]
-        bits, kind, mask = bits_of(root, settings), kind_of(root, settings), None
-        if kind == ROTATED:
-            mask = self._mask_of(node)
-            kind = ROTATED if mask is None else MASKED
+        bits, kind = bits_of(root, settings), kind_of(root, settings)
+        mask = self._mask_of(node) if kind == ROTATED else None
+        if mask is not None:
+            kind = MASKED
         order = _order(value)
         source = self._call(aten.permute.default, (node, order))
         shape = [value.shape[dim] for dim in order]

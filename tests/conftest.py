@@ -107,10 +107,15 @@ def choice():
 
 @pytest.fixture
 def compiled_anew():
-    """Let torch.compile forget the code that it has compiled in earlier tests."""
-    import torch
+    """Let torch.compile forget the code that it has compiled in earlier tests, also that in its cache on disk.
+
+    Reports are empty for code from the cache.
+    """
+    import torch._functorch.config
 
     torch._dynamo.reset()
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=CUDA)])

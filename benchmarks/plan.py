@@ -66,7 +66,7 @@ def trained(name: str):
 def converted(candidate: Candidate, model):
     """Return a copy of the model that is converted with the candidate's settings."""
     copy, options = deepcopy(model), candidate.options
-    if candidate.activations_only:
+    if candidate.method == "replace_activations_":
         fewbit.replace_activations_(copy, candidate.bits.bits, **options, verbose=False)
     else:
         fewbit.compress_(copy, candidate.bits, **options, verbose=False)

@@ -100,7 +100,7 @@ def memory(names, is_all, activation, dropout, as_json, **options):
     multiple=True,
     metavar="NAME",
     help="Measure only the settings of this policy, for example fixed; may be repeated.  "
-    "[default: all]",
+    "[default: all that suit the model, except compile]",
 )
 @number(
     "--share",

@@ -58,6 +58,55 @@ def compile(
     Raises:
         InputError: an argument cannot be used.
     """
+    settings = {"backend": backend, "mode": mode, "options": options, **settings}
+    partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)
+    compiled = torch.compile(model, **arguments)
+    if partitioner is not None:
+        # Setting an attribute of the compiled model would set it on the model itself.
+        vars(compiled)["partitioner"] = partitioner
+    return compiled
+
+
+def compile_in_place(model: nn.Module, bits=None, layers=None, overrides=None, **settings) -> None:
+    """Compile a model like `compile`, but as the model's own method `compile` does: calls of the model run the code.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+    model.compile(**_arguments(model, bits, layers, overrides, **settings)[1])
+
+
+def partition_fn(
+    bits: int | BitConfig | None = None, layers: LayerSettings | Mapping | None = None
+):
+    """Return a partitioner for backends that torch's `aot_autograd` makes.
+
+    Pass it as ``aot_autograd(partition_fn=fewbit.partition_fn(bits=2), ...)``. Pass torch's decompositions too, for
+    example ``decompositions=torch._inductor.decomposition.select_decomp_table()``: tensors that belong to ops which
+    are not decomposed, such as gelu_backward, stay exact.
+
+    Args:
+        bits: as in `fewbit.compile`.
+        layers: as in `fewbit.compile`.
+
+    Returns:
+        The partitioner, a function whose attribute `report` shows what the compiled graphs save.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return _partitioner(_resolved(bits, layers)) or min_cut_rematerialization_partition
+
+
+def _arguments(
+    model, bits, layers, overrides, *, backend="inductor", mode=None, options=None, **settings
+):
+    """Check the arguments of `compile`. Return a partitioner and the arguments of torch.compile.
+
+    The partitioner is None if fewbit was not tested with this version of torch.
+    """
     from torch._dynamo import OptimizedModule  # takes seconds
 
     if not isinstance(model, nn.Module):
@@ -85,46 +134,18 @@ def compile(
         for path, module in paths.items()
         if of_modules.get(module, usual) != usual
     }
-    partitioner = _partitioner(usual, own, paths)
+    partitioner = _partitioner(usual, own, paths, stacklevel=4)
     if partitioner is None:
         if mode is not None and options is not None:
             mode, options = None, {**_of_mode(mode), **options}
-        return torch.compile(model, backend=backend, mode=mode, options=options, **settings)
+        return None, {"backend": backend, "mode": mode, "options": options, **settings}
     # The partitioner makes counters too, but it does not run if torch finds the code in its cache on disk.
     for device in {parameter.device for parameter in model.parameters()}:
         counter_of(device)
     if backend == "inductor":
         options = {**_of_mode(mode), **(options or {}), "custom_partitioner_fn": partitioner}
-        compiled = torch.compile(model, options=options, **settings)
-    else:
-        compiled = torch.compile(model, backend=_aot_eager(partitioner), **settings)
-    # Setting an attribute of the compiled model would set it on the model itself.
-    vars(compiled)["partitioner"] = partitioner
-    return compiled
-
-
-def partition_fn(
-    bits: int | BitConfig | None = None, layers: LayerSettings | Mapping | None = None
-):
-    """Return a partitioner for backends that torch's `aot_autograd` makes.
-
-    Pass it as ``aot_autograd(partition_fn=fewbit.partition_fn(bits=2), ...)``. Pass torch's decompositions too, for
-    example ``decompositions=torch._inductor.decomposition.select_decomp_table()``: tensors that belong to ops which
-    are not decomposed, such as gelu_backward, stay exact.
-
-    Args:
-        bits: as in `fewbit.compile`.
-        layers: as in `fewbit.compile`.
-
-    Returns:
-        The partitioner, a function whose attribute `report` shows what the compiled graphs save.
-
-    Raises:
-        InputError: an argument cannot be used.
-    """
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    return _partitioner(_resolved(bits, layers)) or min_cut_rematerialization_partition
+        return partitioner, {"options": options, **settings}
+    return partitioner, {"backend": _aot_eager(partitioner), **settings}
 
 
 def _resolved(bits, layers) -> ResolvedSettings:
@@ -141,7 +162,9 @@ def _resolved(bits, layers) -> ResolvedSettings:
     return replace(settings, activation_bits=max(settings.activation_bits, config.bits))
 
 
-def _partitioner(settings: ResolvedSettings, own: Mapping | None = None, paths=()):
+def _partitioner(
+    settings: ResolvedSettings, own: Mapping | None = None, paths=(), stacklevel: int = 3
+):
     """Return a `Partitioner`, or None with a warning if fewbit was not tested with this version of torch."""
     if torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
         # Another version of torch may lack the private interfaces that this module imports.
@@ -151,7 +174,7 @@ def _partitioner(settings: ResolvedSettings, own: Mapping | None = None, paths=(
     warnings.warn(
         f"fewbit.compile is tested with torch {', '.join(TESTED)} and this is torch {torch.__version__}, so the "
         "compiled code saves exact tensors",
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
     return None
 

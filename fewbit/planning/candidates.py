@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fewbit.checkpointing import checkpoint_, supports_checkpoints
+from fewbit.compiler.compiling import compile_in_place
 from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
 from fewbit.compress.replace import replace_activations_
@@ -34,6 +35,8 @@ from fewbit.render.formats import amount
 from fewbit.sizes import counted
 from fewbit.text import shorten
 
+METHODS = ("compress_", "replace_activations_", "checkpoint_", "cross_entropy", "compile")
+"""The functions of fewbit with which a candidate may be applied. The first is the usual one."""
 _UNSHOWN = {"sample", "verbose"}
 """Options that do not distinguish candidates. A file does not contain them."""
 
@@ -45,22 +48,27 @@ class Candidate:
     Attributes:
         policy: the name of the curve to which the point belongs.
         bits: the argument `bits` of `fewbit.compress_`: a configuration, a number or None. A number or None is
-            converted to the configuration that it stands for.
-        options: other keyword arguments of `fewbit.compress_`.
-        activations_only: whether to call `replace_activations_` instead of `compress_`, so that only activations save
-            fewer bytes. `bits` is then their number of bits, a whole number (None: 3).
-        checkpoints: whether to call `checkpoint_` before `compress_`, for a model of transformers. The inputs of
-            checkpointed layers then have the bits of `bits`, a whole number.
+            converted to the configuration that it stands for. All methods but "compress_" take a whole number only.
+        options: other keyword arguments of the function that converts the model.
+        method: how the candidate is applied:
+
+            - "compress_": `fewbit.compress_`.
+            - "replace_activations_": `fewbit.replace_activations_`, so that only activations save fewer bytes (`bits`
+              None: 3).
+            - "checkpoint_": `fewbit.checkpoint_` before `compress_`, for a model of transformers. The inputs of
+              checkpointed layers have the same bits.
+            - "cross_entropy": `compress_`, and in the loss function `fewbit.functional.cross_entropy` with the same
+              bits in place of torch's.
+            - "compile": `fewbit.compile` in place of `compress_`.
 
     Raises:
-        InputError: `policy` is not a text, `options` is not a mapping, or `bits` cannot be used.
+        InputError: `policy` is not a text, `options` is not a mapping, `method` is unknown, or `bits` cannot be used.
     """
 
     policy: str
     bits: BitConfig | float | None = None
     options: Mapping[str, object] = field(default_factory=dict)
-    activations_only: bool = False
-    checkpoints: bool = False
+    method: str = METHODS[0]
 
     def __post_init__(self):
         if not isinstance(self.policy, str) or not isinstance(self.options, Mapping):
@@ -68,16 +76,17 @@ class Candidate:
                 "candidates: expected a name and a mapping of options, "
                 f"got {shorten(self.policy)} and {shorten(self.options)}"
             )
-        usual = FixedBits.bits_of_activations if self.activations_only else None
+        if self.method not in METHODS:
+            raise InputError(
+                f"method: expected one of {', '.join(METHODS)}, got {shorten(self.method)}"
+            )
+        activations_only = self.method == "replace_activations_"
+        usual = FixedBits.bits_of_activations if activations_only else None
         bits = usual if self.bits is None else self.bits
         object.__setattr__(self, "bits", as_config(bits))
-        flags = {"activations_only": self.activations_only, "checkpoints": self.checkpoints}
-        given = [name for name, is_set in flags.items() if is_set]
-        if len(given) > 1:
-            raise InputError(f"candidates: expected one of {' and '.join(given)}, got both")
-        if given and not isinstance(self.bits, FixedBits):
+        if self.method != METHODS[0] and not isinstance(self.bits, FixedBits):
             raise InputError(
-                f"bits: expected a whole number from 1 to 8 with {given[0]}, got {self.bits!r}"
+                f"bits: expected a whole number from 1 to 8 with {self.method}, got {self.bits!r}"
             )
 
     @property
@@ -108,31 +117,46 @@ class Candidate:
 
     @property
     def call(self) -> str:
-        """The Python expression that converts a model named `model` with the settings of this candidate."""
+        """The Python statement that applies the candidate to a model named `model`."""
         shown = {name: repr(self.options[name]) for name in self.options if name not in _UNSHOWN}
         if isinstance(self.bits, Budget) or "sample" in self.options:
             shown["sample"] = "sample"
         options = "".join(f", {name}={value}" for name, value in shown.items())
-        if self.activations_only:
+        if self.method == "replace_activations_":
             return f"fewbit.replace_activations_(model, {self.bits.initial_bits}{options})"
-        first = f"fewbit.checkpoint_(model, {self.bits.bits}); " if self.checkpoints else ""
-        return f"{first}fewbit.compress_(model, {self.bits!r}{options})"
+        arguments = f"(model, {self.bits!r}{options})"
+        if self.method == "compile":
+            return f"model = fewbit.compile{arguments}"
+        call = f"fewbit.compress_{arguments}"
+        if self.method == "checkpoint_":
+            return f"fewbit.checkpoint_(model, {self.bits.bits}); {call}"
+        if self.method == "cross_entropy":
+            loss = f"fewbit.functional.cross_entropy(..., bits={self.bits.bits})"
+            return f"{call}  # and in the loss function: {loss}"
+        return call
 
     def apply(self, model: nn.Module) -> Controller | None:
         """Undo an earlier conversion of the model, if any, and convert the model in place.
 
-        Gradient checkpointing that is enabled stays enabled.
+        With the method "cross_entropy", call `fewbit.functional.cross_entropy` in your loss function too. With the
+        method "compile", the model is compiled as by its own method `compile`. Gradient checkpointing that is enabled
+        stays enabled.
 
         Returns:
-            The controller; None with `activations_only`, because `replace_activations_` makes no controller.
+            The controller; None with the methods "replace_activations_" and "compile", which have none.
         """
-        if self.checkpoints:
+        if self.method == "compile":
+            restore_(model)
+            compile_in_place(model, self.bits, **self.options)
+            return None
+        options = {**self.options, "verbose": False}
+        if self.method == "replace_activations_":
+            restore_(model)
+            replace_activations_(model, self.bits.initial_bits, **options)
+            return None
+        if self.method == "checkpoint_":
             checkpoint_(model, self.bits.bits)
-        if not self.activations_only:
-            return compress_(model, self.bits, **{**self.options, "verbose": False})
-        restore_(model)
-        replace_activations_(model, self.bits.initial_bits, **{**self.options, "verbose": False})
-        return None
+        return compress_(model, self.bits, **options)
 
     def to_dict(self) -> dict:
         """Return the candidate as plain JSON values, without a sample. Options that JSON cannot represent become text."""
@@ -142,8 +166,7 @@ class Candidate:
             "options": {
                 name: _plain(value) for name, value in self.options.items() if name not in _UNSHOWN
             },
-            "activations_only": self.activations_only,
-            "checkpoints": self.checkpoints,
+            "method": self.method,
         }
 
     @classmethod
@@ -154,15 +177,14 @@ class Candidate:
             InputError: a value is missing or has the wrong type, or the configuration has an unknown kind or an unknown
                 field, or lacks a field.
         """
-        names = "policy", "bits", "options", "activations_only"
+        names = "policy", "bits", "options", "method"
         if not isinstance(values, Mapping) or not all(name in values for name in names):
             raise InputError(f"expected a candidate's {', '.join(names)}, got {shorten(values)}")
         options = values["options"]
         if isinstance(options, Mapping):
             options = {name: _read(name, value) for name, value in options.items()}
         bits = BitConfig.from_dict(values["bits"])
-        checkpoints = values.get("checkpoints", False)  # which older files do not have
-        return cls(values["policy"], bits, options, values["activations_only"], checkpoints)
+        return cls(values["policy"], bits, options, values["method"])
 
 
 def _read(name: str, value):
@@ -185,7 +207,9 @@ class Curve(NamedTuple):
         values: the values, one for each candidate: numbers of bits, or bounds e2.
         suits: a function of a model that returns whether the candidates are for this model.
         needed: the words for such a model in error messages.
-        others: further arguments of the candidates.
+        options: the options of the candidates.
+        method: the method of the candidates.
+        on_request: whether the candidates are returned only if their name is given.
     """
 
     policy: str
@@ -193,13 +217,16 @@ class Curve(NamedTuple):
     values: tuple[float, ...]
     suits: Callable[[nn.Module], bool] = lambda model: True
     needed: str = ""
-    others: Mapping[str, object] = MappingProxyType({})
+    options: Mapping[str, object] = MappingProxyType({})
+    method: str = METHODS[0]
+    on_request: bool = False
 
 
 def _has_norms(model: nn.Module) -> bool:
     return any(isinstance(module, tuple(NORMS)) for module in model.modules())
 
 
+CROSS_ENTROPY = "cross-entropy"
 CURVES = (
     Curve("fixed", FixedBits, (8, 4, 3, 2)),
     Curve("shared", AdaptiveBits, (4, 3, 2, 1.5)),
@@ -209,7 +236,7 @@ CURVES = (
         "everything",
         FixedBits,
         (4, 2),
-        others={"options": {"layers": LayerSettings(everything=True)}},
+        options={"layers": LayerSettings(everything=True)},
     ),
     Curve(
         "checkpoints",
@@ -217,8 +244,10 @@ CURVES = (
         (8, 4),
         supports_checkpoints,
         "gradient checkpointing as in transformers",
-        {"checkpoints": True},
+        method="checkpoint_",
     ),
+    Curve(CROSS_ENTROPY, FixedBits, (4, 2), method="cross_entropy", on_request=True),
+    Curve("compile", FixedBits, (4, 2), method="compile", on_request=True),
 )
 ACTIVATIONS = "activations"
 ACTIVATION_BITS = (4, 3, 2)
@@ -237,12 +266,17 @@ def default_candidates(
     - "pre-activation": norms and the layers after them save one tensor together (`PreActivationBits`).
     - "everything": all layers have the same bits, and what torch's other operations save is compressed too.
     - "checkpoints": layers of a model of transformers are checkpointed regions with quantized inputs (`checkpoint_`).
+    - "cross-entropy": all layers have the same bits, and so does the loss function's cross-entropy. These candidates are
+      returned only if their name is given.
+    - "compile": `fewbit.compile`. These candidates, too, are returned only if their name is given, because compilation
+      may take minutes.
     - "activations": only activation modules are compressed (`replace_activations_`). If the derivative of each of these
       activations has only two values, as for ReLU, there is one candidate with 1 bit, which is exact.
 
     Args:
         model: the model that the candidates will convert.
-        policies: the names whose candidates are returned. None: all names that suit the model.
+        policies: the names whose candidates are returned. None: all names that suit the model, but "cross-entropy" and
+            "compile".
 
     Raises:
         InputError: `policies` has a name that does not exist or does not suit this model.
@@ -250,7 +284,7 @@ def default_candidates(
     if isinstance(policies, str) or not isinstance(policies, Iterable | None):
         raise InputError(f"policies: expected a list of names, as ['fixed'], got {policies!r}")
     found = [
-        Candidate(curve.policy, curve.config(value), **curve.others)
+        Candidate(curve.policy, curve.config(value), curve.options, curve.method)
         for curve in CURVES
         if curve.suits(model)
         for value in curve.values
@@ -262,9 +296,10 @@ def default_candidates(
     ]
     if activations:
         bits = (1,) if all(kind.one_bit for kind in activations) else ACTIVATION_BITS
-        found += [Candidate(ACTIVATIONS, count, activations_only=True) for count in bits]
+        found += [Candidate(ACTIVATIONS, count, method="replace_activations_") for count in bits]
     if policies is None:
-        return tuple(found)
+        on_request = {curve.policy for curve in CURVES if curve.on_request}
+        return tuple(candidate for candidate in found if candidate.policy not in on_request)
     policies, names = list(policies), list(dict.fromkeys(candidate.policy for candidate in found))
     needed = {curve.policy: curve.needed for curve in CURVES} | {
         ACTIVATIONS: "activations as modules"

@@ -17,6 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -42,9 +43,16 @@ from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.progress import Progress
 from fewbit.analysis.unchanged import alone, unchanged
 from fewbit.checkpointing import CHECKPOINTING
+from fewbit.compiler.compiling import compile_in_place
 from fewbit.convert.swap import restore_
 from fewbit.errors import InputError
-from fewbit.planning.candidates import Candidate, check_candidates, default_candidates
+from fewbit.planning.candidates import (
+    CROSS_ENTROPY,
+    Candidate,
+    check_candidates,
+    default_candidates,
+)
+from fewbit.planning.loss import FewBitLoss
 from fewbit.planning.training_plan import Planned, TrainingPlan
 from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import measuring
@@ -55,6 +63,11 @@ ADAPTING_STEPS = 3
 
 The policy measures the first two steps, and in the third it chooses bits from both measurements.
 """
+
+_OF_FEWBIT = "layers", "overrides"
+"""The options of candidates that compile which are fewbit's; it passes all others on to torch.compile."""
+LARGE = 0.9
+"""Default candidates include those of "cross-entropy" if they save at most this part of the bytes of "fixed"."""
 
 
 @leaves_nothing
@@ -85,7 +98,8 @@ def plan(
             their own, so the variance between minibatches comes out too large.
         loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, the mean of the
             loss over the samples, such as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
-        candidates: The settings to measure; by default `default_candidates(model)`.
+        candidates: The settings to measure; by default `default_candidates(model)`, and those of "cross-entropy" if the
+            loss function itself calls cross_entropy on large logits.
         share: The largest error with which a candidate may be recommended, as a multiple of the variance between
             minibatches.
         draws: The number of passes with independent rounding for each candidate and batch, at least 2.
@@ -121,12 +135,16 @@ def plan(
         steps.restore()
         if candidates is None:
             candidates = default_candidates(steps.model)
+            if _has_large_logits(steps, batches[0]):
+                candidates += default_candidates(steps.model, [CROSS_ENTROPY])
         sampling, sampled = sampling_of(steps, batch, batches, chunks)
-        exact_bytes = _saved_bytes(steps, batches[0])
+        exact_bytes = steps.saved_bytes(batches[0])
         with bar.shown():
             done = partial(bar.step, len(candidates) * (1 + len(batches) * draws))
+            compiling = [each for each in candidates if each.method == "compile"]
+            compiled = _CompiledModel(steps, batches[0], compiling) if compiling else None
             found = [_Found(candidate, steps, batches, done) for candidate in candidates]
-            squares, seconds = _passes(steps, batches, found, draws)
+            squares, seconds = _passes(steps, batches, found, draws, compiled)
     variances = sampling.sum(1)
     return TrainingPlan(
         model=type(model).__name__,
@@ -139,6 +157,8 @@ def plan(
         exact_seconds=statistics.median(seconds),
         exact_seconds_least=min(seconds),
         exact_seconds_most=max(seconds),
+        compiled_bytes=None if compiled is None else compiled.saved_bytes,
+        compiled_seconds=None if compiled is None else statistics.median(compiled.seconds),
         gradient=float(np.mean(squares)),
         sampling=float(variances.mean()),
         sampling_error=_standard_error(variances),
@@ -155,9 +175,14 @@ class _Steps(Measured):
 
     Attributes:
         seconds: The duration of the latest forward and backward pass, in seconds.
+        loss_bits: The bits with which the loss function's cross-entropy saves probabilities. None: torch's
+            cross-entropy.
+        passes: The number of passes with `loss_bits` so far.
     """
 
     seconds = math.nan
+    loss_bits = None
+    passes = 0
 
     def __init__(self, model: nn.Module, loss: Loss, seed: int):
         super().__init__(model, loss, seed)
@@ -170,16 +195,41 @@ class _Steps(Measured):
     def restore(self) -> None:
         """Undo what a candidate has changed in the model."""
         restore_(self.model)
+        self.code = None
+        self.loss_bits = None
         for module, values in self._checkpoints.items():
             # Without an attribute of its own, a layer has that of its class.
             for name in CHECKPOINTING:
                 vars(module).pop(name, None)
             vars(module).update(values)
 
+    @property
+    def code(self):
+        """What a compiled model calls, or None. torch's method `Module.compile` sets it, and calls look it up."""
+        return self.model._compiled_call_impl
+
+    @code.setter
+    def code(self, code) -> None:
+        self.model._compiled_call_impl = code
+
     def value(self, batch) -> torch.Tensor:
         self._wait()
         self._started = time.perf_counter()
-        return super().value(batch)
+        with self._loss_mode():
+            return super().value(batch)
+
+    def saved_bytes(self, batch) -> int:
+        """Return the bytes that one forward pass saves for the backward pass."""
+        if self.code is not None:
+            self.gradient(batch, 0)  # compile the code
+        with self._loss_mode():
+            return saved_bytes(partial(self.loss, self.model), batch).total
+
+    def _loss_mode(self):
+        if self.loss_bits is None:
+            return nullcontext()
+        self.passes += 1
+        return FewBitLoss(self.loss_bits, self.seed + self.passes)
 
     def backward(self, value, again=False):
         found = super().backward(value, again)
@@ -191,6 +241,47 @@ class _Steps(Measured):
         for device in {parameter.device for parameter in self.parameters}:
             if device.type not in ("cpu", "meta"):
                 torch.get_device_module(device).synchronize(device)
+
+
+class _CompiledModel:
+    """The model as torch.compile compiles it, with exact saved tensors: the reference of candidates that compile.
+
+    Compiled code draws other dropout masks than the model itself, and which masks it draws depends on the backend.
+
+    Args:
+        steps: The copy of the model.
+        batch: The first batch.
+        candidates: The candidates that compile. The arguments that they pass on to torch.compile must be the same.
+
+    Attributes:
+        saved_bytes: The bytes that one forward pass saves for the backward pass.
+        seconds: The durations of the forward and backward passes, in seconds.
+    """
+
+    def __init__(self, steps: _Steps, batch, candidates: list[Candidate]):
+        settings = [
+            {name: value for name, value in each.options.items() if name not in _OF_FEWBIT}
+            for each in candidates
+        ]
+        for other in settings:
+            if other != settings[0]:
+                raise InputError(
+                    "candidates: expected the same arguments of torch.compile in all that compile, "
+                    f"got {settings[0]} and {other}"
+                )
+        steps.restore()
+        compile_in_place(steps.model, overrides={"": None}, **settings[0])
+        self._code = steps.code
+        self.saved_bytes = steps.saved_bytes(batch)
+        self.seconds = []
+
+    def gradient(self, steps: _Steps, batch, number: int) -> list[torch.Tensor]:
+        """Return the gradients of a pass, as `Measured.gradient` does."""
+        steps.restore()
+        steps.code = self._code
+        found = steps.gradient(batch, number)
+        self.seconds.append(steps.seconds)
+        return found
 
 
 class _Found:
@@ -208,6 +299,7 @@ class _Found:
         self.errors = []  # (draws,) for each batch: |g^ - g|^2
         self.sums = []  # for each batch: |sum over draws of (g^ - g)|^2
         self.seconds = []
+        self._code = None
         controller = self._apply(steps)
         self._state = {} if controller is None else controller.state_dict()
         if self._state:
@@ -216,12 +308,18 @@ class _Found:
                 steps.gradient(batches[number], number)
             self._state = controller.state_dict()
             controller.load_state_dict(self._state)
-        self.saved_bytes = _saved_bytes(steps, batches[0])
+        self.saved_bytes = steps.saved_bytes(batches[0])
+        self._code = steps.code
         self._done = done
         done()
 
     def _apply(self, steps):
         steps.restore()
+        if self._code is not None:
+            steps.code = self._code
+            return None
+        if self.candidate.method == "cross_entropy":
+            steps.loss_bits = self.candidate.bits.bits
         try:
             return self.candidate.apply(steps.model)
         except (InputError, TypeError) as error:
@@ -279,8 +377,12 @@ class _Found:
         )
 
 
-def _passes(steps: _Steps, batches, found: list[_Found], draws: int) -> tuple[list, list]:
+def _passes(
+    steps: _Steps, batches, found: list[_Found], draws: int, compiled: _CompiledModel | None
+) -> tuple[list, list]:
     """Measure all candidates on all batches. Return |g|^2 of each batch, and the seconds of exact passes.
+
+    Candidates that compile the model are compared with `compiled`, which is None if there are none.
 
     Batches are the outer loop, so that the passes of all candidates are spread over the whole time. For each batch,
     exact passes run before and after those of the candidates.
@@ -295,16 +397,32 @@ def _passes(steps: _Steps, batches, found: list[_Found], draws: int) -> tuple[li
             raise InputError(
                 f"loss: expected a gradient that is finite and not 0, got |g|^2 = {squares[-1]}"
             )
-        for candidate in found:
-            candidate.measure(steps, batch, number, exact, draws)
+        exact_compiled = None if compiled is None else compiled.gradient(steps, batch, number)
+        for each in found:
+            reference = exact_compiled if each.candidate.method == "compile" else exact
+            each.measure(steps, batch, number, reference, draws)
+        if compiled is not None:
+            compiled.gradient(steps, batch, number)
         steps.restore()
         steps.gradient(batch, number)
         seconds.append(steps.seconds)
     return squares, seconds
 
 
-def _saved_bytes(steps: _Steps, batch) -> int:
-    return saved_bytes(partial(steps.loss, steps.model), batch).total
+def _has_large_logits(steps: _Steps, batch) -> bool:
+    """Return whether the loss function calls cross_entropy, and saves many fewer bytes if fewbit's runs in its place.
+
+    The model is compressed for the comparison: in a compressed model, cross_entropy is fewbit's already.
+    """
+    sizes = []
+    for policy in ("fixed", CROSS_ENTROPY):
+        candidate = default_candidates(steps.model, [policy])[-1]
+        steps.restore()
+        candidate.apply(steps.model)
+        steps.loss_bits = candidate.bits.bits if policy == CROSS_ENTROPY else None
+        sizes.append(steps.saved_bytes(batch))
+    steps.restore()
+    return sizes[1] < LARGE * sizes[0]
 
 
 def _squared(gradient) -> float:

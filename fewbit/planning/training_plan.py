@@ -81,6 +81,9 @@ class TrainingPlan(Document):
         exact_seconds: The median time of a forward and backward pass without compression, in seconds.
         exact_seconds_least: The shortest time of such a pass, in seconds.
         exact_seconds_most: The longest time of such a pass, in seconds.
+        compiled_bytes: The bytes that the model saves if torch.compile compiles it, without compression. None if no
+            candidate compiles the model.
+        compiled_seconds: The median time of a forward and backward pass of this compiled model, in seconds, or None.
         gradient: The mean of |g|^2 over the batches.
         sampling: The variance of g between minibatches.
         sampling_error: The standard error of `sampling`, NaN if not known.
@@ -100,6 +103,8 @@ class TrainingPlan(Document):
     exact_seconds: float
     exact_seconds_least: float
     exact_seconds_most: float
+    compiled_bytes: int | None
+    compiled_seconds: float | None
     gradient: float
     sampling: float
     sampling_error: float
@@ -258,6 +263,12 @@ class TrainingPlan(Document):
         noise = digits(self.sampling) + (f" ± {spread_of_noise}" if spread_of_noise else "")
         is_one_pair = self.batches > 1 and not math.isfinite(self.sampling_error)
         unknown = ", a single pair: only 4 batches or more show how exact this variance is"
+        compiled = []
+        if self.compiled_bytes is not None:
+            compiled = [
+                "compile: the error is the distance from the gradient of torch.compile's exact code, which saves "
+                f"{amount(self.compiled_bytes)} and takes {self.compiled_seconds / self.exact_seconds:.2f} of the time"
+            ]
         return [
             f"{self.unit[0]}: saved for the backward pass, metered",
             f"error: squared distance from the exact gradient, bias included (the squared gradient is "
@@ -269,6 +280,7 @@ class TrainingPlan(Document):
             f"time: median of {passes}, forward and backward, over that of exact ones, "
             f"{_seconds(self.exact_seconds)}, here ({self.device}); passes: the shortest to the longest. "
             "Bits that adapt take longer in the few steps that observe",
+            *compiled,
         ]
 
     def _draw(self, figure) -> None:

@@ -17,13 +17,13 @@ from fewbit.text import shorten
 TABLE = "fewbit.table/1"
 TABLES = "fewbit.tables/1"
 VARIANCE_PROFILE = "fewbit.variance_profile/1"
-PLAN = "fewbit.plan/2"
+PLAN = "fewbit.plan/3"
 
 FILES = {
     TABLE: "table-1.json",
     TABLES: "tables-1.json",
     VARIANCE_PROFILE: "variance_profile-1.json",
-    PLAN: "plan-2.json",
+    PLAN: "plan-3.json",
 }
 
 

@@ -263,7 +263,8 @@ def plan(model, batches, loss, candidates=None, **options) -> dict:
 
 def _candidate(policy, options, activations_only=False):
     bits, options = _in_todays_words(**options)
-    return fewbit.Candidate(policy, bits, options, activations_only)
+    method = "replace_activations_" if activations_only else "compress_"
+    return fewbit.Candidate(policy, bits, options, method)
 
 
 def candidate_of_document(values: dict) -> dict:
@@ -276,10 +277,11 @@ def candidate_of_document(values: dict) -> dict:
         "error-bound": lambda: {"policy": "error-bound", "e2": config["e2"]},
         "pre-activation": lambda: {"bits": config["bits"], "fuse": "preactivation"},
     }[kind]()
-    if values["activations_only"]:
+    activations_only = values["method"] == "replace_activations_"
+    if activations_only:
         del options["level"]
-    rest = {name: value for name, value in values.items() if name != "bits"}
-    return rest | {"options": options | values["options"]}
+    rest = {name: value for name, value in values.items() if name not in ("bits", "method")}
+    return rest | {"activations_only": activations_only} | {"options": options | values["options"]}
 
 
 def variance_profile(model, batches, loss, **options) -> dict:

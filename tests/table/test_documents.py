@@ -141,10 +141,10 @@ def test_every_keyword_of_the_schemas_is_checked(name):
 SAMPLES = {
     "plan": {
         "schema": schema.PLAN, "model": "M", "device": "cpu", "batches": 1, "batch_size": 8, "draws": 2, "share": 0.1,
-        "exact_bytes": 10, "exact_seconds": 0.1, "exact_seconds_least": 0.1, "exact_seconds_most": 0.1,
+        "exact_bytes": 10, "exact_seconds": 0.1, "exact_seconds_least": 0.1, "exact_seconds_most": 0.1, "compiled_bytes": None, "compiled_seconds": None,
         "gradient": 1.0, "sampling": None, "sampling_error": 0.5, "sampled": "batches",
         "rows": [{
-            "candidate": {"policy": "fixed", "bits": {"kind": "fixed", "bits": 2}, "options": {}, "activations_only": False}, "saved_bytes": 5,
+            "candidate": {"policy": "fixed", "bits": {"kind": "fixed", "bits": 2}, "options": {}, "method": "compress_"}, "saved_bytes": 5,
             "error": 0.1, "error_error": None, "variance": 0.1, "variance_error": 0.1, "bias": 0.0, "seconds": 0.1,
             "seconds_least": 0.1, "seconds_most": 0.2,
         }],

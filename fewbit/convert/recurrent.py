@@ -16,10 +16,16 @@ class StepwiseLSTM(Guarded, nn.LSTM):
     mode, without gradients and on other devices, torch's LSTM runs.
     """
 
+    @staticmethod
+    def runs_stepwise_on(device: torch.device) -> bool:
+        """Return whether the LSTM runs one operation after the other on this device."""
+        return device.type == "cpu"
+
     def forward(self, input, hx=None):
         """Compute what torch.nn.LSTM computes from the same arguments."""
         data = getattr(input, "data", input)  # a packed sequence has its tensor in `data`
-        if not (self.training and torch.is_grad_enabled() and data.device.type == "cpu"):
+        is_stepwise = self.runs_stepwise_on(data.device)
+        if not (self.training and torch.is_grad_enabled() and is_stepwise):
             return super().forward(input, hx)
         with without_one_dnn():
             return super().forward(input, hx)

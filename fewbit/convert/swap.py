@@ -11,6 +11,7 @@ from torch import nn
 
 from fewbit.convert import kinds, transformers_attention, transformers_modules
 from fewbit.convert.functions import FunctionMode
+from fewbit.convert.recurrent import StepwiseLSTM
 from fewbit.convert.report import ConvertedModule, Report, SkippedModule
 from fewbit.convert.select import Selected, Selection, settings_by_module
 from fewbit.convert.settings import ResolvedSettings
@@ -301,7 +302,13 @@ def _configure(path, module, settings, context) -> float | None:
         is_exact = isinstance(module, TwoValued)
         module.bits, module.table = 1 if is_exact else settings.activation_bits, None
         return module.bits
+    if isinstance(module, StepwiseLSTM) and module.runs_stepwise_on(_device_of(module)):
+        return settings.bits
     return None
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.Module]:

@@ -74,6 +74,7 @@ EXACT = {
     "clamp from below": lambda x, y: x.clamp(min=0.25),
     "clamp with an infinite end": lambda x, y: x.clamp(0, math.inf),
     "clamp from above": lambda x, y: torch.clamp_max(x, 0.25),
+    "factor of dropout": lambda x, y: x * ((_index(x) % 3 > 0) * 1.25),
     "where": lambda x, y: torch.where(x > y, x, y),
     "masked_fill": lambda x, y: x.masked_fill(y > 0, 2.0),
     "gather": lambda x, y: x.gather(1, _index(x)),
@@ -85,6 +86,7 @@ EXACT = {
 }
 # Arguments of which gradients depend in another way.
 KEPT = {
+    "factor without gradient": lambda x, y: x * (_index(x) % 3) / 3,
     "divisor": lambda x, y: 1 / (2 + x.abs()),
     "logarithm": lambda x, y: (2 + x.abs()).log(),
     "root": lambda x, y: (2 + x.abs()).sqrt(),
@@ -476,14 +478,22 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("cls", [nn.RNN, nn.GRU, nn.LSTM])
-def test_recurrent_layers(cls):
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_recurrent_layers(cls, dropout):
     torch.manual_seed(3)
-    model, x = Recurrent(cls), torch.randn(32, 12, 32)
-    exact = gradients(model, x)
-    error = (flat(gradients(compressed(model), x)) - flat(exact)).norm() / flat(exact).norm()
+    model, x = Recurrent(cls, dropout=dropout), torch.randn(32, 12, 32)
+    exact = gradients(model, x, seed=4)
+    found = gradients(compressed(model), x, seed=4)
+    error = (flat(found) - flat(exact)).norm() / flat(exact).norm()
     assert 0 < error < 0.02
     before, after = saved(model, x), saved(compressed(model, 2), x)
     assert sum(after.values()) * 8 < sum(before.values())
+
+
+def test_the_report_says_with_how_many_bits_an_lstm_saves():
+    controller = fewbit.compress_(Recurrent(nn.LSTM), 2, layers={"everything": True}, verbose=False)
+    bits = {row.path: row.bits for row in controller.report.converted}
+    assert bits == {"layer": 2, "head": 2}
 
 
 class Einsum(nn.Module):

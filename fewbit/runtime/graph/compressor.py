@@ -12,7 +12,15 @@ from torch import nn
 from fewbit.config import name_of_class, usual_kind
 from fewbit.errors import GradientError, InputError
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
-from fewbit.runtime.graph.rules import NAMED, Rule, Settings, is_matrix_product, rule_of
+from fewbit.runtime.graph.rules import (
+    LINEAR,
+    NAMED,
+    TWO_VALUED,
+    Rule,
+    Settings,
+    is_matrix_product,
+    rule_of,
+)
 from fewbit.runtime.interop.autograd_graph import (
     SavedArgument,
     count_of_saved,
@@ -70,7 +78,8 @@ class GraphSettings(NamedTuple):
             )
         for argument in saved_by(node):
             if function is None:
-                yield argument, rule_of(node, argument.name)
+                rule = rule_of(node, argument.name)
+                yield argument, TWO_VALUED if _is_factor(argument, rule) else rule
             else:
                 yield argument, NAMED if argument.number in named else None
 
@@ -172,8 +181,9 @@ class GraphCompressor:
             return True
         if x.untyped_storage().nbytes() == 0:
             return True
-        is_constant = not argument.needs_grad and ends_at_leaves(argument.node)
-        is_constant |= rule.takes_constants and not argument.needs_grad
+        is_constant = not argument.needs_grad and (
+            rule.takes_constants or ends_at_leaves(argument.node)
+        )
         return not (rule.is_exact or argument.is_computed or is_constant)
 
     def _replace(self, one: _Candidate, settings: GraphSettings, path: str, context) -> None:
@@ -197,6 +207,14 @@ class GraphCompressor:
             argument.meter.replace(copy.tensors)
         else:
             _hold(argument.raw, copy, rule.is_exact)
+
+
+def _is_factor(argument: SavedArgument, rule: Rule | None) -> bool:
+    """Return whether the argument is a factor without gradient, and the other factor is computed from parameters."""
+    if rule is not LINEAR or not argument.node.name().startswith("MulBackward"):
+        return False
+    is_constant = not (argument.needs_grad or argument.is_computed)
+    return is_constant and not ends_at_leaves(argument.node)
 
 
 def _hold(raw, copy: SavedTensors, is_exact: bool) -> None:

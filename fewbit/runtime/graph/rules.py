@@ -145,6 +145,30 @@ class Mask(Rule):
 
 
 @dataclass(frozen=True)
+class TwoValued(Rule):
+    """The argument has two values, 0 and a positive number, as the factor by which dropout multiplies.
+
+    A tensor on a GPU stays as it is, because the host would have to wait for its largest element.
+    """
+
+    is_exact = True
+
+    def bits(self, x, settings):
+        """Return the bits per element of the copy."""
+        return 1
+
+    def compress(self, x, settings):
+        """Return a packed bit for each element, or None if there are other values."""
+        if x.is_cuda or x.dtype not in FLOATING:
+            return None
+        value = x.amax()
+        if not ((x == 0) | (x == value)).all():
+            return None
+        tensors, spec, _ = integers.pack(x != 0, 2)
+        return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, value.item(), 0.0))
+
+
+@dataclass(frozen=True)
 class Positive(Rule):
     """The gradient depends on the signs of the argument alone, as that of ReLU depends on the signs of its result."""
 
@@ -295,6 +319,8 @@ EXPONENTIAL = Exponential()
 SIGMOID = Derivative(lambda s: s * (1 - s), _sigmoid_of_derivative)
 TANH = Derivative(lambda t: 1 - t * t, _tanh_of_derivative)
 MASK, POSITIVE, INDEX, SIZE = Mask(), Positive(), Index(), Size()
+TWO_VALUED = TwoValued()
+"""The rule for a factor of a product that needs no gradient."""
 
 _ARGUMENTS = {
     LINEAR: (

@@ -134,7 +134,7 @@ def _arguments(
         for path, module in paths.items()
         if of_modules.get(module, usual) != usual
     }
-    partitioner = _partitioner(usual, own, paths, stacklevel=4)
+    partitioner = _partitioner(usual, own, paths, is_inductor=backend == "inductor", stacklevel=4)
     if partitioner is None:
         if mode is not None and options is not None:
             mode, options = None, {**_of_mode(mode), **options}
@@ -163,14 +163,18 @@ def _resolved(bits, layers) -> ResolvedSettings:
 
 
 def _partitioner(
-    settings: ResolvedSettings, own: Mapping | None = None, paths=(), stacklevel: int = 3
+    settings: ResolvedSettings,
+    own: Mapping | None = None,
+    paths=(),
+    is_inductor: bool = False,
+    stacklevel: int = 3,
 ):
     """Return a `Partitioner`, or None with a warning if fewbit was not tested with this version of torch."""
     if torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
         # Another version of torch may lack the private interfaces that this module imports.
         from fewbit.compiler.partitioner import Partitioner
 
-        return Partitioner(settings, own, paths)
+        return Partitioner(settings, own, paths, is_inductor)
     warnings.warn(
         f"fewbit.compile is tested with torch {', '.join(TESTED)} and this is torch {torch.__version__}, so the "
         "compiled code saves exact tensors",

@@ -31,6 +31,7 @@ class Partitioner(CustomPartitionerFn):
         settings: the settings of all modules that `own` does not have.
         own: {dotted path of a module: the settings of the module, or None to leave its tensors exact}.
         paths: the paths of all modules of the model, if they are known.
+        is_inductor: whether Inductor generates code for the graphs.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class Partitioner(CustomPartitionerFn):
         settings: ResolvedSettings,
         own: Mapping[str, ResolvedSettings | None] | None = None,
         paths: Iterable[str] = (),
+        is_inductor: bool = False,
     ):
         self.settings = settings
         self.own = dict(own or {})
         self.paths = frozenset(paths)
+        self.is_inductor = is_inductor
         self._rows = []
         self._graphs = 0
 
@@ -73,7 +76,7 @@ class Partitioner(CustomPartitionerFn):
         module.graph = fx_graph_cse(module.graph)
         static = frozenset(options.get("static_lifetime_input_indices") or ())
         joint = JointGraph(module.graph, options["num_fwd_outputs"], static)
-        copies = Rewriter(joint, self._settings_of).run()
+        copies = Rewriter(joint, self._settings_of, self.is_inductor).run()
         with unset_fake_temporarily():
             for copy in copies.values():
                 counter_of(copy.root.node.meta["val"].device)
@@ -90,7 +93,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self):
         """Return the key by which torch's cache of compiled code knows these settings and this version of the code."""
-        return get_hash_for_files(_FILES, repr((self.settings, self.own)))
+        return get_hash_for_files(_FILES, repr((self.settings, self.own, self.is_inductor)))
 
     def __deepcopy__(self, memo):
         # Inductor copies its options, and the report must reach the object that the user has.

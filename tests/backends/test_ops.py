@@ -48,6 +48,17 @@ def test_opcheck_of_packing(device):
     check(activation_ops.unpack_op, activation_ops.pack_op(codes, 3), 3, 70)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_opcheck_of_masks(device, dtype):
+    mask = (torch.arange(70, device=device) % 3 > 0).to(dtype)
+    check(activation_ops.pack_mask_op, mask)
+    check(activation_ops.pack_mask_op, mask.view(7, 10).t())
+    packed = activation_ops.pack_mask_op(mask)
+    assert packed.numel() == 3
+    check(activation_ops.unpack_mask_op, packed, 70, dtype=dtype)
+    assert torch.equal(activation_ops.unpack_mask_op(packed, 70, dtype=dtype), mask)
+
+
 def test_opcheck_traced_with_dynamic_sizes():
     x = normal((5, 7))
     utilities = ("test_aot_dispatch_dynamic",)
@@ -105,6 +116,8 @@ def test_schemas_say_what_is_written():
         activation_ops.decode_mul_op,
         activation_ops.pack_op,
         activation_ops.unpack_op,
+        activation_ops.pack_mask_op,
+        activation_ops.unpack_mask_op,
     ):
         assert not op._schema.is_mutable
         assert all(result.alias_info is None for result in op._schema.returns)

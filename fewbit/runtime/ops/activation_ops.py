@@ -7,6 +7,7 @@ element gets, and which value a code stands for in place of the derivative f'(x)
     encode_kept(x, encoding, stride, seed) -> packed codes, one
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
+    pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
 An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. `encode_kept`
 does the same as `encode`, but a compiler saves its results for the backward pass. `one` is a tensor of value 1. The
@@ -177,6 +178,30 @@ unpack_op = define(
     "unpack(Tensor packed, int bits, SymInt n) -> Tensor",
     lambda packed, bits, n: backends.of(packed).unpack(packed, bits, n),
 )
+_STEP = Encoding.parse('{"bits":1,"levels":[0.0,1.0],"breaks":[0.5],"codes":[0,1]}')
+
+
+def _pack_mask(mask):
+    mask = mask.contiguous()
+    return (
+        pack_op(mask.view(torch.uint8), 1)
+        if mask.dtype is torch.bool
+        else encode(mask, _STEP, None)
+    )
+
+
+def _unpack_mask(packed, n, dtype):
+    if dtype is torch.bool:
+        return unpack_op(packed, 1, n).view(torch.bool)
+    one = torch.ones((), dtype=dtype, device=packed.device)
+    return decode_mul(one.expand(n), packed, _STEP, (1,))
+
+
+# A mask has the dtype bool, or is 0 and 1 in a floating dtype.
+pack_mask_op = define("pack_mask(Tensor mask) -> Tensor", _pack_mask)
+unpack_mask_op = define(
+    "unpack_mask(Tensor packed, SymInt n, *, ScalarType dtype) -> Tensor", _unpack_mask
+)
 
 
 @register_fake("fewbit::encode")
@@ -202,6 +227,16 @@ def _(codes, bits):
 @register_fake("fewbit::unpack")
 def _(packed, bits, n):
     return packed.new_empty(n, dtype=torch.uint8)
+
+
+@register_fake("fewbit::pack_mask")
+def _(mask):
+    return mask.new_empty(packed_words(mask.numel(), 1), dtype=torch.int32)
+
+
+@register_fake("fewbit::unpack_mask")
+def _(packed, n, *, dtype):
+    return packed.new_empty(n, dtype=dtype)
 
 
 save_results(encode_kept_op)

@@ -53,7 +53,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition a joint graph. The arguments are those of torch's `min_cut_rematerialization_partition`."""
         joint_module.graph.eliminate_dead_code()
-        exact_module = fx.GraphModule(joint_module, fx_graph_cse(joint_module.graph))  # a copy
+        exact_module = fx.GraphModule(joint_module, _copy(joint_module.graph))
         joint, copies = self._rewrite(joint_module, options)
         recomputable = joint.bytes_to_recompute()
         graphs = _partition(joint_module, joint_inputs, options)
@@ -112,6 +112,13 @@ class Partitioner(CustomPartitionerFn):
         if not found or None in found:
             return None if found else self.settings
         return max(found, key=lambda settings: settings.bits)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    results, output = copy.graph_copy(graph, {}, return_output_node=True)
+    copy.output(results).meta.update(output.meta)
+    return copy
 
 
 def _partition(module, inputs, options) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -93,9 +93,10 @@ def _apply(input, function, parameters, bits, table, inplace=False):
         parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
         bits = next((number for number in range(1, 9) if number == bits), bits)
     designed_for = parameters = tuple(map(float, parameters)) if parameters else ()
-    check_tensors(input)
-    if parameters and function in _COMPARED and table is None and input.dtype != torch.float64:
-        designed_for = tuple(unpack("f", pack("f", number))[0] for number in parameters)
+    if parameters and function in _COMPARED and table is None:
+        check_tensors(input)
+        if input.dtype != torch.float64:
+            designed_for = tuple(unpack("f", pack("f", number))[0] for number in parameters)
     encoding = encoding_text(function, designed_for, bits, table)
     return apply(input, function, parameters, encoding, inplace)
 

@@ -59,15 +59,17 @@ class _FewBit(Guarded):
         If the module is in a model whose policy chooses bits of activations, the policy gives the bits.
         """
         # Gradients in evaluation mode are exact: None stands for torch's own function.
-        settings = {"bits": self.bits if self.training else None, "table": self.table}
-        guard = None if torch.compiler.is_compiling() else vars(self).get(GUARD)
-        if guard is None or guard.context.policy is None or not self.training:
-            return function(input, *arguments, **settings)
+        bits = self.bits if self.training else None
+        guard = vars(self).get(GUARD)
+        if guard is None or bits is None or torch.compiler.is_compiling():
+            return function(input, *arguments, bits=bits, table=self.table)
         context, path = guard.context, vars(self)[PATH]
+        if context.policy is None:
+            return function(input, *arguments, bits=bits, table=self.table)
         if self.table is None:
-            settings["bits"] = context.activation_bits(path, self.bits, input)
+            bits = context.activation_bits(path, bits, input)
         with context.activation(path):
-            return function(input, *arguments, **settings)
+            return function(input, *arguments, bits=bits, table=self.table)
 
     def extra_repr(self) -> str:
         ours = f"bits={self.bits}" if self.table is None else f"table={self.table!r}"

@@ -40,17 +40,22 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
         InputError: the dtype is not float32, float64, float16 or bfloat16, or f(x) may not be written to x.
         GradientError: a second derivative or a forward-mode derivative is computed.
     """
-    if not needs_grad(x) or not _is_strided(x):
-        return torchs_own(x, function, parameters, inplace)
-    _check_input(x, function)
     plain = is_plain(x)
+    if plain:  # the usual case, for which the host's time counts
+        is_compressed = x.requires_grad and torch.is_grad_enabled() and not torch._C._is_tracing()
+    else:
+        is_compressed = needs_grad(x) and _is_strided(x)
+    if not is_compressed:
+        return torchs_own(x, function, parameters, inplace)
+    if x.dtype not in FLOATING:
+        _refuse(x, function)
     if not plain or torch._C._is_any_autocast_enabled():
         x = _autocast(x, function)
     if function in MADE_CONTIGUOUS.get(x.device.type, ()):
         x = x.contiguous()
     if inplace:
         check_inplace(x, function, plain)
-    if plain or is_abstract(x):
+    if function in preactivation.SIGNED and (plain or is_abstract(x)):
         y = preactivation.activate(x, function, parameters, encoding, inplace)
         if y is not None:
             return y
@@ -89,7 +94,8 @@ def apply_callable(x: torch.Tensor, function, encoding: str):
     """
     if not needs_grad(x) or not _is_strided(x):
         return function(x)
-    _check_input(x, name_of(function))
+    if x.dtype not in FLOATING:
+        _refuse(x, name_of(function))
     if not is_plain(x):  # callable_encoding_text has checked the callable
         return _traceable(x, function, encoding)
     with bypass():
@@ -155,11 +161,10 @@ def check_transforms(x) -> None:
         raise GradientError(library.NO_FORWARD_MODE)
 
 
-def _check_input(x, function: str) -> None:
-    if x.dtype not in FLOATING:
-        raise InputError(
-            f"{function}: expected a float32, float64, float16 or bfloat16 tensor, got {x.dtype}"
-        )
+def _refuse(x, function: str) -> None:
+    raise InputError(
+        f"{function}: expected a float32, float64, float16 or bfloat16 tensor, got {x.dtype}"
+    )
 
 
 def _autocast(x, function: str):

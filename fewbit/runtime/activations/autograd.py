@@ -41,9 +41,9 @@ class Activation(Function):
             y, packed, content = _in_context(context, x, function, parameters, encoding, seed)
         if inplace:
             ctx.mark_dirty(x)
-        is_mask = activation_ops.is_masking(function, encoding, x.dtype)
-        if context is not None and is_mask and layout.is_dense(x):
-            context.cache.put_mask(y, Mask(packed, encoding), inplace, content)
+        if context is not None and activation_ops.is_masking(function, encoding, x.dtype):
+            if layout.is_dense(x):
+                context.cache.put_mask(y, Mask(packed, encoding), inplace, content)
         offload.mark(packed)
         ctx.save_for_backward(packed)
         return y

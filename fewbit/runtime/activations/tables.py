@@ -31,6 +31,8 @@ def encoding_text(function: str, parameters: tuple, bits: int, table: Table | No
     Raises:
         FunctionError, SolveError, TableError: there is no such table. The message has one line.
     """
+    if table is None and type(bits) is int:
+        return _default(function, parameters, bits)
     check_choice(bits, table)
     if table is None:
         return _default(function, parameters, bits)
@@ -51,6 +53,7 @@ _AT_ZERO = Encoding(
 
 @lru_cache(maxsize=256)
 def _default(function, parameters, bits) -> str:
+    check_bits(bits)
     named = _function(function, parameters)
     if function in _SHRINKS and parameters == (0.0,):
         return _AT_ZERO.text

@@ -71,7 +71,7 @@ class Kernels:
             table,
             _buffer(x),
             _buffer(packed),
-            _optional(seed),
+            None if seed is None else _buffer(seed),
             *self._where(x),
         )
         return packed
@@ -102,7 +102,7 @@ class Kernels:
             _buffer(x),
             _buffer(out),
             _buffer(packed),
-            _optional(seed),
+            None if seed is None else _buffer(seed),
             *self._where(x),
         )
         return packed
@@ -140,7 +140,7 @@ class Kernels:
             features,
             _buffer(out),
             _buffer(codes),
-            _optional(seed),
+            None if seed is None else _buffer(seed),
             group_size,
             bits,
             fp32_min,

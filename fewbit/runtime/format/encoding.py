@@ -110,7 +110,7 @@ class Encoding:
 
     # -- what backends read -------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def unbiased(self) -> bool:
         """True if codes are drawn at random, which needs a seed."""
         return self.knots is not None

@@ -29,6 +29,9 @@ from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.single_backward import once_differentiable
 
+SIGNED = ("relu", "leaky_relu")
+"""The activations whose gradients need only the signs of their inputs."""
+
 
 class FixedPointSpec(NamedTuple):
     """The spec of a norm's normalized input x~ that is saved as a fixed-point copy.
@@ -181,7 +184,7 @@ def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
         The result. None if the cache has no such copy, if the activation is neither ReLU nor LeakyReLU, or if
         `encoding` is not its exact derivative.
     """
-    if function not in ("relu", "leaky_relu"):
+    if function not in SIGNED:
         return None
     context = current()
     if context is None or not context.cache.has_fixed_point or not context.recomputes_alike():

@@ -68,12 +68,28 @@ def compile(
 
 
 def compile_in_place(model: nn.Module, bits=None, layers=None, overrides=None, **settings) -> None:
-    """Compile a model like `compile`, but as the model's own method `compile` does: calls of the model run the code.
+    """Compile a model like `compile`, but so that calls of the model itself run the compiled code.
+
+    torch's method `Module.compile` compiles nothing if the class of the model is torch's own.
 
     Raises:
         InputError: an argument cannot be used.
     """
-    model.compile(**_arguments(model, bits, layers, overrides, **settings)[1])
+    arguments = _arguments(model, bits, layers, overrides, **settings)[1]
+
+    def call(*args, **kwargs):
+        return model._call_impl(*args, **kwargs)
+
+    # torch compiles a code object only 8 times. All functions `call` would have one code object in common.
+    call.__code__ = call.__code__.replace()
+    model._compiled_call_impl = torch.compile(call, **arguments)
+    model._compiled_call_impl.is_from_fewbit = True
+
+
+def undo_compile(model: nn.Module) -> None:
+    """Undo `compile_in_place`, if it compiled the model."""
+    if hasattr(model._compiled_call_impl, "is_from_fewbit"):
+        model._compiled_call_impl = None
 
 
 def partition_fn(

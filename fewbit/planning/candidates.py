@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fewbit.checkpointing import checkpoint_, supports_checkpoints
-from fewbit.compiler.compiling import compile_in_place
+from fewbit.compiler.compiling import compile_in_place, undo_compile
 from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
 from fewbit.compress.replace import replace_activations_
@@ -139,12 +139,13 @@ class Candidate:
         """Undo an earlier conversion of the model, if any, and convert the model in place.
 
         With the method "cross_entropy", call `fewbit.functional.cross_entropy` in your loss function too. With the
-        method "compile", the model is compiled as by its own method `compile`. Gradient checkpointing that is enabled
-        stays enabled.
+        method "compile", calls of the model run the compiled code, until another candidate is applied. Gradient
+        checkpointing that is enabled stays enabled.
 
         Returns:
             The controller; None with the methods "replace_activations_" and "compile", which have none.
         """
+        undo_compile(model)
         if self.method == "compile":
             restore_(model)
             compile_in_place(model, self.bits, **self.options)

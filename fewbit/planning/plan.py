@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -99,7 +99,7 @@ def plan(
         loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, the mean of the
             loss over the samples, such as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         candidates: The settings to measure; by default `default_candidates(model)`, and those of "cross-entropy" if the
-            loss function itself calls cross_entropy on large logits.
+            loss function itself calls cross_entropy and they save at least 10 % fewer bytes than those of "fixed".
         share: The largest error with which a candidate may be recommended, as a multiple of the variance between
             minibatches.
         draws: The number of passes with independent rounding for each candidate and batch, at least 2.
@@ -270,7 +270,8 @@ class _CompiledModel:
                     f"got {settings[0]} and {other}"
                 )
         steps.restore()
-        compile_in_place(steps.model, overrides={"": None}, **settings[0])
+        with _naming(candidates[0]):
+            compile_in_place(steps.model, overrides={"": None}, **settings[0])
         self._code = steps.code
         self.saved_bytes = steps.saved_bytes(batch)
         self.seconds = []
@@ -320,11 +321,8 @@ class _Found:
             return None
         if self.candidate.method == "cross_entropy":
             steps.loss_bits = self.candidate.bits.bits
-        try:
+        with _naming(self.candidate):
             return self.candidate.apply(steps.model)
-        except (InputError, TypeError) as error:
-            name = f"{self.candidate.policy}, {self.candidate.label}"
-            raise InputError(f"candidates: {name}: {error}") from error
 
     def measure(self, steps: _Steps, batch, number: int, exact, draws: int) -> None:
         """Measure the candidate's errors and durations on a batch.
@@ -375,6 +373,16 @@ class _Found:
             min(self.seconds),
             max(self.seconds),
         )
+
+
+@contextmanager
+def _naming(candidate: Candidate):
+    """Return a context manager that adds the candidate's name to errors about its arguments."""
+    try:
+        yield
+    except (InputError, TypeError) as error:
+        name = f"{candidate.policy}, {candidate.label}"
+        raise InputError(f"candidates: {name}: {error}") from error
 
 
 def _passes(

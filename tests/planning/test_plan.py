@@ -26,6 +26,7 @@ from fewbit import cli  # noqa: E402
 from fewbit.errors import InputError, OutputExistsError  # noqa: E402
 from fewbit.models.workload import workload  # noqa: E402
 from fewbit.planning.candidates import Candidate, default_candidates  # noqa: E402
+from fewbit.planning.loss import FewBitLoss  # noqa: E402
 from fewbit.planning.plan import plan  # noqa: E402
 from fewbit.planning.training_plan import Planned, TrainingPlan  # noqa: E402
 from fewbit.render.terminal import plain  # noqa: E402
@@ -436,6 +437,59 @@ def test_compiled_candidates_are_compared_with_exact_compiled_code():
     by_hand = fewbit.saved_bytes(lambda x: of_next_word(two_by_hand, x), words[0]).total
     assert two.saved_bytes == by_hand
     assert TrainingPlan.from_json(found.to_json()) == found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_models_of_torchs_own_classes_are_compiled_as_often_as_needed():
+    """torch compiles a code object 8 times, and does not compile the methods of its own classes."""
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 4)), torch.randn(32, 64)
+    settings = {"backend": "aot_eager"}
+    candidates = [Candidate("compile", 2, settings, "compile")] * 5
+    rows = [
+        row
+        for _ in range(2)
+        for row in plan(model, x, squared, candidates=candidates, chunks=4).rows
+    ]
+    assert len({row.saved_bytes for row in rows}) == 1
+    by_hand = fewbit.compile(deepcopy(model), 2, **settings)
+    squared(by_hand, x).backward()
+    assert rows[0].saved_bytes == fewbit.saved_bytes(lambda x: squared(by_hand, x), x).total
+    assert all(row.error > 0 for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_another_candidate_undoes_compilation():
+    model = net()
+    Candidate("compile", 2, {"backend": "aot_eager"}, "compile").apply(model)
+    assert model._compiled_call_impl is not None
+    FIXED.apply(model)
+    assert model._compiled_call_impl is None
+
+
+def test_wrong_arguments_of_torch_compile_name_the_candidate():
+    candidate = Candidate("mine", 2, {"bogus": 1}, "compile")
+    with pytest.raises(InputError, match="candidates: mine, 2 bits, bogus=1: .*'bogus'"):
+        plan(net(), torch.randn(16, 32), squared, candidates=[candidate], chunks=4)
+
+
+def test_the_parts_of_a_loss_are_rounded_independently():
+    logits = torch.randn(1, 64, 100).expand(64, -1, -1).reshape(-1, 100).requires_grad_()
+    target = torch.zeros(64 * 64, dtype=torch.long)
+    with FewBitLoss(2, seed=3):
+        before = torch.get_rng_state()
+        losses = [
+            nn.functional.cross_entropy(*each)
+            for each in zip(logits.chunk(64), target.chunk(64), strict=True)
+        ]
+        assert torch.equal(torch.get_rng_state(), before)
+    found = torch.autograd.grad(torch.stack(losses).sum(), logits)[0].view(64, -1)
+    exact = torch.autograd.grad(nn.functional.cross_entropy(logits[:64], target[:64]), logits)[
+        0
+    ].view(64, -1)[0]
+    errors = found - exact
+    # The mean of 64 independent errors is about an eighth as large as one error.
+    assert errors.mean(0).norm() < 0.2 * errors[0].norm()
 
 
 def test_compiled_candidates_have_one_reference():

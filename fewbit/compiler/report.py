@@ -27,7 +27,8 @@ class SavedRow(NamedTuple):
     Attributes:
         module: the dotted path of the module whose backward pass uses the tensor. If there are several, or if the
             tensor is exact, the path of the module that made it. "" stands for the model.
-        op: the op of ATen that the model called and that made the tensor, for example "gelu_backward" for a derivative.
+        op: the op of ATen that the model called and that made the tensor, for example "gelu_backward" for a derivative;
+            "input" for a result of an earlier graph, if torch broke the graph.
         shape: the shape.
         dtype: the dtype, for example "float32".
         exact_bytes: the bytes of the tensor itself.
@@ -166,6 +167,8 @@ def _why_saved(node) -> str:
 def _row(node, module: str, saved: int, bits: int | None, reason: str) -> SavedRow:
     value = node.meta["val"]
     dtype = str(value.dtype).removeprefix("torch.")
-    op = str(node.meta.get("original_aten") or node.target).removeprefix("aten.").split(".")[0]
+    # Without a graph break, the inputs of a graph are the model's, which are not counted.
+    op = "input" if node.op == "placeholder" else node.meta.get("original_aten") or node.target
+    op = str(op).removeprefix("aten.").split(".")[0]
     shape = tuple(hints(value.shape))
     return SavedRow(module, op, shape, dtype, size_in_bytes(node), saved, bits, reason)

@@ -107,6 +107,7 @@ def test_a_broken_graph():
     assert report.saved_bytes <= saved <= report.saved_bytes + x.nbytes
     assert exact.total > 8 * report.saved_bytes
     assert "in 2 graphs together" in str(report)
+    assert not any(row.op.startswith("primals") for row in report.rows)
 
 
 def test_the_report():

@@ -15,6 +15,7 @@ Writes results/compiled_times.*, a row for each network, backend and arm.
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
 import time
 
@@ -96,6 +97,7 @@ def _rows(name, backend, module, batch):
         torch._dynamo.reset()
         runs = {arm: prepare(copy.deepcopy(module), backend) for arm, prepare in ARMS.items()}
         for arm, run in runs.items():
+            gc.collect()  # else the last arms pay for the garbage of the first ones
             compiling[arm].append(_seconds(run, batch))
     turns = {arm: [] for arm in ARMS}
     end = time.perf_counter() + BUDGET

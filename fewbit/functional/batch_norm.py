@@ -204,7 +204,7 @@ class _BatchNorm(Function):
             rstd, weight, reserve, *tensors = ctx.saved_tensors
             size = ctx.spec.size
             x = dequantize_scaled(ctx, tensors, _of_channels(rstd, ctx.view, size), ctx.dtype)
-            mask = [needs_x and len(tensors) == ctx.spec.count, needs_weight, False]
+            mask = [needs_x and len(tensors) == ctx.spec.count, needs_weight, needs_bias]
             means = torch.zeros_like(rstd)
             statistics = weight, None, None, means, rstd, True, ctx.eps, mask
             if ctx.implementation is None:
@@ -215,7 +215,7 @@ class _BatchNorm(Function):
                 grads = torch.ops.aten._batch_norm_impl_index_backward(
                     ctx.implementation, _as(x, ctx.view), grad, *statistics, reserve
                 )
-            grad_x, grad_weight, _ = grads
+            grad_x, grad_weight, grad_bias = grads
             if needs_x and len(tensors) > ctx.spec.count:
                 g = weighted(grad, per_channel(weight, grad.dim()))
                 dims = [dim for dim in range(grad.dim()) if dim != 1]
@@ -223,8 +223,9 @@ class _BatchNorm(Function):
                 grad_x = input_gradient(g, first, second, per_channel(rstd, grad.dim()), dims)
             grad_x = grad_x.to(ctx.dtype).reshape(size) if needs_x else None
             grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
-        if needs_bias:
-            grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
+        elif needs_bias:
+            grad_bias = sums.over_channels(grad)
+        grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
         return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
 
 

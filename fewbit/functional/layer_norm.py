@@ -264,22 +264,26 @@ class _LayerNorm(Function):
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
             rstd, weight, *tensors = ctx.saved_tensors
-            mask = needs_x and len(tensors) == ctx.spec.count, needs_weight, False
             x = dequantize_scaled(ctx, tensors, rstd, grad.dtype)
             scale = weight
             if weight is not None and weight.dtype.itemsize < grad.dtype.itemsize:
                 scale = weight.to(grad.dtype)  # as autocast did in the forward pass
-            grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-                grad, x, ctx.shape, torch.zeros_like(rstd), rstd, scale, None, mask
+            has_one_copy = len(tensors) == ctx.spec.count
+            mask = needs_x and has_one_copy, needs_weight, needs_bias and scale is not None
+            # Of the bias, torch reads only what the weight has too: shape, dtype and device.
+            grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+                grad, x, ctx.shape, torch.zeros_like(rstd), rstd, scale, scale, mask
             )
-            if needs_x and len(tensors) > ctx.spec.count:
+            if needs_x and not has_one_copy:
                 dims = tuple(range(-len(ctx.shape), 0))
                 g = weighted(grad, weight).to(rstd.dtype)
                 grad_x = input_gradient(g, *dequantize_copies(ctx, tensors), rstd, dims)
             grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
-            grad_bias = sums.over_rows(grad, len(ctx.shape)).to(ctx.bias_dtype)
+            if grad_bias is None:
+                grad_bias = sums.over_rows(grad, len(ctx.shape))
+            grad_bias = grad_bias.to(ctx.bias_dtype)
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
 

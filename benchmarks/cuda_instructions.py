@@ -3,10 +3,9 @@
     python benchmarks/cuda_instructions.py                # sm_80, sm_90 and sm_100: about 2 minutes on 2 cores
     python benchmarks/cuda_instructions.py --update       # make these numbers the budgets of the test
 
-nvcc compiles each source with the flags of setup.py, and nvdisasm disassembles the result. nvcc comes with the CUDA toolkit;
-nvdisasm does too, and is also the package nvidia-cuda-nvdisasm on PyPI. The counts are those of the code, of all its
-branches together. A thread runs some of the branches, and loops several times, so the counts say nothing about times by
-themselves. They show what a change of a kernel costs, and that no kernel spills registers.
+nvcc compiles each source with the flags of setup.py, and nvdisasm disassembles the result. Both come with the CUDA toolkit;
+PyPI has nvdisasm too (nvidia-cuda-nvdisasm). The counts cover all branches of a kernel. A thread runs only some of them and
+repeats loops, so the counts are not times. They show what a change of a kernel costs, and that no kernel spills registers.
 
 tests/project/test_cuda_instructions.py compares the counts for sm_90 with csrc/cuda/budgets.json.
 

@@ -33,14 +33,14 @@ def compile(
 ):
     """Compile a model with torch.compile so that it saves a few bits per element for the backward pass.
 
-    The forward pass is torch's. Between the passes, the compiled code saves quantized copies of the tensors that the
-    gradients depend on, masks of 1 bit, and exact tensors only for ops that need them. It does not matter by which
-    modules or functions the model computes a tensor (docs/compile.md). The model itself does not change.
+    The results of the forward pass are torch's. For the backward pass, the compiled code saves quantized copies and masks
+    of 1 bit, and exact tensors only where an op needs them. This holds for the tensors of all modules and functions
+    (docs/compile.md). The model itself does not change.
 
     Args:
         model: the model. If `compress_` has converted it, its layers keep their own copies, and the other tensors are
             quantized too.
-        bits: the bits per element, 1 to 8, or FixedBits. None stands for 4.
+        bits: the bits per element, 1 to 8, or FixedBits. None means 4.
         layers: settings in place of the default settings, as in `compress_`. `activation_bits` are the bits of
             derivatives of nonlinear functions (usually `bits`, but at least 3), `attention_bits` those of queries, keys
             and values (usually `bits`, but at least 4).
@@ -57,6 +57,9 @@ def compile(
 
     Raises:
         InputError: an argument cannot be used.
+
+    Warns:
+        With a version of torch other than 2.13, the compiled code saves exact tensors, and there is no `partitioner`.
     """
     settings = {"backend": backend, "mode": mode, "options": options, **settings}
     partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)
@@ -70,7 +73,7 @@ def compile(
 def compile_in_place(model: nn.Module, bits=None, layers=None, overrides=None, **settings) -> None:
     """Compile a model like `compile`, but so that calls of the model itself run the compiled code.
 
-    torch's method `Module.compile` compiles nothing if the class of the model is torch's own.
+    torch's method `Module.compile` has no effect on a model whose class is torch's, such as nn.Sequential.
 
     Raises:
         InputError: an argument cannot be used.
@@ -192,7 +195,7 @@ def _partitioner(
 
         return Partitioner(settings, own, paths, is_inductor)
     warnings.warn(
-        f"fewbit.compile is tested with torch {', '.join(TESTED)} and this is torch {torch.__version__}, so the "
+        f"expected torch {', '.join(TESTED)}, with which fewbit.compile is tested, got torch {torch.__version__}: the "
         "compiled code saves exact tensors",
         stacklevel=stacklevel,
     )

@@ -49,7 +49,7 @@ class Candidate:
         policy: the name of the curve to which the point belongs.
         bits: the argument `bits` of `fewbit.compress_`: a configuration, a number or None. A number or None is
             converted to the configuration that it stands for. All methods but "compress_" take a whole number only.
-        options: other keyword arguments of the function that converts the model.
+        options: other keyword arguments of the function that `method` names.
         method: how the candidate is applied:
 
             - "compress_": `fewbit.compress_`.
@@ -117,7 +117,7 @@ class Candidate:
 
     @property
     def call(self) -> str:
-        """The Python statement that applies the candidate to a model named `model`."""
+        """Python code that applies the candidate to a model named `model`, and assigns a compiled model to `model`."""
         shown = {name: repr(self.options[name]) for name in self.options if name not in _UNSHOWN}
         if isinstance(self.bits, Budget) or "sample" in self.options:
             shown["sample"] = "sample"
@@ -200,7 +200,7 @@ def _read(name: str, value):
 
 
 class Curve(NamedTuple):
-    """The default candidates of `fewbit.plan` that form one curve in the picture of the plan.
+    """The candidates of fewbit that form one curve in the picture of the plan.
 
     Attributes:
         policy: the name of the curve.
@@ -257,7 +257,7 @@ ACTIVATION_BITS = (4, 3, 2)
 def default_candidates(
     model: nn.Module, policies: Iterable[str] | None = None
 ) -> tuple[Candidate, ...]:
-    """Return the candidates that `fewbit.plan` measures if none are given.
+    """Return fewbit's own candidates for a model. `fewbit.plan` measures these if none are given.
 
     The attribute `policy` of a candidate is one of these names:
 

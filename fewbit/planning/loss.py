@@ -38,7 +38,7 @@ class FewBitLoss(TorchFunctionMode):
 
 @contextmanager
 def _seeded(device: torch.device, seed: int):
-    """Return a context manager in whose block the generator of one device, and of no other, starts from a seed."""
+    """Return a context manager that seeds the generator of one device, and restores it when the block ends."""
     if device.type == "cpu":
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)

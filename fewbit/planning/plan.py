@@ -7,8 +7,8 @@ pass, because rounding is random. The error of the setting is
 
 in units of the gradient squared. The plan compares the error with the variance of g between minibatches. If the error
 is small relative to that variance, the setting hardly changes the information in a step of stochastic gradient descent
-(ActNN, section 3.2). The error is not divided by |g|^2 of its batch. Once a model is trained, |g|^2 differs much more
-from batch to batch than the error does, and the two hardly correlate.
+(ActNN, section 3.2). The error is not divided by |g|^2 of its batch: once a model is trained, |g|^2 differs much
+more from batch to batch than the error does.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import counted
 
 ADAPTING_STEPS = 3
-"""The number of steps, without an update of the weights, before a candidate with a policy is measured.
+"""The number of steps, without an update of the weights, before a candidate whose bits adapt is measured.
 
-The policy measures the first two steps, and in the third it chooses bits from both measurements.
+The first two steps are measured, and in the third bits are chosen from both measurements.
 """
 
 _OF_FEWBIT = "layers", "overrides"
@@ -119,7 +119,7 @@ def plan(
     """
     is_number = isinstance(share, int | float) and not isinstance(share, bool)
     if not is_number or not 0 < share < math.inf:
-        raise InputError(f"share: expected a number above 0, got {share!r}")
+        raise InputError(f"share: expected a finite number above 0, got {share!r}")
     check_count("draws", draws, 2)
     check_count("chunks", chunks, 4, even=True)
     check_count("seed", seed, 0)
@@ -266,7 +266,7 @@ class _CompiledModel:
         for other in settings:
             if other != settings[0]:
                 raise InputError(
-                    "candidates: expected the same arguments of torch.compile in all that compile, "
+                    "candidates: expected the same arguments of torch.compile in all with the method compile, "
                     f"got {settings[0]} and {other}"
                 )
         steps.restore()
@@ -286,7 +286,7 @@ class _CompiledModel:
 
 
 class _Found:
-    """The measurements of one candidate, batch by batch. The constructor lets the candidate's policy choose bits.
+    """The measurements of one candidate, batch by batch. The constructor lets a candidate whose bits adapt choose them.
 
     Args:
         candidate: The candidate.
@@ -403,7 +403,7 @@ def _passes(
         squares.append(_squared(exact))
         if not squares[-1] > 0 or not math.isfinite(squares[-1]):
             raise InputError(
-                f"loss: expected a gradient that is finite and not 0, got |g|^2 = {squares[-1]}"
+                f"loss: expected a gradient that is finite and not 0, got |g|^2 = {squares[-1]} in batch {number}"
             )
         exact_compiled = None if compiled is None else compiled.gradient(steps, batch, number)
         for each in found:
@@ -420,7 +420,7 @@ def _passes(
 def _has_large_logits(steps: _Steps, batch) -> bool:
     """Return whether the loss function calls cross_entropy, and saves many fewer bytes if fewbit's runs in its place.
 
-    The model is compressed for the comparison: in a compressed model, cross_entropy is fewbit's already.
+    Both models are compressed, because a call of cross_entropy inside a compressed model is fewbit's already.
     """
     sizes = []
     for policy in ("fixed", CROSS_ENTROPY):

@@ -497,7 +497,7 @@ def test_compiled_candidates_have_one_reference():
         Candidate("compile", 2, {"backend": backend}, "compile")
         for backend in ("aot_eager", "inductor")
     ]
-    message = "the same arguments of torch.compile in all that compile, got {'backend': 'aot_eager'} and {'backend': 'inductor'}"
+    message = "the same arguments of torch.compile in all with the method compile, got {'backend': 'aot_eager'} and {'backend': 'inductor'}"
     with pytest.raises(InputError, match=message):
         plan(net(), torch.randn(16, 32), squared, candidates=candidates, chunks=4)
 
@@ -693,9 +693,9 @@ def test_bad_options_of_a_profile(changes, message):
             {"loss": lambda model, batch: 0 * model(batch).sum()},
             "expected a gradient that is finite and not 0",
         ),
-        ({"share": 0}, "share: expected a number above 0, got 0"),
-        ({"share": "much"}, "share: expected a number above 0, got 'much'"),
-        ({"share": math.inf}, "share: expected a number above 0, got inf"),
+        ({"share": 0}, "share: expected a finite number above 0, got 0"),
+        ({"share": "much"}, "share: expected a finite number above 0, got 'much'"),
+        ({"share": math.inf}, "share: expected a finite number above 0, got inf"),
         ({"candidates": []}, "candidates: expected a Candidate or several, got none"),
         ({"candidates": [{"bits": 2}]}, "expected instances of fewbit.Candidate, got dict"),
         ({"candidates": 4}, "expected instances of fewbit.Candidate, got int"),
@@ -1088,7 +1088,7 @@ def test_command_with_a_model_by_name():
         (["{own}:broken"], "broken raised KeyError: 'data'"),
         (["{own}:refused"], "error: bits: expected 1 to 8"),
         (["{own}:setting", "--policy", "pre-activation"], "a batch or layer norm, got one without"),
-        (["resnet18", "--share", "0"], "share: expected a number above 0, got 0.0"),
+        (["resnet18", "--share", "0"], "share: expected a finite number above 0, got 0.0"),
         (["resnet18", "--draws", "1"], "draws: expected"),
     ],
 )

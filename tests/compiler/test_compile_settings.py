@@ -126,7 +126,9 @@ def test_the_report():
 def test_an_untested_torch_saves_exact_tensors(monkeypatch):
     model, x = made("gated")
     monkeypatch.setattr(compiling, "TESTED", ("1.0",))
-    with pytest.warns(UserWarning, match=r"expected torch 1\.0, with which fewbit.compile is tested, got torch"):
+    with pytest.warns(
+        UserWarning, match=r"expected torch 1\.0, with which fewbit.compile is tested, got torch"
+    ):
         compiled = fewbit.compile(model, 2, backend="aot_eager")
     assert not hasattr(compiled, "partitioner")
     torch.testing.assert_close(gradient(model, compiled, x), gradient(model, model, x))

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -27,8 +25,6 @@ from torch.utils._pytree import tree_map
 
 from fewbit.analysis.gradients import (
     CHUNKS,
-    Loss,
-    Measured,
     batches_of,
     check_count,
     check_loss,
@@ -39,12 +35,8 @@ from fewbit.analysis.gradients import (
     size_of,
     tensors_of,
 )
-from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.progress import Progress
 from fewbit.analysis.unchanged import alone, unchanged
-from fewbit.checkpointing import CHECKPOINTING
-from fewbit.compiler.compiling import compile_in_place
-from fewbit.convert.swap import restore_
 from fewbit.errors import InputError
 from fewbit.planning.candidates import (
     CROSS_ENTROPY,
@@ -52,7 +44,7 @@ from fewbit.planning.candidates import (
     check_candidates,
     default_candidates,
 )
-from fewbit.planning.loss import FewBitLoss
+from fewbit.planning.steps import CompiledModel, Steps, naming
 from fewbit.planning.training_plan import Planned, TrainingPlan
 from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import measuring
@@ -64,8 +56,6 @@ ADAPTING_STEPS = 3
 The first two steps are measured, and in the third bits are chosen from both measurements.
 """
 
-_OF_FEWBIT = "layers", "overrides"
-"""The options of candidates that compile which are fewbit's; it passes all others on to torch.compile."""
 LARGE = 0.9
 """Default candidates include those of "cross-entropy" if they save at most this part of the bytes of "fixed"."""
 
@@ -131,7 +121,7 @@ def plan(
     batches = [tree_map(alone, one) for one in batches_of(batch)]
     bar = Progress("plan", progress)
     with unchanged(dict(model.named_modules()), tensors_of(batches)):
-        steps = _Steps(copied(model), loss, seed)
+        steps = Steps(copied(model), loss, seed)
         steps.restore()
         if candidates is None:
             candidates = default_candidates(steps.model)
@@ -142,7 +132,7 @@ def plan(
         with bar.shown():
             done = partial(bar.step, len(candidates) * (1 + len(batches) * draws))
             compiling = [each for each in candidates if each.method == "compile"]
-            compiled = _CompiledModel(steps, batches[0], compiling) if compiling else None
+            compiled = CompiledModel(steps, batches[0], compiling) if compiling else None
             found = [_Found(candidate, steps, batches, done) for candidate in candidates]
             squares, seconds = _passes(steps, batches, found, draws, compiled)
     variances = sampling.sum(1)
@@ -170,121 +160,6 @@ def plan(
 # -- Measuring -----------------------------------------------------------------------------------------------
 
 
-class _Steps(Measured):
-    """A copy of the model whose passes are timed.
-
-    Attributes:
-        seconds: The duration of the latest forward and backward pass, in seconds.
-        loss_bits: The bits with which the loss function's cross-entropy saves probabilities. None: torch's
-            cross-entropy.
-        passes: The number of passes with `loss_bits` so far.
-    """
-
-    seconds = math.nan
-    loss_bits = None
-    passes = 0
-
-    def __init__(self, model: nn.Module, loss: Loss, seed: int):
-        super().__init__(model, loss, seed)
-        self._checkpoints = {
-            module: {name: vars(module)[name] for name in CHECKPOINTING if name in vars(module)}
-            for module in model.modules()
-            if hasattr(module, CHECKPOINTING[0])
-        }
-
-    def restore(self) -> None:
-        """Undo what a candidate has changed in the model."""
-        restore_(self.model)
-        self.code = None
-        self.loss_bits = None
-        for module, values in self._checkpoints.items():
-            # Without an attribute of its own, a layer has that of its class.
-            for name in CHECKPOINTING:
-                vars(module).pop(name, None)
-            vars(module).update(values)
-
-    @property
-    def code(self):
-        """What a compiled model calls, or None. torch's method `Module.compile` sets it, and calls look it up."""
-        return self.model._compiled_call_impl
-
-    @code.setter
-    def code(self, code) -> None:
-        self.model._compiled_call_impl = code
-
-    def value(self, batch) -> torch.Tensor:
-        self._wait()
-        self._started = time.perf_counter()
-        with self._loss_mode():
-            return super().value(batch)
-
-    def saved_bytes(self, batch) -> int:
-        """Return the bytes that one forward pass saves for the backward pass."""
-        if self.code is not None:
-            self.gradient(batch, 0)  # compile the code
-        with self._loss_mode():
-            return saved_bytes(partial(self.loss, self.model), batch).total
-
-    def _loss_mode(self):
-        if self.loss_bits is None:
-            return nullcontext()
-        self.passes += 1
-        return FewBitLoss(self.loss_bits, self.seed + self.passes)
-
-    def backward(self, value, again=False):
-        found = super().backward(value, again)
-        self._wait()
-        self.seconds = time.perf_counter() - self._started
-        return found
-
-    def _wait(self) -> None:
-        for device in {parameter.device for parameter in self.parameters}:
-            if device.type not in ("cpu", "meta"):
-                torch.get_device_module(device).synchronize(device)
-
-
-class _CompiledModel:
-    """The model as torch.compile compiles it, with exact saved tensors: the reference of candidates that compile.
-
-    Compiled code draws other dropout masks than the model itself, and which masks it draws depends on the backend.
-
-    Args:
-        steps: The copy of the model.
-        batch: The first batch.
-        candidates: The candidates that compile. The arguments that they pass on to torch.compile must be the same.
-
-    Attributes:
-        saved_bytes: The bytes that one forward pass saves for the backward pass.
-        seconds: The durations of the forward and backward passes, in seconds.
-    """
-
-    def __init__(self, steps: _Steps, batch, candidates: list[Candidate]):
-        settings = [
-            {name: value for name, value in each.options.items() if name not in _OF_FEWBIT}
-            for each in candidates
-        ]
-        for other in settings:
-            if other != settings[0]:
-                raise InputError(
-                    "candidates: expected the same arguments of torch.compile in all with the method compile, "
-                    f"got {settings[0]} and {other}"
-                )
-        steps.restore()
-        with _naming(candidates[0]):
-            compile_in_place(steps.model, overrides={"": None}, **settings[0])
-        self._code = steps.code
-        self.saved_bytes = steps.saved_bytes(batch)
-        self.seconds = []
-
-    def gradient(self, steps: _Steps, batch, number: int) -> list[torch.Tensor]:
-        """Return the gradients of a pass, as `Measured.gradient` does."""
-        steps.restore()
-        steps.code = self._code
-        found = steps.gradient(batch, number)
-        self.seconds.append(steps.seconds)
-        return found
-
-
 class _Found:
     """The measurements of one candidate, batch by batch. The constructor lets a candidate whose bits adapt choose them.
 
@@ -295,7 +170,7 @@ class _Found:
         done: A function that is called when bits are chosen, and after each draw, to show the progress.
     """
 
-    def __init__(self, candidate: Candidate, steps: _Steps, batches: list, done):
+    def __init__(self, candidate: Candidate, steps: Steps, batches: list, done):
         self.candidate = candidate
         self.errors = []  # (draws,) for each batch: |g^ - g|^2
         self.sums = []  # for each batch: |sum over draws of (g^ - g)|^2
@@ -321,10 +196,10 @@ class _Found:
             return None
         if self.candidate.method == "cross_entropy":
             steps.loss_bits = self.candidate.bits.bits
-        with _naming(self.candidate):
+        with naming(self.candidate):
             return self.candidate.apply(steps.model)
 
-    def measure(self, steps: _Steps, batch, number: int, exact, draws: int) -> None:
+    def measure(self, steps: Steps, batch, number: int, exact, draws: int) -> None:
         """Measure the candidate's errors and durations on a batch.
 
         Args:
@@ -375,18 +250,8 @@ class _Found:
         )
 
 
-@contextmanager
-def _naming(candidate: Candidate):
-    """Return a context manager that adds the candidate's name to errors about its arguments."""
-    try:
-        yield
-    except (InputError, TypeError) as error:
-        name = f"{candidate.policy}, {candidate.label}"
-        raise InputError(f"candidates: {name}: {error}") from error
-
-
 def _passes(
-    steps: _Steps, batches, found: list[_Found], draws: int, compiled: _CompiledModel | None
+    steps: Steps, batches, found: list[_Found], draws: int, compiled: CompiledModel | None
 ) -> tuple[list, list]:
     """Measure all candidates on all batches. Return |g|^2 of each batch, and the seconds of exact passes.
 
@@ -417,7 +282,7 @@ def _passes(
     return squares, seconds
 
 
-def _has_large_logits(steps: _Steps, batch) -> bool:
+def _has_large_logits(steps: Steps, batch) -> bool:
     """Return whether the loss function calls cross_entropy, and saves many fewer bytes if fewbit's runs in its place.
 
     Both models are compressed, because a call of cross_entropy inside a compressed model is fewbit's already.
@@ -446,7 +311,7 @@ def _standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
 
 
-def _device_of(steps: _Steps) -> str:
+def _device_of(steps: Steps) -> str:
     devices = sorted({str(parameter.device) for parameter in steps.parameters})
     threads = f", {counted(torch.get_num_threads(), 'thread')}" if devices == ["cpu"] else ""
     return ", ".join(devices) + threads

@@ -18,7 +18,6 @@ Args of all functions:
 
 from __future__ import annotations
 
-import json
 import math
 from functools import lru_cache
 
@@ -28,7 +27,7 @@ from torch.autograd import Function
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
-from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.format.encoding import Encoding, mask_text
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_plain
@@ -156,11 +155,11 @@ class _Dropout(Function):
         fused = plain and kind == "plain" and features is None and not inplace
         if fused and x.device.type in _FUSED:
             y, mask = torch.native_dropout(x, p, True)
-            ctx.encoding = _encoding(1.0 / (1.0 - p))
+            ctx.encoding = mask_text(1.0 / (1.0 - p))
             packed = activation_ops.pack_op(layout.storage_order(mask.view(torch.uint8)), 1)
         else:
             y, mask, packed = _drawn(x, p, kind, features, inplace, plain)
-            ctx.encoding = _encoding(_factor(p, kind, x.dtype))
+            ctx.encoding = mask_text(_factor(p, kind, x.dtype))
         if inplace:
             ctx.mark_dirty(x)
         ctx.stride = tuple(mask.stride())
@@ -191,9 +190,9 @@ def _drawn(x, p, kind, features, inplace, plain):
     noise.bernoulli_(1 - p)
     one = None
     if plain:
-        packed = activation_ops.encode(noise, Encoding.parse(_encoding(1.0)), None)
+        packed = activation_ops.encode(noise, Encoding.parse(mask_text(1.0)), None)
     else:
-        packed, one = activation_ops.encode_kept_op(noise, _encoding(1.0), noise.stride())
+        packed, one = activation_ops.encode_kept_op(noise, mask_text(1.0), noise.stride())
     shift = None
     if kind == "alpha":
         a = _slope(p)
@@ -228,10 +227,3 @@ def _factor(p: float, kind: str, dtype: torch.dtype) -> float:
 def _rounded_factor(p, kind, dtype):
     one = torch.ones((), dtype=dtype)
     return (one.mul_(_slope(p)) if kind == "alpha" else one.div_(1 - p)).item()
-
-
-@constant
-def _encoding(factor: float) -> str:
-    """Return the text of an encoding (see `Encoding.parse`) that packs a 0/1 mask and decodes it as 0 and `factor`."""
-    document = {"bits": 1, "levels": [0.0, factor], "breaks": [0.5], "codes": [0, 1]}
-    return json.dumps(document, separators=(",", ":"))

@@ -270,7 +270,7 @@ class _LayerNorm(Function):
                 scale = weight.to(grad.dtype)  # as autocast did in the forward pass
             has_one_copy = len(tensors) == ctx.spec.count
             mask = needs_x and has_one_copy, needs_weight, needs_bias and scale is not None
-            # Of the bias, torch reads only what the weight has too: shape, dtype and device.
+            # torch reads only the shape, the dtype and the device of the bias, and the weight has the same.
             grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
                 grad, x, ctx.shape, torch.zeros_like(rstd), rstd, scale, scale, mask
             )

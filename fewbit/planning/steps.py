@@ -58,7 +58,7 @@ class Steps(Measured):
 
     @property
     def code(self):
-        """What a compiled model calls, or None. torch's method `Module.compile` sets it, and calls look it up."""
+        """The compiled code that calls of the model run; None if the model is not compiled."""
         return self.model._compiled_call_impl
 
     @code.setter

@@ -16,6 +16,7 @@ import numpy as np
 
 from fewbit.config import BLOCK
 from fewbit.errors import TableError
+from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.table import Knots, Table, round_breaks
 
 
@@ -230,3 +231,10 @@ def _parse(text: str) -> Encoding:
     for array in (encoding.levels, encoding.breaks, encoding.codes):
         array.setflags(write=False)
     return encoding
+
+
+@constant
+def mask_text(factor: float) -> str:
+    """Return the text of an encoding (see `Encoding.parse`) that packs a 0/1 mask and decodes it as 0 and `factor`."""
+    document = {"bits": 1, "levels": [0.0, factor], "breaks": [0.5], "codes": [0, 1]}
+    return json.dumps(document, separators=(",", ":"))

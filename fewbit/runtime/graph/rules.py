@@ -126,15 +126,19 @@ class Derivative(Rule):
         return SavedTensors(tensors, _InverseSpec(spec, self.inverse, x.dtype))
 
 
-@dataclass(frozen=True)
-class Mask(Rule):
-    """The argument is a mask of bools."""
+class OneBit(Rule):
+    """The base class of rules that save one bit per element and lose nothing."""
 
     is_exact = True
 
     def bits(self, x, settings):
         """Return the bits per element of the copy."""
         return 1
+
+
+@dataclass(frozen=True)
+class Mask(OneBit):
+    """The argument is a mask of bools."""
 
     def compress(self, x, settings):
         """Return the packed mask."""
@@ -145,17 +149,11 @@ class Mask(Rule):
 
 
 @dataclass(frozen=True)
-class TwoValued(Rule):
+class TwoValued(OneBit):
     """The argument has two values, 0 and a positive number, as the factor by which dropout multiplies.
 
     A tensor on a GPU stays as it is, because the host would have to wait for its largest element.
     """
-
-    is_exact = True
-
-    def bits(self, x, settings):
-        """Return the bits per element of the copy."""
-        return 1
 
     def compress(self, x, settings):
         """Return a packed bit for each element, or None if there are other values."""
@@ -169,14 +167,8 @@ class TwoValued(Rule):
 
 
 @dataclass(frozen=True)
-class Positive(Rule):
+class Positive(OneBit):
     """The gradient depends on the signs of the argument alone, as that of ReLU depends on the signs of its result."""
-
-    is_exact = True
-
-    def bits(self, x, settings):
-        """Return the bits per element of the copy."""
-        return 1
 
     def compress(self, x, settings):
         """Return the packed signs."""
@@ -185,7 +177,7 @@ class Positive(Rule):
 
 
 @dataclass(frozen=True)
-class Inside(Rule):
+class Inside(OneBit):
     """The gradient depends only on which elements are in an interval, as that of torch.clamp does.
 
     Attributes:
@@ -195,11 +187,6 @@ class Inside(Rule):
 
     least: float | None
     greatest: float | None
-    is_exact = True
-
-    def bits(self, x, settings):
-        """Return the bits per element of the copy."""
-        return 1
 
     def compress(self, x, settings):
         """Return a packed bit for each element."""

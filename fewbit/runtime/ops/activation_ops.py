@@ -23,7 +23,7 @@ from torch.library import register_fake
 
 from fewbit.runtime import backends
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.encoding import Encoding, packed_words
+from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
 from fewbit.runtime.ops.library import (
     define,
     refuse_second_derivative,
@@ -185,16 +185,14 @@ unpack_op = define(
     "unpack(Tensor packed, int bits, SymInt n) -> Tensor",
     lambda packed, bits, n: backends.of(packed).unpack(packed, bits, n),
 )
-_STEP = Encoding.parse('{"bits":1,"levels":[0.0,1.0],"breaks":[0.5],"codes":[0,1]}')
+_STEP = Encoding.parse(mask_text(1.0))
 
 
 def _pack_mask(mask):
     mask = mask.contiguous()
-    return (
-        pack_op(mask.view(torch.uint8), 1)
-        if mask.dtype is torch.bool
-        else encode(mask, _STEP, None)
-    )
+    if mask.dtype is torch.bool:
+        return pack_op(mask.view(torch.uint8), 1)
+    return encode(mask, _STEP, None)
 
 
 def _unpack_mask(packed, n, dtype):

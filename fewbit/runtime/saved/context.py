@@ -35,8 +35,7 @@ _running = threading.local()  # the innermost call of any model in this thread
 
 def current() -> ForwardContext | None:
     """Return the context of the model whose forward pass runs in this thread, or None."""
-    reference = getattr(_running, "call", None)
-    call = None if reference is None else reference()
+    call = _innermost(_running)
     return None if call is None else call.context
 
 

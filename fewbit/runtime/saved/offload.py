@@ -49,10 +49,9 @@ _running = _Running()
 
 def mark(*tensors: torch.Tensor) -> None:
     """Mark tensors that a layer made only for the backward pass, so that an `Offload` may move them to the host."""
-    if _running.entered:
-        forward = _running.forward()
-        if forward is not None:
-            forward.mark(tensors)
+    forward = _running.forward()
+    if forward is not None:
+        forward.mark(tensors)
 
 
 def is_active() -> bool:

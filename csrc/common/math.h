@@ -14,8 +14,10 @@
 #include "dtype.h"
 #include "host_device.h"
 
+// nvcc compiles a source once for the host, which makes the functors, and once for each device. The members of a functor depend
+// on these macros, so they must have the same values in all these passes: __CUDACC__ is defined in all, __CUDA_ARCH__ is not.
 #ifndef FEWBIT_DEVICE_MATH
-#ifdef __CUDA_ARCH__
+#ifdef __CUDACC__
 #define FEWBIT_DEVICE_MATH 1
 #else
 #define FEWBIT_DEVICE_MATH 0
@@ -34,7 +36,7 @@ constexpr double kLog2E = 1.4426950408889634;  // log2(e)
 // log(2) = kLog2High + kLog2Low; n kLog2High is exact for |n| < 2^8.
 constexpr float kLog2High = 0x1.62e4p-1f, kLog2Low = 0x1.7f7d1cp-20f;
 
-#if defined(__FMA__) || defined(__aarch64__) || defined(__CUDA_ARCH__)
+#if defined(__FMA__) || defined(__aarch64__) || defined(__CUDACC__)
 #define FEWBIT_FUSED_MULTIPLY_ADD 1
 #else
 #define FEWBIT_FUSED_MULTIPLY_ADD 0

@@ -52,6 +52,9 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["group_norm", "layer_norm", "rms_norm"]
 
+_RMS_NORM_IS_CAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+"""Whether autocast makes torch's rms_norm compute in float32 on CUDA. It does not in torch 2.11."""
+
 
 def layer_norm(
     input: Tensor,
@@ -123,7 +126,9 @@ def rms_norm(
     fits = input.shape[-len(shape) :] == shape and (weight is None or weight.shape == shape)
     if not fits or not is_served(input, weight):
         return torch_functional.rms_norm(input, normalized_shape, weight, eps)
-    x, weight = map(in_float32, (input, *contiguous(weight)))
+    x, weight = input, *contiguous(weight)
+    if _RMS_NORM_IS_CAST:
+        x, weight = map(in_float32, (x, weight))
     return _RMSNorm.apply(x, shape, weight, eps, copies, quantizer)
 
 

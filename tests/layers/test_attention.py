@@ -340,7 +340,10 @@ def test_checkpointed(device):
         return y, torch.autograd.grad(y, tensors, torch.ones_like(y))
 
     (a, ours), (b, theirs) = run(True), run(False)
-    assert torch.equal(a, b) and all(map(torch.equal, ours, theirs))
+    assert torch.equal(a, b)
+    # On a GPU, the groups of a recomputed tensor have float32 means, and those of others bfloat16 means.
+    limit = 0.05 if device == "cuda" else 0.0
+    assert all(relative(x, y) <= limit for x, y in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.fast(1)

@@ -26,7 +26,7 @@ from layers import (
     relative,
     saved_by,
 )
-from samples import DTYPES, name_of, normal, same
+from samples import DTYPES, name_of, normal, same, same_sums
 
 import fewbit.functional as F
 import fewbit.nn
@@ -65,11 +65,11 @@ def check(layer, ours, theirs, inputs, limits=None):
         assert found == expected
         return
     (y, grads), (their_y, exact) = found, expected
-    assert same(y, their_y) and y.stride() == their_y.stride()
+    assert same_sums(y, their_y) and y.stride() == their_y.stride()
     limits = limits or layer.limits(theirs, y.dtype)
     for grad, wanted, limit in zip(grads, exact, limits, strict=True):
         assert grad.dtype == wanted.dtype and grad.shape == wanted.shape
-        assert relative(grad, wanted) <= limit if limit else same(grad, wanted), limit
+        assert relative(grad, wanted) <= limit if limit else same_sums(grad, wanted), limit
     assert grads[0].stride() == exact[0].stride() or not grads[0].numel()
     assert all(map(torch.equal, ours.buffers(), theirs.buffers()))
 
@@ -213,7 +213,7 @@ def test_func_transforms_see_torchs_own(device, layer):
         return torch.func.grad(lambda x: module(x, *rest).sin().sum())(first)
 
     ours, theirs = (outcome(gradient, module) for module in layer.pair(1, device))
-    assert ours == theirs if isinstance(theirs, type) else same(ours, theirs)
+    assert ours == theirs if isinstance(theirs, type) else same_sums(ours, theirs)
 
 
 @every_layer

@@ -182,10 +182,8 @@ def test_rrelu_draws_its_slopes_again(device, dtype, inplace):
 def test_rrelu_keeps_its_signs(device):
     x = normal((1000,), device=device).requires_grad_()
     report = fewbit.saved_bytes(fewbit.RReLU().to(device), x)
-    assert sorted(entry.bytes for entry in report.kept) == [
-        4 * 32,
-        16 if device == "cuda" else 5056,
-    ]
+    state = 16 if device == "cuda" else 5056
+    assert sorted(entry.bytes for entry in report.kept) == sorted([4 * 32, state])
 
 
 def test_pointwise():

@@ -113,7 +113,7 @@ def test_vectors_that_do_not_fit(backend, kind):
     for pair, inner, message in (
         ((one, one.double()), 1, "1-D contiguous float32"),
         ((None, torch.ones(2, 2)), 1, "1-D contiguous float32"),
-        ((None, torch.ones(4)[::2]), 1, "1-D contiguous float32"),
+        ((None, torch.ones(4, device=backend.device)[::2]), 1, "1-D contiguous float32"),
         ((one, torch.ones(2)), 1, "one length"),
         ((None, None), 1, "expected"),
         ((None, torch.ones(5)), 1, r"divide the number of elements, 24, got 5 \* 1"),

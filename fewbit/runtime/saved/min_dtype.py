@@ -52,7 +52,7 @@ class MinDtypeSelector:
             ranges: the ranges of the tensor's copy, (rows, 2 or 3) bfloat16 (docs/quantizer.md).
             kind: the kind of the copy.
         """
-        if torch.cuda.is_current_stream_capturing() or not ranges.numel():
+        if torch.cuda.is_current_stream_capturing() or len(ranges) == seed_rows(kind):
             return
         self._count += 1
         if self._count & (self._count - 1) and self._count % self.EVERY:

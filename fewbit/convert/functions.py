@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional as torch_functional
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 
 from fewbit import functional as F
 from fewbit.errors import FunctionError
 from fewbit.runtime.activations.apply import takes
-from fewbit.runtime.interop.bypass import current_mode
+from fewbit.runtime.interop.bypass import ReplacingMode, current_mode
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
@@ -169,7 +169,7 @@ def bits_of_call(function: str, bits: int) -> int:
     return 1 if function in _ONE_BIT else bits
 
 
-class FunctionMode(TorchFunctionMode):
+class FunctionMode(ReplacingMode):
     """The mode in which fewbit's functions run in place of torch's functions in `TABLE`, if gradients are enabled."""
 
     TABLE = _table()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 from functools import wraps
 
+import torch
 from torch import nn
 from torch.fx import Proxy, Tracer
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
-from fewbit.runtime.interop.bypass import bypass
+from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 
 class Guarded:
-    """A mixin that wraps the forward of its subclasses for two purposes.
+    """A mixin that wraps the forward of its subclasses for three purposes.
 
     First, torch.fx.symbolic_trace records a call of the layer as one node, as it does for torch's layers. Second, a
     method `module.forward` that other code stored before `fewbit.restore_` was called runs torch's forward afterwards,
@@ -72,7 +73,9 @@ def _guarded(forward, name):
             if isinstance(value, Proxy) and isinstance(value.tracer, Tracer):
                 path = value.tracer.path_of_module(self)
                 return value.tracer.create_proxy("call_module", path, args, kwargs)
-        return forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        return run_outside(forward, self, *args, **kwargs)
 
     guarded.is_guarded = True
     # The name gives each layer a code object of its own, because Dynamo compiles each code object only a few times.

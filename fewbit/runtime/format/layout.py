@@ -18,8 +18,10 @@ def is_dense(x: torch.Tensor) -> bool:
         return x.is_contiguous() or are_dense(x.shape, x.stride())
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return are_dense(x.shape, x.stride())  # the strides of one example, not of the batch
+    if x.is_contiguous() or _is_channels_last(x):
+        return True
     # empty_like keeps the strides of a dense tensor and of no other. It is faster than a loop in Python.
-    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
+    return torch.empty_like(x, device="meta").stride() == x.stride()
 
 
 def are_dense(shape, stride) -> bool:
@@ -80,6 +82,7 @@ def result_stride(x: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _is_channels_last(x) -> bool:
+    """Return whether x is a dense batch of images in channels-last order."""
     return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -11,6 +11,7 @@ import threading
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fewbit.runtime.interop.interrupts import undo_after
 
@@ -62,6 +63,27 @@ def clear() -> None:
 def restore_modes(before: tuple) -> None:
     """Set the modes to `before`, an earlier result of `modes`. This is called when the call of a module ends."""
     _stack.modes = before
+
+
+class ReplacingMode(TorchFunctionMode):
+    """The base of fewbit's function mode, by which `run_outside` recognizes it."""
+
+
+def run_outside(function, *args, **kwargs):
+    """Return function(*args, **kwargs), without fewbit's function mode if that is the innermost one.
+
+    fewbit's layers call hundreds of methods of tensors. Each call would take a detour through the mode, which would
+    replace none of them. If an interrupt prevents that the mode is put back, the call guard of the model restores it.
+    """
+    stack = torch._C
+    depth = stack._len_torch_function_stack()
+    if not depth or not isinstance(stack._get_function_stack_at(depth - 1), ReplacingMode):
+        return function(*args, **kwargs)
+    mode = stack._pop_torch_function_stack()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        stack._push_on_torch_function_stack(mode)
 
 
 class ModeHooks:

@@ -326,7 +326,7 @@ def _memory(x, changes: int = 0) -> tuple:
 
 def _stream_of(x) -> int:
     """Return a number that identifies the current stream of x's device. It is 0 if the device has no CUDA streams."""
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
 
 def _drop_expired(entries) -> None:

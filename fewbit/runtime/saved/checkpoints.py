@@ -68,7 +68,7 @@ class CheckpointRegions:
             outer: the entries of the whole forward pass, or None.
         """
         hook, regions = checkpoint_hook(), self._local.regions
-        if hook is None or hook not in regions:
+        if regions and hook not in regions:
             # Only the latest region keeps entries. Hooks live as long as the graph, and the graph must not hold copies.
             regions.clear()
         return outer if hook is None else regions.setdefault(hook, {})

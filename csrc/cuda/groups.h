@@ -121,6 +121,15 @@ class Entries {
     return beyond < count_ ? beyond : beyond % static_cast<unsigned>(count_);
   }
 
+  // Returns true if neighboring elements have neighboring entries, the last of which is followed by the first, and if there are
+  // at least n entries.
+  __device__ bool are_neighbors(int n) const { return inner_ == 1 && count_ >= n; }
+
+  // Returns the entry of the element `step` elements after one with this entry, where are_neighbors(step).
+  __device__ int64_t after(int64_t entry, int step) const {
+    return entry + step < count_ ? entry + step : entry + step - count_;
+  }
+
  private:
   int64_t count_, entry_;
   unsigned inner_, left_;  // at most the length of a part

@@ -111,14 +111,35 @@ __device__ void decode_many(float* values, const Planes& planes, const float* si
 
 // -- values ----------------------------------------------------------------------------------------------
 
-// Returns the value to write: of element i of a group whose elements have these entries.
+// Returns x, or the closest number that T can represent as a finite one.
 template <class T>
-__device__ float representable(float x, const Affine& affine, const Entries& entries, int i) {
-  if (affine.exists()) {
-    const int64_t entry = entries.of(i);
-    x = x * scale_at(affine, entry) + shift_at(affine, entry);
-  }
+__device__ float representable(float x) {
   return std::is_same_v<T, Float16> ? within_float16(x) : x;
+}
+
+// Returns the value of an element after the affine map.
+__device__ float mapped(float x, const Affine& affine, int64_t entry) {
+  return x * scale_at(affine, entry) + shift_at(affine, entry);
+}
+
+// Applies the affine map to a row of a full group whose elements lie side by side, if the entries of its elements are found
+// without a division. If not, it returns false.
+__device__ bool map_row(float* values, const Affine& affine, const Entries& entries) {
+  if (all(entries.are_one(kFullGroup))) {
+    const int64_t entry = entries.of(0);
+    const float scale = scale_at(affine, entry), shift = shift_at(affine, entry);
+#pragma unroll
+    for (int k = 0; k < kSide; ++k) values[k] = values[k] * scale + shift;
+    return true;
+  }
+  if (!all(entries.are_neighbors(1))) return false;
+  int64_t entry = entries.of(lane_of_group() * kSide);
+#pragma unroll
+  for (int k = 0; k < kSide; ++k) {
+    values[k] = mapped(values[k], affine, entry);
+    entry = entries.after(entry, 1);
+  }
+  return true;
 }
 
 // The registers that a row of T fills, and its vectors of 16 bytes.
@@ -160,27 +181,28 @@ __device__ void store_vectors(const uint32_t* words, T* out, Workspace& own) {
   }
 }
 
-// Writes a row of values of a group of m elements.
+// Writes a row of values of a group of m elements, which it changes.
 template <class T>
-__device__ void store_row(const float* values, const Affine& affine, T* out, const GroupPlace& place, int m,
+__device__ void store_row(float* values, const Affine& affine, T* out, const GroupPlace& place, int m,
                           Workspace& own) {
-  const bool are_neighbors = m == kFullGroup && place.contiguous() && !affine.exists();
+  const bool are_neighbors = m == kFullGroup && place.contiguous();
   T* const first = out + (are_neighbors ? place.of(0) : 0);
-  if (all(are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0)) {
-    const Entries none({1, 1}, 0);
+  const Entries entries(affine.index, affine.exists() && place.contiguous() && m > 0 ? place.of(0) : 0);
+  const bool is_aligned = all(are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0);
+  if (is_aligned && (!affine.exists() || map_row(values, affine, entries))) {
     uint32_t words[kRowWords<T>];
 #pragma unroll
     for (int k = 0; k < kSide; k += 2) {
-      const float low = representable<T>(values[k], {}, none, 0), high = representable<T>(values[k + 1], {}, none, 0);
+      const float low = representable<T>(values[k]), high = representable<T>(values[k + 1]);
       set_pair<T>(words, k, static_cast<Wide<T>>(low), static_cast<Wide<T>>(high));
     }
     return store_vectors(words, first, own);
   }
   put_row(values, own);
-  const Entries entries(affine.index, affine.exists() && place.contiguous() && m > 0 ? place.of(0) : 0);
 #pragma unroll 1
   for (int i = lane_of_group(); i < m; i += kSide) {
-    store_one(representable<T>(own.at(i), affine, entries, i), out + place.of(i));
+    const float x = affine.exists() ? mapped(own.at(i), affine, entries.of(i)) : own.at(i);
+    store_one(representable<T>(x), out + place.of(i));
   }
 }
 

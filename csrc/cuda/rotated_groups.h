@@ -29,21 +29,31 @@ class GroupElements {
 
   __device__ int length() const { return length_; }
 
-  // Reads a column if both groups of the warp have 256 elements that lie side by side, and one entry to normalize by. If not, it
-  // returns false.
-  __device__ bool read_simple(float* values) const {
-    bool is_simple = length_ == kFullGroup && place_.contiguous();
-    float mean = 0.0f, rstd = 1.0f;
-    if (by_.exists()) {
-      const Entries entries(by_.index, is_simple ? place_.of(0) : 0);
-      is_simple = is_simple && entries.are_one(kFullGroup);
-      mean = mean_at(by_, entries.of(0)), rstd = by_.rstd[entries.of(0)];
+  // Reads a column and normalizes it if both groups of the warp have 256 elements that lie side by side. If not, it returns
+  // false.
+  __device__ bool read_full(float* values, Workspace& own) const {
+    if (!all(length_ == kFullGroup && place_.contiguous())) return false;
+    if (!by_.exists()) {
+      read_neighbors(values, x_ + place_.of(0));
+      return true;
     }
-    if (!all(is_simple)) return false;
-    read_neighbors(values, x_ + place_.of(0));
-    if (by_.exists()) {
+    const Entries entries(by_.index, place_.of(0));
+    if (all(entries.are_one(kFullGroup))) {
+      read_neighbors(values, x_ + place_.of(0));
+      const int64_t entry = entries.of(0);
+      const float mean = mean_at(by_, entry), rstd = by_.rstd[entry];
 #pragma unroll
       for (int j = 0; j < kSide; ++j) values[j] = (values[j] - mean) * rstd;
+    } else if (all(entries.are_neighbors(kSide))) {
+      read_neighbors(values, x_ + place_.of(0));
+      int64_t entry = entries.of(lane_of_group());
+#pragma unroll
+      for (int j = 0; j < kSide; ++j) {
+        values[j] = (values[j] - mean_at(by_, entry)) * by_.rstd[entry];
+        entry = entries.after(entry, kSide);
+      }
+    } else {
+      read_one_by_one(values, own, entries);
     }
     return true;
   }
@@ -53,7 +63,11 @@ class GroupElements {
     if (!by_.exists() && all(length_ == kFullGroup && place_.contiguous())) {
       return read_neighbors(values, x_ + place_.of(0));
     }
-    const Entries entries(by_.index, by_.exists() && place_.contiguous() && length_ > 0 ? place_.of(0) : 0);
+    read_one_by_one(values, own, {by_.index, by_.exists() && place_.contiguous() && length_ > 0 ? place_.of(0) : 0});
+  }
+
+ private:
+  __device__ void read_one_by_one(float* values, Workspace& own, const Entries& entries) const {
     __syncwarp();
 #pragma unroll 1
     for (int i = lane_of_group(); i < kFullGroup; i += kSide) own.at(i) = i < length_ ? one(i, entries) : 0.0f;
@@ -61,7 +75,6 @@ class GroupElements {
     get_column(values, own);
   }
 
- private:
   // Returns the i-th element.
   __device__ float one(int i, const Entries& entries) const {
     const int64_t place = place_.of(i);

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     };
     float values[kSide];
     Remainders found;
-    const bool is_simple = elements().read_simple(values) && remainders_of_full(found, values, settings);
+    const bool is_simple = elements().read_full(values, by.own) && remainders_of_full(found, values, settings);
     if (!is_simple) found = remainders_of(values, elements(), settings, by.own);
     const bool has_spike = !is_simple && is_spiky(found);
     const bool has_codes = is_simple || (has_values(found.energy, found.mean) && found.energy > 0.0f);

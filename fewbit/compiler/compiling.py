@@ -15,7 +15,7 @@ from fewbit.convert.select import Selection
 from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.errors import InputError
 
-TESTED = ("2.13",)
+TESTED = ("2.11", "2.13")
 """The versions of torch whose partitioner fewbit's was tested with."""
 _BACKENDS = "inductor", "aot_eager"
 

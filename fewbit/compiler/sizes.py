@@ -11,15 +11,23 @@ import math
 
 import torch
 from torch import fx
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import (
     find_symbol_binding_fx_nodes,
     free_symbols,
     free_unbacked_symbols,
-    optimization_hint,
     statically_known_true,
 )
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+try:
+    from torch.fx.experimental.symbolic_shapes import optimization_hint
+except ImportError:  # torch < 2.13
+
+    def optimization_hint(size):
+        """Return the hint of a size; torch's guess in Inductor for a size that depends on values of tensors."""
+        return symbolic_shapes.size_hint(size, fallback=8192)
 
 
 def hints(sizes) -> list[int]:

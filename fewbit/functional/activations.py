@@ -352,6 +352,10 @@ def identity(input: Tensor) -> Tensor:
     return input
 
 
+_IDS_ARE_GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether torch.compile compiles code anew if the id of a callable in it has changed. It does not in torch 2.11."""
+
+
 # -- callables -------------------------------------------------------------------------------------------------
 
 
@@ -389,6 +393,8 @@ def pointwise(
     if torch.compiler.is_compiling():
         # torch.compile would use one compiled graph for all functions with the same code, even if they enclose
         # different values. The call of id() makes it compile each function on its own, with this function's table.
+        if not _IDS_ARE_GUARDED:
+            raise FunctionError("expected torch 2.13 or newer to compile a callable, got an older one")
         id(function)
     encoding = callable_encoding_text(
         function, bits, table, input.device, input.dtype, is_plain(input)

@@ -55,7 +55,7 @@ from torch.library import register_fake
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.autocast import as_torch_casts
-from fewbit.runtime.interop.bypass import bypass
+from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
 from fewbit.runtime.ops.library import define
@@ -166,7 +166,9 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         return _attend(*inputs, how)
     if how.dropout_p > 0 and not can_replay(query):
         return _attend(*inputs, how)
-    return _Attention.apply(*inputs, how, quantizer)
+    if torch.compiler.is_compiling():
+        return _Attention.apply(*inputs, how, quantizer)
+    return run_outside(_Attention.apply, *inputs, how, quantizer)
 
 
 # -- the computation -------------------------------------------------------------------------------

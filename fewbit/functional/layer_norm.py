@@ -292,10 +292,24 @@ class _LayerNorm(Function):
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
 
+def _fused_rms_norm(x, shape, weight, eps):
+    """Return RMS norm's result and its reciprocal root mean squares, by torch's fused kernel.
+
+    The kernel for CUDA needs one dtype. For two dtypes torch computes without the kernel, in the wider dtype, and rounds
+    the result to the dtype of x.
+    """
+    kernel = torch.ops.aten._fused_rms_norm
+    if weight is None or weight.dtype == x.dtype:
+        return kernel(x, shape, weight, eps)
+    wider = torch.promote_types(x.dtype, weight.dtype)
+    y, rstd = kernel(x.to(wider), shape, weight.to(wider), eps)
+    return y.to(x.dtype), rstd
+
+
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, shape, weight, eps, copies, quantizer):
-        y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        y, rstd = _fused_rms_norm(x, shape, weight, eps)
         ctx.shape, ctx.dtype = shape, x.dtype
         inner = math.prod(shape) if x.is_contiguous() else None
         saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer)

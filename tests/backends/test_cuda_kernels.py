@@ -693,34 +693,53 @@ def test_unusual_rotated_groups(cuda, length, dtype, kind):
         compare_quantizer(cuda, x, bits, 256, bits % 2 == 0, kind=kind)
 
 
+def compare_with_vectors(cuda, x, group_size, inner, entries, rng, kind, several=(None, None)):
+    """Compare normalized quantizing, and affine maps, with the reference backend. several: widths and words, or None."""
+    a, b = (torch.from_numpy(rng.normal(1, 1, entries)).float() for _ in range(2))
+    what = tuple(x.shape), inner, entries
+    seed = torch.tensor([x.numel()])
+    for mean in (None, a):
+        arguments = seed, 3, group_size, False, *several
+        options = {"normalize": (mean, b, inner), "kind": kind}
+        made = cuda.quantize(x, *arguments, **options)
+        expected = reference.quantize(x, *arguments, **options)
+        assert torch.equal(made[0], expected[0]), what
+        assert torch.equal(made[1].view(torch.int16), expected[1].view(torch.int16)), what
+    packed, ranges, _ = reference.quantize(x, seed, 3, group_size, True, kind=kind)
+    for vectors in ((a, b), (None, b), (a, None)):
+        affine = *vectors, inner
+        copy = packed, ranges, 3, group_size
+        out = cuda.dequantize(*copy, x.shape, x.dtype, None, affine, kind=kind)
+        expected = torch.empty_like(x)
+        reference.dequantize(*copy, expected, affine=affine, kind=kind)
+        same(out, expected)
+
+
 @kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_normalized_and_mapped(cuda, dtype, kind):
     rng = np.random.default_rng(DTYPES.index(dtype))
     for (samples, features), group_size in quantized(kind):
-        n = samples * features
         x = torch.from_numpy(rng.normal(3, 2, (samples, features))).to(dtype)
-        seed, widths = torch.tensor([n]), torch.from_numpy(rng.integers(1, 9, samples, np.uint8))
+        widths = torch.from_numpy(rng.integers(1, 9, samples, np.uint8))
         words = groups.mixed_words(widths.tolist(), features)
-        packed, ranges, _ = reference.quantize(x, seed, 3, group_size, True, kind=kind)
         # Each for two of the four dtypes.
-        for inner, entries in list(indices(n))[DTYPES.index(dtype) % 2 :: 2]:
-            a, b = (torch.from_numpy(rng.normal(1, 1, entries)).float() for _ in range(2))
-            for mean in (None, a):
-                for several in ((), (widths, words)):
-                    arguments = seed, 3, group_size, False, *(several or (None, None))
-                    options = {"normalize": (mean, b, inner), "kind": kind}
-                    made = cuda.quantize(x, *arguments, **options)
-                    expected = reference.quantize(x, *arguments, **options)
-                    assert torch.equal(made[0], expected[0]), (n, inner, entries)
-                    assert torch.equal(made[1].view(torch.int16), expected[1].view(torch.int16))
-            for vectors in ((a, b), (None, b), (a, None)):
-                affine = *vectors, inner
-                copy = packed, ranges, 3, group_size
-                out = cuda.dequantize(*copy, x.shape, dtype, None, affine, kind=kind)
-                expected = torch.empty_like(x)
-                reference.dequantize(*copy, expected, affine=affine, kind=kind)
-                same(out, expected)
+        for inner, entries in list(indices(x.numel()))[DTYPES.index(dtype) % 2 :: 2]:
+            for several in ((None, None), (widths, words)):
+                compare_with_vectors(cuda, x, group_size, inner, entries, rng, kind, several)
+
+
+@rotated_kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_normalized_and_mapped_full_groups(cuda, dtype, kind):
+    """Of full groups, entries of vectors are found without divisions if neighbors have one entry, or neighboring ones."""
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    x = torch.from_numpy(rng.normal(3, 2, (6, 512))).to(dtype)
+    for inner, entries in (
+        *((1, entries) for entries in (1, 2, 12, 16, 24, 48, 512, 3072)),
+        *((2, 12), (2, 256), (64, 3), (256, 2), (512, 6), (3072, 1)),
+    ):
+        compare_with_vectors(cuda, x, 256, inner, entries, rng, kind)
 
 
 def indices(n):

@@ -363,7 +363,7 @@ def test_compiled(device, name):
     mask = options.get("attn_mask")
     kept = sum(quantized_bytes(x.shape, 8) for x in tensors) + (0 if mask is None else mask.nbytes)
     assert sum(x.untyped_storage().nbytes() for x in saved) == kept
-    grad = normal(y.shape, scale=1.0, seed=7)
+    grad = normal(y.shape, device=device, scale=1.0, seed=7)
     ours = torch.autograd.grad(y, tensors, grad)
     theirs = torch.autograd.grad(expected, tensors, grad)
     assert all(relative(a, b) < 0.02 for a, b in zip(ours, theirs, strict=True))

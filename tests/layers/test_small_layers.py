@@ -235,9 +235,10 @@ def compare_embeddings(ours, theirs, indices):
         with pytest.raises(IndexError):
             embedding_step(ours, indices)
         return
-    except RuntimeError:  # torch 2.11 has no such gradient of an empty tensor on a GPU
-        assert indices.is_cuda and not indices.numel()
-        return
+    except RuntimeError:
+        if indices.is_cuda and not indices.numel():
+            pytest.skip("this version of torch cannot compute it on a GPU")
+        raise
     y, grad = embedding_step(ours, indices)
     assert same(y, their_y) and y.stride() == their_y.stride()
     assert same(ours.weight, theirs.weight) and grad.layout == their_grad.layout

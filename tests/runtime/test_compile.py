@@ -18,6 +18,10 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec"
 )
+needs_tracing = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="older compilers cannot trace a user's table or callable",
+)
 DRAWN = load_table("gelu", 2, objective="unbiased")
 TANH = load_table("tanh", 3)
 
@@ -63,6 +67,7 @@ def test_inplace(device):
     check(lambda x: F.relu(x * 2.0, inplace=True) + 1.0, normal((5, 9), device=device))
 
 
+@needs_tracing
 def test_a_callable(device):
     check(lambda x: F.pointwise(x, torch.tanh, table=TANH), normal((50,), device=device))
 
@@ -190,6 +195,7 @@ def test_inductor(device):
     check(lambda x: F.gelu(x * 2.0).sin() + F.relu(x), x, backend="inductor")
 
 
+@needs_tracing
 def test_draws(device):
     """A draw returns one of the two levels next to the mean, and draws again in every call."""
     x = normal((2000,), device=device)
@@ -249,6 +255,7 @@ def test_parameters_that_change_between_calls(device):
             assert all(map(same, step(ours, x, weight), expected))
 
 
+@needs_tracing
 def test_callables_that_enclose_other_numbers(device):
     """At the second value of an enclosed number the compiler makes it a variable."""
 
@@ -264,6 +271,7 @@ def test_callables_that_enclose_other_numbers(device):
         assert same(ours, expected)
 
 
+@needs_tracing
 def test_a_callable_without_a_gradient_and_one_that_needs_one():
     class Learnable(nn.Module):
         def __init__(self):

@@ -156,15 +156,13 @@ class ErrorBoundProbe(VarianceProbe):
             parts = error_model.of_layer(context, grads, results, errors)
         exact = None
         if any(slot.rounding.exact is not None for slot in slots):
-            with _WithExactValues().running():
-                exact = _as_tuple(backward(context, *grads))
+            exact = _as_tuple(_WithExactValues().run(backward, context, *grads))
         kind, found = EXPECTED if parts is not None else MEASURED, []
         labels = error_model.labels(context._forward_cls)
         for slot in slots:
             own = parts
             if own is None:
-                with Restoring(slot, 0, self).running():
-                    noisy = _as_tuple(backward(context, *grads))
+                noisy = _as_tuple(Restoring(slot, 0, self).run(backward, context, *grads))
                 own = _measured(results, noisy, slot.rounding.tensor)
             found += [_gradient(slot, part, labels, kind, results, exact) for part in own]
         self._found[number] = found

@@ -16,7 +16,7 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 def check_dense(tensor: torch.Tensor) -> None:
     """Raise ValueError unless the elements of a tensor fill a contiguous part of its storage without overlap or gap."""
-    if not layout.are_dense(tensor.shape, tensor.stride()):
+    if not layout.is_dense(tensor):
         raise ValueError(
             f"expected a dense tensor, got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}"
         )

@@ -7,6 +7,7 @@ tensors and of their transposes do. Only dense tensors have a storage order.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -18,10 +19,7 @@ def is_dense(x: torch.Tensor) -> bool:
         return x.is_contiguous() or are_dense(x.shape, x.stride())
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return are_dense(x.shape, x.stride())  # the strides of one example, not of the batch
-    if x.is_contiguous() or _is_channels_last(x):
-        return True
-    # empty_like keeps the strides of a dense tensor and of no other. It is faster than a loop in Python.
-    return torch.empty_like(x, device="meta").stride() == x.stride()
+    return x.is_contiguous() or _are_dense(x.shape, x.stride())
 
 
 def are_dense(shape, stride) -> bool:
@@ -34,6 +32,10 @@ def are_dense(shape, stride) -> bool:
             return False
         step *= shape[dim]
     return True
+
+
+# The tensors of one model have few different shapes and strides, and each is checked several times.
+_are_dense = lru_cache(maxsize=4096)(are_dense)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,6 @@ def result_stride(x: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _is_channels_last(x) -> bool:
-    """Return whether x is a dense batch of images in channels-last order."""
     return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -8,10 +8,8 @@ added to the tensor. To *restore* a saved tensor is to dequantize it in a backwa
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.interop.interrupts import undo_after
 
 HAS_COLLECTIVES = "backward_has_collectives"
 """The name of an attribute of autograd Functions. It is True if the backward calls collectives of torch.distributed.
@@ -37,8 +35,8 @@ def observed(backward, context, grads):
     probes = getattr(context, OBSERVED, ())
     if probes:
         context = _Context(context)
-    with Restoring().running() as restoring:
-        results = backward(context, *grads)
+    restoring = Restoring()
+    results = restoring.run(backward, context, *grads)
     if not restoring.slots:
         return results
     for slot in restoring.slots.values():
@@ -57,7 +55,7 @@ def observed(backward, context, grads):
 
 
 class Restoring:
-    """Records the slots of dequantized tensors within the block `running`, and adds noise to the tensors of one slot.
+    """Records the slots of dequantized tensors while `run` runs a backward, and adds noise to the tensors of one slot.
 
     Args:
         target: the slot whose tensors get noise, or None.
@@ -70,13 +68,18 @@ class Restoring:
         self.slots = {}
         self._noise = {}  # by address: a tensor that is dequantized twice gets the same noise
 
-    @contextmanager
-    def running(self):
-        """Within this block, record and change the tensors that this thread dequantizes."""
+    def run(self, backward, *arguments):
+        """Return backward(*arguments). Meanwhile, record and change the tensors that this thread dequantizes."""
         before = getattr(_running, "restoring", None)
-        with undo_after(lambda: setattr(_running, "restoring", before)):
-            _running.restoring = self
-            yield self
+        try:
+            try:
+                _running.restoring = self
+                return backward(*arguments)
+            finally:
+                _running.restoring = before
+        except BaseException:  # an interrupt may have stopped the first clean-up
+            _running.restoring = before
+            raise
 
     def is_target(self, slot) -> bool:
         """Return whether the tensors of this slot get noise."""

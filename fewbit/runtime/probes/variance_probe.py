@@ -326,8 +326,8 @@ class VarianceProbe:
             if slot.rounding is None or slot.name not in self.slots:
                 continue
             for level in LEVELS:
-                with Restoring(slot, level, self).running():
-                    noisy = by_edge(context, backward(context, *grads))
+                restoring = Restoring(slot, level, self)
+                noisy = by_edge(context, restoring.run(backward, context, *grads))
                 self._add(node, slot, level, results, noisy)
         if len(grads) == 1:
             while handed:
@@ -338,8 +338,7 @@ class VarianceProbe:
                 norms = [norm([grad]) for grad in passed]
                 del passed
                 node.noise.append(_Noise(name, level, scale, norms, False))
-            with Restoring().running():
-                carried = backward(context, self._with_signs(*grads))
+            carried = Restoring().run(backward, context, self._with_signs(*grads))
             node.leaving = [norm([grad]) for grad in by_edge(context, carried)]
             node.arriving, node.is_probed = norm(grads), True
 

@@ -522,9 +522,10 @@ def is_differentiated(*tensors) -> bool:
     if not torch.is_grad_enabled():
         return False
     check_tensors(*tensors)
-    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not any([tensor.requires_grad for tensor in given]):
         return False
-    if not all(tensor is None or _is_ordinary(tensor) for tensor in tensors):
+    if not all([_is_ordinary(tensor) for tensor in given]):
         return False
     if torch.compiler.is_compiling():
         return True

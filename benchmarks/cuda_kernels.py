@@ -30,7 +30,7 @@ import harness
 import torch
 
 import fewbit
-from fewbit.config import ROTATED, UNIFORM
+from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.format.encoding import Encoding, packed_words
 
@@ -124,18 +124,19 @@ def decode_mul(function, bits):
     return case
 
 
-def statistics_of(x):
-    values = x.double()
-    mean, rstd = values.mean(1), values.var(1, correction=0).add(1e-5).rsqrt()
-    return mean.float(), rstd.float(), x.shape[1]
+def vectors_of(axis, x):
+    """Return two vectors and the number of neighbors with one entry: an entry for each row or feature; None for no axis."""
+    if axis is None:
+        return None
+    entries, inner = {"rows": (len(x), x.shape[1]), "features": (x.shape[1], 1)}[axis]
+    return *(torch.linspace(low, 2, entries, device=x.device) for low in (-1, 0.5)), inner
 
 
-def quantize(kind, bits, normalized=False):
+def quantize(kind, bits, axis=None):
     def case(backend, x):
         seed = torch.tensor([7], device=x.device)
-        normalize = statistics_of(x.cpu()) if normalized else None
-        if normalized:
-            normalize = *(each.to(x.device) for each in normalize[:2]), normalize[2]
+        normalize = vectors_of(axis, x)
+        x = x.clamp(min=0) if kind == MASKED else x
         arguments = x, seed, bits, GROUP_SIZE, False, None, None, normalize, kind
         packed, ranges, _ = backend.quantize(*arguments)
         return Run(lambda: backend.quantize(*arguments)[:2], size(x, packed, ranges))
@@ -163,14 +164,12 @@ def squares(kind):
     return case
 
 
-def dequantize(kind, bits, affine=False):
+def dequantize(kind, bits, axis=None):
     def case(backend, x):
         seed = torch.tensor([7], device=x.device)
         packed, ranges, _ = backend.quantize(x, seed, bits, GROUP_SIZE, False, kind=kind)
         out = torch.empty_like(x)
-        vectors = None
-        if affine:
-            vectors = *(torch.linspace(0.5, 2, FEATURES, device=x.device) for _ in range(2)), 1
+        vectors = vectors_of(axis, x)
 
         def call():
             backend.dequantize(packed, ranges, bits, GROUP_SIZE, out, None, vectors, kind)
@@ -219,18 +218,23 @@ CASES = {
     "quantize, 2 bits": quantize(UNIFORM, 2),
     "quantize, 4 bits": quantize(UNIFORM, 4),
     "quantize, 8 bits": quantize(UNIFORM, 8),
-    "quantize normalized input, 2 bits": quantize(UNIFORM, 2, normalized=True),
+    "quantize normalized rows, 2 bits": quantize(UNIFORM, 2, "rows"),
     "quantize, 1 to 3 bits": quantize_mixed(UNIFORM),
     "squares": squares(UNIFORM),
     "dequantize, 2 bits": dequantize(UNIFORM, 2),
     "dequantize, 4 bits": dequantize(UNIFORM, 4),
     "dequantize, 8 bits": dequantize(UNIFORM, 8),
-    "dequantize with affine map, 2 bits": dequantize(UNIFORM, 2, affine=True),
+    "dequantize scaled features, 2 bits": dequantize(UNIFORM, 2, "features"),
     "rotated quantize, 2 bits": quantize(ROTATED, 2),
     "rotated quantize, 4 bits": quantize(ROTATED, 4),
+    "rotated quantize normalized rows, 2 bits": quantize(ROTATED, 2, "rows"),
+    "rotated quantize normalized features, 2 bits": quantize(ROTATED, 2, "features"),
+    "masked quantize, 2 bits": quantize(MASKED, 2),
     "rotated squares": squares(ROTATED),
     "rotated dequantize, 2 bits": dequantize(ROTATED, 2),
     "rotated dequantize, 4 bits": dequantize(ROTATED, 4),
+    "rotated dequantize scaled rows, 2 bits": dequantize(ROTATED, 2, "rows"),
+    "rotated dequantize scaled features, 2 bits": dequantize(ROTATED, 2, "features"),
     "encode fixed point, 4 bits": fixed_point("encode", 4),
     "decode fixed point, 4 bits": fixed_point("decode", 4),
     "mask fixed point, 4 bits": fixed_point("mask", 4),
@@ -238,7 +242,7 @@ CASES = {
     "decode fixed point, images, 4 bits": fixed_point("decode", 4, inner=256),
 }
 WITHOUT_DTYPE = {"pack, 3 bits", "unpack, 3 bits"}  # their tensors are uint8
-APPROXIMATE = {"rotated squares"}  # sums in another order than on the CPU
+APPROXIMATE = {"squares", "rotated squares"}  # sums in another order than on the CPU
 
 
 def all_cases():
@@ -391,10 +395,10 @@ def main():
         except Exception as error:
             failed += 1
             row = {"kernel": name, "dtype": str(dtype), "error": str(error).splitlines()[0][:300]}
-            print(f"{name:36} {dtype} {type(error).__name__}: {row['error']}", flush=True)
+            print(f"{name:44} {dtype} {type(error).__name__}: {row['error']}", flush=True)
         else:
             print(
-                f"{name:36} {row['dtype']:9} {row['us']:8.1f} us ({row['us_least']:.1f} .. {row['us_most']:.1f})  "
+                f"{name:44} {row['dtype']:9} {row['us']:8.1f} us ({row['us_least']:.1f} .. {row['us_most']:.1f})  "
                 f"{row['gigabytes_per_second']:5.0f} GB/s, {row['of_copy']:.2f} of copy",
                 flush=True,
             )
@@ -405,7 +409,7 @@ def main():
         for row, (name, dtype), more in zip(rows, all_cases(), counted(), strict=True):
             row |= {"counted": more}
             print(
-                f"{name:36} {str(dtype):14} {more['instructions']:6.1f} instructions, {more['dram_read_bytes']:.2f} + "
+                f"{name:44} {str(dtype):14} {more['instructions']:6.1f} instructions, {more['dram_read_bytes']:.2f} + "
                 f"{more['dram_written_bytes']:.2f} bytes an element, issue {more['issue_percent']:.0f} %, "
                 f"warps {more['warps_percent']:.0f} %",
                 flush=True,

@@ -9,9 +9,9 @@ channels-last order and SGD with momentum; GPT-2-small has random sequences of 1
 are fused, and dropout is off. In every arm, the head and the loss of the language model process the tokens in
 checkpointed chunks, because the logits of 50257 words would otherwise take most of the memory.
 
-The arms are: exact; checkpointing of every block; torch.compile with activation_memory_budget 0.5; level L2 at 4 and 2
-bits; levels L3 and L4 at 2 bits on average, which have adapted to the data before they are measured; and few-bit
-activations alone. Each arm runs in a process of its own, so that memory of other arms does not count. The processes are
+The arms are: exact; level L2 at 4 and 2 bits; levels L3 and L4 at 2 bits on average, which have adapted to the data before
+they are measured; few-bit activations alone; checkpointing of every block; torch.compile; fewbit.compile with 2 bits; and
+torch.compile with activation_memory_budget 0.5. Each arm runs in a process of its own, so that memory of other arms does not count. The processes are
 copies of a server that has imported torch. Before the arms run, gradients of L2 at 8 bits are compared with exact
 gradients. The arms run even if this check fails, and the program then ends with an error.
 
@@ -196,6 +196,10 @@ def compiled(model):
     return torch.compile(model)
 
 
+def compressed(model):
+    return fewbit.compile(model, bits=2)
+
+
 def level(name, bits, **options):
     def arm(model):
         fewbit.compress_(model, bits=fewbit.Level(name, bits), verbose=False, **options)
@@ -209,8 +213,13 @@ def activations(model):
     return model
 
 
-# An arm is a function that converts a model and returns the callable to train. The compiled arm takes longest, so it is
+# An arm is a function that converts a model and returns the callable to train. Arms that compile take longest, so they are
 # last in case time runs out.
+COMPILING = {
+    "torch.compile": torch.compile,
+    "fewbit.compile 2 bits": compressed,
+    "budget 0.5": compiled,
+}
 ARMS = {
     "exact": lambda model: model,
     "L2 4 bits": level("L2", 4),
@@ -219,7 +228,7 @@ ARMS = {
     "L4 2 bits": level("L4", 2),
     "activations": activations,
     "checkpointing": checkpointed,
-    "budget 0.5": compiled,
+    **COMPILING,
 }
 
 
@@ -312,7 +321,7 @@ class Training:
         self.parameters = list(self.model.parameters())
         self.embedding = self.model.wte.weight if case == "gpt2" else None
         self.forward = arm(self.model)
-        self.is_compiled = arm is compiled
+        self.is_compiled = arm in COMPILING.values()
         if case == "gpt2":
             self.optimizer = torch.optim.AdamW(self.parameters, 1e-4, fused=True)
         else:
@@ -579,7 +588,7 @@ def main():
         torch.set_num_threads(1)
     cases = CASES if device == "cuda" else TINY
     # On a CPU, compiling would take longer than all other arms, and tell nothing about a GPU.
-    arms = arguments.arms or [each for each in ARMS if device == "cuda" or each != "budget 0.5"]
+    arms = arguments.arms or [each for each in ARMS if device == "cuda" or each not in COMPILING]
     memory = arguments.memory or (2 if device == "cpu" else 12 if quick else 20)
     options = {
         "device": device,
@@ -615,7 +624,7 @@ def main():
                 row = in_process(measure, case, cases[case], options | {"arm": arm}, limit=left)
             if arm == "exact" and "error" not in row:
                 exact[case] = row
-            print(f"{case:9} {arm:13} {describe(row, exact.get(case))}", flush=True)
+            print(f"{case:9} {arm:21} {describe(row, exact.get(case))}", flush=True)
             add({"measure": "training", "case": case, "arm": arm, **cases[case], **row})
     if failed:
         sys.exit(f"{', '.join(failed)}: expected gradients at 8 bits within {TOLERANCE} of exact")

@@ -69,7 +69,8 @@ class QuantizedTensorSpec(NamedTuple):
         *vectors, inner = affine or (None, None)
         if all(vector is None for vector in vectors):
             return self._dequantize(tensors, dtype or self.dtype)
-        plain = all(x is None or is_plain(x) for x in (*tensors, *vectors))
+        # The saved tensors are of one kind.
+        plain = is_plain(tensors[0]) and all([x is None or is_plain(x) for x in vectors])
         fits = plain and inner is not None and self.dtype == torch.float32 and self._is_mapped()
         if fits and not restoring.is_changed(self):
             return self._dequantize(tensors, dtype or self.dtype, (*map(flat, vectors), inner))

@@ -122,8 +122,15 @@ __device__ float mapped(float x, const Affine& affine, int64_t entry) {
   return x * scale_at(affine, entry) + shift_at(affine, entry);
 }
 
-// Applies the affine map to a row of a full group whose elements lie side by side, if the entries of its elements are found
-// without a division. If not, it returns false.
+// Reads four neighboring entries of a vector; without a vector, four times `none`.
+__device__ void read_four(float* values, const float* vector, int64_t entry, float none) {
+  uint4 four = {bits_of(none), bits_of(none), bits_of(none), bits_of(none)};
+  if (vector) four = *reinterpret_cast<const uint4*>(vector + entry);
+  values[0] = float_of(four.x), values[1] = float_of(four.y), values[2] = float_of(four.z), values[3] = float_of(four.w);
+}
+
+// Applies the affine map to a row of a full group whose elements lie side by side, if the group has one entry, or if neighbors
+// have neighboring entries that can be read four at a time. If not, it returns false.
 __device__ bool map_row(float* values, const Affine& affine, const Entries& entries) {
   if (all(entries.are_one(kFullGroup))) {
     const int64_t entry = entries.of(0);
@@ -132,12 +139,18 @@ __device__ bool map_row(float* values, const Affine& affine, const Entries& entr
     for (int k = 0; k < kSide; ++k) values[k] = values[k] * scale + shift;
     return true;
   }
-  if (!all(entries.are_neighbors(1))) return false;
   int64_t entry = entries.of(lane_of_group() * kSide);
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.scale) | reinterpret_cast<uintptr_t>(affine.shift);
+  const bool in_fours = entries.are_neighbors(4) && (affine.index.count | entry) % 4 == 0 && addresses % sizeof(uint4) == 0;
+  if (!all(in_fours)) return false;
 #pragma unroll
-  for (int k = 0; k < kSide; ++k) {
-    values[k] = mapped(values[k], affine, entry);
-    entry = entries.after(entry, 1);
+  for (int k = 0; k < kSide; k += 4) {
+    float scales[4], shifts[4];
+    read_four(scales, affine.scale, entry, 1.0f);
+    read_four(shifts, affine.shift, entry, -0.0f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[k + i] = values[k + i] * scales[i] + shifts[i];
+    entry = entries.after(entry, 4);
   }
   return true;
 }
@@ -187,9 +200,8 @@ __device__ void store_row(float* values, const Affine& affine, T* out, const Gro
                           Workspace& own) {
   const bool are_neighbors = m == kFullGroup && place.contiguous();
   T* const first = out + (are_neighbors ? place.of(0) : 0);
-  const Entries entries(affine.index, affine.exists() && place.contiguous() && m > 0 ? place.of(0) : 0);
   const bool is_aligned = all(are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0);
-  if (is_aligned && (!affine.exists() || map_row(values, affine, entries))) {
+  if (is_aligned && (!affine.exists() || map_row(values, affine, {affine.index, place.of(0)}))) {
     uint32_t words[kRowWords<T>];
 #pragma unroll
     for (int k = 0; k < kSide; k += 2) {
@@ -199,6 +211,7 @@ __device__ void store_row(float* values, const Affine& affine, T* out, const Gro
     return store_vectors(words, first, own);
   }
   put_row(values, own);
+  const Entries entries(affine.index, affine.exists() && place.contiguous() && m > 0 ? place.of(0) : 0);
 #pragma unroll 1
   for (int i = lane_of_group(); i < m; i += kSide) {
     const float x = affine.exists() ? mapped(own.at(i), affine, entries.of(i)) : own.at(i);
@@ -229,7 +242,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
     const Planes planes = read_planes({words, m, lane_of(of.first), bits}, most_bits);
     float values[kSide];
-    if (all(m == kFullGroup && !found.is_twice)) {
+    const bool are_full = all(m == kFullGroup);
+    if (are_full && !any(found.is_twice)) {
       if (most_bits <= CodeLevels::kFewBits) {
         decode_few(values, planes.pairs[0], levels.pairs[bits - 1]);
       } else {
@@ -243,9 +257,13 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       turn = 0;
       decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
       put_random_of_group(own, seed, of.number);
-      put_column(values, own);
-      rotate_back_in_memory(own, own.random, m, found.scale, found.is_twice);
-      get_row(values, own);
+      if (are_full) {
+        rotate_full_back(values, own, own.random, found.scale, found.is_twice);
+      } else {
+        put_column(values, own);
+        rotate_back_in_memory(own, own.random, m, found.scale, found.is_twice);
+        get_row(values, own);
+      }
     }
 #pragma unroll
     for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];

@@ -143,7 +143,7 @@ __device__ inline void find_squares(Remainders& to, const float* values) {
 }
 
 // Computes the remainders of a full group. Afterwards `values` is a column of them. It returns false if one of the warp's two
-// groups needs a factor, or has a spike, or has no values, all of which is rare.
+// groups needs a factor, or has no values, which is rare.
 __device__ inline bool remainders_of_full(Remainders& found, float* values, const CopySettings& settings) {
   found = {kFullGroup, 0.0f, 1.0f, 0.0f, 0.0f};
   const float sum = sum_of_group(values);
@@ -157,7 +157,7 @@ __device__ inline bool remainders_of_full(Remainders& found, float* values, cons
     for (int j = 0; j < kSide; ++j) values[j] -= found.mean;
   }
   find_squares(found, values);
-  return all(rescue_factor(found.energy) == 1.0f && !(found.greatest * 8.0f > found.energy));
+  return all(rescue_factor(found.energy) == 1.0f);
 }
 
 // Computes the remainders of any group. Afterwards `values` is a column of them.

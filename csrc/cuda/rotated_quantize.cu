@@ -142,13 +142,18 @@ struct Quantizer {
   }
 };
 
-// Rotates any group: a column becomes a row. Returns the word by which the group's scale is rounded.
-__device__ uint32_t rotate_any(float* values, const Quantizer& by, const LocatedGroup& of, bool has_spike) {
+// Rotates any group: a column becomes a row. are_full: both groups of the warp have 256 elements. Returns the word by which the
+// group's scale is rounded.
+__device__ uint32_t rotate_any(float* values, const Quantizer& by, const LocatedGroup& of, bool are_full, bool has_spike) {
   Workspace& own = by.own;
   put_random_of_group(own, by.seed, of.number);
-  put_column(values, own);
-  rotate_in_memory(own, own.random, of.length, has_spike);
-  get_row(values, own);
+  if (are_full) {
+    rotate_full(values, own, own.random, has_spike);
+  } else {
+    put_column(values, own);
+    rotate_in_memory(own, own.random, of.length, has_spike);
+    get_row(values, own);
+  }
   return own.random[4 * kRoundingCounter];
 }
 
@@ -184,12 +189,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     };
     float values[kSide];
     Remainders found;
-    const bool is_simple = elements().read_full(values, by.own) && remainders_of_full(found, values, settings);
-    if (!is_simple) found = remainders_of(values, elements(), settings, by.own);
-    const bool has_spike = !is_simple && is_spiky(found);
-    const bool has_codes = is_simple || (has_values(found.energy, found.mean) && found.energy > 0.0f);
+    const bool are_full = elements().read_full(values, by.own) && remainders_of_full(found, values, settings);
+    if (!are_full) found = remainders_of(values, elements(), settings, by.own);
+    const bool has_spike = is_spiky(found);
+    const bool has_codes = are_full || (has_values(found.energy, found.mean) && found.energy > 0.0f);
     uint32_t rounding;
-    if (is_simple) {
+    if (are_full && !any(has_spike)) {
       if (turn == 0) put_random_ahead<kCountersAhead>(by.own, seed, of.number);
       const uint32_t* words = by.own.random + 4 * kCountersAhead * turn;
       turn = (turn + 1) % kTurns;
@@ -197,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       rotate(values, by.own, words);
     } else {
       turn = 0;
-      rounding = rotate_any(values, by, of, has_spike);
+      rounding = rotate_any(values, by, of, are_full, has_spike);
     }
     const float inner = by.encode(values, of, found, has_codes);
     by.store(of, found, inner, rounding, has_spike);

@@ -5,8 +5,7 @@
 // numbers are left. The last four stages stay within rows. Shared memory turns columns into rows and back, which takes fewer
 // instructions than shuffles between lanes.
 //
-// Groups of fewer than 256 elements, and second rotations, are rare. They are rotated in shared memory, by fewer lines of code
-// and in more time.
+// Groups of fewer than 256 elements are rare. They are rotated in shared memory, by fewer lines of code and in more time.
 //
 // All lanes of a warp take part in every shuffle, vote and __syncwarp, so a condition around one is equal in all lanes.
 
@@ -256,6 +255,36 @@ __device__ inline void rotate_back(float* values, Workspace& own, const uint32_t
   get_row(values, own);
   transform(values);
   multiply_row(values, signs, scale * inverse_root(kFullGroup));
+}
+
+// Rotates a column of a full group into a row, twice if is_twice. words: those of the group. The lanes of the warp's other group,
+// which may be rotated once, take part in all exchanges. Their numbers become a column and a row again.
+__device__ inline void rotate_full(float* values, Workspace& own, const uint32_t* words, bool is_twice) {
+  rotate(values, own, words + 4 * sign_counter(0, 0));
+  put_row(values, own);
+  get_column(values, own);
+  if (is_twice) {
+    multiply_column(values, words + 4 * sign_counter(1, 0), inverse_root(kFullGroup));
+    transform(values);
+  }
+  put_column(values, own);
+  get_row(values, own);
+  if (is_twice) transform(values);
+}
+
+// Undoes the rotations of a full group, and multiplies by `scale`: a column becomes a row.
+__device__ inline void rotate_full_back(float* values, Workspace& own, const uint32_t* words, float scale, bool is_twice) {
+  if (is_twice) transform(values);
+  put_column(values, own);
+  get_row(values, own);
+  if (is_twice) {
+    transform(values);
+    multiply_row(values, words + 4 * sign_counter(1, 0), inverse_root(kFullGroup));
+  }
+  put_row(values, own);
+  get_column(values, own);
+  transform_stage<kSide / 2>(values);
+  rotate_back(values, own, words + 4 * sign_counter(0, 0), scale);
 }
 
 // -- rotations in shared memory --------------------------------------------------------------------------

@@ -54,12 +54,16 @@ SAMPLES = {
 }
 
 
-@pytest.fixture(params=SAMPLES)
-def options(request, device):
+def options_of(sample, device):
     return {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in SAMPLES[request.param].items()
+        for name, value in SAMPLES[sample].items()
     }
+
+
+@pytest.fixture(params=SAMPLES)
+def options(request, device):
+    return options_of(request.param, device)
 
 
 def inputs(
@@ -351,7 +355,7 @@ def test_checkpointed(device):
 def test_compiled(device, name):
     torch.compiler.reset()
     tensors = inputs(device)
-    options = SAMPLES[name]
+    options = options_of(name, device)
 
     def layer(query, key, value):
         return scaled_dot_product_attention(query * 1.0, key * 1.0, value * 1.0, bits=8, **options)

@@ -96,19 +96,25 @@ gpu-build:
 	if [ -z "$$architecture" ]; then echo "gpu-build: torch found no CUDA device"; exit 1; fi; \
 	FEWBIT_CUDA=1 FEWBIT_CUDA_ARCHITECTURES=$$architecture $(PYTHON) setup.py --quiet build_ext --inplace
 
-# First all patterns of 16-bit floats, in a process of its own: an illegal access there must not fail the other tests.
+# First all patterns of 16-bit floats, in a process of its own: an illegal access there must not fail the other tests. Last,
+# if CUDA's compute-sanitizer is installed, the tests of the ops with checks of every access to memory.
 gpu-test:
 	@mkdir -p $(GPU_RESULTS)
 	@failed=0; \
 	$(GPU_PYTEST) --junit-xml=$(GPU_RESULTS)/every_half.xml tests/backends/test_every_half.py || failed=1; \
 	$(GPU_PYTEST) --junit-xml=$(GPU_RESULTS)/tests.xml $(CUDA_TESTS) || failed=1; \
+	if command -v compute-sanitizer > /dev/null; then \
+		compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -m cuda -W default tests/backends/test_ops.py || failed=1; \
+	fi; \
 	exit $$failed
 
 gpu-kernels:
 	PYTHONPATH=. $(PYTHON) benchmarks/activations.py cuda
+	PYTHONPATH=. $(PYTHON) benchmarks/cuda_kernels.py $$(command -v ncu > /dev/null && echo --count)
 
 gpu-training:
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu_training.py --quick --seconds 400
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_training.py --quick --seconds 320
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_compiled.py
 
 $(BIN)/python:
 	@echo "making $(VENV)"

@@ -59,7 +59,7 @@ def compile(
         InputError: an argument cannot be used.
 
     Warns:
-        With a version of torch other than 2.13, the compiled code saves exact tensors, and there is no `partitioner`.
+        With a version of torch other than 2.11 and 2.13, the compiled code saves exact tensors, and there is no `partitioner`.
     """
     settings = {"backend": backend, "mode": mode, "options": options, **settings}
     partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)

@@ -394,7 +394,9 @@ def pointwise(
         # torch.compile would use one compiled graph for all functions with the same code, even if they enclose
         # different values. The call of id() makes it compile each function on its own, with this function's table.
         if not _IDS_ARE_GUARDED:
-            raise FunctionError("expected torch 2.13 or newer to compile a callable, got an older one")
+            raise FunctionError(
+                "expected torch 2.13 or newer to compile a callable, got an older one"
+            )
         id(function)
     encoding = callable_encoding_text(
         function, bits, table, input.device, input.dtype, is_plain(input)

@@ -1,5 +1,6 @@
 """The benchmarks of `make gpu` on the CPU: they write rows as they go, and a failure leaves the other rows."""
 
+import ast
 import json
 import os
 import shutil
@@ -94,6 +95,25 @@ def test_kernels(tmp_path):
     rates = [row for row in rows if row["measure"] == "decode_mul"]
     assert len(rates) == 3 and all(row["gigabytes_per_second"] > 0 for row in rates)
     assert errors.endswith("1 parts failed\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cuda_kernels", "gpu_compiled"])
+def test_other_benchmarks(tmp_path, name):
+    environment = os.environ | {
+        "OUT": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--device", "cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+    if name == "cuda_kernels":
+        assert "failed" not in done.stdout and "masked quantize" in done.stdout
+    else:
+        *_, few = map(ast.literal_eval, done.stdout.splitlines())
+        assert few["arm"] == "fewbit.compile 2 bits" and 0.01 < few["error"] < 1
 
 
 @pytest.mark.slow

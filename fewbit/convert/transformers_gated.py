@@ -43,6 +43,7 @@ class GatedUnit(Quantized):
     """
 
     unit: Unit
+    calls_others = True
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

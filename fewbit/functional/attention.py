@@ -327,8 +327,11 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
 
 def _autocast(x) -> torch.dtype | None:
     kind = x.device.type
-    # The compiler of torch < 2.12 cannot trace is_autocast_available. It is needed for the meta device alone.
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    # The compiler of torch 2.11 cannot trace is_autocast_available.
+    if torch.compiler.is_compiling():
+        available = kind != "meta"
+    else:
+        available = torch.amp.is_autocast_available(kind)
     is_enabled = available and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_enabled else None
 

@@ -295,15 +295,18 @@ class _LayerNorm(Function):
 def _fused_rms_norm(x, shape, weight, eps):
     """Return RMS norm's result and its reciprocal root mean squares, by torch's fused kernel.
 
-    The kernel for CUDA needs one dtype. For two dtypes torch computes without the kernel, in the wider dtype, and rounds
-    the result to the dtype of x.
+    The kernel for CUDA needs one dtype. For two dtypes torch computes without the kernel, in float32 or wider, and rounds the
+    result to the dtype of x.
     """
     kernel = torch.ops.aten._fused_rms_norm
     if weight is None or weight.dtype == x.dtype:
         return kernel(x, shape, weight, eps)
-    wider = torch.promote_types(x.dtype, weight.dtype)
+    computed = torch.promote_types(x.dtype, torch.float32)
+    if eps is None:
+        eps = torch.finfo(computed).eps
+    wider = torch.promote_types(computed, weight.dtype)
     y, rstd = kernel(x.to(wider), shape, weight.to(wider), eps)
-    return y.to(x.dtype), rstd
+    return y.to(x.dtype), rstd.to(computed)
 
 
 class _RMSNorm(Function):

@@ -296,6 +296,8 @@ class Pointwise(_FewBit, nn.Module):
         table: a `fewbit.Table` for the callable; by default the solver makes one.
     """
 
+    calls_others = True
+
     def __init__(self, function, **kwargs):
         super().__init__(**kwargs)
         self.function = function

@@ -19,8 +19,15 @@ class Guarded:
 
     First, torch.fx.symbolic_trace records a call of the layer as one node, as it does for torch's layers. Second, a
     method `module.forward` that other code stored before `fewbit.restore_` was called runs torch's forward afterwards,
-    because `restore_` has given the module torch's class again.
+    because `restore_` has given the module torch's class again. Third, fewbit's own code runs outside of the function mode
+    of a converted model (`run_outside`).
+
+    Attributes:
+        calls_others: whether the forward calls other modules or a user's function. Then it stays in the function mode, which
+            replaces the functions that these call.
     """
+
+    calls_others = False
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -65,6 +72,8 @@ class Quantized(Guarded):
 
 
 def _guarded(forward, name):
+    is_own = forward.__module__.startswith("fewbit.")
+
     @wraps(forward)
     def guarded(self, *args, **kwargs):
         if not isinstance(self, Guarded):
@@ -73,7 +82,9 @@ def _guarded(forward, name):
             if isinstance(value, Proxy) and isinstance(value.tracer, Tracer):
                 path = value.tracer.path_of_module(self)
                 return value.tracer.create_proxy("call_module", path, args, kwargs)
-        if torch.compiler.is_compiling():
+        # With parametrizations, an access to a weight calls modules.
+        calls_others = self.calls_others or not is_own or "parametrizations" in self._modules
+        if calls_others or torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
         return run_outside(forward, self, *args, **kwargs)
 

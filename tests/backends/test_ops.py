@@ -191,6 +191,17 @@ def test_dtensors_are_refused(tmp_path):
         distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_traces_a_transposed_input(mode):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    import fewbit.functional as F
+
+    x = normal((5, 7))
+    traced = make_fx(lambda x: F.gelu(x.t().requires_grad_()), tracing_mode=mode)(x)
+    torch.testing.assert_close(traced(x), torch.nn.functional.gelu(x.t()))
+
+
 def test_make_fx_traces_ops_only():
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -405,3 +405,16 @@ def test_rms_norm_of_another_shape():
         assert str(ours.value) == str(theirs.value)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         fewbit.nn.RMSNorm(3, elementwise_affine=False)(normal((2, 6)).requires_grad_())
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_of_two_dtypes(device, dtype, weight_dtype):
+    """Small inputs show which epsilon is the default."""
+    x = normal((6, 70), dtype, device, scale=1e-4)
+    weight = normal((70,), weight_dtype, device, seed=2).requires_grad_()
+    ours = F.rms_norm(x, (70,), weight)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mismatch dtype")
+        theirs = torch_f.rms_norm(x, (70,), weight)
+    torch.testing.assert_close(ours, theirs)

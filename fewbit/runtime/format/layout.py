@@ -35,7 +35,14 @@ def are_dense(shape, stride) -> bool:
 
 
 # The tensors of one model have few different shapes and strides, and each is checked several times.
-_are_dense = lru_cache(maxsize=4096)(are_dense)
+_remembered = lru_cache(maxsize=4096)(are_dense)
+
+
+def _are_dense(shape, stride) -> bool:
+    try:
+        return _remembered(shape, stride)
+    except TypeError:  # sizes of traced graphs that vary have no hash
+        return are_dense(shape, stride)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""Where the function mode of a converted model is on: in users' code, but not while fewbit's own layers run."""
+
+import pytest
+from samples import normal
+from torch import nn
+from torch.nn import functional as TF
+
+import fewbit
+from fewbit.convert.functions import FunctionMode
+
+
+class ActivatedLinear(fewbit.nn.Linear):
+    """A user's subclass of a layer, whose forward calls a function that the mode replaces."""
+
+    def forward(self, x):
+        return TF.gelu(super().forward(x))
+
+
+class CountedWeight(nn.Module):
+    """A parametrization that calls a function that the mode replaces."""
+
+    def forward(self, weight):
+        return TF.gelu(weight)
+
+
+def names_of_functions(model, x):
+    """Return the names of the nodes of the autograd graph of model(x)."""
+    names, waiting = set(), [model(x).grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            names.add(type(node).__name__)
+            waiting += [following for following, _ in node.next_functions]
+    return names
+
+
+def test_functions_in_a_users_subclass_of_a_layer_are_replaced():
+    model = nn.Sequential(nn.Linear(8, 8), ActivatedLinear(8, 8))
+    fewbit.compress_(model, bits=2, verbose=False)
+    names = names_of_functions(model, normal((4, 8)))
+    assert "ActivationBackward" in names and "GeluBackward0" not in names
+
+
+def test_functions_in_a_parametrization_of_a_layer_are_replaced():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fewbit.compress_(model, bits=2, verbose=False)
+    nn.utils.parametrize.register_parametrization(model[1], "weight", CountedWeight())
+    names = names_of_functions(model, normal((4, 8)))
+    assert "ActivationBackward" in names and "GeluBackward0" not in names
+
+
+def test_functions_in_a_gated_unit_with_another_activation_are_replaced():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(
+        hidden_size=8, num_attention_heads=2, intermediate_size=16, hidden_act="quick_gelu"
+    )
+    model = nn.Sequential(nn.Linear(8, 8), llama.LlamaMLP(config))
+    fewbit.compress_(model, bits=2, verbose=False)
+    names = names_of_functions(model, normal((2, 4, 8)))
+    assert "_MulBackward" in names and "MulBackward0" not in names
+
+
+def test_a_write_through_data_in_a_gated_unit_stops_sharing():
+    """On a GPU no checksum would detect the write, so the mode has to."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=16)
+    model = nn.Sequential(nn.Linear(8, 8), llama.LlamaMLP(config))
+    fewbit.compress_(model, bits=2, verbose=False)
+    exposed = []
+    cache = model[1].gate_proj.quantizer.context.cache
+    stop_sharing, cache.stop_sharing = cache.stop_sharing, exposed.append
+
+    def negate(_, inputs):
+        inputs[0].data.neg_()
+
+    model[1].up_proj.register_forward_pre_hook(negate)
+    model(normal((2, 4, 8)))
+    cache.stop_sharing = stop_sharing
+    assert len(exposed) == 1
+
+
+def test_no_function_of_a_layer_passes_through_the_mode(monkeypatch):
+    calls = []
+    own = FunctionMode.__torch_function__
+
+    def counted(self, function, types, args=(), kwargs=None):
+        calls.append(function)
+        return own(self, function, types, args, kwargs)
+
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    fewbit.compress_(model, bits=2, verbose=False)
+    monkeypatch.setattr(FunctionMode, "__torch_function__", counted)
+    model(normal((2, 4, 8, 8)))
+    assert not calls

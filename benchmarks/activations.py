@@ -179,23 +179,6 @@ def in_process(memory):
 # -- CUDA ------------------------------------------------------------------------------------------------------
 
 
-def device_seconds(call, device, repeats=50):
-    """Return the sorted times of a call on the device in seconds, on a GPU measured between CUDA events."""
-    if device == "cpu":
-        return harness.seconds(call, repeats)
-    events = []
-    for _ in range(5):
-        call()
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    return sorted(1e-3 * start.elapsed_time(end) for start, end in events)
-
-
 def measure_device(device, n, small, add):
     """Measure the kernels of a device and small tensors.
 
@@ -240,13 +223,20 @@ def copy_bandwidth(n, device):
     """Return the bytes per second that torch's copy of n float32 elements reads and writes."""
     source = torch.randn(n, device=device)
     target = torch.empty_like(source)
-    return 2 * 4 * n / statistics.median(device_seconds(lambda: target.copy_(source), device))
+    return (
+        2
+        * 4
+        * n
+        / statistics.median(harness.device_seconds(lambda: target.copy_(source), device, 50))
+    )
 
 
 def measure_large(name, dtype, device, n, copy):
     """Check results, and measure forward and backward of torch and fewbit. `measure_kernels` explains the arguments."""
     check(name, DTYPES[dtype], device)
-    times = [device_seconds(call, device, 20) for call in steps(name, n, DTYPES[dtype], device)]
+    times = [
+        harness.device_seconds(call, device, 20) for call in steps(name, n, DTYPES[dtype], device)
+    ]
     return [row("forward + backward", name, dtype, n, times, memory="reused")]
 
 
@@ -272,7 +262,7 @@ def measure_kernels(name, dtype, device, n, copy):
     rows = []
     for kind, call in kernels.items():
         counted = (2 * x.element_size() + encoding.bits / 8) * n
-        reached = counted / statistics.median(device_seconds(call, device))
+        reached = counted / statistics.median(harness.device_seconds(call, device, 50))
         print(
             f"{name:5} {dtype:8} {kind:10} {reached / 1e9:6.0f} GB/s, {reached / copy:.3f} of copy",
             file=sys.stderr,

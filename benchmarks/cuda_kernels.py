@@ -275,25 +275,14 @@ def check(name, dtype, device):
 # -- Times -----------------------------------------------------------------------------------------------
 
 
-def device_seconds(call, device, repeats=30):
-    """Return the sorted times of a call on the device in seconds, on a GPU measured between CUDA events."""
-    if device == "cpu":
-        return harness.seconds(call, 3)
-    for _ in range(3):
-        call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    torch.cuda.synchronize()
-    return sorted(1e-3 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
+def repeats_on(device):
+    return 3 if device == "cpu" else 30
 
 
 def copy_bandwidth(n, device):
     """Return the bytes per second that torch's copy of n float32 elements reads and writes."""
     source, target = torch.randn(n, device=device), torch.empty(n, device=device)
-    times = device_seconds(lambda: target.copy_(source), device)
+    times = harness.device_seconds(lambda: target.copy_(source), device, repeats_on(device))
     return 2 * size(source) / statistics.median(times)
 
 
@@ -301,7 +290,7 @@ def measure(name, dtype, n, device, copy):
     check(name, dtype, device)
     x = input_of(n, dtype, device)
     run = CASES[name](backends.of(x), x)
-    times = device_seconds(run.call, device)
+    times = harness.device_seconds(run.call, device, repeats_on(device))
     middle = statistics.median(times)
     return {
         "kernel": name,

@@ -259,13 +259,7 @@ class Cuda:
         peaks["reserved"] = torch.cuda.max_memory_reserved()
 
     def seconds(self, call, repeats):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            call()
-            mark.record()
-        torch.cuda.synchronize()
-        return sorted(1e-3 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
+        return harness.device_seconds(call, "cuda", repeats, warm=0)
 
 
 class Cpu:

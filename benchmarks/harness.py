@@ -56,6 +56,30 @@ def seconds(call, repeats, warm=True):
     return sorted(times)
 
 
+def device_seconds(call, device, repeats, warm=3):
+    """Return the sorted times of `repeats` calls on a device, in seconds: on a GPU between CUDA events, else wall times.
+
+    Args:
+        call: a function without arguments.
+        device: "cuda" or "cpu".
+        repeats: the number of calls that are timed.
+        warm: the number of calls before, which are not timed.
+    """
+    import torch
+
+    for _ in range(warm):
+        call()
+    if device == "cpu":
+        return seconds(call, repeats, warm=False)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return sorted(1e-3 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
+
+
 def spread(times):
     """Format sorted times as `median (min .. max)`, in s or ms."""
     return f"{show(statistics.median(times))} ({show(times[0])} .. {show(times[-1])})"

@@ -86,6 +86,9 @@ def _guarded(forward, name):
         calls_others = self.calls_others or not is_own or "parametrizations" in self._modules
         if calls_others or torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
+        # Most modules outside of converted models run without any mode.
+        if not torch._C._len_torch_function_stack():
+            return forward(self, *args, **kwargs)
         return run_outside(forward, self, *args, **kwargs)
 
     guarded.is_guarded = True

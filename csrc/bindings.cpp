@@ -1,5 +1,5 @@
-// The Python module fewbit._kernels. It does not use libtorch: tensors are passed as buffers, see `Buffer`. Every entry checks
-// that each buffer has the size that the entry reads or writes.
+// The Python module fewbit._kernels. It does not use libtorch: the arguments of entries are torch's tensors, of which `Buffer` has
+// the facts that kernels need. Every entry checks that each buffer has the size that the entry reads or writes.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -32,8 +32,8 @@ namespace py = pybind11;
 
 namespace {
 
-// A buffer, which in Python is (address, number of elements, number of their dtype, device) or None. The device is the index
-// of a CUDA device, or -1 for the CPU.
+// A buffer, which in Python is a tensor, the tuple (address, number of elements, number of their dtype, device), or None. The device
+// is the index of a CUDA device, or -1 for the CPU.
 struct Buffer {
   bool exists = false;
   uintptr_t address = 0;
@@ -41,6 +41,45 @@ struct Buffer {
   int item = -1;
   int device = -1;
 };
+
+// What `use_tensors` got from Python. The references are never released.
+struct Tensors {
+  PyObject* dtypes = nullptr;       // a dict: the numbers of torch's dtypes
+  PyObject* check_dense = nullptr;  // a function that raises ValueError unless a tensor is dense
+} tensors;
+
+// Returns the result of a method without arguments; throws the error that it raises.
+py::object call(PyObject* object, PyObject* method) {
+  PyObject* result = PyObject_CallMethodNoArgs(object, method);
+  if (!result) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+// Reads the facts of a dense tensor. Python code would take twice as long, which counts for small tensors.
+Buffer buffer_of(PyObject* tensor) {
+  static PyObject* const is_contiguous = PyUnicode_InternFromString("is_contiguous");
+  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  static PyObject* const numel = PyUnicode_InternFromString("numel");
+  static PyObject* const get_device = PyUnicode_InternFromString("get_device");
+  static PyObject* const dtype = PyUnicode_InternFromString("dtype");
+  if (call(tensor, is_contiguous).ptr() != Py_True) {
+    PyObject* nothing = PyObject_CallOneArg(tensors.check_dense, tensor);
+    if (!nothing) throw py::error_already_set();
+    Py_DECREF(nothing);
+  }
+  Buffer buffer;
+  buffer.exists = true;
+  buffer.address = static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(call(tensor, data_ptr).ptr()));
+  buffer.count = PyLong_AsLongLong(call(tensor, numel).ptr());
+  buffer.device = static_cast<int>(PyLong_AsLong(call(tensor, get_device).ptr()));
+  PyObject* type = PyObject_GetAttr(tensor, dtype);
+  if (!type) throw py::error_already_set();
+  PyObject* number = PyDict_GetItem(tensors.dtypes, type);  // borrowed
+  Py_DECREF(type);
+  buffer.item = number ? static_cast<int>(PyLong_AsLong(number)) : -1;
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return buffer;
+}
 
 // The numbers of the buffers' dtypes that DType does not have.
 constexpr int kInt32 = 4, kUint8 = 5, kInt64 = 6;
@@ -53,10 +92,14 @@ namespace pybind11::detail {
 
 template <>
 struct type_caster<Buffer> {
-  PYBIND11_TYPE_CASTER(Buffer, const_name("tuple[int, int, int, int] | None"));
+  PYBIND11_TYPE_CASTER(Buffer, const_name("torch.Tensor | tuple[int, int, int, int] | None"));
 
   bool load(handle source, bool) {
     if (source.is_none()) return true;
+    if (tensors.dtypes && PyObject_HasAttrString(source.ptr(), "data_ptr")) {
+      value = buffer_of(source.ptr());
+      return true;
+    }
     if (!PyTuple_Check(source.ptr()) || PyTuple_GET_SIZE(source.ptr()) != 4) return false;
     PyObject* const* items = &PyTuple_GET_ITEM(source.ptr(), 0);
     value.exists = true;
@@ -882,8 +925,17 @@ py::dict functions() {
 
 PYBIND11_MODULE(_kernels, module) {
   module.doc() =
-      "Compiled kernels. Tensors are buffers, (address, number of elements, position of their dtype in DTYPES, index of "
+      "Compiled kernels. A buffer is a dense tensor, or (address, number of elements, position of their dtype in DTYPES, index of "
       "their CUDA device or -1), or None; an entry raises ValueError if a buffer is not of the size that it reads or writes.";
+
+  module.def(
+      "use_tensors",
+      [](const py::dict& dtypes, const py::function& check_dense) {
+        tensors = {dtypes.inc_ref().ptr(), check_dense.inc_ref().ptr()};
+      },
+      py::arg("dtypes"), py::arg("check_dense"),
+      "Let entries take tensors. dtypes: {dtype: position in DTYPES}. check_dense(tensor) raises ValueError unless a tensor is "
+      "dense.");
 
   py::class_<OwnedTable>(module, "Table", "A table's constants, checked and copied (fewbit.runtime.format.encoding).")
       .def(py::init(&make_table), py::arg("bits"), py::arg("initial"), py::arg("breaks32"), py::arg("flips32"),

@@ -13,6 +13,8 @@ from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
+_has_modes = torch._C._len_torch_function_stack
+
 
 class Guarded:
     """A mixin that wraps the forward of its subclasses for three purposes.
@@ -84,10 +86,7 @@ def _guarded(forward, name):
                 return value.tracer.create_proxy("call_module", path, args, kwargs)
         # With parametrizations, an access to a weight calls modules.
         calls_others = self.calls_others or not is_own or "parametrizations" in self._modules
-        if calls_others or torch.compiler.is_compiling():
-            return forward(self, *args, **kwargs)
-        # Most modules outside of converted models run without any mode.
-        if not torch._C._len_torch_function_stack():
+        if calls_others or torch.compiler.is_compiling() or not _has_modes():
             return forward(self, *args, **kwargs)
         return run_outside(forward, self, *args, **kwargs)
 

@@ -801,7 +801,7 @@ def squares_of_cpu(isa, x, group_size, normalize=None):
     """The same of the CPU's kernels."""
     samples, features = x.shape
     out = torch.empty(groups.group_count(samples, features, group_size))
-    place = native._buffer(x), samples, features, group_size, 0, native._buffer(out)
+    place = x, samples, features, group_size, 0, out
     _kernels.Cpu(isa).squares(*place, 1, *native._vectors(normalize, x.numel()))
     return out
 

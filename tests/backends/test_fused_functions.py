@@ -22,7 +22,7 @@ from fewbit import functions
 
 torch = pytest.importorskip("torch")
 kernels = pytest.importorskip("fewbit._kernels")  # absent only if it was not built
-from fewbit.runtime.backends import native  # noqa: E402
+import fewbit.runtime.backends.native  # noqa: E402, F401 (it lets kernels take tensors)
 
 F = torch.nn.functional
 
@@ -120,7 +120,9 @@ def forward(isa, case, x):
         number,
         *(*values, 0.0, 0.0)[:2],
         table(),
-        *map(native._buffer, (x, y, packed)),
+        x,
+        y,
+        packed,
         None,
         1,
     )

@@ -18,6 +18,7 @@ from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
+_kernels.use_tensors(_DTYPES, check_dense)
 KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
 """The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
@@ -30,16 +31,15 @@ _MOST_POINTS = 1800
 class Kernels:
     """The compiled kernels of one device type, with the signatures of `reference`.
 
-    Tensors are passed as buffers (`_buffer`): their addresses, sizes, dtypes and devices. A kernel raises ValueError if
-    the size of a buffer is not the size that the kernel reads or writes.
+    The kernels take dense tensors, and raise ValueError if the size of a tensor is not the size that a kernel reads or
+    writes.
 
     Args:
         kernels: the object that contains the kernels, an attribute of the extension module `fewbit._kernels`.
         where: a function. where(tensor) returns the arguments that say where a kernel runs: on the CPU the number of
             threads, on CUDA the index of the device and the stream.
-        streams: a function. streams(widths) returns (tensors, arguments) for a call of the group quantizer. The
-            arguments say how many bits each sample has. They contain addresses of the tensors, which therefore have to
-            stay alive during the call.
+        streams: a function. streams(widths) returns the arguments of a call of the group quantizer that say how many bits
+            each sample has.
         name: the name of the kernels in reports.
     """
 
@@ -52,13 +52,13 @@ class Kernels:
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
         """Pack codes as bit-planes, see `reference.pack`."""
         packed = _packed(codes.numel(), bits, codes.device)
-        self._kernels.pack(_buffer(codes), bits, _buffer(packed), *self._where(codes))
+        self._kernels.pack(codes, bits, packed, *self._where(codes))
         return packed
 
     def unpack(self, packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
         """Return the codes that `pack` packed, see `reference.unpack`."""
         codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
-        self._kernels.unpack(_buffer(packed), bits, _buffer(codes), *self._where(packed))
+        self._kernels.unpack(packed, bits, codes, *self._where(packed))
         return codes
 
     def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
@@ -69,9 +69,9 @@ class Kernels:
         packed = _packed(x.numel(), encoding.bits, x.device)
         self._kernels.encode(
             table,
-            _buffer(x),
-            _buffer(packed),
-            None if seed is None else _buffer(seed),
+            x,
+            packed,
+            seed,
             *self._where(x),
         )
         return packed
@@ -85,9 +85,9 @@ class Kernels:
             return reference.decode_mul(grad, packed, encoding, out)
         self._kernels.decode_mul(
             table,
-            _element(grad, out) if is_broadcast_scalar(grad) else _buffer(grad),
-            _buffer(packed),
-            _buffer(out),
+            _element(grad, out) if is_broadcast_scalar(grad) else grad,
+            packed,
+            out,
             *self._where(grad),
         )
 
@@ -99,10 +99,10 @@ class Kernels:
         packed = _packed(x.numel(), encoding.bits, x.device)
         self._kernels.forward(
             *fused,
-            _buffer(x),
-            _buffer(out),
-            _buffer(packed),
-            None if seed is None else _buffer(seed),
+            x,
+            out,
+            packed,
+            seed,
             *self._where(x),
         )
         return packed
@@ -135,19 +135,19 @@ class Kernels:
         ranges = _ranges(rows, fp32_min, kind, x.device)
         spread = self._kernels.forward_quantized(
             *fused,
-            _buffer(x),
+            x,
             samples,
             features,
-            _buffer(out),
-            _buffer(codes),
-            None if seed is None else _buffer(seed),
+            out,
+            codes,
+            seed,
             group_size,
             bits,
             fp32_min,
             KIND_NUMBERS[kind],
-            _buffer(qseed),
-            _buffer(packed),
-            _buffer(ranges),
+            qseed,
+            packed,
+            ranges,
             *self._where(x),
         )
         if spread is None and x.device.type == "cpu":
@@ -179,19 +179,18 @@ class Kernels:
             rows = groups.most_groups(samples, features, group_size)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
         ranges = _ranges(rows, fp32_min, kind, x.device)
-        _alive, streams = self._streams(widths)
         spread = self._kernels.quantize(
-            _buffer(x),
+            x,
             samples,
             features,
             group_size,
             1 if widths is not None else bits,  # not used with widths, but checked
-            *streams,
+            *self._streams(widths),
             fp32_min,
             KIND_NUMBERS[kind],
-            _buffer(seed),
-            _buffer(packed),
-            _buffer(ranges),
+            seed,
+            packed,
+            ranges,
             *self._where(x),
             *_vectors(normalize, x.numel()),
         )
@@ -205,12 +204,12 @@ class Kernels:
         count = groups.group_count(samples, features, group_size)
         out = torch.empty(count, dtype=torch.float32, device=x.device)
         self._kernels.squares(
-            _buffer(x),
+            x,
             samples,
             features,
             group_size,
             KIND_NUMBERS[kind],
-            _buffer(out),
+            out,
             *self._where(x),
             *_vectors(normalize, x.numel()),
         )
@@ -221,18 +220,17 @@ class Kernels:
     ) -> None:
         """Write the values that codes stand for to `out`, see `reference.dequantize`."""
         samples, features = groups.samples_of(out.shape)
-        _alive, streams = self._streams(widths)
         self._kernels.dequantize(
-            _buffer(packed),
-            _buffer(ranges),
+            packed,
+            ranges,
             1 if widths is not None else bits,  # not used with widths, but checked
-            *streams,
+            *self._streams(widths),
             ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
             KIND_NUMBERS[kind],
             samples,
             features,
             group_size,
-            _buffer(out),
+            out,
             *self._where(out),
             *_vectors(affine, out.numel()),
         )
@@ -243,7 +241,7 @@ class Kernels:
             return reference.grid_fixed(gamma, beta, bits)
         n = len(gamma)
         grid = torch.empty(_kernels.GRID_ROWS, n, dtype=torch.float32, device=gamma.device)
-        arguments = _buffer(gamma), _buffer(beta), bits, _buffer(grid)
+        arguments = gamma, beta, bits, grid
         self._kernels.grid_fixed(*arguments, *self._where(gamma))
         return grid
 
@@ -251,12 +249,12 @@ class Kernels:
         """Return the packed fixed-point codes of a normalized input, see `reference.encode_fixed`."""
         packed = _packed(x.numel(), bits, x.device)
         self._kernels.encode_fixed(
-            _buffer(x),
-            _buffer(y),
-            _buffer(grid),
+            x,
+            y,
+            grid,
             inner,
             bits,
-            _buffer(packed),
+            packed,
             *self._where(x),
             *_vectors(normalize, x.numel()),
         )
@@ -265,13 +263,13 @@ class Kernels:
     def decode_fixed(self, packed, grid, bits, inner, out, slope=None, scale=None) -> None:
         """Write the values that fixed-point codes stand for to `out`, see `reference.decode_fixed`."""
         self._kernels.decode_fixed(
-            _buffer(packed),
-            _buffer(grid),
+            packed,
+            grid,
             inner,
             bits,
             slope is not None,
             slope or 0.0,
-            _buffer(out),
+            out,
             *self._where(out),
             *_vectors(scale, out.numel()),
         )
@@ -279,35 +277,21 @@ class Kernels:
     def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
         """Write the gradient of a ReLU or LeakyReLU to `out`, see `reference.mask_fixed`."""
         self._kernels.mask_fixed(
-            _buffer(grad),
-            _buffer(packed),
-            _buffer(grid),
+            grad,
+            packed,
+            grid,
             inner,
             bits,
             slope,
-            _buffer(out),
+            out,
             *self._where(grad),
         )
 
 
-def _buffer(tensor):
-    """Return (address, number of elements, number of the dtype, index of the device) of a tensor.
-
-    Raises:
-        ValueError: if the tensor is not dense.
-    """
-    if not tensor.is_contiguous():
-        check_dense(tensor)
-    return tensor.data_ptr(), tensor.numel(), _DTYPES.get(tensor.dtype, -1), tensor.get_device()
-
-
-def _optional(tensor):
-    """Return `_buffer(tensor)`, or None if `tensor` is None."""
-    return None if tensor is None else _buffer(tensor)
-
-
 def _element(tensor, like):
-    """Return the buffer of the one element in storage that an expanded tensor repeats, see `_buffer`.
+    """Return the one element in storage that an expanded tensor repeats, as a kernel's argument.
+
+    The argument is (address, number of elements, number of the dtype, index of the device).
 
     Raises:
         ValueError: if the tensor has not as many elements as `like`.
@@ -331,7 +315,7 @@ def _vectors(given, n):
         return ()
     *vectors, inner = given
     check_vectors(vectors, inner, n)
-    return *map(_optional, vectors), inner
+    return *vectors, inner
 
 
 def _fused(x, function, parameters, encoding):
@@ -401,11 +385,8 @@ def _asked_isa() -> str | None:
 
 
 def _widths(widths):
-    """Return (tensor to keep alive, arguments) for the CPU kernels. widths: the bits of each sample, uint8, or None."""
-    if widths is None:
-        return None, (None,)
-    widths = widths.contiguous()
-    return widths, (_buffer(widths),)
+    """Return the arguments for the CPU kernels. widths: the bits of each sample, uint8, or None."""
+    return (None if widths is None else widths.contiguous(),)
 
 
 def cuda() -> Kernels:
@@ -420,19 +401,18 @@ def cuda() -> Kernels:
 
 
 def _order(widths):
-    """Return (tensors to keep alive, arguments) for the CUDA kernels.
+    """Return the arguments for the CUDA kernels.
 
-    The tensors are the numbers of the samples, sorted by bits, and the number of samples that have 0, 1, ... 8 bits.
+    They are the numbers of the samples, sorted by bits, and the number of samples that have 0, 1, ... 8 bits.
 
     Args:
         widths: the bits of each sample, uint8, or None.
     """
     if widths is None:
-        return None, (None, None)
+        return None, None
     order = torch.argsort(widths, stable=True)
     possible = torch.arange(9, dtype=widths.dtype, device=widths.device)
-    counts = (widths[None, :] == possible[:, None]).sum(1)
-    return (order, counts), (_buffer(order), _buffer(counts))
+    return order, (widths[None, :] == possible[:, None]).sum(1)
 
 
 def cuda_unusable(device: torch.device) -> str:

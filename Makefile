@@ -109,12 +109,16 @@ gpu-test:
 	exit $$failed
 
 gpu-kernels:
-	PYTHONPATH=. $(PYTHON) benchmarks/activations.py cuda
-	PYTHONPATH=. $(PYTHON) benchmarks/cuda_kernels.py $$(command -v ncu > /dev/null && echo --count)
+	@failed=0; export PYTHONPATH=.; \
+	$(PYTHON) benchmarks/activations.py cuda || failed=1; \
+	$(PYTHON) benchmarks/cuda_kernels.py $$(command -v ncu > /dev/null && echo --count) || failed=1; \
+	exit $$failed
 
 gpu-training:
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu_training.py --quick --seconds 320
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu_compiled.py
+	@failed=0; export PYTHONPATH=.; \
+	$(PYTHON) benchmarks/gpu_training.py --quick --seconds 320 || failed=1; \
+	$(PYTHON) benchmarks/gpu_compiled.py || failed=1; \
+	exit $$failed
 
 $(BIN)/python:
 	@echo "making $(VENV)"

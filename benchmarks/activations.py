@@ -191,7 +191,7 @@ def measure_device(device, n, small, add):
     Returns:
         The number of parts that failed.
     """
-    copy = copy_bandwidth(n, device)
+    copy = harness.copy_bandwidth(n, device, 50)
     print(f"copy: {copy / 1e9:.0f} GB/s", file=sys.stderr)
     add([{"measure": "copy", "dtype": "float32", "n": n, "gigabytes_per_second": copy / 1e9}])
     failures = 0
@@ -217,18 +217,6 @@ def measure_device(device, n, small, add):
                 if device == "cuda":
                     torch.cuda.empty_cache()
     return failures
-
-
-def copy_bandwidth(n, device):
-    """Return the bytes per second that torch's copy of n float32 elements reads and writes."""
-    source = torch.randn(n, device=device)
-    target = torch.empty_like(source)
-    return (
-        2
-        * 4
-        * n
-        / statistics.median(harness.device_seconds(lambda: target.copy_(source), device, 50))
-    )
 
 
 def measure_large(name, dtype, device, n, copy):

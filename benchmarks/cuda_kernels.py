@@ -34,9 +34,7 @@ from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.format.encoding import Encoding, packed_words
 
-FEATURES = (
-    1024  # of a sample; also the number of channels of fixed-point codes if channels come last
-)
+FEATURES = 1024  # of a sample; also the channels of fixed-point codes if channels come last
 CHANNELS = 64  # of fixed-point codes of images
 GROUP_SIZE = 256
 DTYPES = torch.float32, torch.bfloat16
@@ -133,23 +131,17 @@ def vectors_of(axis, x):
 
 
 def quantize(kind, bits, axis=None):
+    """Return a case. Without bits, the samples have 1, 2, 3, 1, 2, 3 ... bits."""
+
     def case(backend, x):
         seed = torch.tensor([7], device=x.device)
-        normalize = vectors_of(axis, x)
         x = x.clamp(min=0) if kind == MASKED else x
-        arguments = x, seed, bits, GROUP_SIZE, False, None, None, normalize, kind
-        packed, ranges, _ = backend.quantize(*arguments)
-        return Run(lambda: backend.quantize(*arguments)[:2], size(x, packed, ranges))
-
-    return case
-
-
-def quantize_mixed(kind):
-    def case(backend, x):
-        seed = torch.tensor([7], device=x.device)
-        widths = torch.arange(len(x), device=x.device).remainder(3).add(1).to(torch.uint8)
-        words = packed_words(x.numel(), 2) + 64
-        arguments = x, seed, None, GROUP_SIZE, False, widths, words, None, kind
+        widths = words = None
+        if bits is None:
+            widths = torch.arange(len(x), device=x.device).remainder(3).add(1).to(torch.uint8)
+            words = packed_words(x.numel(), 2) + 64
+        normalize = vectors_of(axis, x)
+        arguments = x, seed, bits, GROUP_SIZE, False, widths, words, normalize, kind
         packed, ranges, _ = backend.quantize(*arguments)
         return Run(lambda: backend.quantize(*arguments)[:2], size(x, packed, ranges))
 
@@ -187,10 +179,10 @@ def fixed_point(what, bits, inner=1):
         bias = torch.linspace(-0.5, 0.5, channels, device=x.device)
         grid = backend.grid_fixed(weight, bias, bits)
         y, out = x.abs().sub_(0.5), torch.empty_like(x)
-        if what == "encode":
-            packed = backend.encode_fixed(x, y, grid, bits, inner)
-            return Run(lambda: (backend.encode_fixed(x, y, grid, bits, inner),), size(x, y, packed))
         packed = backend.encode_fixed(x, y, grid, bits, inner)
+
+        def encode():
+            return (backend.encode_fixed(x, y, grid, bits, inner),)
 
         def decode():
             backend.decode_fixed(packed, grid, bits, inner, out, 0.0)
@@ -200,9 +192,11 @@ def fixed_point(what, bits, inner=1):
             backend.mask_fixed(x, packed, grid, bits, inner, 0.0, out)
             return (out,)
 
-        if what == "decode":
-            return Run(decode, size(packed, out))
-        return Run(mask, size(x, packed, out))
+        return {
+            "encode": Run(encode, size(x, y, packed)),
+            "decode": Run(decode, size(packed, out)),
+            "mask": Run(mask, size(x, packed, out)),
+        }[what]
 
     return case
 
@@ -219,7 +213,7 @@ CASES = {
     "quantize, 4 bits": quantize(UNIFORM, 4),
     "quantize, 8 bits": quantize(UNIFORM, 8),
     "quantize normalized rows, 2 bits": quantize(UNIFORM, 2, "rows"),
-    "quantize, 1 to 3 bits": quantize_mixed(UNIFORM),
+    "quantize, 1 to 3 bits": quantize(UNIFORM, None),
     "squares": squares(UNIFORM),
     "dequantize, 2 bits": dequantize(UNIFORM, 2),
     "dequantize, 4 bits": dequantize(UNIFORM, 4),
@@ -277,13 +271,6 @@ def check(name, dtype, device):
 
 def repeats_on(device):
     return 3 if device == "cpu" else 30
-
-
-def copy_bandwidth(n, device):
-    """Return the bytes per second that torch's copy of n float32 elements reads and writes."""
-    source, target = torch.randn(n, device=device), torch.empty(n, device=device)
-    times = harness.device_seconds(lambda: target.copy_(source), device, repeats_on(device))
-    return 2 * size(source) / statistics.median(times)
 
 
 def measure(name, dtype, n, device, copy):
@@ -372,7 +359,7 @@ def main():
     if arguments.count and not shutil.which("ncu"):
         sys.exit("--count needs Nsight Compute (ncu), which comes with the CUDA toolkit")
     n = LARGE if device == "cuda" else 2**18
-    copy = copy_bandwidth(n, device)
+    copy = harness.copy_bandwidth(n, device, repeats_on(device))
     about = harness.machine("torch") | {"fewbit": fewbit.__version__, "copy_bytes_per_s": copy}
     if device == "cuda":
         about |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}

@@ -17,6 +17,7 @@ import argparse
 import statistics
 import sys
 import time
+from functools import partial
 
 import gpu_training
 import harness
@@ -26,10 +27,10 @@ import fewbit
 
 CASE, STEPS = "gpt2", 10
 ARMS = {
-    "exact": {},
-    "torch.compile": {},
-    "fewbit.compile 8 bits": {"bits": 8},
-    "fewbit.compile 2 bits": {"bits": 2},
+    "exact": lambda model, backend: model,
+    "torch.compile": torch.compile,
+    "fewbit.compile 8 bits": partial(fewbit.compile, bits=8),
+    "fewbit.compile 2 bits": partial(fewbit.compile, bits=2),
 }
 
 
@@ -42,14 +43,7 @@ def measure(arm, settings, device, exact):
         device: "cuda" or "cpu".
         exact: the gradient of the arm "exact", or None for that arm.
     """
-    backend = "inductor" if device == "cuda" else "aot_eager"
-
-    def prepare(model):
-        if arm == "exact":
-            return model
-        function = torch.compile if arm == "torch.compile" else fewbit.compile
-        return function(model, backend=backend, **ARMS[arm])
-
+    prepare = partial(ARMS[arm], backend="inductor" if device == "cuda" else "aot_eager")
     torch._dynamo.reset()
     start = time.perf_counter()
     training = gpu_training.Training(CASE, settings, device, prepare)

@@ -80,6 +80,15 @@ def device_seconds(call, device, repeats, warm=3):
     return sorted(1e-3 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
 
 
+def copy_bandwidth(n, device, repeats):
+    """Return the bytes per second that torch's copy of n float32 elements reads and writes."""
+    import torch
+
+    source, target = torch.randn(n, device=device), torch.empty(n, device=device)
+    times = device_seconds(lambda: target.copy_(source), device, repeats)
+    return 2 * 4 * n / statistics.median(times)
+
+
 def spread(times):
     """Format sorted times as `median (min .. max)`, in s or ms."""
     return f"{show(statistics.median(times))} ({show(times[0])} .. {show(times[-1])})"

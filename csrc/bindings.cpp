@@ -42,7 +42,7 @@ struct Buffer {
   int device = -1;
 };
 
-// What `use_tensors` got from Python. The references are never released.
+// The arguments of `use_tensors` from Python. The references are never released.
 struct Tensors {
   PyObject* dtypes = nullptr;       // a dict: the numbers of torch's dtypes
   PyObject* check_dense = nullptr;  // a function that raises ValueError unless a tensor is dense

@@ -8,10 +8,10 @@ with another outcome.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import fx
-from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import (
     find_symbol_binding_fx_nodes,
     free_symbols,
@@ -24,10 +24,10 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 try:
     from torch.fx.experimental.symbolic_shapes import optimization_hint
 except ImportError:  # torch < 2.13
+    from torch.fx.experimental.symbolic_shapes import size_hint
 
-    def optimization_hint(size):
-        """Return the hint of a size; torch's guess in Inductor for a size that depends on values of tensors."""
-        return symbolic_shapes.size_hint(size, fallback=8192)
+    # The fallback is Inductor's guess for a size that depends on values of tensors.
+    optimization_hint = partial(size_hint, fallback=8192)
 
 
 def hints(sizes) -> list[int]:

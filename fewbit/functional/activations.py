@@ -353,7 +353,7 @@ def identity(input: Tensor) -> Tensor:
 
 
 _IDS_ARE_GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether torch.compile compiles code anew if the id of a callable in it has changed. It does not in torch 2.11."""
+"""True if torch.compile compiles code anew when the id of a callable in it has changed. torch 2.11 does not."""
 
 
 # -- callables -------------------------------------------------------------------------------------------------

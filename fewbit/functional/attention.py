@@ -166,8 +166,6 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         return _attend(*inputs, how)
     if how.dropout_p > 0 and not can_replay(query):
         return _attend(*inputs, how)
-    if torch.compiler.is_compiling():
-        return _Attention.apply(*inputs, how, quantizer)
     return run_outside(_Attention.apply, *inputs, how, quantizer)
 
 

@@ -53,7 +53,7 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 __all__ = ["group_norm", "layer_norm", "rms_norm"]
 
 _RMS_NORM_IS_CAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
-"""Whether autocast makes torch's rms_norm compute in float32 on CUDA. It does not in torch 2.11."""
+"""True if autocast makes torch's rms_norm compute in float32 on CUDA. In torch 2.11 it does not."""
 
 
 def layer_norm(

@@ -5,15 +5,12 @@ from __future__ import annotations
 import inspect
 from functools import wraps
 
-import torch
 from torch import nn
 from torch.fx import Proxy, Tracer
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.quantizers.quantizer import Quantizer
-
-_has_modes = torch._C._len_torch_function_stack
 
 
 class Guarded:
@@ -86,7 +83,7 @@ def _guarded(forward, name):
                 return value.tracer.create_proxy("call_module", path, args, kwargs)
         # With parametrizations, an access to a weight calls modules.
         calls_others = self.calls_others or not is_own or "parametrizations" in self._modules
-        if calls_others or torch.compiler.is_compiling() or not _has_modes():
+        if calls_others:
             return forward(self, *args, **kwargs)
         return run_outside(forward, self, *args, **kwargs)
 

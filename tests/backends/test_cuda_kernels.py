@@ -732,7 +732,7 @@ def test_normalized_and_mapped(cuda, dtype, kind):
 @rotated_kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_normalized_and_mapped_full_groups(cuda, dtype, kind):
-    """Of full groups, entries of vectors are found without divisions if neighbors have one entry, or neighboring ones."""
+    """In full groups, the kernels find entries without divisions if neighbors have one entry, or neighboring ones."""
     rng = np.random.default_rng(DTYPES.index(dtype))
     x = torch.from_numpy(rng.normal(3, 2, (6, 512))).to(dtype)
     for inner, entries in (

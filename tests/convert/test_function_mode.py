@@ -1,4 +1,4 @@
-"""Where the function mode of a converted model is on: in users' code, but not while fewbit's own layers run."""
+"""The function mode of a converted model is on in users' code, and off while fewbit's own layers run."""
 
 import pytest
 from samples import normal
@@ -16,7 +16,7 @@ class ActivatedLinear(fewbit.nn.Linear):
         return TF.gelu(super().forward(x))
 
 
-class CountedWeight(nn.Module):
+class ActivatedWeight(nn.Module):
     """A parametrization that calls a function that the mode replaces."""
 
     def forward(self, weight):
@@ -44,7 +44,7 @@ def test_functions_in_a_users_subclass_of_a_layer_are_replaced():
 def test_functions_in_a_parametrization_of_a_layer_are_replaced():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fewbit.compress_(model, bits=2, verbose=False)
-    nn.utils.parametrize.register_parametrization(model[1], "weight", CountedWeight())
+    nn.utils.parametrize.register_parametrization(model[1], "weight", ActivatedWeight())
     names = names_of_functions(model, normal((4, 8)))
     assert "ActivationBackward" in names and "GeluBackward0" not in names
 
@@ -60,7 +60,7 @@ def test_functions_in_a_gated_unit_with_another_activation_are_replaced():
     assert "_MulBackward" in names and "MulBackward0" not in names
 
 
-def test_a_write_through_data_in_a_gated_unit_stops_sharing():
+def test_a_write_through_data_in_a_gated_unit_stops_sharing(monkeypatch):
     """On a GPU no checksum would detect the write, so the mode has to."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = llama.LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=16)
@@ -68,14 +68,13 @@ def test_a_write_through_data_in_a_gated_unit_stops_sharing():
     fewbit.compress_(model, bits=2, verbose=False)
     exposed = []
     cache = model[1].gate_proj.quantizer.context.cache
-    stop_sharing, cache.stop_sharing = cache.stop_sharing, exposed.append
+    monkeypatch.setattr(cache, "stop_sharing", exposed.append)
 
     def negate(_, inputs):
         inputs[0].data.neg_()
 
     model[1].up_proj.register_forward_pre_hook(negate)
     model(normal((2, 4, 8)))
-    cache.stop_sharing = stop_sharing
     assert len(exposed) == 1
 
 

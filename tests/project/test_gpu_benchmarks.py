@@ -53,17 +53,17 @@ activations.main()
 """
 
 
+def writing_to(folder):
+    """Return the environment of a benchmark that writes its results to a folder."""
+    return os.environ | {"OUT": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 def run(tmp_path, source, *arguments):
     """Run the source as a script, which must end with exit status 1. Return its numbers of saved rows, and the rows."""
     script = tmp_path / "script.py"
     script.write_text(source.format(benchmarks=str(BENCHMARKS)))
-    environment = os.environ | {
-        "OUT": str(tmp_path),
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
     command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=writing_to(tmp_path), capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     saved = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("saved")]
     (path,) = tmp_path.glob("*.json")
@@ -100,13 +100,8 @@ def test_kernels(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cuda_kernels", "gpu_compiled"])
 def test_other_benchmarks(tmp_path, name):
-    environment = os.environ | {
-        "OUT": str(tmp_path),
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--device", "cpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=writing_to(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
     if name == "cuda_kernels":

@@ -75,6 +75,8 @@ def run_outside(function, *args, **kwargs):
     fewbit's layers call hundreds of methods of tensors. Each call would take a detour through the mode, which would
     replace none of them. If an interrupt prevents that the mode is put back, the call guard of the model restores it.
     """
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
     stack = torch._C
     depth = stack._len_torch_function_stack()
     if not depth or not isinstance(stack._get_function_stack_at(depth - 1), ReplacingMode):

@@ -64,7 +64,7 @@ def check(name, dtype, device):
         2 * torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).eps * x.detach().abs() / 4
     )
     if device == "cuda" and dtype == torch.float32:
-        allowed *= 4  # docs/runtime.md
+        allowed *= 4  # docs/concepts/runtime.md
     assert bool(((y.double() - exact).abs() <= allowed + 1e-30).all()), f"{name} {dtype}: forward"
 
 

@@ -11,7 +11,7 @@ norm.
 attention (docs/decisions/0008): the final loss of the demo's transformer if all tensors have 2 bits, except
 attention's.
 
-bias (docs/layers.md): for the layers in LAYERS, whose gradients are not exact in expectation, on normal random inputs,
+bias (docs/concepts/layers.md): for the layers in LAYERS, whose gradients are not exact in expectation, on normal random inputs,
 with rotated and with uniform copies.
 The bias is the distance between the mean gradient over many backward passes and torch's gradient in float64, after
 correction for the sampling error of the mean. The noise is the root mean square error of a single backward pass. Bias,

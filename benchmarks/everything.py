@@ -15,7 +15,7 @@ are all random. "bias" is an estimate of the norm of the mean gradient's error, 
 the mean of DRAWS draws, divided by the norm of the exact gradient.
 
 A gradient that is silently wrong has a bias of about 1. Activations, norms and softmax have small biases without `everything`
-(docs/layers.md). `everything` may add 0.01 at 8 bits and 0.05 at 2 bits, and errors at 8 bits must be below 0.05.
+(docs/concepts/layers.md). `everything` may add 0.01 at 8 bits and 0.05 at 2 bits, and errors at 8 bits must be below 0.05.
 
 Writes results/everything.*, a row for each model and setting, and with --times results/everything_times.*.
 """

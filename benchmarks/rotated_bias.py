@@ -1,4 +1,4 @@
-"""Measure the mean error of rotated copies, also of groups whose rotation does not look normal (docs/quantizer.md).
+"""Measure the mean error of rotated copies, also of groups whose rotation does not look normal (docs/concepts/quantizer.md).
 
     python benchmarks/rotated_bias.py           # about two minutes on one core
 

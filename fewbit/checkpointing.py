@@ -61,8 +61,8 @@ def checkpoint(
         function: the region, a function or module.
         *args: the positional arguments of `function`.
         bits: the bits per element, 1 to 8. With fewer than 8 bits, look at the error of the gradients first
-            (docs/layers.md).
-        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
+            (docs/concepts/layers.md).
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
         preserve_rng_state: whether the recomputation draws the same random numbers as the forward pass, as in torch.
         **kwargs: the keyword arguments of `function`, and the arguments `context_fn`, `determinism_check`, `debug` and
             `early_stop` of torch's function.

@@ -1,4 +1,4 @@
-// The code that an unbiased table draws for an element: the float32 operations of docs/table_schema.md, "A draw".
+// The code that an unbiased table draws for an element: the float32 operations of docs/reference/table_schema.md, "A draw".
 //
 // The code is cut into parts, because the CPU runs each part over a chunk of elements and CUDA all parts for one element.
 #pragma once

@@ -1,4 +1,4 @@
-// The float32 arithmetic of the group quantizer, operation for operation as in docs/quantizer.md.
+// The float32 arithmetic of the group quantizer, operation for operation as in docs/concepts/quantizer.md.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The streams and groups of a quantized tensor, which docs/quantizer.md defines. All sizes are 64-bit.
+// The streams and groups of a quantized tensor, which docs/concepts/quantizer.md defines. All sizes are 64-bit.
 #pragma once
 
 #include <cstdint>

@@ -31,7 +31,7 @@ struct Breaks {
   const int32_t* reversed_codes;  // (2**steps,) by path, and 16 readable
 };
 
-// Constants of a draw (docs/table_schema.md, "A draw"). count is 0 for tables that are not unbiased.
+// Constants of a draw (docs/reference/table_schema.md, "A draw"). count is 0 for tables that are not unbiased.
 struct Knots {
   int count;                  // n
   const float* points;        // (n,) ascending, strict: x is beyond a point if x > point

@@ -25,7 +25,7 @@ struct Spread {
 // The kinds of copies that the group quantizer makes.
 enum class CopyKind { uniform, rotated, masked };
 
-// The group quantizer (docs/quantizer.md), for copies of one kind. Each function works on the groups [begin, end) of all
+// The group quantizer (docs/concepts/quantizer.md), for copies of one kind. Each function works on the groups [begin, end) of all
 // streams. order: the samples by stream; null if they are in order already. Pointers are aligned to one element. `ranges` does
 // not have the rows of a rotated copy's seed.
 struct QuantizerKernels {

@@ -44,7 +44,7 @@ FEWBIT_INLINE Row add_rows(Row* rows) {
   return rows[0];
 }
 
-// Returns the sum of kFullGroup numbers whose rows are row(block, place), in the order of docs/quantizer.md.
+// Returns the sum of kFullGroup numbers whose rows are row(block, place), in the order of docs/concepts/quantizer.md.
 template <class RowAt>
 FEWBIT_INLINE float sum_of_rows(const RowAt& row) {
   Row places[kRowsOfBlock];

@@ -48,7 +48,7 @@ void decode_mul(const Table& table, const void* grad, int dtype, int64_t n, cons
 void forward(int function, double p0, double p1, const Table& table, const void* x, int dtype, int64_t n,
              void* y, int32_t* packed, const int64_t* seed, int device, void* stream);
 
-// The shape of a quantized tensor (docs/quantizer.md): samples of `features` features, all of `bits`, or each with a width of
+// The shape of a quantized tensor (docs/concepts/quantizer.md): samples of `features` features, all of `bits`, or each with a width of
 // its own. The widths are then in device memory: order, the samples by ascending width, and counts, the number of samples of
 // each width from 0 to 8. Both are null if there is one width. words and groups are the available int32 words of packed codes
 // and rows of ranges. For several widths there may be more than needed. The device checks that they suffice, since the host

@@ -1,4 +1,4 @@
-// Tests of rotated and masked copies of every instruction set, against a transcription of docs/quantizer.md that computes one
+// Tests of rotated and masked copies of every instruction set, against a transcription of docs/concepts/quantizer.md that computes one
 // number at a time.
 
 #include <cmath>

@@ -16,7 +16,7 @@ _PER_LINE = 6
 
 _HEAD = """\
 // The positive breaks and levels of the best quantizers of a standard normal number, which rotated copies use
-// (docs/quantizer.md). Levels are multiples of a power of two, and proportional to the best ones except for rounding. The
+// (docs/concepts/quantizer.md). Levels are multiples of a power of two, and proportional to the best ones except for rounding. The
 // breaks are for numbers whose mean square is 1. csrc/tools/normal_levels.py wrote this file.
 #pragma once
 

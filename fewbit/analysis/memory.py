@@ -1,4 +1,4 @@
-"""The memory that training a model takes: the model, the bytes saved for backward, the largest batch (docs/memory.md).
+"""The memory that training a model takes: the model, the bytes saved for backward, the largest batch (docs/results/memory.md).
 
 The formulas are those of appendix B of the paper Few-bit Backward (Novikov et al., ICML 2023), here called the paper.
 The saved bytes are counted in a forward on fake tensors, which have shapes but no memory.
@@ -317,7 +317,7 @@ class MemoryReport(Result):
         return View(title, columns, (None, *self.bits), list(_notes(measured)), more=facts)
 
 
-UNITS_NOTE = "MB = 2^20 bytes, float32. docs/memory.md says how each figure is counted."
+UNITS_NOTE = "MB = 2^20 bytes, float32. docs/results/memory.md says how each figure is counted."
 
 
 def _notes(measured: Measurement) -> Iterator[str]:

@@ -47,7 +47,7 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
 
     The model does not change: training flags and gradients stay the same, buffers and torch's random state are
     restored, and hooks are removed. Parameters and inputs may be real, meta or fake tensors. A compiled model is
-    counted as one module. docs/meter.md says what is counted.
+    counted as one module. docs/guides/meter.md says what is counted.
 
     Args:
         model: A torch.nn.Module, or any callable. If a callable refers to modules by its closure, globals or
@@ -260,7 +260,7 @@ def _known(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
 
 
 def _are_ranges(tensor) -> bool:
-    """Return whether a tensor looks like the pairs of numbers of groups (docs/quantizer.md)."""
+    """Return whether a tensor looks like the pairs of numbers of groups (docs/concepts/quantizer.md)."""
     return (
         tensor.dtype == torch.bfloat16
         and tensor.ndim == 2

@@ -2,7 +2,7 @@
 
 All tensors that one module saves of its inputs are called the module's *context*. A *term* is the variance that
 rounding one context adds to the gradient of one module's parameters, as in Theorem 3 of ActNN
-(docs/variance_profile.md). A *draw* is one set of random numbers for the rounding.
+(docs/guides/variance_profile.md). A *draw* is one set of random numbers for the rounding.
 """
 
 from __future__ import annotations

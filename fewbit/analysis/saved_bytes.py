@@ -55,7 +55,7 @@ class Entry:
         module: The dotted path of the innermost module that was running, "" for the model itself and for code outside
             of modules.
         module_type: The name of the module's class.
-        kind: activation, input, integer, mask, packed, range, statistic, cast, parameter or buffer (docs/meter.md).
+        kind: activation, input, integer, mask, packed, range, statistic, cast, parameter or buffer (docs/guides/meter.md).
         shape: The shape of the first saved tensor in this storage.
         dtype: The dtype of the first saved tensor.
         device: The device of the first saved tensor.

@@ -17,7 +17,7 @@ the paper show the profile of a ResNet-50.
 
 One forward serves all passes over a batch (`deferred.py`). The theorem assumes that the rounded backward pass is
 unbiased. This holds for layers whose backward is linear in the tensors that they save. For other layers
-(docs/layers.md), the direct variance and the sum differ by an amount of the order of the bias.
+(docs/concepts/layers.md), the direct variance and the sum differ by an amount of the order of the bias.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def variance_profile(
 ) -> VarianceProfile:
     """Measure how much variance rounding each module's saved tensors adds to the gradients of each module.
 
-    These variances are the terms of ActNN's Theorem 3 (long version, section 3.4; docs/variance_profile.md). All
+    These variances are the terms of ActNN's Theorem 3 (long version, section 3.4; docs/guides/variance_profile.md). All
     tensors that one module saves of its inputs are called the module's context. The model and torch's random state do
     not change. The measurement takes the memory of two copies of the model. With C contexts, it runs about 2 * draws *
     (C + 1) backward passes for each batch. Few-bit activations are compressed in these passes too. These activations

@@ -39,7 +39,7 @@ class OnceOnly(click.Command):
 
 
 class App(click.Group):
-    """The group of all commands. It shows an error as one line, and exits with one of the codes in docs/cli.md."""
+    """The group of all commands. It shows an error as one line, and exits with one of the codes in docs/reference/cli.md."""
 
     command_class = OnceOnly
 

@@ -35,7 +35,7 @@ def compile(
 
     The results of the forward pass are torch's. For the backward pass, the compiled code saves quantized copies and masks
     of 1 bit, and exact tensors only where an op needs them. This holds for the tensors of all modules and functions
-    (docs/compile.md). The model itself does not change.
+    (docs/guides/compile.md). The model itself does not change.
 
     Args:
         model: the model. If `compress_` has converted it, its layers keep their own copies, and the other tensors are

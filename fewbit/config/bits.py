@@ -225,14 +225,14 @@ class Budget(BitConfig):
 
 @dataclass(frozen=True, repr=False)
 class ErrorBound(BitConfig):
-    """Bits follow from a bound on the error that each saved tensor may cause in gradients (AC-GC; docs/error_bound.md).
+    """Bits follow from a bound on the error that each saved tensor may cause in gradients (AC-GC; docs/guides/error_bound.md).
 
     Attributes:
         e2: the largest allowed squared error of a gradient, divided by the gradient's squared norm; a finite number
             above 0.
         window: how the policy combines the last ten measurements of an error's effect on gradients: "mean" uses the
             mean effect, "max" the largest effect.
-        codec: how tensors are saved: "quant", "quant+zvc", "error-bounded" or "jpeg" (docs/codecs.md).
+        codec: how tensors are saved: "quant", "quant+zvc", "error-bounded" or "jpeg" (docs/concepts/codecs.md).
         by_channel: whether bits are chosen for each channel of a sample separately.
         interval: the number of steps from one measurement to the next. At the start, measurements are more frequent: in
             steps 1, 2, 4, 8 and so on up to `interval`.
@@ -277,7 +277,7 @@ class PreActivationBits(BitConfig):
     The method is BLPA (Chakrabarti and Moseley, 2019). In the backward pass a ReLU or LeakyReLU after a batch or layer
     norm computes its exact gradient from the norm's tensor. Linear layers and convolutions after the norm or the
     activation restore their inputs from the same tensor, even if their own settings give other bits. So a norm, an
-    activation and a linear layer save one tensor in place of three (docs/preactivation.md). Other layers save inputs
+    activation and a linear layer save one tensor in place of three (docs/guides/preactivation.md). Other layers save inputs
     quantized with `bits` bits.
 
     Attributes:

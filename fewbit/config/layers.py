@@ -37,16 +37,16 @@ class LayerSettings(Config):
             These elements are called a group.
         min_dtype: the dtype of the groups' means (in uniform copies, of their minimums): "bfloat16", "float32" or
             "auto" (usually "auto"). "auto" takes float32 for tensors that are far from 0 compared with their range
-            (docs/quantizer.md).
+            (docs/concepts/quantizer.md).
         copies: how many copies a norm saves of its normalized input, each with its own random rounding: 1 or 2 (usually
             1). With 2 copies the mean of a norm's gradient over the random rounding is exact.
         functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
             trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
         everything: whether to compress also the tensors that other operations of torch save, such as products, einsum and
-            the gates of recurrent layers (usually False; docs/compress.md). Their bits are fixed: no policy chooses them.
+            the gates of recurrent layers (usually False; docs/guides/compress.md). Their bits are fixed: no policy chooses them.
         autograd_functions: {an autograd Function, or its name "module.Class": positions in its `ctx.saved_tensors`} of
             tensors in which the Function's gradients are linear. With `everything`, these tensors are quantized too.
-        quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/quantizer.md). Usually, results of softmax
+        quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/concepts/quantizer.md). Usually, results of softmax
             and tensors with groups of more than 256 elements have uniform copies, and all other tensors have rotated
             copies (docs/decisions/0016).
     """
@@ -101,7 +101,7 @@ class LayerSettings(Config):
 
 @dataclass(frozen=True, repr=False)
 class HostOffload(Config):
-    """The setting to move saved tensors of a GPU to the host's memory until the backward pass (docs/offload.md).
+    """The setting to move saved tensors of a GPU to the host's memory until the backward pass (docs/guides/offload.md).
 
     Attributes:
         expandable_segments: whether to make PyTorch's allocator reserve the GPU's memory in expandable segments. These

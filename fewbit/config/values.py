@@ -22,7 +22,7 @@ UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
 KINDS = (ROTATED, UNIFORM, MASKED)
 """The kinds of quantized copies that layers save."""
 QUANTIZERS = (ROTATED, UNIFORM)
-"""The kinds of quantized copies that a user can choose (docs/quantizer.md). The first one is the default of layers.
+"""The kinds of quantized copies that a user can choose (docs/concepts/quantizer.md). The first one is the default of layers.
 
 `MASKED` copies are rotated copies of a ReLU's result. Layers choose them by themselves.
 """

@@ -2,7 +2,7 @@
 
 Every function computes its activation f(input) with torch's function, in the input's shape, dtype and memory format. In
 the backward pass a step function q replaces the derivative of f: the gradient is `q(input) * grad` (Few-bit Backward,
-Novikov et al., ICML 2023). A table (docs/solver.md) lists the few values of q. For each element only a code is saved,
+Novikov et al., ICML 2023). A table (docs/concepts/solver.md) lists the few values of q. For each element only a code is saved,
 the index of q(input) in the table. The codes of n elements take `4 * b * ceil(n / 32)` bytes. Here b is the smallest
 number of bits that suffices to number the values in the table. The default table has at most `2**bits` values. If the
 derivative has only two values, as that of relu, the table has 2 values, and b is 1 for all `bits`. If no gradient is
@@ -366,7 +366,7 @@ def pointwise(
 
     Only the input gets a gradient. If the input needs none, the callable simply runs.
 
-    In eager mode the parameters, buffers and numbers that the callable uses may change between calls; docs/runtime.md
+    In eager mode the parameters, buffers and numbers that the callable uses may change between calls; docs/concepts/runtime.md
     says which changes are noticed. Compiled code uses the table with which it was compiled, whatever changes later.
 
     Args:

@@ -9,7 +9,7 @@ differentiates that run.
 Before k and v are quantized, their means over the keys are subtracted. These means are not saved (`_without_mean`).
 
 q^, k^ and v^ are rounded independently. The mean of each over the random rounding is exact in uniform copies, and
-nearly exact in rotated copies (docs/quantizer.md). The gradients are not linear in q^, k^ and v^, so the mean of a
+nearly exact in rotated copies (docs/concepts/quantizer.md). The gradients are not linear in q^, k^ and v^, so the mean of a
 gradient differs from the exact gradient. This difference is called the bias. Let G be one of the exact gradients, as a
 function of the elements x of q, k and v, and G^ the gradient that the backward pass computes. The bias of G^ is, up to
 terms of higher order (ActNN, Chen et al., ICML 2021, long version, appendix B.2, derives the same for norms),
@@ -106,8 +106,8 @@ def scaled_dot_product_attention(
         scale: as in torch.
         enable_gqa: as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/concepts/quantizer.md).
             A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:

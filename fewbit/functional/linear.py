@@ -46,8 +46,8 @@ def linear(
         weight: (out_features, in_features).
         bias: (out_features,), or None.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/concepts/quantizer.md).
             A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
@@ -87,8 +87,8 @@ def bilinear(
         weight: (K, I, J).
         bias: (K,), or None.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/concepts/quantizer.md).
             A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:

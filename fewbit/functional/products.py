@@ -72,8 +72,8 @@ def matmul(
         other: a floating tensor of two dimensions or more. The leading dimensions of both tensors broadcast as in
             torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/concepts/quantizer.md).
             A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
@@ -179,8 +179,8 @@ def swiglu(
         gate: a floating tensor of any shape.
         up: a floating tensor of a shape that broadcasts with gate's. It is saved only if gate needs a gradient.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/quantizer.md).
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind (docs/concepts/quantizer.md).
             A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:

@@ -36,7 +36,7 @@ class PreActivation(nn.Module):
     norm, activation and linear become children of the block with these names, so keys of the `state_dict` are
     norm.weight, linear.weight and so on. The class of each child is replaced by fewbit's subclass.
 
-    The method is that of BLPA (Chakrabarti and Moseley, 2019, section 3.2; docs/preactivation.md). The forward pass
+    The method is that of BLPA (Chakrabarti and Moseley, 2019, section 3.2; docs/guides/preactivation.md). The forward pass
     computes what torch's modules compute. In training the block saves `4 * bits * ceil(n / 32)` bytes for n elements of
     the norm's input, and a reciprocal standard deviation for each channel (batch norm) or row (layer norm). In
     evaluation mode nothing is quantized.

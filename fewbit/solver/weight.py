@@ -2,7 +2,7 @@
 
 There are four kinds: "uniform" (w = 1 on the domain), "normal" (the normal density, whose integral over the domain may
 be less than 1), "histogram" (a piecewise constant density with integral 1, which may be made of raw samples) and
-"callable" (any function that a user gives). docs/table_schema.md describes the JSON document of each kind.
+"callable" (any function that a user gives). docs/reference/table_schema.md describes the JSON document of each kind.
 """
 
 from __future__ import annotations

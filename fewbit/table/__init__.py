@@ -3,7 +3,7 @@
 The levels are the few values of q, the breaks are the points at which q changes, and the pieces are the intervals
 between breaks. The code of a piece is the index of the piece's level.
 
-docs/table_schema.md describes every field and the exact arithmetic. This folder may import the files in the root of the
+docs/reference/table_schema.md describes every field and the exact arithmetic. This folder may import the files in the root of the
 package, `fewbit.schema`, `fewbit.functions` and `fewbit.render`. It neither solves tables nor searches for them, and it
 does not import torch.
 """

@@ -68,7 +68,7 @@ class Table:
     """A step function q with few levels that approximates the derivative f' of an activation function; immutable.
 
     K is the number of levels, and M the number of pieces. Arrays are stored as read-only copies. Two tables are equal
-    if their documents are equal except for the solver's seconds. docs/table_schema.md describes the fields in detail.
+    if their documents are equal except for the solver's seconds. docs/reference/table_schema.md describes the fields in detail.
 
     Attributes:
         function: The name of f.
@@ -191,7 +191,7 @@ class Table:
     def sample_code(self, x, seed: int) -> np.ndarray:
         """Draw the index of a level for every element of x. Only an unbiased table can do this.
 
-        The computation uses the same float32 operations as every backend. docs/table_schema.md lists them.
+        The computation uses the same float32 operations as every backend. docs/reference/table_schema.md lists them.
 
         Args:
             x: Numbers of any shape, which are rounded to float32. Elements are numbered in C order.

@@ -163,7 +163,7 @@ def test_largest_batches_follow_from_the_papers_own_figures():
 
 # --- the paper ------------------------------------------------------------------------------------
 
-# Relative tolerance of (model, all, nonlinear) and of the batches; docs/memory.md says why.
+# Relative tolerance of (model, all, nonlinear) and of the batches; docs/results/memory.md says why.
 WIDER = {"efficientnet_b0": 0.055, "vgg11": 0.055, "vgg16": 0.055, "gpt2": 0.055}
 
 

@@ -1,4 +1,4 @@
-"""Error bounds of docs/theory/ac_gc.md that no policy evaluates: oracles for the derivations there.
+"""Error bounds of docs/concepts/theory/ac_gc.md that no policy evaluates: oracles for the derivations there.
 
 The formulas that the error-bound policy uses are in `fewbit.policies.error_bound.formulas`, which also describes the
 notation. For each kind of layer `..._d` bounds the squared gradient error for given errors of the saved tensor, and

@@ -119,7 +119,7 @@ class Layer:
         return [self.input(device, dtype, offset), *others]
 
     def expected_bytes(self, bits: int, y: torch.Tensor) -> int:
-        """Return the bytes that the forward with output y saves besides parameters (docs/quantizer.md)."""
+        """Return the bytes that the forward with output y saves besides parameters (docs/concepts/quantizer.md)."""
         if self.saved is not None:
             return self.saved(bits, y)
         copied = quantized_bytes(self.saved_shape or self.shape, bits, kind=self.kind)

@@ -1,4 +1,4 @@
-"""The group quantizer in NumPy, one group at a time, as docs/quantizer.md defines it: an oracle for the backends.
+"""The group quantizer in NumPy, one group at a time, as docs/concepts/quantizer.md defines it: an oracle for the backends.
 
 Rows are (N, D) float32; float64 rows are rounded here, 16-bit rows must be widened before. bfloat16 numbers are uint16.
 """

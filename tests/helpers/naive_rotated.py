@@ -1,4 +1,4 @@
-"""One group of a rotated or masked copy in NumPy float32, as docs/quantizer.md defines it: an oracle for the backends.
+"""One group of a rotated or masked copy in NumPy float32, as docs/concepts/quantizer.md defines it: an oracle for the backends.
 
 `naive_quantizer` cuts tensors into groups and calls this module. bfloat16 numbers are uint16.
 """

@@ -16,7 +16,7 @@ import fewbit.functional as F
 from fewbit import functions
 
 DEVICE_FACTOR = 4.0
-"""The float32 error of a function on a GPU, at most, in units of the bound on a CPU (docs/runtime.md)."""
+"""The float32 error of a function on a GPU, at most, in units of the bound on a CPU (docs/concepts/runtime.md)."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (*range(66), 127, 1000, 4097)
 LARGE = (
@@ -107,7 +107,7 @@ def is_dense(x) -> bool:
 
 
 def in_storage_order(x) -> torch.Tensor:
-    """Return x's elements in the order of the packed format (docs/runtime.md)."""
+    """Return x's elements in the order of the packed format (docs/concepts/runtime.md)."""
     flat = x.detach().reshape(-1)
     return flat[torch.from_numpy(np.argsort(offsets(x))).to(x.device)] if is_dense(x) else flat
 
@@ -252,7 +252,7 @@ def encoded(table, x, seed=None) -> np.ndarray:
 
 
 def scaled(table, level, grad) -> torch.Tensor:
-    """Return levels[level] * grad by the rule of docs/table_schema.md. level: a NumPy array of grad's shape."""
+    """Return levels[level] * grad by the rule of docs/reference/table_schema.md. level: a NumPy array of grad's shape."""
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     q = torch.tensor(table.levels[np.asarray(level)]).to(wide)
     return (q * grad.cpu().to(wide)).to(grad.dtype).to(grad.device)

@@ -54,7 +54,7 @@ def few(bits):
     "bits, least, most, times_less", [(8, 1e-4, 0.01, 3.5), (4, 0.01, 0.1, 7), (2, 0.04, 0.4, 12)]
 )
 def test_eight_regions(device, bits, least, most, times_less):
-    """The forward pass is exact, gradients have the error of docs/layers.md, and the inputs of regions take few bits."""
+    """The forward pass is exact, gradients have the error of docs/concepts/layers.md, and the inputs of regions take few bits."""
     blocks = [block().to(device) for _ in range(8)]
     x = normal((8, 16, WIDTH), device=device, scale=1.0)
     y, wanted = trained(exact, copy.deepcopy(blocks), x)

@@ -245,7 +245,7 @@ def test_size_of_the_bias(name, bits, kind, count):
     "of_gate, of_up", [(0.0, 0.0), (0.0, 10.0), (0.0, 1000.0), (10.0, 0.0), (1000.0, 1000.0)]
 )
 def test_reglu_is_exact_in_expectation(of_gate, of_up, bits, kind, size, count):
-    """In groups of 64 elements, many draws show the small bias of rotated copies (docs/quantizer.md)."""
+    """In groups of 64 elements, many draws show the small bias of rotated copies (docs/concepts/quantizer.md)."""
     torch.manual_seed(5)
     gate, up, grad = (normal((size,), scale=1.0, seed=seed) for seed in (1, 2, 3))
     gate, up = gate + of_gate, up + of_up

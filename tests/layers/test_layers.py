@@ -414,7 +414,7 @@ def output_gradient(y):
 
 
 def largest_step(x) -> float:
-    """Return the largest step of groups of x at 8 bits. bfloat16 extends a range by an eighth at most (docs/quantizer.md)."""
+    """Return the largest step of groups of x at 8 bits. bfloat16 extends a range by an eighth at most (docs/concepts/quantizer.md)."""
     return 1.14 * float(x.max() - x.min()) / 255
 
 

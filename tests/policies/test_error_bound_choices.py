@@ -295,7 +295,7 @@ def test_codecs_by_channel():
 
 @pytest.mark.parametrize(("ratio", "bits"), [(1.0, 1), (0.3, 2), (0.04, 3), (0.01, 4), (1e-9, 8)])
 def test_bits_of_activations(ratio, bits):
-    """GELU's tables err by at most 0.50, 0.18, 0.11, 0.053 (docs/theory/ac_gc.md) on [-6, 6]."""
+    """GELU's tables err by at most 0.50, 0.18, 0.11, 0.053 (docs/concepts/theory/ac_gc.md) on [-6, 6]."""
     policy = learned(result_of({}, activation(ratio)), e2=0.5)
     assert policy.activations == {"act": bits}
     assert policy.assign((torch.zeros(1),)).activations == {"act": bits}

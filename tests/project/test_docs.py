@@ -1,6 +1,6 @@
-"""docs/cli.md and --help say the same thing, and every example in them runs, as the Python of other pages does.
+"""docs/reference/cli.md and --help say the same thing, and every example in them runs, as the Python of other pages does.
 
-``python tests/project/test_docs.py`` rewrites the help and output blocks of docs/cli.md.
+``python tests/project/test_docs.py`` rewrites the help and output blocks of docs/reference/cli.md.
 """
 
 import os
@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from fewbit.cli import app
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs" / "cli.md"
+DOCS = ROOT / "docs" / "reference" / "cli.md"
 COMMANDS = sorted(app.commands)
 # A marker, and the fenced block that belongs to it.
 MARKER = re.compile(r"<!-- (help|output): *(.*?) *-->\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
@@ -165,8 +165,8 @@ def run_blocks(name, names):
 
 
 def test_python_of_the_guide_runs(capsys):
-    """docs/compress.md needs nothing but itself; its blocks end with a model that is torch's again."""
-    names = run_blocks("docs/compress.md", {})
+    """docs/guides/compress.md needs nothing but itself; its blocks end with a model that is torch's again."""
+    names = run_blocks("docs/guides/compress.md", {})
     assert "modules converted" in capsys.readouterr().out
     before, after = (sum(entry.values()) for entry in names["controller"].report.saved)
     assert before > 5 * after
@@ -205,7 +205,7 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
 )
 def test_python_of_a_page_runs(page, files, texts, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names = run_blocks(f"docs/{page}.md", {})
+    names = run_blocks(f"docs/guides/{page}.md", {})
     shown = " ".join(capsys.readouterr().out.split())
     assert all(text in shown for text in texts)
     assert {path.name for path in tmp_path.iterdir()} == files

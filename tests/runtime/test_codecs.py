@@ -509,10 +509,12 @@ def test_what_layers_keep_is_counted(name):
 
 
 def test_the_page_runs():
-    text = (Path(__file__).parents[2] / "docs" / "codecs.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "concepts" / "codecs.md").read_text(
+        encoding="utf-8"
+    )
     (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names = {}
-    exec(compile(block, "docs/codecs.md", "exec"), names)
+    exec(compile(block, "docs/concepts/codecs.md", "exec"), names)
     assert isinstance(names["payload"].spec, ByChannel)
 
 

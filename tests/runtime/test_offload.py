@@ -499,7 +499,9 @@ def test_within_the_session(place):
 
 def test_the_documentation():
     """Its blocks run; where there is a GPU, the second one in a process of its own (tests/compress/test_allocator.py)."""
-    text = (Path(__file__).parents[2] / "docs" / "offload.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "offload.md").read_text(
+        encoding="utf-8"
+    )
     first, second = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     names = {}
     exec(first, names)

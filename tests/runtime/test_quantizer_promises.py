@@ -1,4 +1,4 @@
-"""The promises of docs/quantizer.md that hold for uniform copies or for both kinds; test_rotated.py has the others."""
+"""The promises of docs/concepts/quantizer.md that hold for uniform copies or for both kinds; test_rotated.py has the others."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The promises of docs/quantizer.md that hold for rotated copies: their error, its mean, and their randomness."""
+"""The promises of docs/concepts/quantizer.md that hold for rotated copies: their error, its mean, and their randomness."""
 
 import math
 

@@ -399,7 +399,7 @@ def round_up(value):
 
 
 def naive_draw(table, x, element, seed):
-    """Return one draw by the operations of docs/table_schema.md, one float32 operation at a time."""
+    """Return one draw by the operations of docs/reference/table_schema.md, one float32 operation at a time."""
     document, x = table.document(), F(x)
     levels = document["levels"]
     points, values = document["knots"]["points"], document["knots"]["values"]
@@ -795,7 +795,7 @@ def test_schemas_are_valid(name):
 
 
 def test_examples_in_the_documentation():
-    text = (ROOT / "docs" / "table_schema.md").read_text()
+    text = (ROOT / "docs" / "reference" / "table_schema.md").read_text()
     relu6, ramp = (loads(block)[0] for block in re.findall(r"```json\n(.*?)```", text, re.S))
     assert relu6([-1.0, 0.0, 1e-300, 5.9, 6.0, 7.0]).tolist() == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     breaks, codes, closed = lower_pieces(ramp.levels, ramp.knots)
@@ -816,7 +816,7 @@ def test_examples_in_the_documentation():
 
 
 def test_documentation_names_every_field():
-    text = (ROOT / "docs" / "table_schema.md").read_text()
+    text = (ROOT / "docs" / "reference" / "table_schema.md").read_text()
     document = schema.load(schema.TABLE)
     for field in [*document["properties"], *document["$defs"]["knots"]["properties"]]:
         assert f"| `{field}` |" in text

@@ -29,7 +29,7 @@ class Bounded(NamedTuple):
         name: The layer's path; for a function that a module calls, the module's path and the function's name.
         input: The number of the layer's input; None for activations.
         demand: The name of the gradient whose bound allows the smallest error of the tensor.
-        kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/error_bound.md), or
+        kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/guides/error_bound.md), or
             "worst case" for activations.
         dx: The root mean square error that the saved tensor may have; for an activation, the largest error of the table
             that replaces the derivative f'.

@@ -3,7 +3,7 @@
 D is the squared error of a gradient, and dx^2 is the mean squared error of the elements of the saved tensor. `of_layer`
 runs in a layer's backward pass, where gradients and the dequantized tensor are available, and computes a few small
 numbers on the device. When they have reached the host, `Part.finish` computes D from them by the formulas in
-expectation (docs/theory/ac_gc.md). For gated units, products, softmax and attention there is no formula, or only one
+expectation (docs/concepts/theory/ac_gc.md). For gated units, products, softmax and attention there is no formula, or only one
 that asks for too many bits. `of_layer` then returns None, and the probe measures the effect of noise instead.
 
 Some formulas have one dx^2 for all elements, but samples have different bits and so different errors. Let g_n be the
@@ -106,7 +106,7 @@ def labels(function) -> tuple[str, ...]:
 _AS_IN_TORCH = {"x": "input", "x1": "input1", "x2": "input2", "a": "input", "b": "other"}
 
 
-# -- linear layers and convolutions: docs/theory/ac_gc.md, sections 3 to 5 -----------------------------------
+# -- linear layers and convolutions: docs/concepts/theory/ac_gc.md, sections 3 to 5 -----------------------------------
 
 
 def _linear(context, grad, results, errors):

@@ -58,7 +58,7 @@ class Row(NamedTuple):
     """One measurement of a gradient: its squared norm V^2, and first^2 and second^2 of its squared error D.
 
     D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the saved tensor's elements
-    (docs/error_bound.md).
+    (docs/guides/error_bound.md).
     """
 
     v2: float

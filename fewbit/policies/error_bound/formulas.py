@@ -1,4 +1,4 @@
-"""The error bounds of AC-GC that the error-bound policy evaluates. docs/theory/ac_gc.md derives them.
+"""The error bounds of AC-GC that the error-bound policy evaluates. docs/concepts/theory/ac_gc.md derives them.
 
 AC-GC allows a squared gradient error of at most e2 V2. V2 is the squared norm of the exact gradient, and e2 is a number
 that the user chooses. D is an upper bound of the squared gradient error. It depends on the errors of a saved tensor,
@@ -32,7 +32,7 @@ KURTOSIS = 3.0
 """The factor in E dx^4 <= KURTOSIS * dx2^2, for the error dx of rounding.
 
 It is 3 for the errors of rotated copies, which look normal. Stochastic rounding in uniform copies has 4 / 3 with
-dx2 = step^2 / 4. docs/theory/ac_gc.md derives both in section 1.
+dx2 = step^2 / 4. docs/concepts/theory/ac_gc.md derives both in section 1.
 """
 
 
@@ -133,7 +133,7 @@ def most_reads(taps: int, stride: int, dilation: int = 1, steps: int | None = No
 
 
 def convolution_d(dx2, layer: Convolution, grad2, expectation: bool = False) -> float:
-    """Return a bound of the squared error of a convolution's weight gradient (docs/theory/ac_gc.md, sections 4 and 5).
+    """Return a bound of the squared error of a convolution's weight gradient (docs/concepts/theory/ac_gc.md, sections 4 and 5).
 
     The worst case needs less than the module docstring says: it is enough if dx2 bounds the mean squared error of each
     channel of the input. If dx2 and grad2 are floats, it is enough if dx2 bounds the mean squared error of each group
@@ -181,7 +181,7 @@ def check_groups(grad2: Tensor, layer: Convolution) -> None:
 def norm_input_coefficients(size: int, scaled2, alignment2=None, expectation: bool = False):
     """Return (first, second) of (first dx + second dx2)^2, a bound of the squared error of a norm's input gradient.
 
-    dx2 = dx^2 is the mean squared error of the norm's saved tensor (docs/theory/ac_gc.md, section 6). A set is the
+    dx2 = dx^2 is the mean squared error of the norm's saved tensor (docs/concepts/theory/ac_gc.md, section 6). A set is the
     elements that share a mean and a deviation s: a channel of a batch norm, a row of a layer norm, and so on. g' is the
     gradient of the output times the weight, and x~ is the normalized input, which the norm saves.
 

@@ -4,7 +4,7 @@ A slot is a tensor that a layer saves in every forward pass, and dx^2 is the mea
 steps an `ErrorBoundProbe` measures, for every gradient that depends on a slot, the squared norm V^2 and the squared
 error D as a function of dx. The user chooses the number e2. As in the paper AC-GC, the equation D = e2 V^2 gives dx*,
 the error that this gradient allows. The smallest dx* of the gradients that depend on a slot determines the slot's bits
-until the next measurement (docs/error_bound.md).
+until the next measurement (docs/guides/error_bound.md).
 """
 
 from __future__ import annotations

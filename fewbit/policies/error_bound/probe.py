@@ -2,7 +2,7 @@
 
 Rounding a saved tensor adds D to the squared error of a gradient that a layer computes from the tensor. The bound
 allows D <= e2 V^2, where V^2 is the squared norm of the exact gradient and e2 is the number that the user gives to
-`ErrorBound` (docs/theory/ac_gc.md). For the gradients of each layer the probe finds V^2 and D:
+`ErrorBound` (docs/concepts/theory/ac_gc.md). For the gradients of each layer the probe finds V^2 and D:
 
 - For most layers D follows from the formulas of `error_model.py`, with norms of tensors that the backward pass has
   anyway.

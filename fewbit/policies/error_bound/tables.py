@@ -1,6 +1,6 @@
 """The bits that an activation's table needs so that the table's largest error is within a bound.
 
-Section 8 of docs/theory/ac_gc.md derives the bound. The gradient of an activation's input x is f'(x) g, where f' is the
+Section 8 of docs/concepts/theory/ac_gc.md derives the bound. The gradient of an activation's input x is f'(x) g, where f' is the
 activation's derivative and g is the gradient of its result. A table approximates f' by a step function q with few
 values, and the saved codes say which value each element has. The error of q is the same in every step of the training
 and does not average out, so only a worst-case bound holds. The default table of a function is the table that fewbit
@@ -80,7 +80,7 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
     """Return max |q(x) - f'(x)| over low <= x <= high. The levels of q are rounded to float32, as at run time.
 
     Between breaks of q, kinks of f and extrema of f' the error is monotone, so its maximum is at one of these points.
-    Extrema are found as in the solver (docs/solver.md).
+    Extrema are found as in the solver (docs/concepts/solver.md).
 
     Args:
         table: the table of q. If the table is unbiased, q(x) is the worse of the two levels between which it draws at

@@ -2,7 +2,7 @@
 
 A few-bit activation f saves a code of a few bits for each element of its input x. The *encoding* says which code an
 element gets, and which value a code stands for in place of the derivative f'(x). Inputs are dense: their elements fill
-a contiguous part of storage (`layout.is_dense`). Every function here follows docs/table_schema.md to the letter.
+a contiguous part of storage (`layout.is_dense`). Every function here follows docs/reference/table_schema.md to the letter.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 
 
 def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.Tensor:
-    """Return codes, drawn at random, (n,) uint8, by the float32 operations of docs/table_schema.md, "A draw"."""
+    """Return codes, drawn at random, (n,) uint8, by the float32 operations of docs/reference/table_schema.md, "A draw"."""
     x = flat.to(torch.float32)
     points, origins, values, slopes, levels, inverse_gaps = (
         _constant(array, x.device) for array in encoding.draw

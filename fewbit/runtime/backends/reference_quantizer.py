@@ -1,4 +1,4 @@
-"""The group quantizer (docs/quantizer.md) in plain torch, for any device.
+"""The group quantizer (docs/concepts/quantizer.md) in plain torch, for any device.
 
 The results equal those of the compiled kernels exactly. A *group* is a run of elements that are quantized together. An
 element is saved as a code from 0 to 2^bits - 1. In a uniform copy, a group has a minimum and a range, and the code is

@@ -1,4 +1,4 @@
-"""Rotated copies (docs/quantizer.md) in plain torch, for any device.
+"""Rotated copies (docs/concepts/quantizer.md) in plain torch, for any device.
 
 The results equal those of the compiled kernels exactly. The mean of a group is subtracted. The remainders are
 multiplied by random signs and by a Hadamard matrix, which makes them look normal, and are saved as codes of the levels

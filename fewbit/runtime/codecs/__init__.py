@@ -1,4 +1,4 @@
-"""Codecs compress saved tensors so that the error stays within a bound, all with one interface (docs/codecs.md).
+"""Codecs compress saved tensors so that the error stays within a bound, all with one interface (docs/concepts/codecs.md).
 
     payload = codec("quant").compress(tensor, bound)
     values = codec("quant").decompress(payload)
@@ -23,7 +23,7 @@ CODECS: dict[str, Codec] = {
     member.name: member for member in (Quant(), ZeroValue(), ErrorBounded(), Jpeg())
 }
 DEFAULT = "quant"
-"""The name of the default codec, the fastest by far (docs/codecs.md, "Measured")."""
+"""The name of the default codec, the fastest by far (docs/concepts/codecs.md, "Measured")."""
 
 
 def codec(name: str) -> Codec:

@@ -30,7 +30,7 @@ FIRST_BITS = 4
 class Quant(Codec):
     """A codec that saves codes of 1 to 8 bits, with a minimum and a range for each group of 256 elements.
 
-    Values are exact in expectation (docs/quantizer.md). The bound limits the expected squared error, averaged over the
+    Values are exact in expectation (docs/concepts/quantizer.md). The bound limits the expected squared error, averaged over the
     tensor. If channels have bounds of their own, the average is over each channel. Copies are uniform, so the bound holds
     for any data: the variance of a rounding error is at most a quarter of the squared distance between the values of
     neighboring codes. The host waits once for the ranges, to choose the fewest bits.

@@ -24,7 +24,7 @@ def write(numbers: torch.Tensor):
         numbers: (C, K, n) int32, C * K rows of n integers of magnitude below 2^15.
 
     Returns:
-        words: 1-D int32, the packed integers of all rows in ascending order of widths (docs/quantizer.md has the
+        words: 1-D int32, the packed integers of all rows in ascending order of widths (docs/concepts/quantizer.md has the
             format).
         widths: (C, K) uint8, the width of each row, plus SPARSE if zeros are left out. In that case a mask, one bit for
             each integer, comes before the nonzero integers.

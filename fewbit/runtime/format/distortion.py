@@ -17,7 +17,7 @@ squared error D for a normal distribution. A scale then makes the restored group
 variance D / (1 - D) (EDEN, Vargaftik et al., ICML 2022). The random rounding of the scale to bfloat16 adds a little
 variance, which matters from 7 bits on. The actual variance differs a little from the sum of both. Rotated numbers have
 shorter tails than normal numbers, so the variance of a group of n elements is lower by up to the share 4.5 / n. The
-levels are rounded to multiples of a power of two, which adds at most 0.11 % (docs/theory/rounding.md). In a *masked*
+levels are rounded to multiples of a power of two, which adds at most 0.11 % (docs/concepts/theory/rounding.md). In a *masked*
 copy, the distortion is that of rotated copies.
 """
 

@@ -34,7 +34,7 @@ def gray(index):
 
 
 class Draw(NamedTuple):
-    """The constants from which codes of an unbiased table are drawn at random (docs/table_schema.md), all float32.
+    """The constants from which codes of an unbiased table are drawn at random (docs/reference/table_schema.md), all float32.
 
     An unbiased table replaces f' by a piecewise linear function. An input x gets one of the two levels around the
     function's value at x, at random, so that the mean is this value.

@@ -1,4 +1,4 @@
-"""The groups that a tensor is cut into, and the bytes of the tensor's quantized copy (docs/quantizer.md).
+"""The groups that a tensor is cut into, and the bytes of the tensor's quantized copy (docs/concepts/quantizer.md).
 
 A *group* is a run of elements that are quantized together. A *sample* is a slice along dimension 0. Samples of 64
 features or more are cut into groups one by one. Shorter samples are concatenated, and groups run across them. Nothing

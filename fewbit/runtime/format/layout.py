@@ -251,7 +251,7 @@ def with_stride(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tenso
     """Return x with exactly the given strides: x itself, a view of it, or a copy.
 
     An op that packs or unpacks in storage order gets the strides as an argument. In a compiled graph, the strides of
-    the op's input may differ from those at tracing time (docs/runtime.md, "Strides").
+    the op's input may differ from those at tracing time (docs/concepts/runtime.md, "Strides").
 
     Args:
         x: A tensor of any strides.

@@ -5,7 +5,7 @@
 
 The group quantizer cuts a tensor into groups of elements. It saves two numbers for each group, called its *ranges*, and
 a code of 1 to 8 bits for each element. The two numbers are the minimum and the range in a uniform copy, the mean and the
-scale in a rotated copy (docs/quantizer.md). A *sample* is a slice of a tensor along dimension 0. Both ops take the same strides, which
+scale in a rotated copy (docs/concepts/quantizer.md). A *sample* is a slice of a tensor along dimension 0. Both ops take the same strides, which
 define the order of the elements. `one` is a tensor of value 1. The layer multiplies its result by `one`, so that a
 compiler has to run the op in the forward pass.
 """
@@ -38,7 +38,7 @@ def quantize(
 ):
     """Quantize a tensor. Return (packed, ranges): packed codes, and two numbers for each group.
 
-    docs/quantizer.md describes the method and the format.
+    docs/concepts/quantizer.md describes the method and the format.
 
     Args:
         x: a floating tensor of any strides.

@@ -29,7 +29,7 @@ the noise itself. Then
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
 and the variance that rounding the slot adds in all is  sum of own[p] + sum of out[e] S(node below e)
-(docs/controller.md). This variance is measured at two *levels*. Level 1 stands for rounding to 1 bit. It is measured
+(docs/guides/controller.md). This variance is measured at two *levels*. Level 1 stands for rounding to 1 bit. It is measured
 separately, because the noise of 1 bit differs most from that of other numbers of bits. Level 2 stands for rounding to
 the slot's own bits, but at least 2. From the variance at level 2 follows that at other bits, by the distortion of the
 slot's kind of copies (`runtime/format/distortion.py`).

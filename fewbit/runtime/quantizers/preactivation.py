@@ -3,7 +3,7 @@
 A *fixed-point copy* contains the norm's normalized input x~ as K-bit fixed-point numbers in one packed tensor. The
 norm's result is y = gamma x~ + beta, with the norm's weight gamma and bias beta. x~, y and the ReLU of y can all be
 dequantized from the copy. A norm, an activation and a linear layer or convolution in this order are called a
-pre-activation block (section 3.2 of BLPA, a paper that docs/preactivation.md cites).
+pre-activation block (section 3.2 of BLPA, a paper that docs/guides/preactivation.md cites).
 
 The *cache* of a forward pass finds a copy by the tensor that a layer wants to save, so the layers need not know each
 other. The norm makes the copy and puts it into the cache as the copy of y. The activation, a ReLU or LeakyReLU, needs

@@ -1,7 +1,7 @@
 """The tensors that a layer saves, and specs, which turn saved tensors into approximate values in the backward pass.
 
 The group quantizer saves codes of a few bits, and the *ranges*: two numbers for each group of elements, which are the
-minimum and the range in a uniform copy, and the mean and the scale in a rotated copy (docs/quantizer.md). A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots. A *probe* measures
+minimum and the range in a uniform copy, and the mean and the scale in a rotated copy (docs/concepts/quantizer.md). A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots. A *probe* measures
 for the policy how rounding a slot changes the gradients.
 """
 

@@ -49,7 +49,7 @@ class MinDtypeSelector:
         """Start to compute whether a tensor needs float32 minimums, without waiting for the GPU.
 
         Args:
-            ranges: the ranges of the tensor's copy, (rows, 2 or 3) bfloat16 (docs/quantizer.md).
+            ranges: the ranges of the tensor's copy, (rows, 2 or 3) bfloat16 (docs/concepts/quantizer.md).
             kind: the kind of the copy.
         """
         if torch.cuda.is_current_stream_capturing() or len(ranges) == seed_rows(kind):
@@ -72,7 +72,7 @@ def is_large(ranges: torch.Tensor, kind: str) -> torch.Tensor:
     least element. A rotated copy has no extremes. They are estimated as the groups' means minus and plus 2.5 scales.
 
     Args:
-        ranges: the ranges of the tensor's copy, (rows, 2 or 3) bfloat16 (docs/quantizer.md).
+        ranges: the ranges of the tensor's copy, (rows, 2 or 3) bfloat16 (docs/concepts/quantizer.md).
         kind: the kind of the copy.
     """
     minimum, extent = limits_of(ranges[: len(ranges) - seed_rows(kind)])

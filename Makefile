@@ -17,7 +17,7 @@ CUDA_TESTS := $(addprefix tests/backends/,test_backends.py test_ops.py) \
 	$(addprefix tests/runtime/,test_compile.py test_quantizer.py test_quantizer_vectors.py test_quantizer_fused.py test_quantizer_promises.py test_rotated.py test_saved_tensors.py test_min_dtype.py test_bit_sharing.py test_variance_probe.py test_offload.py) \
 	$(addprefix tests/compress/,test_allocator.py)
 
-.PHONY: demo test test-all slow dispatch lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize clean
+.PHONY: demo test test-all slow dispatch lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/fewbit solve gelu --bits 3
@@ -70,6 +70,10 @@ sanitize: $(VENV)/installed-tests
 		CXX=$(abspath $(ASAN))/c++ TORCHINDUCTOR_CACHE_DIR=$(abspath $(ASAN))/inductor \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest -p no:cacheprovider $(ASAN_TESTS)
+
+# The documentation site, in build/docs. Warnings, such as a broken link, are errors. Nothing is fetched while the site is built.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 tables: $(VENV)/installed
 	$(BIN)/python -m fewbit.catalog.shipping
@@ -147,6 +151,11 @@ $(VENV)/installed-tests: $(VENV)/installed
 $(VENV)/installed-benchmarks: $(VENV)/installed
 	@echo "installing what the benchmarks need"
 	@$(PIP) 'fewbit[benchmark]'
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	@echo "installing what the documentation site needs"
+	@$(PIP) 'fewbit[docs]'
 	@touch $@
 
 clean:

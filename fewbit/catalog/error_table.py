@@ -111,12 +111,12 @@ def error_table(
 ) -> ErrorTable:
     """Look up the errors of the best tables.
 
-    Tables that fewbit ships are used if there are any; others are solved on first use (:func:`fewbit.load_table`).
+    Tables that fewbit ships are used if there are any; others are solved on first use (`fewbit.load_table`).
 
     Args:
         functions: A name or an alias, or several; by default all functions that fewbit knows.
         bits: A number of bits, or several.
-        weight: The density by which errors count, in any form that :func:`fewbit.solve` accepts.
+        weight: The density by which errors count, in any form that `fewbit.solve` accepts.
         form: "levels" (pieces of q may share a level) or "intervals" (every piece has its own level).
         metric: "error" or "relative_error".
 

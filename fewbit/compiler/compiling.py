@@ -59,7 +59,8 @@ def compile(
         InputError: an argument cannot be used.
 
     Warns:
-        With a version of torch other than 2.11 and 2.13, the compiled code saves exact tensors, and there is no `partitioner`.
+        UserWarning: the version of torch is not 2.11 or 2.13. The compiled code then saves exact tensors, and there is no
+            `partitioner`.
     """
     settings = {"backend": backend, "mode": mode, "options": options, **settings}
     partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)

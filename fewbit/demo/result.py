@@ -32,7 +32,7 @@ class Arm:
 
     Attributes:
         bits: The bits of GELU; None for torch.nn.GELU.
-        activation_bytes: The bytes that the GELUs save for backward in one step, as :func:`fewbit.saved_bytes` counts
+        activation_bytes: The bytes that the GELUs save for backward in one step, as `fewbit.saved_bytes` counts
             them.
         model_bytes: The bytes that the whole model saves.
         runs: The trainings, in the order of the seeds.

@@ -140,7 +140,7 @@ $(VENV)/installed: pyproject.toml setup.py $(KERNELS) | $(VENV)/installed-torch
 	@$(PIP) --requirement $(VENV)/build.txt
 	@$(BIN)/python setup.py --quiet build_ext --inplace
 	@echo "installing fewbit and what it needs"
-	@$(PIP) --no-build-isolation --editable .
+	@$(PIP) --no-build-isolation --editable '.[plot,numerics]'
 	@touch $@
 
 $(VENV)/installed-tests: $(VENV)/installed

@@ -343,7 +343,11 @@ def run(command):
 setup(
     packages=[*find_packages(include=["fewbit", "fewbit.*"]), "fewbit.tables"],
     package_dir={"fewbit": "fewbit", "fewbit.tables": "tables"},
-    package_data={"fewbit.schema": ["*.json"], "fewbit.tables": ["*.json"]},
+    package_data={
+        "fewbit": ["py.typed", "*.pyi"],
+        "fewbit.schema": ["*.json"],
+        "fewbit.tables": ["*.json"],
+    },
     ext_modules=[Extension("fewbit._kernels", ["csrc/bindings.cpp"], language="c++")],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -77,13 +77,12 @@ def __getattr__(name):
     collects = gc.isenabled()
     gc.disable()
     try:
-        if name in _PACKAGES:
-            return importlib.import_module(f"fewbit.{name}")
-        value = getattr(importlib.import_module(home), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError(f"fewbit.{name} needs torch: pip install torch") from None
+        from fewbit.extras import needed_for
+
+        with needed_for(f"fewbit.{name}"):
+            if name in _PACKAGES:
+                return importlib.import_module(f"fewbit.{name}")
+            value = getattr(importlib.import_module(home), name)
     finally:
         if collects:
             gc.enable()

@@ -38,6 +38,21 @@ class BoundWarning(UserWarning):
     """The warning that the error of a gradient exceeds the bound of `ErrorBound`."""
 
 
+class MissingPackageError(FewbitError, ImportError):
+    """Raised if a feature needs a package that is not installed.
+
+    Args:
+        feature: The feature's name, with which the message begins.
+        package: The package's name.
+        requirement: What to give to `pip install`.
+    """
+
+    def __init__(self, feature: str, package: str, requirement: str):
+        quoted = f"'{requirement}'" if "[" in requirement else requirement
+        super().__init__(f"{feature} needs {package}: pip install {quoted}")
+        self.package = package
+
+
 class OutputExistsError(FewbitError):
     """Raised if a file exists and would be overwritten. The only argument is the path."""
 

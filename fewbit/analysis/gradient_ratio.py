@@ -32,6 +32,7 @@ from fewbit.analysis.gradients import (
 from fewbit.analysis.unchanged import alone, unchanged
 from fewbit.convert.swap import restore_
 from fewbit.errors import BoundWarning, InputError
+from fewbit.extras import needed_for
 from fewbit.render.formats import limit_text, module_name
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
@@ -74,7 +75,8 @@ class GradientRatio(Result):
     @property
     def chance(self) -> float:
         """The excess over the limit that may be due to chance: three standard errors, or more if draws are few."""
-        from scipy import stats
+        with needed_for("the comparison of a gradient ratio with a limit"):
+            from scipy import stats
 
         return float(stats.t.isf(stats.norm.sf(3), self.draws - 1)) * self.error
 
@@ -164,6 +166,9 @@ def gradient_ratio(
     Raises:
         InputError: an argument cannot be used, or the gradient is 0 or not finite.
     """
+    if limit is not None:
+        with needed_for("the comparison of a gradient ratio with a limit"):
+            import scipy  # noqa: F401 - missing scipy is reported now, not after the passes
     check_count("draws", draws, 2)
     check_count("seed", seed, 0)
     check_model(model)

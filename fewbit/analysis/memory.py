@@ -12,6 +12,7 @@ from functools import partial
 
 from fewbit import models
 from fewbit.errors import FewbitError
+from fewbit.extras import needed_for
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
 from fewbit.sizes import GB, MB, counted, format_size
@@ -130,7 +131,7 @@ def measure(
     """Count the bytes that one forward of a model in training saves.
 
     Args:
-        name: One of the names that :func:`fewbit.models.names` returns.
+        name: One of the names that `fewbit.models.names` returns.
         size: The side of the images in pixels, or the number of tokens. Both are 256 by default.
         batch: The number of samples.
         activation: A key of ``fewbit.models.activations.FACTORIES``; None for the architecture's own activation. With
@@ -145,12 +146,8 @@ def measure(
         raise FewbitError(f"batch: expected an integer of at least 1, got {batch!r}")
     if activation == "paper":
         activation = paper_activation(name)
-    try:
+    with needed_for(f"the model {name}"):
         import torch
-    except ImportError as error:
-        raise FewbitError(
-            f"{name}: expected torch to be installed (pip install torch), found that it is not"
-        ) from error
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from fewbit.analysis.meter import saved_bytes

@@ -23,6 +23,7 @@ import numpy as np
 from fewbit.catalog.error_table import as_tuple
 from fewbit.catalog.normal_levels import normal_levels, unbiased_levels, value_table
 from fewbit.errors import FewbitError
+from fewbit.extras import needed_for
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
 from fewbit.table.staircase import draw_codes, draw_variance
@@ -218,7 +219,8 @@ def uniform_error(bits: int, group: int = GROUP) -> float:
         bits: The bits of a code; there are 2**bits levels.
         group: The number n of normal numbers in a group.
     """
-    from scipy.special import ndtr
+    with needed_for("the comparison of quantizers"):
+        from scipy.special import ndtr
 
     node, share = np.polynomial.legendre.leggauss(_POINTS)
     half = 0.5 * (_REACH - _START)
@@ -314,7 +316,8 @@ def _independent_error(levels: np.ndarray, group: int, deviation: float) -> floa
 
     If the greatest |z| of the group is m, the others are independent, with a normal density cut off at -m and m.
     """
-    from scipy.special import ndtr
+    with needed_for("the comparison of quantizers"):
+        from scipy.special import ndtr
 
     limit = float(levels[:, -1].mean())
     step = limit / _MIDPOINTS

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fewbit.errors import FewbitError, FunctionError, TableError
+from fewbit.extras import needed_for
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
 from fewbit.table import DRAWN, describe_function, load_file, lower_pieces
@@ -233,7 +234,8 @@ def _loss(table, f, x):
 
 def _integral(integrand, ends):
     """Integrate over [ends[0], ends[-1]]; the integrand is smooth between neighboring ends."""
-    from scipy.integrate import tanhsinh
+    with needed_for("fewbit.verify"):
+        from scipy.integrate import tanhsinh
 
     def inside(x, left, right):
         # The outermost points of the rule round to the ends, at which q may already have changed.

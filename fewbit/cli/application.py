@@ -18,6 +18,7 @@ import click
 from fewbit._version import __version__
 from fewbit.cli.streams import OutputLost, secure
 from fewbit.errors import FewbitError, OutputExistsError
+from fewbit.extras import needed_for
 from fewbit.text import one_line, printable
 
 FAILED, BAD_INPUT, BUG, INTERRUPTED, OUTPUT_LOST = 1, 2, 70, 130, 141
@@ -36,6 +37,11 @@ class OnceOnly(click.Command):
             if is_single and order.count(option) > 1:
                 ctx.fail(f"expected {option.opts[-1]} once, got it {order.count(option)} times")
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx):
+        """Run the command. If a package is missing that the command needs, the error says how to install it."""
+        with needed_for(ctx.command_path):
+            return super().invoke(ctx)
 
 
 class App(click.Group):

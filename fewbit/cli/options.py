@@ -122,7 +122,8 @@ def output_options(what, *endings, required=False):
         if suffix in PICTURES:
             from fewbit.render.figures import matplotlib
 
-            matplotlib()  # a missing matplotlib is reported now, not after minutes of work
+            feature = ctx.command_path if required else f"{ctx.command_path} -o {path}"
+            matplotlib(feature)  # a missing matplotlib is reported now, not after minutes of work
         return path
 
     output = click.option(

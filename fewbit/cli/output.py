@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 
 import click
 
-from fewbit.errors import FewbitError
 from fewbit.text import printable
 
 
@@ -39,14 +37,3 @@ def print_report(report, *saved):
     paths = " and ".join(str(path) for path in saved if path is not None)
     if paths:
         click.echo(f"\nsaved to {printable(paths)}")
-
-
-@contextmanager
-def needs_torch(command):
-    """Return a context manager. If torch is not installed, an import of torch in its block raises FewbitError."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise FewbitError(f"{command} needs torch: pip install torch") from None

@@ -18,7 +18,7 @@ from fewbit.cli.options import (
     output_options,
     several_bits,
 )
-from fewbit.cli.output import needs_torch, print_result
+from fewbit.cli.output import print_result
 from fewbit.cli.progress import Progress
 from fewbit.errors import FewbitError
 from fewbit.files import check_writable
@@ -136,11 +136,10 @@ def plan(name, batch, batches, size, policies, share, draws, output, force, as_j
       fewbit plan resnet18 --batch 2 --policy activations -o plan.html
     """
     sizes = given(batch=batch, batches=batches, size=size)
-    with needs_torch("plan"):
-        from fewbit.planning.candidates import default_candidates
-        from fewbit.planning.plan import plan
+    from fewbit.planning.candidates import default_candidates
+    from fewbit.planning.plan import plan
 
-        work = _own_workload(name, sizes) if ":" in name else _synthetic_workload(name, sizes)
+    work = _own_workload(name, sizes) if ":" in name else _synthetic_workload(name, sizes)
     candidates = default_candidates(work[0], policies) if policies else None
     found = plan(*work, **given(candidates=candidates, share=share, draws=draws))
     if output is not None:
@@ -250,16 +249,17 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
     if output.is_dir():
         for path in paths:
             check_writable(path, force)
-    with needs_torch("demo"):
-        import torch
+    import torch
 
-        from fewbit.demo.experiment import EVERY_ARM, check_request, run_demo
+    from fewbit.demo.experiment import EVERY_ARM, check_request, run_demo
     from fewbit.demo.training import Settings
+    from fewbit.render.figures import matplotlib
 
     request = (EVERY_ARM if is_all else {}) | given(
         bits=bits, everything=everything, average=average, seeds=seeds
     )
     check_request(**request)
+    matplotlib("fewbit demo")  # a missing matplotlib is reported now, not after the training
     settings = Settings(**given(steps=steps))
     _make_directory(output)
     for path in paths:

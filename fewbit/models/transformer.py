@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fewbit.errors import FewbitError
+from fewbit.extras import needed_for
 from fewbit.models.activations import is_activation
 
 # The sizes of Liu et al. (2019) and Radford et al. (2019); all other values are the configuration's defaults.
@@ -38,15 +38,10 @@ def build(name: str, activation: Callable | None = None, attention: str = "eager
         attention: The argument `attn_implementation` of transformers.
 
     Raises:
-        FewbitError: transformers is not installed.
+        MissingPackageError: transformers is not installed.
     """
-    try:
+    with needed_for(f"the model {name}"):
         import transformers
-    except ImportError as error:
-        raise FewbitError(
-            f"{name}: expected transformers to be installed (pip install transformers), "
-            "found that it is not"
-        ) from error
     options = dict(SIZES[name], attn_implementation=attention)
     if name.startswith("roberta"):
         model = transformers.RobertaModel(transformers.RobertaConfig(**options))

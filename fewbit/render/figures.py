@@ -9,7 +9,8 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 
-from fewbit.errors import FewbitError
+from fewbit.errors import FewbitError, MissingPackageError
+from fewbit.extras import needed_for
 from fewbit.files import write_atomic
 from fewbit.text import one_line
 
@@ -97,12 +98,17 @@ def title(axes, text: str) -> None:
     axes.set_title(literal(text), loc="left", color=INK, fontweight="bold")
 
 
-def matplotlib():
-    """Import and return matplotlib. Raise FewbitError if it is not installed or cannot be used."""
+def matplotlib(feature: str = "plotting"):
+    """Import and return matplotlib. Raise FewbitError if it is not installed or cannot be used.
+
+    Args:
+        feature: The feature that needs it, for the message.
+    """
     try:
-        import matplotlib
-    except ImportError:
-        raise FewbitError("plotting needs matplotlib: pip install matplotlib") from None
+        with needed_for(feature):
+            import matplotlib
+    except MissingPackageError:
+        raise
     except Exception as error:  # such as ValueError for MPLBACKEND
         raise FewbitError(f"matplotlib cannot be used: {one_line(error)}") from None
     return matplotlib

@@ -273,7 +273,7 @@ def test_bad_input_is_a_line_and_exit_code_2(arguments, message):
 def test_torch_missing_is_said_in_a_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     for name in ("resnet18", "gpt2"):
-        with pytest.raises(FewbitError, match=f"^{name}: expected torch to be installed"):
+        with pytest.raises(FewbitError, match=f"^the model {name} needs torch: pip install torch$"):
             measure(name)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from training import bounded, step
 
 import fewbit
-from fewbit.errors import BoundWarning, InputError
+from fewbit.errors import BoundWarning, MissingPackageError
 
 
 def build(name="convnet", **options):
@@ -407,7 +407,8 @@ def test_a_codec_whose_package_is_not_there(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "imagecodecs", None)
-    with pytest.raises(InputError, match=r"pip install 'fewbit\[codecs\]'"):
+    missing = r"^the codec error-bounded needs imagecodecs: pip install 'fewbit\[codecs\]'$"
+    with pytest.raises(MissingPackageError, match=missing):
         bounded(MODELS["convnet"][0](), codec="error-bounded")
 
 

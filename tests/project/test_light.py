@@ -110,11 +110,8 @@ except fewbit.SolveError as error:
 @pytest.mark.slow
 def test_training_needs_only_torch_and_numpy():
     """Also the report that `compress_` prints, policies, files of tables, and the meter of saved bytes work."""
-    missing = requirements() - {
-        "numpy",
-        "torch",
-        "mpmath",
-    }  # sympy, which torch needs, needs mpmath
+    # sympy, which torch needs, needs mpmath.
+    missing = requirements() - {"fewbit", "numpy", "torch", "mpmath"}
     assert missing > {"numba", "matplotlib", "platformdirs", "rich", "scipy", "click", "jsonschema"}
     missing |= {"referencing", "rpds", "llvmlite", "xdist", "sklearn", "_pytest"}
     *_, invalid, unsolved = run(BARE.format(missing=sorted(missing))).splitlines()

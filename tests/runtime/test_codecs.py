@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 import fewbit
-from fewbit.errors import InputError
+from fewbit.errors import InputError, MissingPackageError
 from fewbit.runtime.codecs import CODECS, DEFAULT, codec, streams
 from fewbit.runtime.codecs.jpeg import _coefficients
 from fewbit.runtime.codecs.payload import Exact
@@ -305,7 +305,8 @@ def test_what_is_no_payload(name, given):
 
 def test_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "imagecodecs", None)
-    with pytest.raises(InputError, match=r"pip install 'fewbit\[codecs\]'"):
+    missing = r"^the codec error-bounded needs imagecodecs: pip install 'fewbit\[codecs\]'$"
+    with pytest.raises(MissingPackageError, match=missing):
         codec("error-bounded").compress(activations(), 0.1)
 
 

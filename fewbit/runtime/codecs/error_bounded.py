@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.errors import InputError
+from fewbit.extras import needed_for
 from fewbit.runtime.codecs.payload import (
     Codec,
     Payload,
@@ -94,18 +94,13 @@ class Predicted(NamedTuple):
 
 
 def check_library() -> None:
-    """Raise InputError if imagecodecs is not installed; the message says what to install."""
+    """Raise MissingPackageError if imagecodecs is not installed."""
     _library()
 
 
 def _library():
-    try:
+    with needed_for("the codec error-bounded"):
         import imagecodecs
-    except ImportError:
-        raise InputError(
-            "expected the package imagecodecs for the codec error-bounded, got none: "
-            "pip install 'fewbit[codecs]'"
-        ) from None
     return imagecodecs
 
 

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fewbit.extras import needed_for
 from fewbit.solver.partition import best_breaks
 from fewbit.solver.segments import Items
 from fewbit.solver.steps import threshold_steps
@@ -117,7 +118,8 @@ def refine_shared(landscape, cells, levels, ends, most_steps=_MOST_STEPS):
 
 def _descend(landscape, cells, levels, ends, scale, most_steps):
     """Minimize the error over levels times `scale`, by L-BFGS. Return a `SharedSolution`."""
-    from scipy.optimize import minimize
+    with needed_for("the objective shared"):
+        from scipy.optimize import minimize
 
     def evaluate(x):
         moved = x.reshape(levels.shape) / scale

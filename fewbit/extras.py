@@ -1,0 +1,36 @@
+"""Packages that only some features need: how each is installed, and the error if one is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fewbit.errors import MissingPackageError
+
+INSTALLED_BY = {
+    "torch": "torch",
+    "matplotlib": "fewbit[plot]",
+    "scipy": "fewbit[numerics]",
+    "imagecodecs": "fewbit[codecs]",
+    "transformers": "transformers",
+}
+"""What to give to `pip install`, for each package that a feature may need. The extras are in pyproject.toml."""
+
+
+@contextmanager
+def needed_for(feature: str) -> Iterator[None]:
+    """Return a context manager that explains which package a feature lacks.
+
+    Args:
+        feature: The feature's name, with which the message begins, such as "fewbit plot".
+
+    Raises:
+        MissingPackageError: The block imports a package of `INSTALLED_BY` that is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in INSTALLED_BY:
+            raise
+        raise MissingPackageError(feature, package, INSTALLED_BY[package]) from None

@@ -3,12 +3,15 @@
 - CONTRIBUTING.md and CHANGELOG.md, which are outside of `docs`, become pages of the site.
 - Links lead to files of the repository. A link to a file that has a page is changed to a link to this page. A link to
   another file is changed to a link to the source repository, if `repo_url` is set, and otherwise to its plain text.
+- Docstrings name pages by their paths, as in `docs/guides/meter.md`. In the API reference these paths become links.
 - Lists may be nested by the width of their markers, as in CommonMark. Python-Markdown expects four spaces.
 """
 
+import html
 import os
 import posixpath
 import re
+from itertools import groupby
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -21,6 +24,7 @@ STAND_INS = {"README.md": "index.md"}
 
 FENCE = re.compile(r" *(```|~~~)")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+PAGE_IN_DOCSTRING = re.compile(r"\bdocs/([\w/]+\.md|decisions/\d{4})\b")
 MARKER = re.compile(r" *(?:[-*+]|\d+[.)]) +(?=\S)")
 
 
@@ -36,24 +40,41 @@ def on_page_markdown(markdown, page, config, files):
     """Return the Markdown of a page with links of the site and with the indentation that Python-Markdown expects."""
     shown = page.file.src_uri
     source = {page: source for source, page in PAGES.items()}.get(shown, f"docs/{shown}")
-    lines = []
-    for line, is_code in with_code(indented(markdown.splitlines())):
-        lines.append(line if is_code else relinked(line, source, shown, config.repo_url))
-    return "\n".join(lines) + "\n"
+    text = ""
+    for is_code, lines in groupby(with_code(indented(markdown.splitlines())), lambda pair: pair[1]):
+        part = "".join(f"{line}\n" for line, _ in lines)
+        text += part if is_code else relinked(part, source, shown, config.repo_url)
+    return text
 
 
-def relinked(line, source, shown, repository):
-    """Change the links of a line.
+def on_page_content(content, page, config, files):
+    """Return the HTML of a page. In the API reference, paths of pages become links with the pages' titles."""
+    if not page.file.src_uri.startswith("reference/api/"):
+        return content
+
+    def link(match):
+        start = match.group(1)
+        for file in files.documentation_pages():
+            if file.src_uri == start or file.src_uri.startswith(f"{start}-"):
+                title = html.escape(heading(Path(config.docs_dir, file.src_uri)))
+                return f'<a href="{file.url_relative_to(page.file)}">{title}</a>'
+        return match.group(0)
+
+    return PAGE_IN_DOCSTRING.sub(link, content)
+
+
+def relinked(text, source, shown, repository):
+    """Return Markdown, which has no fenced blocks, with links of the site.
 
     Args:
-        line: a line of Markdown.
-        source: the path of the file that has the line, relative to the root of the repository.
+        text: the Markdown.
+        source: the path of the file that has the text, relative to the root of the repository.
         shown: the path of the file's page, relative to docs.
         repository: the URL of the source repository, or None.
     """
 
     def change(match):
-        text, target, anchor = match.group(1), match.group(2), match.group(3) or ""
+        label, target, anchor = match.group(1), match.group(2), match.group(3) or ""
         if not target or ":" in target:
             return match.group(0)
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
@@ -63,12 +84,17 @@ def relinked(line, source, shown, repository):
         if path.startswith("docs/"):
             found = path.removeprefix("docs/")
         if found is not None:
-            return f"[{text}]({posixpath.relpath(found, posixpath.dirname(shown) or '.')}{anchor})"
+            return f"[{label}]({posixpath.relpath(found, posixpath.dirname(shown) or '.')}{anchor})"
         if not (ROOT / path).exists():
             return match.group(0)  # the strict build reports the broken link
-        return f"[{text}]({repository.rstrip('/')}/blob/main/{path})" if repository else text
+        return f"[{label}]({repository.rstrip('/')}/blob/main/{path})" if repository else label
 
-    return LINK.sub(change, line)
+    return LINK.sub(change, text)
+
+
+def heading(path):
+    """Return the first line of a page, without the mark of a heading."""
+    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
 
 def with_code(lines):

@@ -45,13 +45,13 @@ from fewbit.text import shorten
 @whole_or_not_at_all
 def compress_(
     model: nn.Module,
-    bits: float | BitConfig | None = None,
+    bits: float | BitConfig | Mapping | None = None,
     *,
     layers: LayerSettings | Mapping | None = None,
     include: Filter = "*",
     exclude: Filter = (),
     overrides: Mapping[str, float | LayerSettings | Mapping | None] | None = None,
-    offload: HostOffload | None = None,
+    offload: HostOffload | Mapping | None = None,
     sample=None,
     verbose: bool = True,
     **unknown,
@@ -70,7 +70,8 @@ def compress_(
         model: the model, which changes in place.
         bits: says who chooses the bits per element of quantized inputs: FixedBits, SampleBits, AdaptiveBits, Budget,
             ErrorBound, PreActivationBits, a Level of ActNN, or a BitConfig of your own. A whole number from 1 to 8
-            stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
+            stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4). A mapping,
+            such as {"kind": "adaptive", "average": 1.75}, stands for the BitConfig with these fields.
         layers: settings of layers in place of the default settings: LayerSettings, or a mapping of its fields except
             `bits`.
         include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path,
@@ -81,14 +82,15 @@ def compress_(
         overrides: {glob pattern: settings of the modules that match}. Settings are LayerSettings, a mapping of its
             fields, or None to leave the modules as they are. A number stands for `bits`, `attention_bits` and, if it is
             whole, `activation_bits`. If several patterns match a module, the last one holds.
-        offload: HostOffload() moves saved tensors from a GPU to the host's memory until the backward pass needs them.
+        offload: HostOffload(), or a mapping of its fields, moves saved tensors from a GPU to the host's memory until the
+            backward pass needs them.
         sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares
             the bytes that the exact model and the compressed model save for this batch. Budget needs a sample.
         verbose: whether to print the report.
         unknown: must be empty. A setting of layers, such as `quantizer`, belongs in `layers`; the error message says so.
 
     Returns:
-        The controller: an object with the report, the chosen bits, the state for a checkpoint, and methods that
+        The controller, an object with the report, the chosen bits, the state for a checkpoint, and methods that
         measure.
 
     Raises:
@@ -146,9 +148,11 @@ def _refuse(unknown: Mapping) -> None:
 
 
 def _without_level(
-    config: BitConfig, offload: HostOffload | None
+    config: BitConfig, offload: HostOffload | Mapping | None
 ) -> tuple[BitConfig | None, HostOffload | None]:
     """Return the configuration and the offload for which a `Level` stands; return other arguments unchanged."""
+    if isinstance(offload, Mapping):
+        offload = HostOffload.from_dict(offload)
     if offload is not None and not isinstance(offload, HostOffload):
         raise InputError(f"offload: expected fewbit.HostOffload, got {offload!r}")
     if not isinstance(config, Level):

@@ -3,10 +3,12 @@
 Configuration objects are frozen dataclasses. They check their values, compare by value, and have a repr that can be
 pasted into a program. `to_dict` returns plain JSON values, and `from_dict` makes an object from these values. The
 module `bits` has the classes that say who chooses bits. `layers` has the settings of layers, and `values` has the
-limits of settings and checks that layers use too. `base` has what all these classes have in common. This folder may
-import the files in the root of the package, but no other folder. It does not import torch.
+limits of settings and checks that layers use too. `base` has what all these classes have in common. `arguments` turns
+all arguments of `compress_` into plain values. This folder may import the files in the root of the package, but no
+other folder. It does not import torch.
 """
 
+from fewbit.config.arguments import plain_arguments
 from fewbit.config.bits import (
     CODECS,
     LEVELS,
@@ -87,5 +89,6 @@ __all__ = [
     "check_verbose",
     "usual_kind",
     "name_of_class",
+    "plain_arguments",
     "plain_number",
 ]

@@ -367,14 +367,16 @@ def as_config(bits) -> BitConfig:
     """Return the configuration for a value of the argument `bits` of `compress_`.
 
     Args:
-        bits: a BitConfig, which is returned unchanged, or a number from 1 to 8. A whole number gives FixedBits, another
-            number AdaptiveBits with this average. None gives FixedBits(4).
+        bits: a BitConfig, which is returned unchanged, a mapping as BitConfig.to_dict returns it, or a number from 1 to
+            8. A whole number gives FixedBits, another number AdaptiveBits with this average. None gives FixedBits(4).
 
     Raises:
         InputError: `bits` is anything else, or a number outside 1 to 8.
     """
     if bits is None:
         return FixedBits()
+    if isinstance(bits, Mapping):
+        return BitConfig.from_dict(bits)
     if isinstance(bits, BitConfig) and is_dataclass(bits):
         return bits
     bits = plain_number(bits)

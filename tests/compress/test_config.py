@@ -267,3 +267,62 @@ def test_filters_see_the_classes_before_the_conversion():
     for _ in range(2):
         model(torch.randn(8, 64)).square().sum().backward()
     assert [row.name for row in controller.bounds] == ["1"]
+
+
+@pytest.mark.parametrize("one", OBJECTS, ids=repr)
+def test_compress_takes_plain_values_in_place_of_objects(one):
+    name = {fewbit.LayerSettings: "layers", fewbit.HostOffload: "offload"}.get(type(one), "bits")
+    plain = json.loads(json.dumps(config.plain_arguments({name: one})))
+    assert plain == {name: one.to_dict()} and config.plain_arguments(plain) == plain
+    if name == "bits":
+        assert as_config(plain["bits"]) == one
+
+
+def test_all_arguments_of_compress_come_from_json():
+    """A model is converted in the same way from the arguments, and from what JSON makes of them."""
+    arguments = {
+        "bits": fewbit.AdaptiveBits(2.5, interval=7),
+        "layers": fewbit.LayerSettings(group_size=64, quantizer="uniform"),
+        "overrides": {"0": 8, "1": None, "2": fewbit.LayerSettings(bits=np.int64(3))},
+        "offload": fewbit.HostOffload(True),
+        "include": ("0", "2", "3"),
+        "exclude": "3",
+        "verbose": False,
+    }
+    plain = json.loads(json.dumps(config.plain_arguments(arguments)))
+
+    def converted(arguments):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        controller = fewbit.compress_(model, **arguments)
+        settings = [getattr(layer, "quantizer", None) for layer in model]
+        settings = [one and (one.average, one.group_size, one.kind) for one in settings]
+        return settings, controller.config, controller.offload is None, controller.allocator
+
+    settings, given, has_no_offload, _ = converted(plain)
+    assert settings == [(8, 64, "uniform"), None, (3, 64, "uniform"), None]
+    assert given == arguments["bits"] and not has_no_offload
+    assert converted(plain) == converted(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"include": lambda path, module: True}, "expected a value that JSON can store for include, got <function"),
+        ({"sample": {"x": torch.zeros(1)}}, "expected a value that JSON can store for sample['x'], got tensor"),
+        ({"overrides": {0: 2}}, "expected text as the keys of overrides, got 0"),
+        ({"bits": fewbit.FixedBits}, "expected a value that JSON can store for bits, got <class"),
+    ],
+)  # fmt: skip
+def test_arguments_that_have_no_form_in_json(arguments, message):
+    with pytest.raises(InputError) as error:
+        config.plain_arguments(arguments)
+    assert message in str(error.value)
+
+
+def test_mappings_that_compress_cannot_use():
+    model = nn.Linear(64, 4)
+    with pytest.raises(InputError, match="expected a kind out of fixed, .*, got 'adaptiv'"):
+        fewbit.compress_(model, {"kind": "adaptiv"})
+    with pytest.raises(InputError, match="expected expandable_segments for HostOffload, got 'x'"):
+        fewbit.compress_(model, 2, offload={"x": 1})
+    assert type(model) is nn.Linear

@@ -1,19 +1,31 @@
 """docs/reference/cli.md and --help say the same thing, and every example in them runs, as the Python of other pages does.
 
+The Python of a page is run in order, in one namespace. A comment `<!-- not run: reason -->` above a block says why the
+block is not run, and `<!-- slow -->` on a page moves the page to the slow tier. A page that imports a package which is
+not installed is skipped.
+
 ``python tests/project/test_docs.py`` rewrites the help and output blocks of docs/reference/cli.md.
 """
 
+import ast
+import importlib
 import os
 import re
 import shlex
+import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import click
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
+import fewbit
+import fewbit.functional
+import fewbit.nn
 from fewbit.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -152,22 +164,54 @@ def test_every_example_runs(tmp_path, monkeypatch):
         assert written is None or os.path.getsize(written[1]) > 0, line
 
 
-def python_blocks(name):
-    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text("utf-8"), flags=re.DOTALL)
+# The pages of the site, and the README. Every page that has Python is run.
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A fenced block of Python, and the comment above it that says why the block is not run, if there is one.
+PYTHON = re.compile(
+    r"(?:<!-- not run: *(?P<reason>.+?) *-->\n+)?^```python\n(?P<code>.*?)^```",
+    re.DOTALL | re.MULTILINE,
+)
+SLOW = "<!-- slow -->"
 
 
-def run_blocks(name, names):
-    """Runs a page's Python in order, with `names` there from the start; what it left behind."""
-    names = {"__name__": "page", **names}
-    for number, block in enumerate(python_blocks(name)):
-        exec(compile(block, f"{name}, block {number}", "exec"), names)
-    return names
+def python_blocks(page):
+    """The blocks of Python of a page that are run."""
+    found = PYTHON.finditer(page.read_text(encoding="utf-8"))
+    return [block["code"] for block in found if block["reason"] is None]
 
 
-def test_python_of_the_guide_runs(capsys):
-    """docs/guides/compress.md needs nothing but itself; its blocks end with a model that is torch's again."""
-    names = run_blocks("docs/guides/compress.md", {})
-    assert "modules converted" in capsys.readouterr().out
+def packages(blocks):
+    """The packages that blocks of Python import, without those of the standard library."""
+    nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+
+
+def pages_with_python():
+    """A pytest.param for each page that has blocks to run."""
+    found = []
+    for page in PAGES:
+        if python_blocks(page):
+            is_slow = SLOW in page.read_text(encoding="utf-8")
+            name = page.relative_to(ROOT).as_posix()
+            found.append(pytest.param(page, id=name, marks=[pytest.mark.slow] * is_slow))
+    return found
+
+
+def check_readme(names, shown, files):
+    printed = {line.rstrip() for line in shown.splitlines()}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (report,) = re.findall(r"^```\n(\d+ modules.*?)^```", readme, flags=re.MULTILINE | re.DOTALL)
+    assert {line for line in report.splitlines() if line != "..."} <= printed
+    assert files["gelu.json"] > 0
+    assert names["table"].lower_bound <= names["table"].error
+    assert names["y"].shape == names["x"].shape
+
+
+def check_compress(names, shown, files):
+    """The blocks end with a model that is torch's again."""
+    assert "modules converted" in shown
     before, after = (sum(entry.values()) for entry in names["controller"].report.saved)
     assert before > 5 * after
     kinds = {type(module).__module__.partition(".")[0] for module in names["model"].modules()}
@@ -175,51 +219,161 @@ def test_python_of_the_guide_runs(capsys):
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
 
 
-def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+def check_meter(names, shown, files):
+    assert set(files) == {"saved.png", "saved.json"}
+    assert names["report"].total > 0
+
+
+def check_compile(names, shown, files):
+    assert "saved for backward, in place of" in shown
+
+
+def check_variance_profile(names, shown, files):
+    assert set(files) == {"profile.json", "profile.png"}
+    assert names["profile"].contexts == ("0", "1", "3")
+
+
+def check_error_bound(names, shown, files):
+    assert "tensors that layers save" in shown
+    assert names["controller"].bounds.e2 == 0.1 and len(names["controller"].bounds) == 4
+
+
+def check_plan(names, shown, files):
+    assert set(files) == {"plan.csv", "plan.json", "plan.png"}
+    assert "coarse norms" in shown and "20% of that variance" in shown
+    assert type(names["model"][0]).__module__.startswith("fewbit")
+
+
+# What must hold after the blocks of a page have run, besides that none raises an exception.
+CHECKS = {
+    "README.md": check_readme,
+    "docs/guides/compile.md": check_compile,
+    "docs/guides/compress.md": check_compress,
+    "docs/guides/error_bound.md": check_error_bound,
+    "docs/guides/meter.md": check_meter,
+    "docs/guides/plan.md": check_plan,
+    "docs/guides/variance_profile.md": check_variance_profile,
+}
+
+
+@pytest.mark.parametrize("page", pages_with_python())
+def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    """The blocks run in order, in one namespace and in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    names = run_blocks("README.md", {})
-    printed = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
-    (shown,) = re.findall(r"^```\n(\d+ modules.*?)^```", readme, flags=re.MULTILINE | re.DOTALL)
-    assert {line for line in shown.splitlines() if line != "..."} <= printed
-    assert (tmp_path / "gelu.json").stat().st_size > 0
-    assert names["table"].lower_bound <= names["table"].error
-    assert names["y"].shape == names["x"].shape
+    blocks, name = python_blocks(page), page.relative_to(ROOT).as_posix()
+    used = packages(blocks)
+    for package in sorted(used):
+        pytest.importorskip(package)
+    torch.manual_seed(0)
+    names = {"__name__": "page"}
+    with warnings.catch_warnings():
+        if used - {"fewbit", "torch", "numpy"}:
+            warnings.simplefilter("default")  # warnings of other packages are not fewbit's
+        for number, block in enumerate(blocks):
+            exec(compile(block, f"{name}, block {number}", "exec"), names)
+    files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    if name in CHECKS:
+        CHECKS[name](names, capsys.readouterr().out, files)
 
 
-@pytest.mark.parametrize(
-    ("page", "files", "texts"),
-    [
-        ("meter", {"saved.png", "saved.json"}, []),
-        ("compile", set(), ["saved for backward, in place of"]),
-        ("variance_profile", {"profile.json", "profile.png"}, []),
-        ("error_bound", set(), ["tensors that layers save"]),
-        pytest.param(
-            "plan",
-            {"plan.csv", "plan.json", "plan.png"},
-            ["coarse norms", "20% of that variance"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["meter", "compile", "variance profile", "error bound", "plan"],
-)
-def test_python_of_a_page_runs(page, files, texts, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    names = run_blocks(f"docs/guides/{page}.md", {})
-    shown = " ".join(capsys.readouterr().out.split())
-    assert all(text in shown for text in texts)
-    assert {path.name for path in tmp_path.iterdir()} == files
-    if page == "variance_profile":
-        assert names["profile"].contexts == ("0", "1", "3")
-    elif page == "error_bound":
-        assert names["controller"].bounds.e2 == 0.1 and len(names["controller"].bounds) == 4
-    elif page == "plan":
-        assert type(names["model"][0]).__module__.startswith("fewbit")
-    elif page == "meter":
-        assert names["report"].total > 0
+def test_checks_are_of_pages_that_run():
+    assert set(CHECKS) <= {parameter.id for parameter in pages_with_python()}
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")))
+# -- Links and the site ----------------------------------------------------------------------------------------
+
+TEXTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def without_code(page):
+    """The text of a page without fenced blocks and without code in backticks."""
+    text = re.sub(
+        r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    return re.sub(r"`[^`\n]*`", "`code`", text)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as viewers of Markdown in repositories and the site make them."""
+    text = re.sub(
+        r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    headings = re.findall(r"^#+ +(.*?) *$", text, flags=re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings(page):
+    broken = []
+    for link in LINK.findall(without_code(page)):
+        target, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        path = (page.parent / target) if target else page
+        is_found = path.exists() and (not anchor or path.suffix != ".md" or anchor in anchors(path))
+        broken += [] if is_found else [link]
+    assert not broken
+
+
+def test_every_page_is_in_the_navigation_once():
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"[-:] +([\w/-]+\.md)$", settings.partition("\nnav:\n")[2], re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]}
+    # docs/hooks.py makes two pages of files that are outside of docs; decisions/README.md lists the decisions.
+    decisions = {page for page in pages if page.startswith("decisions/0")}
+    assert set(listed) == pages - decisions | {"contributing.md", "changelog.md"}
+
+
+def test_every_decision_is_in_the_list_of_decisions():
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"\((\d{4}-.*\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
+    assert listed == sorted(page.name for page in folder.glob("0*.md"))
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = sorted((ROOT / "docs" / "reference" / "api").glob("*.md"))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    shown = set(re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE))
+    # Activation modules are in a table; fewbit.GELU is fewbit.nn.GELU.
+    shown |= {
+        f"fewbit.nn.{name}" for name in re.findall(r"^\| `(\w+)` \| `\w+` \|", text, re.MULTILINE)
+    }
+    shown |= {name.replace("fewbit.nn.", "fewbit.") for name in shown}
+    names = {f"fewbit.{name}" for name in set(fewbit.__all__) - {"__version__", "functional", "nn"}}
+    names |= {f"fewbit.nn.{name}" for name in fewbit.nn.__all__}
+    names |= {f"fewbit.functional.{name}" for name in fewbit.functional.__all__}
+    assert names - shown == set()
+
+
+def test_every_name_in_the_reference_exists():
+    pages = sorted((ROOT / "docs" / "reference" / "api").glob("*.md"))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_warnings_and_without_other_servers(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    settings = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    pages = {page: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+    loaded = re.compile(r"<(?:script|img|link)\b[^>]*(?:src|href)=\"(?:https?:)?//")
+    assert [page for page, text in pages.items() if loaded.search(text)] == []
+    reference = pages[tmp_path / "reference" / "api" / "compress" / "index.html"]
+    assert 'id="fewbit.compress_"' in reference and "LayerSettings" in reference
+    # A nested list of the README style, and a page that is made of a file outside of docs.
+    assert "<h1" in pages[tmp_path / "changelog" / "index.html"]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_page_has_marks_of_a_merge(page):
     text = page.read_text(encoding="utf-8")
     assert not re.search(r"^(<{7}|={7}|>{7})", text, flags=re.MULTILINE)

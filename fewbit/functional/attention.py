@@ -59,6 +59,7 @@ from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
 from fewbit.runtime.ops.library import define
+from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
@@ -162,11 +163,23 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         The result, or (result, probabilities) if `how.weighed`.
     """
     inputs = query, key, value, attn_mask, position_bias
+    if torch.is_grad_enabled() and shards.is_distributed(query):
+        y = _attention_of_shards(inputs, how, quantizer)
+        if y is not None:
+            return y
     if not is_differentiated(*inputs):
         return _attend(*inputs, how)
     if how.dropout_p > 0 and not can_replay(query):
         return _attend(*inputs, how)
     return run_outside(_Attention.apply, *inputs, how, quantizer)
+
+
+def _attention_of_shards(inputs, how: How, quantizer: Quantizer):
+    """Return attention of DTensors, computed from local tensors; None if that is not possible."""
+    *factors, mask, bias = inputs
+    if mask is not None or bias is not None or how.dropout_p > 0 or how.weighed:
+        return None
+    return shards.attention(lambda *local: attention(*local, None, None, how, quantizer), *factors)
 
 
 # -- the computation -------------------------------------------------------------------------------

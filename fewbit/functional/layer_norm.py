@@ -24,6 +24,7 @@ memory.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import in_float32
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_batched
+from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import preactivation
 from fewbit.runtime.quantizers.normalized import (
     dequantize_copies,
@@ -96,9 +98,16 @@ def layer_norm(
         InputError: `bits`, `group_size` or `copies` is invalid.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    shape = _shape(normalized_shape)
+    if torch.is_grad_enabled() and shards.is_distributed(input):
+        local = partial(layer_norm, eps=eps, copies=copies, quantizer=quantizer)
+        y = shards.norm(
+            lambda x, *vectors: local(x, shape, *vectors), input, len(shape), weight, bias
+        )
+        if y is not None:
+            return y
     if not is_served(input, weight, bias):
         return torch_functional.layer_norm(input, normalized_shape, weight, bias, eps)
-    shape = _shape(normalized_shape)
     weight, bias = contiguous(weight, bias)
     return _LayerNorm.apply(input, shape, weight, bias, eps, copies, quantizer)
 
@@ -123,6 +132,11 @@ def rms_norm(
     shape = _shape(normalized_shape)
     # torch's kernel does not check these shapes.
     check_tensors(input, weight)
+    if torch.is_grad_enabled() and shards.is_distributed(input):
+        local = partial(rms_norm, eps=eps, copies=copies, quantizer=quantizer)
+        y = shards.norm(lambda x, vector: local(x, shape, vector), input, len(shape), weight)
+        if y is not None:
+            return y
     fits = input.shape[-len(shape) :] == shape and (weight is None or weight.shape == shape)
     if not fits or not is_served(input, weight):
         return torch_functional.rms_norm(input, normalized_shape, weight, eps)

@@ -6,6 +6,8 @@ expectation if its mean over the rounding is the exact gradient.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -15,6 +17,7 @@ from fewbit.runtime.format import layout, sums
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors
+from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
@@ -59,6 +62,9 @@ def linear(
     quantizer = quantizer_of(bits, group_size, quantizer)
     check_tensors(input, weight, bias)
     usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
+    if usual and torch.is_grad_enabled() and shards.is_distributed(input):
+        y = shards.linear(partial(linear, quantizer=quantizer), input, weight, bias)
+        return torch_functional.linear(input, weight, bias) if y is None else y
     if not usual or not is_differentiated(input, weight, bias):
         return torch_functional.linear(input, weight, bias)
     return _Linear.apply(input, weight, bias, quantizer)

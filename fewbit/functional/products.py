@@ -28,6 +28,7 @@ error would have a norm of several percent of the norm of gate's gradient, even 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from fewbit.functional.activations import relu
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors
+from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
@@ -105,6 +107,9 @@ def mul(
     if isinstance(other, int | float):
         check_tensors(input)
         return torch.mul(input, other)
+    if torch.is_grad_enabled() and shards.is_distributed(input):
+        y = shards.elementwise(partial(mul, quantizer=quantizer), input, other)
+        return torch.mul(input, other) if y is None else y
     if not _are_differentiated(input, other):
         return torch.mul(input, other)
     return _Mul.apply(input, other, quantizer)
@@ -264,6 +269,11 @@ def gated(
     Returns:
         The product.
     """
+    if torch.is_grad_enabled() and shards.is_distributed(gate):
+        local = partial(gated, activation=activation, function=function, quantizer=quantizer)
+        y = shards.elementwise(local, gate, up)
+        if y is not None:
+            return y
     if not is_differentiated(gate, up):
         return (function or _FORWARD[activation])(gate) * up
     if activation == "relu":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
+from fewbit.runtime.parallel.process_groups import process_groups
+
 LAG = 4
 """The number of forward passes from the end of a measurement to its use, if several processes train on GPUs.
 
@@ -14,33 +16,14 @@ All processes have to use the numbers in the same step, so no process may use th
 def groups_of(module) -> tuple:
     """Return the process groups over which measurements are gathered; () for a single process.
 
-    With DistributedDataParallel this is the process group of the wrapper whose forward pass runs. With fully_shard
-    these are the groups of the mesh over which the parameters are distributed.
+    These are the groups of data parallelism and of tensor parallelism. Processes of tensor parallelism must choose the
+    same bits too, because the gradients of replicated parameters would differ otherwise.
 
     Args:
         module: the module whose forward pass runs.
     """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return ()
-    from torch.nn.parallel import DistributedDataParallel
-
-    running = DistributedDataParallel._active_ddp_module
-    if isinstance(module, DistributedDataParallel):
-        running = module
-    groups = (running.process_group,) if running is not None else _sharded_over(module)
-    return tuple(group for group in groups if distributed.get_world_size(group) > 1)
-
-
-def _sharded_over(module) -> tuple:
-    from torch.distributed.fsdp import FSDPModule
-
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            parameters = getattr(child._get_fsdp_state(), "_fsdp_param_group", None)
-            if parameters is not None:
-                mesh = parameters.mesh_info.mesh
-                return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-    return ()
+    groups = process_groups(module)
+    return groups.data + groups.tensor
 
 
 def lag_of(module, groups) -> int:

@@ -18,6 +18,7 @@ from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
 from fewbit.runtime.ops import library
 from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
+from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import preactivation
 
 _creation_meta = torch._C._autograd._get_creation_meta
@@ -41,6 +42,13 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
         GradientError: a second derivative or a forward-mode derivative is computed.
     """
     plain = is_plain(x)
+    if not plain and torch.is_grad_enabled():
+        x = shards.has_arrived(x)
+        if shards.is_distributed(x):
+            y = None
+            if not inplace:
+                y = shards.elementwise(lambda x: apply(x, function, parameters, encoding), x)
+            return torchs_own(x, function, parameters, inplace) if y is None else y
     if plain:  # the usual case, for which the host's time counts
         is_compressed = x.requires_grad and torch.is_grad_enabled() and not torch._C._is_tracing()
     else:

@@ -38,7 +38,7 @@ def is_abstract(x) -> bool:
     is_meta = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_meta
     if not (is_meta or type(x) is FakeTensor) or x.layout is not torch.strided or x.is_nested:
         return False
-    return all(type(mode) is FakeTensorMode for mode in _get_current_dispatch_mode_stack())
+    return all(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def is_batched(x, transforms_only: bool = False) -> bool:
@@ -65,16 +65,15 @@ def check_tensors(*values) -> None:
 def check_not_distributed(*tensors) -> None:
     """Raise InputError if one of the tensors is a DTensor.
 
-    A DTensor cannot be quantized, since groups of elements would cross its shards.
+    Groups of elements would cross the shards of a DTensor. Layers therefore call ops with local tensors (`shards.py`).
 
     Args:
-        tensors: The arguments of a layer or an op; may include values that are no tensors.
+        tensors: The arguments of an op; may include values that are no tensors.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors):
         raise InputError(
-            "expected ordinary tensors, got a DTensor: fewbit compresses no layers that are sharded by tensor "
-            "parallelism; leave these out with compress_(exclude=...)"
+            "expected ordinary tensors, got a DTensor: call the op with its local tensor, DTensor.to_local()"
         )
 
 

@@ -35,13 +35,13 @@ from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
-    check_not_distributed,
     check_tensors,
     is_abstract,
     is_eager,
     is_plain,
 )
 from fewbit.runtime.ops import library, quantizer_ops
+from fewbit.runtime.parallel.shards import has_arrived, is_distributed
 from fewbit.runtime.quantizers.codec import CodecSpec, SlotCodec
 from fewbit.runtime.quantizers.spec import (
     QuantizationRecord,
@@ -162,6 +162,7 @@ class Quantizer:
             slot: the number of x among the layer's inputs, from 0. With the layer's name, it identifies the slot.
             usual: the kind of the copy if the quantizer has no kind.
         """
+        x = has_arrived(x)
         return in_storage_order(x, lambda x: self._quantize_or_share(x, shared, slot, usual))
 
     def quantize_softmax(self, y: torch.Tensor) -> SavedTensors:
@@ -232,6 +233,7 @@ class Quantizer:
                 number e in memory has entry number (e div inner) mod (number of entries) of mean and rstd. None if x is
                 laid out differently.
         """
+        x = has_arrived(x)
         fits = inner is not None and layout.is_by_sample(x)
         if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
             return self._quantize(x, torch.float32, normalize=(flat(mean), flat(rstd), inner))
@@ -510,8 +512,9 @@ def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None =
 def is_differentiated(*tensors) -> bool:
     """Return whether fewbit's layer has to run for these inputs, to save tensors for a backward pass.
 
-    torch's own layer runs instead if no gradient is needed, if an input is complex, nested or not strided, if a
-    transform of torch.func is at work, or if torch.jit.trace traces.
+    torch's own layer runs instead if no gradient is needed, if an input is complex, nested, not strided or a DTensor, if a
+    transform of torch.func is at work, or if torch.jit.trace traces. Layers that are computed from local tensors of
+    DTensors (`fewbit/runtime/parallel/shards.py`) call this function for the local tensors.
 
     Args:
         *tensors: the inputs and parameters of the layer. None is ignored.
@@ -529,5 +532,6 @@ def is_differentiated(*tensors) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    check_not_distributed(*tensors)
+    if any([is_distributed(tensor) for tensor in given]):
+        return False
     return torch._C._functorch.maybe_current_level() is None and not torch.jit.is_tracing()

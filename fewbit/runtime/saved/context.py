@@ -25,6 +25,7 @@ from fewbit.runtime.interop.checkpoint import (
 from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.module_calls import GUARD, TrackedModule
 from fewbit.runtime.ops import library
+from fewbit.runtime.parallel.process_groups import process_groups
 from fewbit.runtime.saved.assignment import ALONE, REENTRANT, BitAssignment
 from fewbit.runtime.saved.cache import SavedTensorCache
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
@@ -80,6 +81,9 @@ class ForwardContext:
         self.checkpoints = CheckpointRegions()
         self.cache = SavedTensorCache(self.checkpoints)
         self._local = _Local()
+        self._groups = (
+            None  # of the latest forward pass, for regions whose forward pass is not known
+        )
 
     def __getstate__(self):
         names = "contexts", "policy", "is_private", "compressor"
@@ -273,7 +277,8 @@ class ForwardContext:
                 assignment = self.policy.assign(inputs, *measured)
             else:
                 assignment = self.policy.begin(module, inputs)
-        return _Forward(assignment, Seeds(self.salt))
+        self._groups = process_groups(module)
+        return _Forward(assignment, Seeds(self.salt, self._groups))
 
     def _recomputed_forward(self, module, inputs) -> _Forward:
         """Return the forward to which the recomputed region belongs, or a new forward if that forward is not known."""
@@ -285,7 +290,7 @@ class ForwardContext:
 
         The numbers that the user gave to samples are not used for these tensors, because the samples are not known.
         """
-        seeds, before = Seeds(b"unknown"), self._local.unknown
+        seeds, before = Seeds(b"unknown", self._groups), self._local.unknown
         if before is not None and before.start == seeds.start:
             # Otherwise two regions with the same generator state would be rounded alike.
             seeds = before

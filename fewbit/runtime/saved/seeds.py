@@ -6,8 +6,11 @@ import hashlib
 from itertools import count
 
 import torch
+from torch import distributed
 
 from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.parallel.process_groups import ProcessGroups
+from fewbit.runtime.parallel.shards import running_shard
 
 
 class Seeds:
@@ -21,15 +24,21 @@ class Seeds:
 
     Args:
         salt: up to 16 bytes, which are hashed too. Different salts give independent seeds.
+        groups: the processes that run the forward pass. Processes with different inputs get independent seeds, even if
+            the states of their generators are equal. Processes of tensor parallelism get the same seeds, even if the
+            states of their generators differ, because they must round replicated tensors alike.
     """
 
-    def __init__(self, salt: bytes = b""):
+    def __init__(self, salt: bytes = b"", groups: ProcessGroups | None = None):
         state = b""
         # Under a transform or a tracer the generator's state cannot be read, but fewbit saves nothing there.
         if not torch.jit.is_tracing() and is_plain(generator := torch.get_rng_state()):
             state = generator.numpy()
         self.start = hashlib.blake2b(state, digest_size=16, salt=salt).digest()
         self._counts = {}
+        self._groups = groups or ProcessGroups()
+        self._rank = self._groups.data_rank
+        self._agreed = {}  # {device: a random number that all processes of tensor parallelism have}
 
     def next(self, device: torch.device, *purpose) -> torch.Tensor:
         """Return a seed for a purpose. Each call with the same purpose returns another seed.
@@ -50,7 +59,25 @@ class Seeds:
 
     def of(self, device: torch.device, *purpose) -> torch.Tensor:
         """Return the seed of a purpose, (1,) int64, the same in each call. The host does not wait for the device."""
-        text = repr((device.index or 0, *purpose)).encode()
-        value = hashlib.blake2b(text, digest_size=8, key=self.start).digest()
-        value = int.from_bytes(value, "big", signed=True)
-        return torch.full((1,), value, dtype=torch.int64, device=device)
+        place = self._rank + running_shard()
+        if not self._groups.tensor:
+            # The number of the device is constant in a process of tensor parallelism, but not equal in all of them.
+            value = self._hash(self.start, device.index or 0, *place, *purpose)
+            return torch.full((1,), value, dtype=torch.int64, device=device)
+        # The device adds the common number, because the host would have to wait for it.
+        return self._agreed_number(device) ^ self._hash(b"", *place, *purpose)
+
+    def _agreed_number(self, device) -> torch.Tensor:
+        """Return a number that the first process of each tensor-parallel group has drawn, (1,) int64 on the device."""
+        if device not in self._agreed:
+            number = torch.full((1,), self._hash(self.start), dtype=torch.int64, device=device)
+            for group in self._groups.tensor:
+                distributed.broadcast(number, group=group, group_src=0)
+            self._agreed[device] = number
+        return self._agreed[device]
+
+    @staticmethod
+    def _hash(key: bytes, *values) -> int:
+        """Return the hash of the values' repr, an integer that fits into int64."""
+        value = hashlib.blake2b(repr(values).encode(), digest_size=8, key=key).digest()
+        return int.from_bytes(value, "big", signed=True)

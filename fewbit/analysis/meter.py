@@ -82,7 +82,7 @@ def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
     name_nodes(tensors_in(output))
     with _disable_current_modes():
         reasons = Reasons(modules, "" in roots)
-        entries = _entries(tokens, _known(roots, tensors), reasons)
+        entries = _entries(tokens, existing_kinds(roots, tensors), reasons)
     del output
     return SavedBytes(type_name(model), entries)
 
@@ -158,8 +158,8 @@ class _Storage:
 def _entries(tokens: list[Token], known: dict, reasons: Reasons) -> tuple[Entry, ...]:
     storages: dict[object, _Storage] = {}
     for token in tokens:
-        for part in (part for tensor in token.tensors for part in _parts(tensor)):
-            key, size = _identity(part)
+        for part in (part for tensor in token.tensors for part in parts_of(tensor)):
+            key, size = identity_of(part)
             if size == 0:
                 continue
             storage = storages.get(key)
@@ -199,17 +199,17 @@ def _entries_of(storage: _Storage, reasons: Reasons) -> Iterator[Entry]:
         )
 
 
-def _parts(tensor) -> list[torch.Tensor]:
+def parts_of(tensor) -> list[torch.Tensor]:
     """Return the plain tensors that a tensor subclass or a sparse tensor consists of, or the tensor itself."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _parts(getattr(tensor, name))]
+        return [part for name in names for part in parts_of(getattr(tensor, name))]
     if tensor.layout in SPARSE_PARTS:
         return [getattr(tensor, name)() for name in SPARSE_PARTS[tensor.layout]]
     return [tensor]
 
 
-def _identity(tensor) -> tuple[object, int]:
+def identity_of(tensor) -> tuple[object, int]:
     """Return an object that identifies the storage of an existing tensor, and the bytes of the storage."""
     try:
         storage = tensor.untyped_storage()
@@ -242,7 +242,7 @@ def _view(tensor) -> tuple[object, int]:
     return view, elements * tensor.element_size()
 
 
-def _known(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
+def existing_kinds(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
     """Return {identity of a storage: kind} of the parameters, buffers and inputs, which existed before the forward."""
     modules = roots.values()
     existing = {
@@ -251,11 +251,11 @@ def _known(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
         "parameter": [parameter for module in modules for parameter in module.parameters()],
     }
     return {
-        _identity(part)[0]: kind
+        identity_of(part)[0]: kind
         for kind, tensors in existing.items()
         for tensor in tensors
         if not nn.parameter.is_lazy(tensor)
-        for part in _parts(tensor)
+        for part in parts_of(tensor)
     }
 
 

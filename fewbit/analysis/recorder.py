@@ -66,8 +66,8 @@ class Token(Metered):
         self.node = ""
         self.has_fewbit_node = False
 
-    def replace(self, tensors) -> None:
-        """Count the tensors of a copy in place of the saved tensor."""
+    def replace(self, tensors, restore) -> None:
+        """Count the tensors of a copy in place of the saved tensor, which stays: no backward pass follows."""
         self.tensors, self.origin, self.has_fewbit_node = tuple(tensors), "", True
 
 

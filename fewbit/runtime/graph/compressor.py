@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -203,10 +203,11 @@ class GraphCompressor:
             copy = shared or rule.compress(x, how)
         if copy is None:
             return
+        restore = _restoring(copy, rule.is_exact)
         if argument.meter is not None:
-            argument.meter.replace(copy.tensors)
+            argument.meter.replace(copy.tensors, restore)
         else:
-            _hold(argument.raw, copy, rule.is_exact)
+            argument.raw.register_hooks(lambda _: None, restore)
 
 
 def _is_factor(argument: SavedArgument, rule: Rule | None) -> bool:
@@ -217,8 +218,8 @@ def _is_factor(argument: SavedArgument, rule: Rule | None) -> bool:
     return is_constant and not ends_at_leaves(argument.node)
 
 
-def _hold(raw, copy: SavedTensors, is_exact: bool) -> None:
-    """Make an autograd node hold a copy in place of the tensor that it has saved."""
+def _restoring(copy: SavedTensors, is_exact: bool) -> Callable:
+    """Return the function that computes, from a copy, the tensor that an autograd node gets in its backward pass."""
     tensors, spec, _ = copy
 
     def restore(_):
@@ -228,7 +229,7 @@ def _hold(raw, copy: SavedTensors, is_exact: bool) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             return spec.dequantize(tensors)
 
-    raw.register_hooks(lambda _: None, restore)
+    return restore
 
 
 def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[int]:

@@ -6,7 +6,7 @@ accept saved-tensor hooks, and the nodes' sequence numbers are private.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -59,8 +59,14 @@ class Metered:
     needs_grad: bool
     is_computed: bool
 
-    def replace(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these tensors in place of the saved tensor. No backward pass follows, so nothing restores it."""
+    def replace(self, tensors: Iterable[torch.Tensor], restore: Callable) -> None:
+        """Hold a copy in place of the saved tensor.
+
+        Args:
+            tensors: the tensors of the copy.
+            restore: a function of one argument, which it ignores. It computes from the copy the tensor that the backward
+                pass gets.
+        """
         raise NotImplementedError
 
 

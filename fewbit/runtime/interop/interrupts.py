@@ -111,6 +111,20 @@ def _are_same(hooks, others) -> bool:
     return bool(others) and hooks[0] is others[0] and hooks[1] is others[1]
 
 
+def take_off_hooks(hooks: tuple) -> None:
+    """Pop the given saved-tensor hooks if they are on this thread's stack. Hooks that were pushed on top of them stay."""
+    autograd, above, found = torch._C._autograd, [], False
+    try:
+        while not found and (top := autograd._top_saved_tensors_default_hooks(True)):
+            found = top[0] is hooks[0]
+            if not found:
+                above.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+    finally:
+        for pair in reversed(above):
+            autograd._push_saved_tensors_default_hooks(*pair)
+
+
 def undone_if_it_raises(snapshot: Callable) -> Callable:
     """Return a decorator that restores a snapshot if the decorated function raises.
 

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.errors import InputError
-from fewbit.runtime.interop.interrupts import hold
+from fewbit.runtime.interop.interrupts import hold, take_off_hooks
 from fewbit.runtime.saved.transfers import CudaTransfers, OnDevice
 
 LEAST_BYTES = 64 * 1024
@@ -127,7 +127,7 @@ class Offload:
         while len(_running.entered) > depth:
             _, forward = _running.entered[-1]
             if forward is not None:
-                _take_off(forward.hooks)
+                take_off_hooks(forward.hooks)
                 forward.end()
             _running.entered.pop()
 
@@ -410,17 +410,3 @@ def _may_enter() -> bool:
         return True
     pack = getattr(top[0], "func", None)
     return pack is _pack or ("torch._dynamo" in sys.modules and pack is _uncompiled()[0])
-
-
-def _take_off(hooks) -> None:
-    """Pop the given hooks if they are on torch's stack. Hooks that were pushed on top of them stay."""
-    autograd, above, found = torch._C._autograd, [], False
-    try:
-        while not found and (top := autograd._top_saved_tensors_default_hooks(True)):
-            found = top[0] is hooks[0]
-            if not found:
-                above.append(top)
-            autograd._pop_saved_tensors_default_hooks()
-    finally:
-        for pair in reversed(above):
-            autograd._push_saved_tensors_default_hooks(*pair)

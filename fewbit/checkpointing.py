@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
 from fewbit.runtime.saved.context import current
 
+Result = TypeVar("Result")
+
 __all__ = ["checkpoint", "checkpoint_"]
 
 _ENABLE = "activation_checkpointing_enable", "gradient_checkpointing_enable"
@@ -41,13 +44,13 @@ CHECKPOINTING = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 def checkpoint(
-    function: Callable,
-    *args,
+    function: Callable[..., Result],
+    *args: Any,
     bits: int = 8,
     group_size: int = GROUP_SIZE,
     preserve_rng_state: bool = True,
-    **kwargs,
-):
+    **kwargs: Any,
+) -> Result:
     """Compute function(*args, **kwargs), save the inputs quantized, and compute it again in the backward pass.
 
     The result is that of torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs). The gradients

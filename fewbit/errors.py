@@ -57,7 +57,7 @@ class OutputExistsError(FewbitError):
     """Raised if a file exists and would be overwritten. The only argument is the path."""
 
     @property
-    def path(self):
+    def path(self) -> object:
         """The path of the existing file."""
         return self.args[0]
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ SPARSE_PARTS = {
 
 
 @leaves_nothing
-def saved_bytes(model, *inputs, **kwargs) -> SavedBytes:
+def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
     """Run ``model(*inputs, **kwargs)`` once, with gradients, and count the bytes that the forward saves for backward.
 
     The model does not change: training flags and gradients stay the same, buffers and torch's random state are

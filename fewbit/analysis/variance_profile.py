@@ -59,7 +59,7 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 @leaves_nothing
 def variance_profile(
     model: nn.Module,
-    batch,
+    batch: object,
     loss: Callable[[nn.Module, object], torch.Tensor],
     *,
     bits: int = 2,

@@ -105,7 +105,7 @@ def error_table(
     functions: str | Iterable[str] | None = None,
     bits: int | Iterable[int] = range(1, 9),
     *,
-    weight="uniform",
+    weight: object = "uniform",
     form: str = "levels",
     metric: str = "error",
 ) -> ErrorTable:

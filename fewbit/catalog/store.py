@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def cache_directory():
 
 
 @cache
-def shipped_tables(function):
+def shipped_tables(function: str) -> tuple[Table, ...]:
     """Return all shipped tables of a function.
 
     Args:
@@ -70,18 +71,18 @@ def shipped_tables(function):
 
 
 def load_table(
-    function,
-    bits=None,
+    function: str | Callable,
+    bits: int | None = None,
     *,
-    form="levels",
-    weight="uniform",
-    domain=None,
-    objective="mse",
-    tails="free",
-    levels=None,
-    shared_bits=None,
-    parameters=None,
-):
+    form: str = "levels",
+    weight: object = "uniform",
+    domain: Sequence[float] | None = None,
+    objective: str = "mse",
+    tails: str = "free",
+    levels: int | None = None,
+    shared_bits: int | None = None,
+    parameters: Mapping[str, float] | None = None,
+) -> Table:
     """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
 
     A table that is not shipped is solved on first use and stored in `cache_directory`. If the function is not built in,

@@ -9,6 +9,8 @@ smooth, and integrates over each of them with SciPy's adaptive tanh-sinh quadrat
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +73,9 @@ class Finding:
         }
 
 
-def verify(path, *, function=None, weight=None):
+def verify(
+    path: str | os.PathLike, *, function: str | Callable | None = None, weight: object = None
+) -> list[Finding]:
     """Check every table of a file: schema, errors and lower bound. More bits must never give a larger error.
 
     Args:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,8 +30,8 @@ def compile(
     backend: str = "inductor",
     mode: str | None = None,
     options: Mapping | None = None,
-    **settings,
-):
+    **settings: Any,
+) -> nn.Module:
     """Compile a model with torch.compile so that it saves a few bits per element for the backward pass.
 
     The results of the forward pass are torch's. For the backward pass, the compiled code saves quantized copies and masks
@@ -98,7 +99,7 @@ def undo_compile(model: nn.Module) -> None:
 
 def partition_fn(
     bits: int | BitConfig | None = None, layers: LayerSettings | Mapping | None = None
-):
+) -> Callable:
     """Return a partitioner for backends that torch's `aot_autograd` makes.
 
     Pass it as ``aot_autograd(partition_fn=fewbit.partition_fn(bits=2), ...)``. Pass torch's decompositions too, for

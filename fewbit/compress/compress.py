@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Never
 
 from torch import nn
 
@@ -52,9 +53,9 @@ def compress_(
     exclude: Filter = (),
     overrides: Mapping[str, float | LayerSettings | Mapping | None] | None = None,
     offload: HostOffload | Mapping | None = None,
-    sample=None,
+    sample: object = None,
     verbose: bool = True,
-    **unknown,
+    **unknown: Never,
 ) -> Controller:
     """Make a model save only a few bits per element for the backward pass, in place, and report what was changed.
 

@@ -72,7 +72,7 @@ class Controller:
 
     def gradient_ratio(
         self,
-        batch,
+        batch: object,
         loss: Callable[[nn.Module, object], torch.Tensor],
         *,
         draws: int = 8,
@@ -115,7 +115,7 @@ class Controller:
             (context for context in self.context.contexts if isinstance(context, Offload)), None
         )
 
-    def peak_memory(self, device=None) -> PeakMemory:
+    def peak_memory(self, device: torch.device | str | int | None = None) -> PeakMemory:
         """Return the peaks of a GPU's allocated and reserved memory. Raise InputError if there is no GPU."""
         return peak_memory(device)
 
@@ -162,7 +162,7 @@ class Controller:
             return "of a model that was restored or compressed anew since"
         return ""
 
-    def number_samples(self, numbers) -> None:
+    def number_samples(self, numbers: torch.Tensor) -> None:
         """Give numbers to the samples of the next forward pass, so the policy recognizes samples from earlier passes.
 
         Samples with larger gradients in earlier passes then get more bits. The call is optional, and holds for one

@@ -76,7 +76,7 @@ class LayerSettings(Config):
     autograd_functions: Mapping[str, list[int]] | None = None
 
     @classmethod
-    def of(cls, change) -> LayerSettings | None:
+    def of(cls, change: float | LayerSettings | Mapping | None) -> LayerSettings | None:
         """Return the `LayerSettings` for a value in the mapping `overrides`; None for None.
 
         Args:

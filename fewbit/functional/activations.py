@@ -25,6 +25,7 @@ Raises of all functions:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from struct import pack, unpack
 
 import torch
@@ -360,7 +361,7 @@ _IDS_ARE_GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def pointwise(
-    input: Tensor, function, *, bits: int | None = 3, table: Table | None = None
+    input: Tensor, function: Callable, *, bits: int | None = 3, table: Table | None = None
 ) -> Tensor:
     """Apply a user's pointwise function to a tensor, and save few-bit codes for the derivative.
 

@@ -24,6 +24,7 @@ memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -60,7 +61,7 @@ _RMS_NORM_IS_CAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_no
 
 def layer_norm(
     input: Tensor,
-    normalized_shape,
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
@@ -114,7 +115,7 @@ def layer_norm(
 
 def rms_norm(
     input: Tensor,
-    normalized_shape,
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
     *,

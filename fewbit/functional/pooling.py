@@ -18,7 +18,7 @@ not allow raise torch's errors.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,13 +53,13 @@ __all__ = [
 
 def max_pool1d(
     input: Tensor,
-    kernel_size,
-    stride=None,
-    padding=0,
-    dilation=1,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
-):
+) -> Tensor | Any:
     """Compute torch.nn.functional.max_pool1d of an input (N, C, L) or (C, L)."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(1, input, arguments, return_indices)
@@ -67,13 +67,13 @@ def max_pool1d(
 
 def max_pool2d(
     input: Tensor,
-    kernel_size,
-    stride=None,
-    padding=0,
-    dilation=1,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
-):
+) -> Tensor | Any:
     """Compute torch.nn.functional.max_pool2d of an input (N, C, H, W) or (C, H, W)."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(2, input, arguments, return_indices)
@@ -81,29 +81,35 @@ def max_pool2d(
 
 def max_pool3d(
     input: Tensor,
-    kernel_size,
-    stride=None,
-    padding=0,
-    dilation=1,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
-):
+) -> Tensor | Any:
     """Compute torch.nn.functional.max_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(3, input, arguments, return_indices)
 
 
-def adaptive_max_pool1d(input: Tensor, output_size, return_indices: bool = False):
+def adaptive_max_pool1d(
+    input: Tensor, output_size: int | tuple[int, ...], return_indices: bool = False
+) -> Tensor | Any:
     """Compute torch.nn.functional.adaptive_max_pool1d of an input (N, C, L) or (C, L)."""
     return _max_pool(1, input, output_size, return_indices, adaptive=True)
 
 
-def adaptive_max_pool2d(input: Tensor, output_size, return_indices: bool = False):
+def adaptive_max_pool2d(
+    input: Tensor, output_size: int | tuple[int, ...], return_indices: bool = False
+) -> Tensor | Any:
     """Compute torch.nn.functional.adaptive_max_pool2d of an input (N, C, H, W) or (C, H, W)."""
     return _max_pool(2, input, output_size, return_indices, adaptive=True)
 
 
-def adaptive_max_pool3d(input: Tensor, output_size, return_indices: bool = False):
+def adaptive_max_pool3d(
+    input: Tensor, output_size: int | tuple[int, ...], return_indices: bool = False
+) -> Tensor | Any:
     """Compute torch.nn.functional.adaptive_max_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
     return _max_pool(3, input, output_size, return_indices, adaptive=True)
 
@@ -193,9 +199,9 @@ class _MaxPool(Function):
 
 def avg_pool1d(
     input: Tensor,
-    kernel_size,
-    stride=None,
-    padding=0,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Tensor:
@@ -206,9 +212,9 @@ def avg_pool1d(
 
 def avg_pool2d(
     input: Tensor,
-    kernel_size,
-    stride=None,
-    padding=0,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
@@ -220,9 +226,9 @@ def avg_pool2d(
 
 def avg_pool3d(
     input: Tensor,
-    kernel_size,
-    stride=None,
-    padding=0,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
@@ -263,17 +269,17 @@ class _AvgPool(Function):
         return ctx.source.gradient("avg_pool{}d_backward", grad, *ctx.arguments), None, None
 
 
-def adaptive_avg_pool1d(input: Tensor, output_size) -> Tensor:
+def adaptive_avg_pool1d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
     """Compute torch.nn.functional.adaptive_avg_pool1d of an input (N, C, L) or (C, L)."""
     return _adaptive_avg_pool(1, input, output_size)
 
 
-def adaptive_avg_pool2d(input: Tensor, output_size) -> Tensor:
+def adaptive_avg_pool2d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
     """Compute torch.nn.functional.adaptive_avg_pool2d of an input (N, C, H, W) or (C, H, W)."""
     return _adaptive_avg_pool(2, input, output_size)
 
 
-def adaptive_avg_pool3d(input: Tensor, output_size) -> Tensor:
+def adaptive_avg_pool3d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
     """Compute torch.nn.functional.adaptive_avg_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
     return _adaptive_avg_pool(3, input, output_size)
 

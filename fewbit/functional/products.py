@@ -37,6 +37,7 @@ from torch.autograd import Function
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.errors import InputError
 from fewbit.functional.activations import relu
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors
@@ -66,8 +67,8 @@ def matmul(
     """Compute torch.matmul and save both factors quantized.
 
     Both gradients are exact in expectation: their means over the random rounding are exact. A leaf of the autograd
-    graph, such as a parameter, is in memory anyway and is saved unquantized. If only one factor needs a gradient,
-    torch's own function runs, which saves the other factor unquantized.
+    graph, such as a parameter, and a view of a leaf are in memory anyway and are saved unquantized. If only one factor
+    needs a gradient, torch's own function runs, which saves the other factor unquantized.
 
     Args:
         input: a floating tensor of two dimensions or more.
@@ -100,7 +101,8 @@ def mul(
 ) -> Tensor:
     """Compute torch.mul of floating tensors of any shapes that broadcast, and save both factors quantized.
 
-    The other arguments are as in `matmul`, and the gradients are equally exact. If `other` is a number, torch.mul runs,
+    The other arguments are as in `matmul`, and the gradients are equally exact. A factor of less than 1,024 elements that
+    is repeated along the other factor, such as a temperature, is saved unquantized. If `other` is a number, torch.mul runs,
     which saves no tensor.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
@@ -120,6 +122,16 @@ def _are_differentiated(input, other) -> bool:
     return input.requires_grad and other.requires_grad and is_differentiated(input, other)
 
 
+def is_in_memory(x: Tensor) -> bool:
+    """Return whether x is a leaf of the autograd graph, such as a parameter, or a view of a leaf."""
+    return x.is_leaf or (x._is_view() and x._base is not None and x._base.is_leaf)
+
+
+def is_quantized_product(a: Tensor, b: Tensor) -> bool:
+    """Return whether both factors need a gradient, and one of them is a result and not a parameter."""
+    return _are_differentiated(a, b) and not (is_in_memory(a) and is_in_memory(b))
+
+
 class _Product(Function):
     """The base of `_Matmul` and `_Mul`, which saves factors: leaves of the graph unchanged, other tensors quantized."""
 
@@ -127,7 +139,8 @@ class _Product(Function):
     def save(ctx, y, a, b, quantize):
         ctx.inputs = (a.shape, a.dtype), (b.shape, b.dtype)
         factors = [
-            copies.unquantized(factor) if factor.is_leaf else quantize(factor) for factor in (a, b)
+            copies.unquantized(factor) if is_in_memory(factor) else quantize(factor)
+            for factor in (a, b)
         ]
         return copies.save(ctx, y, factors)
 
@@ -155,7 +168,11 @@ class _Matmul(_Product):
 class _Mul(_Product):
     @staticmethod
     def forward(ctx, a, b, quantizer):
-        return _Product.save(ctx, a * b, a, b, quantizer.quantize)
+        def quantize(factor):
+            is_repeated = factor.numel() < min(LEAST_ELEMENTS, max(a.numel(), b.numel()))
+            return copies.unquantized(factor) if is_repeated else quantizer.quantize(factor)
+
+        return _Product.save(ctx, a * b, a, b, quantize)
 
     @staticmethod
     @once_differentiable

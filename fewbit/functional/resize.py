@@ -6,6 +6,8 @@ although the backward pass needs only the input's shape.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -35,7 +37,9 @@ _AREA = {
 }
 
 
-def pad(input: Tensor, pad, mode: str = "constant", value: float | None = None) -> Tensor:
+def pad(
+    input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Tensor:
     """Compute torch.nn.functional.pad and save no tensor.
 
     The gradient is exact.
@@ -71,8 +75,8 @@ class _Pad(Function):
 
 def interpolate(
     input: Tensor,
-    size=None,
-    scale_factor=None,
+    size: int | tuple[int, ...] | None = None,
+    scale_factor: float | tuple[float, ...] | None = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,

@@ -15,11 +15,13 @@ Raises of all modules:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from fewbit import functional as F
-from fewbit import functions
 from fewbit.errors import InputError
 from fewbit.nn.base import Guarded
 from fewbit.runtime.activations.tables import check_choice
@@ -27,7 +29,37 @@ from fewbit.runtime.interop.module_calls import GUARD, PATH
 from fewbit.table import Table
 from fewbit.text import shorten
 
-__all__ = sorted([*functions.modules(), "Pointwise"])
+__all__ = [
+    "CELU",
+    "ClippedGELU",
+    "ELU",
+    "FastGELU",
+    "GELU",
+    "Hardshrink",
+    "Hardsigmoid",
+    "Hardswish",
+    "Hardtanh",
+    "Laplace",
+    "LeakyReLU",
+    "LogSigmoid",
+    "Mish",
+    "Pointwise",
+    "QuickGELU",
+    "RReLU",
+    "ReLU",
+    "ReLU6",
+    "ReLUSquared",
+    "SELU",
+    "SiLU",
+    "Sigmoid",
+    "Softplus",
+    "Softshrink",
+    "Softsign",
+    "SqrtSoftplus",
+    "Tanh",
+    "Tanhshrink",
+    "Threshold",
+]
 
 
 class _FewBit(Guarded):
@@ -298,7 +330,7 @@ class Pointwise(_FewBit, nn.Module):
 
     calls_others = True
 
-    def __init__(self, function, **kwargs):
+    def __init__(self, function: Callable, **kwargs: Any):
         super().__init__(**kwargs)
         self.function = function
 

@@ -63,7 +63,7 @@ LARGE = 0.9
 @leaves_nothing
 def plan(
     model: nn.Module,
-    batch,
+    batch: object,
     loss: Callable[[nn.Module, object], torch.Tensor],
     *,
     candidates: Iterable[Candidate] | None = None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,24 +62,24 @@ _LARGE_GAP = 0.02
 
 
 def solve(
-    function,
-    bits=None,
+    function: str | Callable,
+    bits: int | None = None,
     *,
-    form="levels",
-    weight="uniform",
-    domain=None,
-    objective="mse",
-    tails="free",
-    levels=None,
-    grid=None,
-    refine=True,
-    shared_bits=None,
-    parameters=None,
-    derivative=None,
-    kinks=None,
-    threads=None,
-    progress=None,
-):
+    form: str = "levels",
+    weight: object = "uniform",
+    domain: Sequence[float] | None = None,
+    objective: str = "mse",
+    tails: str = "free",
+    levels: int | None = None,
+    grid: int | None = None,
+    refine: bool = True,
+    shared_bits: int | None = None,
+    parameters: Mapping[str, float] | None = None,
+    derivative: Callable | None = None,
+    kinks: Sequence[float] | None = None,
+    threads: int | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
+) -> Table:
     """Find the best approximation of f' by a step function with few levels (Few-bit Backward, eq. 4 and 9).
 
     Args:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -55,6 +55,11 @@ from fewbit.table.knots import (
     to_float32,
 )
 from fewbit.text import shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
 
 SCALARS = (
     *(("bits", int), ("revision", int), ("form", str), ("objective", str), ("tails", str)),
@@ -164,7 +169,7 @@ class Table:
             return np.clip(self.knots(x), self.levels[0], self.levels[-1])
         return self.levels[self.code(x)]
 
-    def code(self, x) -> np.ndarray:
+    def code(self, x: ArrayLike) -> np.ndarray:
         """Return the index of the level at every x, int64 of x's shape.
 
         In an unbiased table, this is the index of the lower of the two levels between which draws choose.
@@ -173,7 +178,7 @@ class Table:
             return lower_level(self(x), self.levels)
         return self.codes[locate(x, self.breaks, self.closed)]
 
-    def sample(self, x, seed: int) -> np.ndarray:
+    def sample(self, x: ArrayLike, seed: int) -> np.ndarray:
         """Draw one of two levels at random for every element of x. Only an unbiased table can do this.
 
         Args:
@@ -188,7 +193,7 @@ class Table:
         """
         return self.levels[self.sample_code(x, seed)]
 
-    def sample_code(self, x, seed: int) -> np.ndarray:
+    def sample_code(self, x: ArrayLike, seed: int) -> np.ndarray:
         """Draw the index of a level for every element of x. Only an unbiased table can do this.
 
         The computation uses the same float32 operations as every backend. docs/reference/table_schema.md lists them.
@@ -240,7 +245,7 @@ class Table:
         return len(self.codes)
 
     @property
-    def activation(self):
+    def activation(self) -> functions.Function | None:
         """The `fewbit.functions.Function` whose derivative q approximates, or None if the function is not known.
 
         This is the function that `with_activation` set, or the one for which this object was solved. If there is
@@ -254,7 +259,7 @@ class Table:
         except FewbitError:
             return None
 
-    def with_activation(self, function) -> Table:
+    def with_activation(self, function: str | Callable) -> Table:
         """Return a copy of the table with `activation` set to a function that is not built into fewbit.
 
         Args:
@@ -380,7 +385,12 @@ class Table:
 
         return table_html(self)
 
-    def plot(self, path: str | os.PathLike | None = None, ax=None, force: bool = False):
+    def plot(
+        self,
+        path: str | os.PathLike | None = None,
+        ax: Axes | None = None,
+        force: bool = False,
+    ) -> Figure:
         """Draw f', q and their difference. Return the matplotlib Figure.
 
         Args:

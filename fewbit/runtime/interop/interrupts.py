@@ -11,10 +11,14 @@ from collections.abc import Callable
 from contextlib import _GeneratorContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
 @contextmanager
@@ -125,7 +129,9 @@ def take_off_hooks(hooks: tuple) -> None:
             autograd._push_saved_tensors_default_hooks(*pair)
 
 
-def undone_if_it_raises(snapshot: Callable) -> Callable:
+def undone_if_it_raises(
+    snapshot: Callable,
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Return a decorator that restores a snapshot if the decorated function raises.
 
     Args:
@@ -134,9 +140,9 @@ def undone_if_it_raises(snapshot: Callable) -> Callable:
             first call.
     """
 
-    def decorator(function):
+    def decorator(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
         @wraps(function)
-        def undone(*args, **kwargs):
+        def undone(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
             before = snapshot(*args, **kwargs)
             try:
                 try:

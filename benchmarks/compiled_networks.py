@@ -149,10 +149,11 @@ class Step(nn.Module):
         return self.loss(self.model, *batch)
 
 
-def checkpointed(module: Step) -> Step:
+def checkpointed(module: Step, region=functools.partial(checkpoint, use_reentrant=False)) -> Step:
     """Let each block of a network be computed again in the backward pass; if it has no blocks, the whole network.
 
-    Blocks are the modules in lists of modules, but not in lists within blocks, and not single layers.
+    Blocks are the modules in lists of modules, but not in lists within blocks, and not single layers. `region` is a
+    function like torch's `checkpoint`, which calls a block.
     """
     found, todo = [], [module.model]
     while todo:
@@ -161,5 +162,5 @@ def checkpointed(module: Step) -> Step:
             is_block = isinstance(inner, nn.ModuleList | nn.Sequential) and any(child.children())
             (found if is_block else todo).append(child)
     for block in found or [module.model]:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(region, block.forward)
     return module

@@ -1,0 +1,228 @@
+"""What alternatives.py measures of one arm: bytes, times, the error of the gradient, and the final losses of training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import alternatives_networks
+import harness
+import torch
+import torch._inductor.config as inductor_config
+from alternatives_arms import ALL, autocast
+from alternatives_networks import to_device
+from compiled_networks import Step
+from compiled_times import gradient
+from short_training import train_and_test
+
+SEEDS, STEPS, LEARNING_RATE = 3, 60, 1e-3
+DRAWS = 3
+OTHER_BATCHES = 10**5
+TURNS, LEAST_TURNS, SECONDS = 20, 5, 10
+"""The most and the least turns in which exact training and an arm are timed, and the seconds after which turns end."""
+ADAPTATION = 33
+"""The steps before the measurement of an arm that adapts. They contain the observed step 32, and the next one is 64."""
+MARK = "alternatives: the forward pass is over"
+
+
+def measure_alone(network, arm, device, quick, folder):
+    """Measure an arm in a new process. Return its row; if the arm fails, its first line of the reason as "failure"."""
+    # A process is a copy of a server that has imported torch, because imports take longer than many measurements.
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    try:
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(measure, network, arm, device, quick, folder).result()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return {"failure": f"{type(error).__name__}: {lines[0]}"}
+
+
+def measure(network, arm, device, quick, folder):
+    """Return the fields of a row: what was measured of an arm, in this process.
+
+    Args:
+        network: a key of `alternatives_networks.networks`.
+        arm: a key of `alternatives_arms.ALL`.
+        device: "cpu" or "cuda". On a CPU, one thread computes.
+        quick: whether to take small batches and few steps.
+        folder: the folder in which `alternatives_networks.prepare` has written its files.
+    """
+    torch.set_num_threads(1)
+    task, one = alternatives_networks.networks(Path(folder))[network], ALL[arm]
+    row = {}
+    inductor_config.compile_threads = 1
+    with tempfile.TemporaryDirectory() as cache, one.context():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        if one.is_measured:
+            row |= _measurements(task, network, one, device, quick, folder)
+        if one.is_trained(network):
+            torch._dynamo.reset()
+            other = OTHER_BATCHES if "other batches" in arm else 0
+            results = [
+                _trained(task, one, seed, other, device, quick)
+                for seed in range(1 if quick else SEEDS)
+            ]
+            row["final"] = [result["final"] for result in results]
+            row["train"] = [result["train"] for result in results]
+    return row
+
+
+# -- One batch --------------------------------------------------------------------------------------
+
+
+def _measurements(task, network, arm, device, quick, folder):
+    torch.manual_seed(0)
+    exact = Step(task).to(device)
+    exact.model.load_state_dict(
+        torch.load(alternatives_networks.warm_path(folder, network), map_location=device)
+    )
+    size = task.quick if quick else task.measured
+    batch = to_device(task.batch(size, torch.Generator().manual_seed(1)), device)
+    own = copy.deepcopy(exact)
+    run = arm.prepare(own, "inductor")
+    start = time.perf_counter()
+    run(*batch).backward()
+    row = {"first_s": time.perf_counter() - start}
+    if arm.adapts:
+        _adapt(task, run, own, device, quick)
+    row["saved_bytes"], row["peak_bytes"] = step_bytes(own, run, batch)
+    if arm.prepare is not ALL["full fine-tuning"].prepare:
+        row["error"] = _error(exact, own, run, batch, DRAWS if arm.is_random else 1)
+    row |= _times(exact, own, run, batch, 2 if quick else LEAST_TURNS)
+    return row | _in_bfloat16(arm, exact, batch, device)
+
+
+def _adapt(task, run, module, device, quick):
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(ADAPTATION - 1):
+        module.zero_grad()
+        run(
+            *to_device(task.batch(task.quick if quick else task.trained, generator), device)
+        ).backward()
+
+
+def _in_bfloat16(arm, exact, batch, device):
+    """Return the bytes of an arm in bfloat16 autocast. Compiled arms save the same with the backend aot_eager."""
+    torch._dynamo.reset()
+    own = copy.deepcopy(exact)
+    try:
+        run = autocast(arm.prepare(own, "aot_eager"), device)
+        for _ in range(2 if arm.adapts else 1):  # these are observed steps, the next one is not
+            run(*batch).backward()
+        saved, peak = step_bytes(own, run, batch)
+    except Exception as error:
+        return {"bfloat16_failure": str(error).strip().splitlines()[0]}
+    if arm.is_compiled:  # op by op, the peak is not that of Inductor's code
+        return {"bfloat16_saved_bytes": saved}
+    return {"bfloat16_saved_bytes": saved, "bfloat16_peak_bytes": peak}
+
+
+def step_bytes(module, run, batch) -> tuple[int, int]:
+    """Return the bytes that a forward pass saves, and the most bytes that a forward and a backward pass need.
+
+    Both count allocations of torch since the beginning of the step, so they do not contain parameters, the batch and the
+    optimizer's state, but they contain what hooks and compilers save. The gradients are part of the peak.
+    """
+    module.zero_grad(set_to_none=True)
+    gc.collect()
+    if batch[0].is_cuda:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = run(*batch)
+        saved = torch.cuda.memory_allocated() - before
+        loss.backward()
+        return saved, torch.cuda.max_memory_allocated() - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        loss = run(*batch)
+        gc.collect()
+        with torch.profiler.record_function(MARK):
+            pass
+        loss.backward()
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    now = most = saved = 0
+    for event in events:
+        if event.name() == MARK:
+            saved = now
+        elif event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return saved, most
+
+
+def _error(exact, own, run, batch, draws) -> float:
+    """Return the root mean square of the error of gradients, divided by the norm of the exact gradient."""
+    wanted = gradient(exact, exact, batch)
+    errors = [
+        (gradient(own, run, batch, seed) - wanted).square().sum().item() for seed in range(draws)
+    ]
+    return math.sqrt(statistics.fmean(errors) / wanted.square().sum().item())
+
+
+def _times(exact, own, run, batch, least):
+    """Return the times of exact steps and of an arm's steps, which take turns, and the quartiles of their ratios."""
+    times, end = [], time.perf_counter() + SECONDS
+    _seconds(exact, exact, batch)
+    while len(times) < least or (len(times) < TURNS and time.perf_counter() < end):
+        times.append((_seconds(exact, exact, batch), _seconds(own, run, batch)))
+    ratios = [own / other for other, own in times]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "exact_s": statistics.median(other for other, _ in times),
+        "step_s": statistics.median(own for _, own in times),
+        "ratio": middle,
+        "low": low,
+        "high": high,
+        "turns": len(times),
+    }
+
+
+def _seconds(module, run, batch) -> float:
+    """Return the time of a forward and a backward pass: on a CPU, that of the processor."""
+    module.zero_grad(set_to_none=True)
+    if batch[0].is_cuda:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run(*batch).backward()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+    start = time.thread_time()
+    run(*batch).backward()
+    return time.thread_time() - start
+
+
+# -- Training ---------------------------------------------------------------------------------------
+
+
+def _trained(task, arm, seed, other, device, quick):
+    """Train an arm, and return its loss on held-out data, which is computed exactly."""
+    torch.manual_seed(seed)
+    module = Step(task).to(device)
+    run = arm.prepare(module, "aot_eager")
+    size = task.quick if quick else task.trained
+
+    def batches(generator):
+        generator.manual_seed(seed + other)
+        while True:
+            yield to_device(task.batch(size, generator), device)
+
+    def test(module):
+        held_out = (to_device(batch, device) for batch in task.held_out(size))
+        return statistics.fmean(module(*batch).item() for batch in held_out), {}
+
+    def loss(module, batch):
+        return run(*batch)
+
+    steps = 3 if quick else STEPS
+    return train_and_test(module, batches, loss, test, steps, LEARNING_RATE, seed)

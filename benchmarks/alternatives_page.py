@@ -1,0 +1,92 @@
+"""The tables of docs/results/alternatives.md, which are made from results/alternatives.json. This file needs no torch."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "alternatives.md"
+MARKER = re.compile(r"(<!-- table: (.+?) -->\n\n).*?(\n<!-- end of table -->)", re.DOTALL)
+LADDER = "GPT-2, one option at a time"
+"""The title of the second table of GPT-2."""
+CHANCE = "exact, other batches"
+NO_TABLE = (CHANCE,)
+MIB = 2**20
+COLUMNS = (
+    "option", "saved, MiB", "saved in bfloat16", "peak, MiB", "step time", "gradient error", "loss minus exact",
+)  # fmt: skip
+
+
+def tables(rows) -> dict[str, str]:
+    """Return {title: table in Markdown}."""
+    found = {}
+    for network in dict.fromkeys(row["network"] for row in rows):
+        own = {row["arm"]: row for row in rows if row["network"] == network}
+        steps = [arm for arm in own if arm.startswith("+ ") or arm.startswith("fused ")]
+        found[network] = _table(own, [arm for arm in own if arm not in steps])
+        if steps:
+            found[LADDER] = _table(own, ["exact", *steps])
+    return found
+
+
+def rewrite(rows) -> None:
+    """Write the tables between their markers in the page."""
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+
+
+def with_tables(page: str, rows) -> str:
+    """Return the text of the page, with the tables of `rows`."""
+    found = tables(rows)
+    return MARKER.sub(lambda match: f"{match[1]}{found[match[2]]}{match[3]}", page)
+
+
+def _table(rows, arms) -> str:
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    lines += [_cells(arm, rows[arm], rows.get("exact", {})) for arm in arms]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cells(arm, row, exact) -> list[str]:
+    if row.get("failure"):
+        return [arm, row["failure"].replace("|", "/"), *[""] * (len(COLUMNS) - 2)]
+    return [
+        arm,
+        _bytes(row, exact, "saved_bytes"),
+        _bytes(row, exact, "bfloat16_saved_bytes"),
+        _bytes(row, exact, "peak_bytes"),
+        _ratio(arm, row),
+        f"{row['error']:.1%}" if row.get("error", 0) >= 5e-4 else "0" if "error" in row else "",
+        _loss(arm, row, exact),
+    ]
+
+
+def _bytes(row, exact, key) -> str:
+    if row.get(key) is None:
+        return ""
+    shown = f"{row[key] / MIB:.1f}"
+    if row is exact or not exact.get("saved_bytes"):
+        return shown
+    return f"{shown} ({exact[key] / row[key]:.1f}x less)" if "saved_bytes" in key else shown
+
+
+def _ratio(arm, row) -> str:
+    if "ratio" not in row or arm == "exact":
+        return "1" if arm == "exact" else ""
+    return f"{row['ratio']:.2f} ({row['low']:.2f} .. {row['high']:.2f})"
+
+
+def _loss(arm, row, exact) -> str:
+    if "final" not in row:
+        return "as exact"
+    if arm == "exact":
+        return _mean(row["final"], "{:.4f}")
+    pairs = zip(row["final"], exact.get("final", []), strict=False)
+    return _mean([own - other for own, other in pairs], "{:+.4f}")
+
+
+def _mean(values, form) -> str:
+    if not values:
+        return ""
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return form.format(statistics.fmean(values)) + spread

@@ -129,6 +129,8 @@ def is_in_memory(x: Tensor) -> bool:
 
 def is_quantized_product(a: Tensor, b: Tensor) -> bool:
     """Return whether both factors need a gradient, and one of them is a result and not a parameter."""
+    if shards.is_distributed(a) and torch.is_grad_enabled():
+        return a.requires_grad and b.requires_grad
     return _are_differentiated(a, b) and not (is_in_memory(a) and is_in_memory(b))
 
 

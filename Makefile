@@ -17,7 +17,7 @@ CUDA_TESTS := $(addprefix tests/backends/,test_backends.py test_ops.py) \
 	$(addprefix tests/runtime/,test_compile.py test_quantizer.py test_quantizer_vectors.py test_quantizer_fused.py test_quantizer_promises.py test_rotated.py test_saved_tensors.py test_min_dtype.py test_bit_sharing.py test_variance_probe.py test_offload.py) \
 	$(addprefix tests/compress/,test_allocator.py)
 
-.PHONY: demo test test-all slow dispatch lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize docs clean
+.PHONY: demo test test-all slow dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/fewbit solve gelu --bits 3
@@ -42,6 +42,10 @@ slow: $(VENV)/installed-tests
 # The fast tier with other BLAS, NumPy, torch and fewbit kernels, with other numbers of threads and in random orders.
 dispatch: $(VENV)/installed-tests
 	$(BIN)/python tests/dispatch.py
+
+# Builds the sdist and the wheel, and uses both in new environments without a compiler. Takes a few minutes.
+package-test: $(VENV)/installed-tests
+	$(BIN)/python tests/project/clean_install.py
 
 lint: $(VENV)/installed-tests
 	$(BIN)/ruff check .

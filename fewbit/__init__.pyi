@@ -1,4 +1,4 @@
-"""The public names, for type checkers and editors. `fewbit/__init__.py` imports each when it is first used."""
+"""The public names, for type checkers and editors. `fewbit/__init__.py` imports each name on first use."""
 
 from fewbit import functional as functional
 from fewbit import nn as nn

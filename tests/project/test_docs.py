@@ -1,8 +1,8 @@
 """docs/reference/cli.md and --help say the same thing, and every example in them runs, as the Python of other pages does.
 
 The Python of a page is run in order, in one namespace. A comment `<!-- not run: reason -->` above a block says why the
-block is not run, and `<!-- slow -->` on a page moves the page to the slow tier. A page that imports a package which is
-not installed is skipped.
+block is not run. A comment `<!-- output -->` above a fenced block says that the page's Python prints its lines, and
+`<!-- slow -->` on a page moves the page to the slow tier. A page that imports a package which is not installed is skipped.
 
 ``python tests/project/test_docs.py`` rewrites the help and output blocks of docs/reference/cli.md.
 """
@@ -171,6 +171,8 @@ PYTHON = re.compile(
     r"(?:<!-- not run: *(?P<reason>.+?) *-->\n+)?^```python\n(?P<code>.*?)^```",
     re.DOTALL | re.MULTILINE,
 )
+# A fenced block, and the comment above it that says that the page's Python prints these lines.
+OUTPUT = re.compile(r"<!-- output -->\n+^```(?:text)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SLOW = "<!-- slow -->"
 
 
@@ -272,8 +274,12 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
         for number, block in enumerate(blocks):
             exec(compile(block, f"{name}, block {number}", "exec"), names)
     files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    shown = capsys.readouterr().out
+    printed = {line.rstrip() for line in shown.splitlines()}
+    for output in OUTPUT.findall(page.read_text(encoding="utf-8")):
+        assert set(output.splitlines()) <= printed
     if name in CHECKS:
-        CHECKS[name](names, capsys.readouterr().out, files)
+        CHECKS[name](names, shown, files)
 
 
 def test_checks_are_of_pages_that_run():

@@ -116,7 +116,14 @@ class Controller:
         )
 
     def peak_memory(self, device: torch.device | str | int | None = None) -> PeakMemory:
-        """Return the peaks of a GPU's allocated and reserved memory. Raise InputError if there is no GPU."""
+        """Return the peaks of a GPU's allocated and reserved memory.
+
+        Args:
+            device: a CUDA device; None for the current one.
+
+        Raises:
+            InputError: `device` is not a CUDA device, or there is no GPU.
+        """
         return peak_memory(device)
 
     def state_dict(self) -> dict:

@@ -106,6 +106,9 @@ class BitConfig(Config):
     def from_dict(cls, values: Mapping[str, Any]) -> BitConfig:
         """Make a configuration from the result of `to_dict`. `values["kind"]` determines the class.
 
+        Args:
+            values: {"kind": kind, field: value, ...}. Missing fields get their default values.
+
         Raises:
             InputError: `values` is not a mapping, has no known kind or an unknown field, or lacks a field that has no
                 default value.

@@ -142,6 +142,9 @@ class Candidate:
         method "compile", calls of the model run the compiled code, until another candidate is applied. Gradient
         checkpointing that is enabled stays enabled.
 
+        Args:
+            model: the model, which changes in place.
+
         Returns:
             The controller; None with the methods "replace_activations_" and "compile", which have none.
         """
@@ -173,6 +176,9 @@ class Candidate:
     @classmethod
     def from_dict(cls, values: Mapping) -> Candidate:
         """Make a candidate from the values that `to_dict` returned.
+
+        Args:
+            values: the result of `to_dict`.
 
         Raises:
             InputError: a value is missing or has the wrong type, or the configuration has an unknown kind or an unknown

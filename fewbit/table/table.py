@@ -346,6 +346,9 @@ class Table:
     def load(cls, path: str | os.PathLike) -> Table:
         """Read the table in a file of schema fewbit.table/1.
 
+        Args:
+            path: The path of the file.
+
         Raises:
             TableError: The file cannot be read or is not valid. The message starts with the path.
         """

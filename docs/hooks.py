@@ -4,6 +4,7 @@
 - Links lead to files of the repository. A link to a file that has a page is changed to a link to this page. A link to
   another file is changed to a link to the source repository, if `repo_url` is set, and otherwise to its plain text.
 - Docstrings name pages by their paths, as in `docs/guides/meter.md`. In the API reference these paths become links.
+- Public names in backticks, such as `fewbit.plan`, become links to the API reference.
 - Lists may be nested by the width of their markers, as in CommonMark. Python-Markdown expects four spaces.
 """
 
@@ -14,8 +15,6 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from mkdocs.structure.files import File
-
 ROOT = Path(__file__).parents[1]
 # Files outside of docs, and the pages of the site that show them.
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -25,11 +24,17 @@ STAND_INS = {"README.md": "index.md"}
 FENCE = re.compile(r" *(```|~~~)")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 PAGE_IN_DOCSTRING = re.compile(r"\bdocs/([\w/]+\.md|decisions/\d{4})\b")
+# A name in backticks, outside of headings and of links.
+PUBLIC_NAME = re.compile(
+    r"(?P<kept><(?P<tag>h[1-6]|a)\b.*?</(?P=tag)>)|<code>(?P<name>fewbit\.[\w.]+)</code>", re.DOTALL
+)
 MARKER = re.compile(r" *(?:[-*+]|\d+[.)]) +(?=\S)")
 
 
 def on_files(files, config):
     """Add the pages for files that are outside of docs."""
+    from mkdocs.structure.files import File
+
     for source, page in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=text))
@@ -48,11 +53,12 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(content, page, config, files):
-    """Return the HTML of a page. In the API reference, paths of pages become links with the pages' titles."""
+    """Return the HTML of a page with links from public names and, in the API reference, from paths of pages."""
+    content = PUBLIC_NAME.sub(name_link, content)
     if not page.file.src_uri.startswith("reference/api/"):
         return content
 
-    def link(match):
+    def page_link(match):
         start = match.group(1)
         for file in files.documentation_pages():
             if file.src_uri == start or file.src_uri.startswith(f"{start}-"):
@@ -60,7 +66,15 @@ def on_page_content(content, page, config, files):
                 return f'<a href="{file.url_relative_to(page.file)}">{title}</a>'
         return match.group(0)
 
-    return PAGE_IN_DOCSTRING.sub(link, content)
+    return PAGE_IN_DOCSTRING.sub(page_link, content)
+
+
+def name_link(match):
+    """Return the HTML of a public name as a reference, which mkdocs-autorefs resolves if the reference has the name."""
+    if match.group("kept"):
+        return match.group(0)
+    name = match.group("name")
+    return f'<autoref identifier="{name}" optional><code>{name}</code></autoref>'
 
 
 def relinked(text, source, shown, repository):
@@ -111,15 +125,25 @@ def with_code(lines):
 
 
 def indented(lines):
-    """Indent the content of list items by four spaces for each level, instead of by the width of their markers."""
-    columns, result = [], []
+    """Indent the content of list items by four spaces for each level, instead of by the width of their markers.
+
+    Python-Markdown does not notice an item that directly follows a second paragraph or a table of an item. Such an item
+    gets an empty line before it.
+    """
+    # For each open item: the column in which its content begins, and whether it has an empty line.
+    items, result = [], []
     for line, is_code in with_code(lines):
         indent = len(line) - len(line.lstrip(" "))
-        if line.strip() and not (is_code and columns and indent >= columns[-1]):
-            while columns and indent < columns[-1]:
-                columns.pop()
-        result.append(" " * 4 * len(columns) + line[columns[-1] if columns else 0 :])
+        if not line.strip():
+            items = [(column, True) for column, _ in items]
+        # The item before this line at the same level, or else the item that contains this line.
+        before = items[-1:]
+        while line.strip() and items and indent < items[-1][0]:
+            before = [items.pop()]
         marker = None if is_code else MARKER.match(line)
-        if marker and (columns or indent < 4):
-            columns.append(len(marker.group(0)))
+        if marker and before and before[0][1] and result[-1].strip():
+            result.append("")
+        result.append(" " * 4 * len(items) + line[items[-1][0] if items else 0 :])
+        if marker and (items or indent < 4):
+            items.append((len(marker.group(0)), False))
     return result

@@ -323,6 +323,69 @@ def test_links_lead_to_files_and_headings(page):
     assert not broken
 
 
+@pytest.fixture
+def hooks(monkeypatch):
+    """docs/hooks.py, which the build of the site runs."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("hooks")
+
+
+def test_the_site_indents_lists_by_four_spaces(hooks):
+    page = """\
+text
+- one
+  more
+  - inner
+
+    paragraph
+  - next
+
+  ```python
+  if x:
+      y
+  ```
+- two"""
+    shown = """\
+text
+- one
+    more
+    - inner
+
+        paragraph
+
+    - next
+
+    ```python
+    if x:
+        y
+    ```
+
+- two"""
+    assert [line.rstrip() for line in hooks.indented(page.splitlines())] == shown.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("source", "shown", "link", "expected"),
+    [
+        ("docs/gpu.md", "gpu.md", "[a](../CONTRIBUTING.md#tests)", "[a](contributing.md#tests)"),
+        ("docs/guides/plan.md", "guides/plan.md", "[a](../../README.md)", "[a](../index.md)"),
+        ("docs/guides/plan.md", "guides/plan.md", "[a](meter.md#kinds)", "[a](meter.md#kinds)"),
+        ("docs/architecture.md", "architecture.md", "[a](decisions)", "[a](decisions/README.md)"),
+        ("CHANGELOG.md", "changelog.md", "[a\nb](docs/guides/plan.md)", "[a\nb](guides/plan.md)"),
+        ("docs/gpu.md", "gpu.md", "[a](../Makefile), [b](https://x.org)", "a, [b](https://x.org)"),
+        ("docs/gpu.md", "gpu.md", "[a](missing.md)", "[a](missing.md)"),
+        ("docs/gpu.md", "gpu.md", "![a](images/plan.png)", "![a](images/plan.png)"),
+    ],
+)
+def test_links_of_the_site(hooks, source, shown, link, expected):
+    assert hooks.relinked(link, source, shown, None) == expected
+
+
+def test_links_to_other_files_lead_to_the_source_repository(hooks):
+    shown = hooks.relinked("[a](../Makefile)", "docs/gpu.md", "gpu.md", "https://host/fewbit/")
+    assert shown == "[a](https://host/fewbit/blob/main/Makefile)"
+
+
 def test_every_page_is_in_the_navigation_once():
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"[-:] +([\w/-]+\.md)$", settings.partition("\nnav:\n")[2], re.MULTILINE)

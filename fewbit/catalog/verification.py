@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fewbit.errors import FewbitError, FunctionError, TableError
+from fewbit.errors import FewbitError, FunctionError, MissingPackageError, TableError
 from fewbit.extras import needed_for
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
@@ -90,6 +90,7 @@ def verify(
     Raises:
         TableError: The file is not a valid document, or contains no table.
         FunctionError: `function` cannot be used.
+        MissingPackageError: SciPy is not installed.
     """
     tables = load_file(path)
     if not tables:
@@ -104,6 +105,8 @@ def verify(
         problems, recomputed, unchecked = [], None, None
         try:
             found = _recompute(table, weight)
+        except MissingPackageError:
+            raise
         except FewbitError as error:
             unchecked = f"the error cannot be recomputed: {error}"
         else:

@@ -53,6 +53,7 @@ from torch.autograd import Function
 from torch.library import register_fake
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
+from fewbit.errors import InputError
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.bypass import bypass, run_outside
@@ -60,6 +61,7 @@ from fewbit.runtime.interop.original_functions import functional as torch_functi
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
 from fewbit.runtime.ops.library import define
 from fewbit.runtime.parallel import shards
+from fewbit.runtime.parallel.context_parallel import exchanging_attention
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
@@ -161,12 +163,22 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
 
     Returns:
         The result, or (result, probabilities) if `how.weighed`.
+
+    Raises:
+        InputError: `how.weighed`, within torch's `context_parallel`.
     """
     inputs = query, key, value, attn_mask, position_bias
     if torch.is_grad_enabled() and shards.is_distributed(query):
         y = _attention_of_shards(inputs, how, quantizer)
-        if y is not None:
-            return y
+        return _attend(*inputs, how) if y is None else y
+    exchanging = exchanging_attention()
+    if exchanging is not None:
+        if how.weighed:
+            raise InputError(
+                "expected attention without weights within context_parallel, got need_weights=True: "
+                "a process has the keys of its part of the sequence only; call the layer with need_weights=False"
+            )
+        return _attend(*inputs, how, exchanging)
     if not is_differentiated(*inputs):
         return _attend(*inputs, how)
     if how.dropout_p > 0 and not can_replay(query):
@@ -185,8 +197,18 @@ def _attention_of_shards(inputs, how: How, quantizer: Quantizer):
 # -- the computation -------------------------------------------------------------------------------
 
 
-def _attend(query, key, value, mask, bias, how: How):
-    """Run torch's own attention, after repeating heads and adding the position bias as transformers does."""
+def _attend(query, key, value, mask, bias, how: How, function=None):
+    """Run torch's own attention, after repeating heads and adding the position bias as transformers does.
+
+    Args:
+        query: as in `attention`.
+        key: as in `attention`.
+        value: as in `attention`.
+        mask: as in `attention`.
+        bias: as in `attention`.
+        how: the settings of the call.
+        function: a function with the arguments of torch's attention that runs in its place, or None.
+    """
     with bypass():
         if how.repeats > 1:
             key, value = _repeated(key, how.repeats), _repeated(value, how.repeats)
@@ -195,7 +217,8 @@ def _attend(query, key, value, mask, bias, how: How):
             mask, is_causal = _biased(query, key, mask, bias, is_causal), False
         if how.weighed:
             return _weighed(query, key, value, mask, how.dropout_p)
-        return torch_functional.scaled_dot_product_attention(
+        function = function or torch_functional.scaled_dot_product_attention
+        return function(
             query,
             key,
             value,

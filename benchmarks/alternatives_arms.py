@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -11,11 +10,11 @@ from typing import NamedTuple
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from alternatives_hooks import int8_hooks
 from alternatives_networks import fused_loss
 from compiled import FP8
 from compiled_networks import Step, checkpointed
 from compiled_times import few, plain
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fewbit
@@ -31,8 +30,6 @@ PRODUCTS = [
     aten._scaled_dot_product_efficient_attention.default,
 ]
 """The ops whose results selective checkpointing saves: matrix products, convolutions and attention."""
-INT8_ELEMENTS = 2**15
-"""The hook of 8 bits leaves smaller tensors, such as statistics of norms and of attention, as they are."""
 
 
 class Arm(NamedTuple):
@@ -89,36 +86,6 @@ def in_bfloat16(module, backend):
 def selective(module, backend):
     contexts = partial(create_selective_checkpoint_contexts, PRODUCTS)
     return checkpointed(module, partial(checkpoint, use_reentrant=False, context_fn=contexts))
-
-
-def int8_hooks(module):
-    """Return hooks that save a tensor as 8-bit integers, with a scale for each row. Equal tensors share one copy."""
-    parameters = {StorageWeakRef(p.untyped_storage()).cdata for p in module.parameters()}
-    copies = {}  # a weak reference to a storage keeps its address from being used again
-
-    def pack(x):
-        storage = StorageWeakRef(x.untyped_storage())
-        is_large = x.is_floating_point() and x.numel() >= INT8_ELEMENTS
-        if not is_large or storage.cdata in parameters:
-            return x
-        key = storage.cdata, x._version, x.storage_offset(), x.shape, x.stride()
-        _, known = copies.get(key, (None, lambda: None))
-        if known() is None:
-            scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-            copy = _Copy((x.detach() / scale).round_().to(torch.int8), scale)
-            copies[key] = storage, weakref.ref(copy, lambda _: copies.pop(key, None))
-            return copy
-        return known()
-
-    def unpack(saved):
-        return saved.codes * saved.scale if isinstance(saved, _Copy) else saved
-
-    return pack, unpack
-
-
-class _Copy:
-    def __init__(self, codes, scale):
-        self.codes, self.scale = codes, scale
 
 
 def hooked(module, backend):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import multiprocessing
 import os
@@ -15,10 +14,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import alternatives_networks
-import harness
 import torch
 import torch._inductor.config as inductor_config
 from alternatives_arms import ALL, autocast
+from alternatives_memory import step_bytes
 from alternatives_networks import to_device
 from compiled_networks import Step
 from compiled_times import gradient
@@ -31,7 +30,6 @@ TURNS, LEAST_TURNS, SECONDS = 20, 5, 10
 """The most and the least turns in which exact training and an arm are timed, and the seconds after which turns end."""
 ADAPTATION = 33
 """The steps before the measurement of an arm that adapts. They contain the observed step 32, and the next one is 64."""
-MARK = "alternatives: the forward pass is over"
 
 
 def measure_alone(network, arm, device, quick, folder):
@@ -126,39 +124,6 @@ def _in_bfloat16(arm, exact, batch, device):
     if arm.is_compiled:  # op by op, the peak is not that of Inductor's code
         return {"bfloat16_saved_bytes": saved}
     return {"bfloat16_saved_bytes": saved, "bfloat16_peak_bytes": peak}
-
-
-def step_bytes(module, run, batch) -> tuple[int, int]:
-    """Return the bytes that a forward pass saves, and the most bytes that a forward and a backward pass need.
-
-    Both count allocations of torch since the beginning of the step, so they do not contain parameters, the batch and the
-    optimizer's state, but they contain what hooks and compilers save. The gradients are part of the peak.
-    """
-    module.zero_grad(set_to_none=True)
-    gc.collect()
-    if batch[0].is_cuda:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        loss = run(*batch)
-        saved = torch.cuda.memory_allocated() - before
-        loss.backward()
-        return saved, torch.cuda.max_memory_allocated() - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        loss = run(*batch)
-        gc.collect()
-        with torch.profiler.record_function(MARK):
-            pass
-        loss.backward()
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    now = most = saved = 0
-    for event in events:
-        if event.name() == MARK:
-            saved = now
-        elif event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return saved, most
 
 
 def _error(exact, own, run, batch, draws) -> float:

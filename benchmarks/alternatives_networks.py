@@ -171,7 +171,7 @@ def _of_classes(model, images, labels):
 
 def networks(folder: Path) -> dict[str, Task]:
     """Return the tasks by name. `folder` has the files that `prepare` writes."""
-    tokens = {"loss": _of_tokens, "measured": (8, 256), "trained": (4, 64), "quick": (2, 32)}
+    tokens = {"loss": _of_tokens, "measured": (4, 256), "trained": (2, 64), "quick": (2, 32)}
     sizes = {"measured": (16, 64), "trained": (16, 32), "quick": (2, 32)}
     return {
         "GPT-2": Task(_gpt2, *_windows(words), **tokens),

@@ -27,7 +27,7 @@ from fewbit.config import (
 from fewbit.errors import InputError
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
-from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import library
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
@@ -180,7 +180,7 @@ def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
     """Return a quantized copy of an argument, or the argument itself if it is not to be quantized."""
     # Tensors without gradient are masks, positions or data, which exist anyway. A mask may contain -inf.
     is_large = x.dtype in FLOATING and x.layout is torch.strided and x.numel() >= LEAST_ELEMENTS
-    if not (is_large and x.requires_grad) or isinstance(x, nn.Parameter) or not is_plain(x):
+    if not (is_large and x.requires_grad) or isinstance(x, nn.Parameter) or not is_eager(x):
         return copies.unquantized(x.detach())
     context = current()
     if context is None:

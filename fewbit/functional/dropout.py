@@ -24,6 +24,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
@@ -225,5 +226,7 @@ def _factor(p: float, kind: str, dtype: torch.dtype) -> float:
 
 @lru_cache(maxsize=1024)
 def _rounded_factor(p, kind, dtype):
-    one = torch.ones((), dtype=dtype)
-    return (one.mul_(_slope(p)) if kind == "alpha" else one.div_(1 - p)).item()
+    # In a mode for fake tensors, the number would have no value.
+    with _disable_current_modes():
+        one = torch.ones((), dtype=dtype)
+        return (one.mul_(_slope(p)) if kind == "alpha" else one.div_(1 - p)).item()

@@ -106,6 +106,14 @@ LEFT_ALONE = {
 }
 
 
+_SAVES_NO_INPUT = "its frozen weight is quantized, so it saves no input"
+# The keys are names of classes in bitsandbytes.nn.
+BITSANDBYTES = {
+    "Linear4bit": _SAVES_NO_INPUT,
+    "LinearFP4": _SAVES_NO_INPUT,
+    "LinearNF4": _SAVES_NO_INPUT,
+    "Linear8bitLt": "bitsandbytes keeps its input in full until the backward pass, where fewbit.saved_bytes does not see it",
+}
 _IN_FUNCTIONAL = dict(vars(F))
 """The contents of torch.nn.functional when fewbit was imported."""
 _NO_METHODS = type, staticmethod, classmethod
@@ -171,6 +179,8 @@ def _why_not(module: nn.Module, is_exact: bool) -> str | None:
         return "no few-bit version" if is_recurrent else LEFT_ALONE[cls]
     if cls is _PART_OF_ATTENTION:
         return None
+    if cls.__module__.startswith("bitsandbytes.") and cls.__name__ in BITSANDBYTES:
+        return BITSANDBYTES[cls.__name__]
     misfit = transformers_modules.misfit_of(module)
     if misfit is not None:
         return misfit
@@ -198,6 +208,8 @@ def replaced(module: nn.Module) -> str | None:
     """
     cls = class_of(module)
     for name, value in vars(module).items():
+        if name == "extra_repr":  # torchao replaces it on instances
+            continue
         if callable(value) and callable(getattr(cls, name, None)):
             return OWN_FORWARD
     for definer in cls.__mro__[: cls.__mro__.index(nn.Module)]:
@@ -236,6 +248,12 @@ def _is_of(code, module) -> bool:
 def is_like_an_activation(module: nn.Module) -> bool:
     """Return whether the module's class is one of torch's activations or a subclass."""
     return isinstance(module, tuple(ACTIVATIONS))
+
+
+def saves_nothing(module: nn.Module) -> bool:
+    """Return whether a converted module saves no input, because its weight needs no gradient."""
+    kinds = (nn.Linear, nn.modules.conv._ConvNd, transformers_modules.Conv1D)
+    return isinstance(module, kinds) and not module.weight.requires_grad
 
 
 def is_fewbit(module: nn.Module) -> bool:

@@ -25,6 +25,7 @@ class ConvertedModule(NamedTuple):
         shared: Whether the module saves nothing of its own, because it uses the tensor that a norm has saved in fixed
             point. None if the module may use such a tensor, but no forward pass has shown whether it does.
         attention: The bits per element of q, k and v, if the module computes attention and if these bits are not `bits`.
+        frozen: Whether the module saves no input, because its weight needed no gradient when the model was converted.
     """
 
     path: str
@@ -33,10 +34,13 @@ class ConvertedModule(NamedTuple):
     bits: float | None
     shared: bool | None = False
     attention: float | None = None
+    frozen: bool = False
 
     @property
     def saves(self) -> str:
         """The text that says how many bits per element the module saves."""
+        if self.frozen:
+            return "no input"
         if self.shared:
             return "the norm's"
         text = bits_or_exact(self.bits) + (" or the norm's" if self.shared is None else "")

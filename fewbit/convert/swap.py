@@ -246,7 +246,8 @@ def _row(path: str, before: str, module: nn.Module, bits: float | None) -> Conve
     own = getattr(module, "attention_quantizer", None)
     attention = None if own is None or own.average == bits else own.average
     after = kinds.name_of(type(module))
-    return ConvertedModule(path, before, after, bits, attention=attention)
+    frozen = kinds.saves_nothing(module)
+    return ConvertedModule(path, before, after, bits, attention=attention, frozen=frozen)
 
 
 def _change_class(module: nn.Module, kind) -> None:

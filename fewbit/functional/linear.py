@@ -16,7 +16,7 @@ from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import layout, sums
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
-from fewbit.runtime.interop.tensor_kinds import check_tensors
+from fewbit.runtime.interop.tensor_kinds import check_tensors, overrides_functions
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
@@ -65,6 +65,8 @@ def linear(
     if usual and torch.is_grad_enabled() and shards.is_distributed(input):
         y = shards.linear(partial(linear, quantizer=quantizer), input, weight, bias)
         return torch_functional.linear(input, weight, bias) if y is None else y
+    if usual and _is_frozen_and_quantized(weight) and is_differentiated(input, bias):
+        return _LinearOfQuantizedWeight.apply(input, weight, bias)
     if not usual or not is_differentiated(input, weight, bias):
         return torch_functional.linear(input, weight, bias)
     return _Linear.apply(input, weight, bias, quantizer)
@@ -139,6 +141,45 @@ class _Linear(Function):
         if needs_bias:
             grad_bias = rows.sum(0).to(dtype_bias)
         return grad_x, grad_weight, grad_bias, None
+
+
+_SETTINGS_OF_INPUTS = {
+    "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),
+    "IntxUnpackedToInt8Tensor": ("activation_quantization",),
+}
+"""{class of torchao: attributes that are None if the layer's input stays unquantized}.
+
+The linear layer of such a weight computes with weight.dequantize(). torch saves this dense tensor for the backward pass."""
+
+
+def _is_frozen_and_quantized(weight) -> bool:
+    """Return whether the weight is a quantized tensor of torchao that the backward pass can dequantize again."""
+    if weight.requires_grad or not overrides_functions(weight) or torch.compiler.is_compiling():
+        return False
+    names = _SETTINGS_OF_INPUTS.get(type(weight).__name__)
+    return names is not None and all(getattr(weight, name, None) is None for name in names)
+
+
+class _LinearOfQuantizedWeight(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        with as_torch_casts():
+            y = torch_functional.linear(x, weight, bias)
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        dtype_x, dtype_bias = ctx.dtypes
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight.dequantize().to(grad.dtype)).to(dtype_x)
+        if ctx.needs_input_grad[2]:
+            grad_bias = sums.rows(grad).sum(0).to(dtype_bias)
+        return grad_x, None, grad_bias
 
 
 class _Bilinear(Function):

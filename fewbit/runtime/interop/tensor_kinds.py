@@ -55,6 +55,15 @@ def is_batched(x, transforms_only: bool = False) -> bool:
     return not transforms_only and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
+def overrides_functions(x) -> bool:
+    """Return whether the class of x computes torch's functions in its own way, as torchao's quantized tensors do."""
+    cls = type(x)
+    if cls in (torch.Tensor, torch.nn.Parameter):
+        return False
+    own = getattr(cls.__torch_function__, "__func__", None)
+    return own is not None and own is not torch.Tensor.__torch_function__.__func__
+
+
 def check_tensors(*values) -> None:
     """Raise InputError if one of the values is neither a tensor nor None."""
     for value in values:

@@ -39,6 +39,7 @@ from fewbit.runtime.interop.tensor_kinds import (
     is_abstract,
     is_eager,
     is_plain,
+    overrides_functions,
 )
 from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.parallel.shards import has_arrived, is_distributed
@@ -484,7 +485,7 @@ def _is_same_memory(x, other) -> bool:
 
 
 def _is_ordinary(x) -> bool:
-    return not (x.is_complex() or x.is_nested) and x.layout is torch.strided
+    return not (x.is_complex() or x.is_nested or overrides_functions(x)) and x.layout is torch.strided
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1
@@ -512,8 +513,8 @@ def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None =
 def is_differentiated(*tensors) -> bool:
     """Return whether fewbit's layer has to run for these inputs, to save tensors for a backward pass.
 
-    torch's own layer runs instead if no gradient is needed, if an input is complex, nested, not strided or a DTensor, if a
-    transform of torch.func is at work, or if torch.jit.trace traces. Layers that are computed from local tensors of
+    torch's own layer runs instead if no gradient is needed, if an input is complex, nested, not strided, a DTensor or of a
+    class that overrides torch's functions, if a transform of torch.func is at work, or if torch.jit.trace traces. Layers that are computed from local tensors of
     DTensors (`fewbit/runtime/parallel/shards.py`) call this function for the local tensors.
 
     Args:

@@ -43,6 +43,8 @@ class Seeds:
     def next(self, device: torch.device, *purpose) -> torch.Tensor:
         """Return a seed for a purpose. Each call with the same purpose returns another seed.
 
+        The seed also depends on which shard of a DTensor the running layer works on (`running_shard`).
+
         Args:
             device: the device of the seed.
             *purpose: values that say what the seed is for. The repr of the values is hashed.
@@ -50,7 +52,7 @@ class Seeds:
         Returns:
             (1,) int64.
         """
-        return self.of(device, *purpose, self.number(*purpose))
+        return self.of(device, *running_shard(), *purpose, self.number(*purpose))
 
     def number(self, *purpose) -> int:
         """Return how often `number` was called with the same purpose before."""
@@ -59,20 +61,19 @@ class Seeds:
 
     def of(self, device: torch.device, *purpose) -> torch.Tensor:
         """Return the seed of a purpose, (1,) int64, the same in each call. The host does not wait for the device."""
-        place = self._rank + running_shard()
         if not self._groups.tensor:
             # The number of the device is constant in a process of tensor parallelism, but not equal in all of them.
-            value = self._hash(self.start, device.index or 0, *place, *purpose)
+            value = self._hash(self.start, device.index or 0, *self._rank, *purpose)
             return torch.full((1,), value, dtype=torch.int64, device=device)
         # The device adds the common number, because the host would have to wait for it.
-        return self._agreed_number(device) ^ self._hash(b"", *place, *purpose)
+        return self._agreed_number(device) ^ self._hash(b"", *self._rank, *purpose)
 
     def _agreed_number(self, device) -> torch.Tensor:
         """Return a number that the first process of each tensor-parallel group has drawn, (1,) int64 on the device."""
         if device not in self._agreed:
             number = torch.full((1,), self._hash(self.start), dtype=torch.int64, device=device)
             for group in self._groups.tensor:
-                distributed.broadcast(number, group=group, group_src=0)
+                distributed.broadcast(number, distributed.get_global_rank(group, 0), group)
             self._agreed[device] = number
         return self._agreed[device]
 

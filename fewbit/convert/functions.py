@@ -15,6 +15,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 from fewbit import functional as F
 from fewbit.errors import FunctionError
+from fewbit.functional.operations import contractions, elementwise, vector_norm
+from fewbit.functional.products import is_in_memory, is_quantized_product
 from fewbit.runtime.activations.apply import takes
 from fewbit.runtime.interop.bypass import ReplacingMode, current_mode
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
@@ -31,7 +33,25 @@ _QUANTIZED = (
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm layer_norm rms_norm "
     "group_norm instance_norm prelu softmax log_softmax cross_entropy scaled_dot_product_attention matmul mul"
 )
-QUANTIZED = tuple(_QUANTIZED.split())
+_OTHER_QUANTIZED = {
+    contractions.einsum: (torch.einsum,),
+    contractions.baddbmm: (torch.baddbmm, torch.Tensor.baddbmm),
+    contractions.addcmul: (torch.addcmul, torch.Tensor.addcmul),
+    contractions.grouped_mm: (
+        getattr(torch_functional, "grouped_mm", None),
+        getattr(torch, "_grouped_mm", None),
+    ),
+    elementwise.erf: (torch.erf, torch.Tensor.erf),
+    elementwise.exp: (torch.exp, torch.Tensor.exp),
+    elementwise.square: (torch.square, torch.Tensor.square),
+    elementwise.pow: (torch.pow, torch.Tensor.pow, torch.Tensor.__pow__),
+    vector_norm.vector_norm: (torch.linalg.vector_norm,),
+    vector_norm.norm: (torch.norm, torch.Tensor.norm),
+    vector_norm.normalize: (torch_functional.normalize,),
+}
+"""{a function that saves quantized tensors: the functions of torch that it replaces}, which `fewbit.functional` does not
+export."""
+QUANTIZED = (*_QUANTIZED.split(), *(function.__name__ for function in _OTHER_QUANTIZED))
 """Names of functions that save quantized inputs."""
 _EXACT = (
     "embedding dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout max_pool1d max_pool2d max_pool3d "
@@ -55,6 +75,11 @@ def _torch_log_softmax(input, dim, dtype=None, **kwargs):
     return F.log_softmax(input, dim, dtype=dtype, **kwargs)
 
 
+def _clamp_max(input, max):
+    """Compute torch.clamp_max, whose second argument is the upper end."""
+    return elementwise.clamp(input, None, max)
+
+
 # Saved tensors and their seeds are named after the function that saves them.
 _torch_softmax.__name__, _torch_log_softmax.__name__ = "softmax", "log_softmax"
 
@@ -65,8 +90,35 @@ _OTHER_NAMES = {
     "matmul": (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__),
     "mul": (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__),
 }  # fmt: skip
-_ATTENTION = (F.scaled_dot_product_attention, F.matmul, F.softmax, _torch_softmax)
-"""The functions that compute attention. The tensors that they save get the bits of q, k and v."""
+_OTHER_EXACT = {
+    elementwise.clamp: (
+        torch.clamp,
+        torch.clip,
+        torch.clamp_min,
+        torch.Tensor.clamp,
+        torch.Tensor.clip,
+        torch.Tensor.clamp_min,
+    ),
+    _clamp_max: (torch.clamp_max, torch.Tensor.clamp_max),
+    elementwise.gather: (torch.gather, torch.Tensor.gather),
+}
+_SUMMANDS = {
+    contractions.baddbmm: ("batch1", "batch2"),
+    contractions.addcmul: ("tensor1", "tensor2"),
+}
+"""{a product to which its first argument is added: the names of the factors}."""
+_PRODUCTS = F.mul, F.matmul, contractions.einsum, contractions.grouped_mm, *_SUMMANDS
+_ATTENTION = (
+    F.scaled_dot_product_attention,
+    F.matmul,
+    F.softmax,
+    _torch_softmax,
+    contractions.einsum,
+    contractions.baddbmm,
+    vector_norm.normalize,
+)
+"""The functions that compute attention. The tensors that they save get the bits of q, k and v, except in products with
+parameters."""
 
 
 def _table() -> dict:
@@ -74,7 +126,11 @@ def _table() -> dict:
 
     The families are "activation", "one bit", "quantized" and "exact".
     """
-    families = {"activation": ACTIVATIONS, "quantized": QUANTIZED, "exact": _EXACT.split()}
+    families = {
+        "activation": ACTIVATIONS,
+        "quantized": _QUANTIZED.split(),
+        "exact": _EXACT.split(),
+    }
     table = {
         torch.dropout: (_torch_dropout, "exact"),
         torch.softmax: (_torch_softmax, "quantized"),
@@ -87,6 +143,9 @@ def _table() -> dict:
             entry = getattr(F, name), "one bit" if name in _ONE_BIT else family
             theirs = {getattr(torch_functional, name, None), *_OTHER_NAMES.get(name, ())} - {None}
             table |= dict.fromkeys(theirs, entry)
+    for family, functions in {"quantized": _OTHER_QUANTIZED, "exact": _OTHER_EXACT}.items():
+        for ours, theirs in functions.items():
+            table |= dict.fromkeys({*theirs} - {None}, (ours, family))
     return table
 
 
@@ -129,9 +188,18 @@ class FunctionQuantizers:
         if family == "exact":
             return ours(*args, **kwargs)
         if family == "quantized":
-            if ours in (F.mul, F.matmul) and not _are_results(args, kwargs):
-                return function(*args, **kwargs)
-            return ours(*args, **kwargs, quantizer=self._quantizer_of(ours))
+            name = ours.__name__
+            is_attention = ours in _ATTENTION
+            if ours in _PRODUCTS:
+                factors = _factors(ours, args, kwargs)
+                if factors is None:
+                    return function(*args, **kwargs)
+                if any(map(is_in_memory, factors)) and is_attention:
+                    # A product with a parameter is a linear layer.
+                    name, is_attention = F.linear.__name__, False
+                    if ours is F.matmul and factors[1].dim() == 2:
+                        ours, args = F.linear, (factors[0], factors[1].t())
+            return ours(*args, **kwargs, quantizer=self._quantizer_of(name, is_attention))
         x = args[0] if args else kwargs.get("input")
         if not takes(x):
             return function(*args, **kwargs)
@@ -148,12 +216,12 @@ class FunctionQuantizers:
         except FunctionError:  # torch accepts these parameters and fewbit does not
             return function(*args, **kwargs)
 
-    def _quantizer_of(self, ours) -> Quantizer:
-        """Return the quantizer of the function `ours` in the running module. All calls of `ours` there share it."""
-        quantizer = self.attention_quantizer if ours in _ATTENTION else self.quantizer
+    def _quantizer_of(self, function: str, is_attention: bool) -> Quantizer:
+        """Return the quantizer of a function in the running module. All calls of the function there share it."""
+        quantizer = self.attention_quantizer if is_attention else self.quantizer
         if quantizer.context is None:
             return quantizer
-        name = name_of_call(quantizer.context.path(), ours.__name__)
+        name = name_of_call(quantizer.context.path(), function)
         if name not in self.own:
             self.own[name] = quantizer.copy_for(name)
         return self.own[name]
@@ -191,7 +259,9 @@ class FunctionMode(ReplacingMode):
         if context is not None and not context.compresses_functions():
             return function(*args, **kwargs)
         ours, family = found
-        if not all(isinstance(x, torch.Tensor) for x in args[:1]) or "out" in kwargs:
+        # The first argument of einsum is a text.
+        has_out = kwargs.get("out") is not None
+        if not all(isinstance(x, torch.Tensor | str) for x in args[:1]) or has_out:
             return function(*args, **kwargs)
         return (own or self.settings).call(ours, family, function, args, kwargs)
 
@@ -230,10 +300,20 @@ class FunctionMode(ReplacingMode):
 leave_to_interpreter(FunctionMode.__torch_function__.__code__)
 
 
-def _are_results(args, kwargs) -> bool:
-    """Return whether both factors of a product are computed tensors that need a gradient, and so can be quantized."""
-    return len(args) == 2 and not kwargs and all(map(_is_result, args))
+def _factors(ours, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return both factors of a call of a product, or None if torch's own function has to run.
 
-
-def _is_result(x) -> bool:
-    return isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf
+    It runs if a factor needs no gradient, if both are parameters or views of parameters, and if fewbit's function does not
+    take the arguments.
+    """
+    if ours is contractions.einsum:
+        factors = contractions.operands_of(args[1:])
+    elif ours in _SUMMANDS:
+        factors = *args[1:], *(kwargs[name] for name in _SUMMANDS[ours] if name in kwargs)
+    else:
+        has_others = kwargs and ours is not contractions.grouped_mm
+        factors = () if has_others else args
+    if len(factors) != 2 or not all(isinstance(factor, torch.Tensor) for factor in factors):
+        return None
+    takes = contractions.takes_einsum if ours is contractions.einsum else is_quantized_product
+    return tuple(factors) if takes(*factors) else None

@@ -1,0 +1,235 @@
+"""Operations that `compress_` replaces in a model's forward: results and gradients against torch's, and saved bytes."""
+
+import copy
+
+import pytest
+import torch
+from expectation import drawn, pooled_z
+from torch import nn
+from torch.nn import functional as TF
+
+import fewbit
+from fewbit.functional.operations import contractions, elementwise, vector_norm
+from fewbit.functional.products import is_in_memory
+from fewbit.runtime.format.groups import quantized_bytes
+from fewbit.runtime.quantizers.quantizer import Quantizer
+
+SHAPE = 4, 16, 24
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Model(nn.Module):
+    """A model that computes x and y from its input and parameters, and then `function(x, y, weight)`.
+
+    The weight is a parameter of 24 x 24 numbers, which the function may use.
+    """
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.a, self.b = (
+            nn.Parameter(numbers(*SHAPE[1:])),
+            nn.Parameter(numbers(*SHAPE[1:], seed=1)),
+        )
+        self.weight = nn.Parameter(numbers(24, 24, seed=2) / 5)
+        self.scale = nn.Parameter(numbers(24, seed=3))
+
+    def forward(self, x):
+        return self.function(x + self.a, x.flip(1) - self.b, self)
+
+
+OFFSETS = torch.tensor([20, 20, 64], dtype=torch.int32)
+EXPERTS = numbers(3, 24, 32, seed=6)
+
+
+def experts(x, y, model):
+    """Return the product of experts: rows in three groups, one of which is empty."""
+    matrices = model.weight[None] * EXPERTS[:, :, :24]
+    return TF.grouped_mm(x.flatten(0, 1), matrices, offs=OFFSETS)
+
+
+def index(x):
+    return torch.arange(x.numel()).view(x.shape) * 7 % x.shape[1]
+
+
+# Results whose gradients are exact in expectation.
+LINEAR = {
+    "einsum": lambda x, y, m: torch.einsum("nij,nkj->nik", x, y),
+    "einsum with a list of operands": lambda x, y, m: torch.einsum("nij, nkj -> nik", [x, y]),
+    "einsum with a parameter": lambda x, y, m: torch.einsum("nij,jk->kin", x, m.weight),
+    "einsum of a constant": lambda x, y, m: torch.einsum("ij,nik->njk", m.weight, x.detach().transpose(1, 2)),
+    "einsum of one tensor": lambda x, y, m: torch.einsum("nij,nkj->nik", x, x),
+    "baddbmm": lambda x, y, m: torch.baddbmm(x[:, :, :16], x, y.transpose(1, 2), beta=0.5, alpha=2),
+    "baddbmm by name": lambda x, y, m: x[:, :, :16].baddbmm(batch1=x, batch2=y.transpose(1, 2)),
+    "addcmul": lambda x, y, m: torch.addcmul(m.scale, m.scale, x * y, value=0.5),
+    "matmul with a parameter": lambda x, y, m: x @ m.weight,
+    "matmul of a parameter": lambda x, y, m: m.weight @ x.transpose(1, 2),
+    "layer scale": lambda x, y, m: x * m.scale,
+    "a view of a parameter": lambda x, y, m: m.scale.view(1, 1, -1) * x,
+    "experts": experts,
+    "square": lambda x, y, m: x.square(),
+    "power": lambda x, y, m: x**2,
+    "exp": lambda x, y, m: (0.3 * x - 3).exp(),
+    "erf": lambda x, y, m: torch.erf(x),
+    "vector norm": lambda x, y, m: torch.linalg.vector_norm(x, dim=(0, 1)) * m.scale,
+    "norm": lambda x, y, m: x.norm(p=2, dim=1, keepdim=True) * m.scale,
+}  # fmt: skip
+EXACT = {
+    "clamp": lambda x, y, m: x.clamp(-0.5, 1),
+    "clamp from below": lambda x, y, m: torch.clamp(x, min=0.25),
+    "clamp from above": lambda x, y, m: x.clamp_max(0.25),
+    "clamp with ends in the wrong order": lambda x, y, m: x.clamp(1, -0.5),
+    "gather": lambda x, y, m: x.gather(1, index(x)),
+    "gather with an expanded index": lambda x, y, m: x.gather(1, index(x)[:1, :, :1].expand(SHAPE)),
+}
+# Calls that fewbit's functions do not support, or that would gain nothing.
+TORCHS = {
+    "einsum of three": lambda x, y, m: torch.einsum("nij,nkj,n->nik", x, y, x[:, 0, 0]),
+    "einsum with a diagonal": lambda x, y, m: torch.einsum("nii,nij->nj", x[:, :, :16], y),
+    "einsum with an ellipsis": lambda x, y, m: torch.einsum("...ij,...kj->...ik", x, y),
+    "einsum with a lonely index": lambda x, y, m: torch.einsum("nij,nk->nk", x, y[:, 0]),
+    "einsum that broadcasts": lambda x, y, m: torch.einsum("nij,nij->ni", x, y[:1]),
+    "clamp with tensors": lambda x, y, m: torch.clamp(x, m.scale.detach()),
+    "cube": lambda x, y, m: x**3,
+    "large exponentials": lambda x, y, m: (5 * x).exp(),
+    "sum of absolute values": lambda x, y, m: torch.linalg.vector_norm(x, ord=1, dim=1),
+    "product of parameters": lambda x, y, m: x + m.weight[:16] * m.scale,
+    "normalize by another norm": lambda x, y, m: TF.normalize(x, p=1.0),
+}
+
+
+def gradients(model, x, seed=0):
+    torch.manual_seed(seed)
+    x = x.clone().requires_grad_()
+    y = model(x)
+    loss = (y * numbers(*y.shape, seed=5)).sum()
+    found = torch.autograd.grad(loss, [*model.parameters(), x], allow_unused=True)
+    return torch.cat([grad.flatten() for grad in found if grad is not None])
+
+
+def compressed(model, **settings):
+    few = copy.deepcopy(model)
+    fewbit.compress_(few, verbose=False, **settings)
+    return few
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_gradients_are_exact_in_expectation(name):
+    model, x = Model(LINEAR[name]), numbers(*SHAPE, seed=4)
+    few = compressed(model, bits=8, layers={"activation_bits": 8})
+    assert torch.equal(few(x), model(x))
+    exact = gradients(model, x)
+    found = gradients(few, x)
+    assert 0 < (found - exact).norm() < 0.02 * exact.norm()
+    assert torch.cosine_similarity(found.double(), exact.double(), 0) > 0.9999
+    coarse = compressed(model, bits=2, layers={"attention_bits": 2})
+    seeds = iter(range(48))
+    (draws,) = drawn(lambda: [gradients(coarse, x, next(seeds))], 48)
+    assert pooled_z(draws, exact, 1e-5, independent=len(exact) // 8) < 5
+    assert fewbit.saved_bytes(coarse, x).total < 0.7 * fewbit.saved_bytes(model, x).total
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_are_torchs(name):
+    model, x = Model(EXACT[name]), numbers(*SHAPE, seed=4)
+    few = compressed(model, bits=2)
+    assert torch.equal(few(x), model(x))
+    assert torch.equal(gradients(few, x), gradients(model, x))
+    assert fewbit.saved_bytes(few, x).total < 0.7 * fewbit.saved_bytes(model, x).total
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_other_calls_are_torchs(name):
+    model, x = Model(TORCHS[name]), numbers(*SHAPE, seed=4)
+    few = compressed(model, bits=2)
+    assert torch.equal(few(x), model(x))
+    assert torch.equal(gradients(few, x), gradients(model, x))
+
+
+def test_normalize_has_the_bias_of_a_norm():
+    """At 8 bits the gradient is torch's, also of vectors that are shorter than eps."""
+    model, x = Model(lambda x, y, m: TF.normalize(x, dim=-1, eps=7.0)), numbers(*SHAPE, seed=4)
+    few = compressed(model, bits=8)
+    lengths = (x + model.a).norm(dim=-1)
+    assert (lengths < 7).any() and (lengths > 7).any()
+    assert torch.equal(few(x), model(x))
+    exact = gradients(model, x)
+    assert 0 < (gradients(few, x) - exact).norm() < 0.02 * exact.norm()
+
+
+def test_the_gradient_of_no_length_is_zero():
+    x = torch.zeros(3, 40, requires_grad=True)
+    (x + 0).mul(1.0)
+    y = vector_norm.vector_norm(x * 1.0, 2, -1, quantizer=Quantizer(2))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros(3, 40))
+
+
+def test_a_result_may_be_changed_in_place():
+    """Autograd forbids this for views that a Function returns."""
+    for function in (LINEAR["einsum with a parameter"], LINEAR["baddbmm"], LINEAR["experts"]):
+        few = compressed(
+            Model(lambda x, y, m, function=function: function(x, y, m).mul_(2)), bits=4
+        )
+        gradients(few, numbers(*SHAPE))
+
+
+def test_products_with_parameters_have_the_bits_of_layers():
+    """Products of two results have the bits of attention, 4, and those with a parameter 2."""
+    of_results = compressed(Model(LINEAR["einsum"]), bits=2)
+    of_parameter = compressed(Model(LINEAR["einsum with a parameter"]), bits=2)
+    x = numbers(*SHAPE)
+    assert fewbit.saved_bytes(of_results, x).total == 2 * quantized_bytes(SHAPE, 4)
+    assert fewbit.saved_bytes(of_parameter, x).total == quantized_bytes(SHAPE, 2)
+
+
+def test_a_small_repeated_factor_is_saved_in_full():
+    """A temperature of one head has few bytes, and an error in it would be an error of all products."""
+    model, x = Model(lambda x, y, m: x * y[:, :1, :1].exp()), numbers(*SHAPE)
+    kinds = fewbit.saved_bytes(compressed(model, bits=2), x).by_kind()
+    assert kinds["activation"] == 4 * SHAPE[0]
+
+
+def test_views_of_parameters_are_in_memory_and_views_of_results_are_not():
+    weight = nn.Parameter(numbers(4, 6))
+    assert is_in_memory(weight) and is_in_memory(weight.t()) and is_in_memory(weight[1:].view(-1))
+    assert not is_in_memory(weight * 2) and not is_in_memory((weight * 2).t())
+    result = contractions.einsum(
+        "ij,jk->ki", (weight * 2), numbers(6, 40).requires_grad_() * 1, quantizer=Quantizer(2)
+    )
+    assert not is_in_memory(result)
+
+
+def test_an_expanded_index_is_saved_once():
+    x = numbers(*SHAPE).requires_grad_()
+    wide = torch.zeros(1, 16, 24, dtype=torch.int64).expand(SHAPE)
+    saved = fewbit.saved_bytes(lambda x: elementwise.gather(x * 1, 1, wide), x)
+    assert saved.total == 16 * 24  # uint8, for one of the 4 samples
+
+
+def test_autocast():
+    model, x = (
+        Model(lambda x, y, m: torch.einsum("nij,nkj->nik", x, y) @ m.weight[:16]),
+        numbers(*SHAPE),
+    )
+    few = compressed(model, bits=8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(few(x), model(x))
+        exact, found = gradients(model, x), gradients(few, x)
+    assert (found - exact).norm() < 0.03 * exact.norm()
+
+
+def test_policies_name_the_operations():
+    """Adaptive bits measure the operations that a forward calls, like layers."""
+    torch.manual_seed(0)
+    model, x = (
+        Model(lambda x, y, m: torch.einsum("nij,nkj->nik", x, y).exp().clamp(max=2)),
+        numbers(*SHAPE),
+    )
+    controller = fewbit.compress_(model, fewbit.AdaptiveBits(3, interval=1), verbose=False)
+    for _ in range(3):
+        model(x).square().mean().backward()
+    assert ":einsum" in {row["name"] for row in controller.allocation.records()}

@@ -44,6 +44,7 @@ def build(monkeypatch):
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
     monkeypatch.delenv("FEWBIT_CUDA", raising=False)
     monkeypatch.delenv("FEWBIT_CUDA_ARCHITECTURES", raising=False)
+    monkeypatch.delenv("FEWBIT_LOCAL_VERSION", raising=False)
     monkeypatch.chdir(SETUP.parent)
     return runpy.run_path(str(SETUP))
 
@@ -107,6 +108,32 @@ def test_what_cuda_is_built_for(build, nvcc, monkeypatch, mode, named, gpus, exp
     code = [word.rpartition("code=")[2] for word in command if "gencode" in word]
     assert code == build["targets"](*expected)
     assert [target for target in code if target.startswith("compute")] == [f"compute_{expected[1]}"]
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"), [(None, ""), ("", ""), ("cu13", "+cu13"), ("cu13.rc1", "+cu13.rc1")]
+)
+def test_a_label_becomes_the_local_part_of_the_version(build, monkeypatch, label, expected):
+    if label is not None:
+        monkeypatch.setenv("FEWBIT_LOCAL_VERSION", label)
+    assert build["local_version"]() == expected
+
+
+@pytest.mark.parametrize("label", ["+cu13", "cu-13", "cu13.", "CU13", "cu 13"])
+def test_a_label_that_no_version_may_have_is_refused(build, monkeypatch, label):
+    monkeypatch.setenv("FEWBIT_LOCAL_VERSION", label)
+    with pytest.raises(Exception, match="FEWBIT_LOCAL_VERSION: expected letters and digits"):
+        build["local_version"]()
+
+
+def test_cuda_is_linked_statically_with_the_libraries_beside_nvcc(build, monkeypatch, tmp_path):
+    commands = []
+    link = build["BuildKernels"].link
+    monkeypatch.setitem(link.__globals__, "run", commands.append)
+    link(None, ["a.o", "b.o"], "/opt/cuda/nvidia/cu13/bin/nvcc", tmp_path / "new" / "_kernels.so")
+    (command,) = commands
+    assert command[0] == "/opt/cuda/nvidia/cu13/bin/nvcc" and (tmp_path / "new").is_dir()
+    assert {"--cudart=static", "-L/opt/cuda/nvidia/cu13/lib", "a.o", "b.o"} <= set(command)
 
 
 class Driver:

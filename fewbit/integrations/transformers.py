@@ -187,7 +187,8 @@ def _lost_savings(model, args) -> Iterator[str]:
     if any(getattr(function, "func", None) is not checkpoint for function in functions):
         yield (
             "gradient checkpointing saves the input of each block in full, and fewbit compresses only what a block saves "
-            "when it runs again; for inputs of 8 bits, call fewbit.checkpoint_(model) and set gradient_checkpointing=False"
+            "when it runs again; to save these inputs in 8 bits, call fewbit.checkpoint_(model), and switch gradient checkpointing "
+            "off in the trainer's arguments"
         )
     if args.torch_compile:
         yield (

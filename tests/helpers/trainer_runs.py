@@ -14,7 +14,8 @@ def llama(dropout=0.1, seed=0, **changes):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": dropout}
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = LlamaConfig(vocab_size=VOCABULARY, **{**sizes, **heads, **special, **changes})
+    usual = {"vocab_size": VOCABULARY, **sizes, **heads, **special}
+    config = LlamaConfig(**{**usual, **changes})
     return LlamaForCausalLM(config)
 
 

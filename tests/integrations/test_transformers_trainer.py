@@ -20,6 +20,7 @@ from fewbit.integrations.transformers import BITS, SAVED, FewbitCallback
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
     "ignore:.*pin_memory.*:UserWarning",
+    "ignore:.*is deprecated and will be removed in v6:FutureWarning",
 )
 QUIET = {"verbose": False}
 
@@ -109,7 +110,6 @@ def test_resumed_training_ends_with_the_same_weights(bits, tmp_path):
         {"bf16": True},
         {"gradient_checkpointing": True},
         {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2},
-        {"lr_scheduler_type": "constant", "optim": "adamw_torch", "group_by_length": False},
     ],
     ids=repr,
 )
@@ -225,6 +225,7 @@ def test_the_trainer_may_make_its_callbacks_anew(include, tmp_path):
         assert new.arguments == callback.arguments
 
 
+@pytest.mark.slow
 def test_callbacks_that_are_made_anew_compress_new_models(tmp_path):
     """With `model_init`, the new callback compresses a model itself, with the arguments in the checkpoint."""
     arguments = {
@@ -270,25 +271,54 @@ def test_bits_that_cannot_be_used(arguments, message):
         FewbitCallback(**arguments)
 
 
-def test_settings_that_lose_savings_are_named(tmp_path):
-    def lines(**arguments):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            run = trainer(tmp_path, FewbitCallback(2, **QUIET), max_steps=1, **arguments)
-            for _ in range(2):
-                run.train()
-        own = [str(one.message) for one in found if Path(one.filename).stem == "trainer_callback"]
-        return run, own
+def trained(folder, **arguments):
+    """Train for a step, twice. Return the Trainer and the warnings that the callback gave."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run = trainer(folder, FewbitCallback(2, **QUIET), max_steps=1, logging_steps=1, **arguments)
+        for _ in range(2):
+            run.train()
+    own = [str(one.message) for one in found if Path(one.filename).stem == "trainer_callback"]
+    return run, own
 
-    run, found = lines()
+
+@pytest.mark.slow
+def test_gradient_checkpointing_is_named_unless_it_is_of_fewbit(tmp_path):
+    run, found = trained(tmp_path)
     assert found == []
-    run, found = lines(gradient_checkpointing=True)
-    assert len(found) == 1 and found[0].startswith(
-        "gradient checkpointing saves the input of each block"
-    )
-    whole = run.callback_handler.callbacks[-2].controller and saved_by_step(run)
+    run, found = trained(tmp_path, gradient_checkpointing=True)
+    assert len(found) == 1
+    assert found[0].startswith("gradient checkpointing saves the input of each block in full")
+    whole = logged(run, SAVED)[0]
     model = llama()
     fewbit.checkpoint_(model)
-    run, found = lines(model=model)
+    run, found = trained(tmp_path, model=model)
     assert found == []
-    assert 2 * saved_by_step(run) < whole
+    assert logged(run, SAVED)[0] < 0.6 * whole
+
+
+def test_layers_whose_forward_is_replaced_are_named(tmp_path):
+    """Liger binds its own forward to modules when the training begins, after the callback has compressed them."""
+    model = llama()
+
+    run = trainer(tmp_path, FewbitCallback(2, **QUIET), model, max_steps=1)
+    for norm in (model.model.layers[0].input_layernorm, model.model.norm):
+        norm.forward = lambda x: x * 2
+    with pytest.warns(
+        UserWarning, match="^2 compressed layers, model.layers.0.input_layernorm first"
+    ):
+        run.train()
+
+
+@pytest.mark.slow
+def test_torch_compile(tmp_path):
+    """Compiled code trains, with a line about it. Saved bytes are not counted, which would compile it again."""
+    model = llama(dropout=0.0)
+    arguments = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    run, found = trained(tmp_path, model=model, **arguments)
+    assert len(found) == 1 and found[0].startswith("torch_compile=True: ")
+    assert logged(run, SAVED) == [] and logged(run, BITS) == [2]
+    batch = {name: value[None].repeat(4, 1) for name, value in texts(1)[0].items()}
+    compiled = fewbit.saved_bytes(run.model_wrapped, **batch).total
+    exact = fewbit.saved_bytes(llama(dropout=0.0), **batch).total
+    assert 3 * compiled < exact

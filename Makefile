@@ -157,9 +157,11 @@ $(VENV)/installed-benchmarks: $(VENV)/installed
 	@$(PIP) 'fewbit[benchmark]'
 	@touch $@
 
-$(VENV)/installed-docs: $(VENV)/installed
+# The site is made from the source without importing it, so it needs neither fewbit nor torch.
+$(VENV)/installed-docs: pyproject.toml | $(BIN)/python
 	@echo "installing what the documentation site needs"
-	@$(PIP) 'fewbit[docs]'
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(VENV)/docs.txt
+	@$(PIP) --requirement $(VENV)/docs.txt
 	@touch $@
 
 clean:

@@ -41,6 +41,8 @@ _HOME = {
     "plan": "fewbit.planning.plan",
     "TrainingPlan": "fewbit.planning.plan",
     "Candidate": "fewbit.planning.candidates",
+    "fits": "fewbit.planning.fits",
+    "Fit": "fewbit.planning.fit",
     "FewbitError": "fewbit.errors",
     "FunctionError": "fewbit.errors",
     "WeightError": "fewbit.errors",

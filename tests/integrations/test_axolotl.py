@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("pydantic")
 
 from pydantic import BaseModel, ValidationError
 from trainer_runs import llama, texts, weights

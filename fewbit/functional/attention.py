@@ -168,7 +168,7 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         InputError: `how.weighed`, within torch's `context_parallel`.
     """
     inputs = query, key, value, attn_mask, position_bias
-    if torch.is_grad_enabled() and shards.is_distributed(query):
+    if shards.runs_on_shards(query):
         y = _attention_of_shards(inputs, how, quantizer)
         return _attend(*inputs, how) if y is None else y
     exchanging = exchanging_attention()

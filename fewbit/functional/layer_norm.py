@@ -100,7 +100,7 @@ def layer_norm(
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     shape = _shape(normalized_shape)
-    if torch.is_grad_enabled() and shards.is_distributed(input):
+    if shards.runs_on_shards(input):
         local = partial(layer_norm, eps=eps, copies=copies, quantizer=quantizer)
         y = shards.norm(
             lambda x, *vectors: local(x, shape, *vectors), input, len(shape), weight, bias
@@ -133,7 +133,7 @@ def rms_norm(
     shape = _shape(normalized_shape)
     # torch's kernel does not check these shapes.
     check_tensors(input, weight)
-    if torch.is_grad_enabled() and shards.is_distributed(input):
+    if shards.runs_on_shards(input):
         local = partial(rms_norm, eps=eps, copies=copies, quantizer=quantizer)
         y = shards.norm(lambda x, vector: local(x, shape, vector), input, len(shape), weight)
         if y is not None:

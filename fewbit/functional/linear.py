@@ -62,7 +62,7 @@ def linear(
     quantizer = quantizer_of(bits, group_size, quantizer)
     check_tensors(input, weight, bias)
     usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
-    if usual and torch.is_grad_enabled() and shards.is_distributed(input):
+    if usual and shards.runs_on_shards(input):
         y = shards.linear(partial(linear, quantizer=quantizer), input, weight, bias)
         return torch_functional.linear(input, weight, bias) if y is None else y
     if usual and _is_frozen_and_quantized(weight) and is_differentiated(input, bias):

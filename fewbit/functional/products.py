@@ -109,7 +109,7 @@ def mul(
     if isinstance(other, int | float):
         check_tensors(input)
         return torch.mul(input, other)
-    if torch.is_grad_enabled() and shards.is_distributed(input):
+    if shards.runs_on_shards(input):
         y = shards.elementwise(partial(mul, quantizer=quantizer), input, other)
         return torch.mul(input, other) if y is None else y
     if not _are_differentiated(input, other):
@@ -291,7 +291,7 @@ def gated(
     Returns:
         The product.
     """
-    if torch.is_grad_enabled() and shards.is_distributed(gate):
+    if shards.runs_on_shards(gate):
         local = partial(gated, activation=activation, function=function, quantizer=quantizer)
         y = shards.elementwise(local, gate, up)
         if y is not None:

@@ -6,6 +6,7 @@ from language_model import (
     batch,
     check,
     compressed,
+    exact_gradients,
     gradients_of,
     local_bytes,
     loss_of,
@@ -280,6 +281,19 @@ def other_functions_stay_exact(rank):
         assert torch.equal(*gradients), placement
 
 
+def compiled(rank):
+    """In compiled code, layers with DTensors run torch's own functions, and other layers save few bits."""
+    options = {"activation": nn.GELU, "blocks": 1}
+    expected = exact_gradients(**options)
+    module = model(**options)
+    compressed(module)
+    sequence_parallel(module, mesh_of(2))
+    for name, gradient in _step(torch.compile(module, backend="aot_eager")).items():
+        name = name.removeprefix("_orig_mod.")
+        error = float((gradient - expected[name]).norm() / expected[name].norm())
+        assert error < 0.03, (name, error)
+
+
 CASES = (
     tensor_parallel,
     fewer_bytes,
@@ -289,4 +303,5 @@ CASES = (
     with_fully_shard,
     gated_units,
     other_functions_stay_exact,
+    compiled,
 )

@@ -46,7 +46,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
         x = shards.has_arrived(x)
         if shards.is_distributed(x):
             y = None
-            if not inplace:
+            if shards.runs_on_shards(x) and not inplace:
                 y = shards.elementwise(lambda x: apply(x, function, parameters, encoding), x)
             return torchs_own(x, function, parameters, inplace) if y is None else y
     if plain:  # the usual case, for which the host's time counts

@@ -28,6 +28,14 @@ def is_distributed(x) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def runs_on_shards(x) -> bool:
+    """Return whether x is a DTensor, and a layer with the input x may be computed from its local tensor.
+
+    Compiled code runs torch's own functions for DTensors.
+    """
+    return is_distributed(x) and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def has_arrived(x: torch.Tensor) -> torch.Tensor:
     """Return x. If x is the result of a collective that still runs, wait, and return x as an ordinary tensor.
 

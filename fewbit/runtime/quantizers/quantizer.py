@@ -531,8 +531,8 @@ def is_differentiated(*tensors) -> bool:
         return False
     if not all([_is_ordinary(tensor) for tensor in given]):
         return False
-    if torch.compiler.is_compiling():
-        return True
     if any([is_distributed(tensor) for tensor in given]):
         return False
+    if torch.compiler.is_compiling():
+        return True
     return torch._C._functorch.maybe_current_level() is None and not torch.jit.is_tracing()

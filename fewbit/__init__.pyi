@@ -68,6 +68,8 @@ from fewbit.nn import Tanh as Tanh
 from fewbit.nn import Tanhshrink as Tanhshrink
 from fewbit.nn import Threshold as Threshold
 from fewbit.planning.candidates import Candidate as Candidate
+from fewbit.planning.fit import Fit as Fit
+from fewbit.planning.fits import fits as fits
 from fewbit.planning.plan import TrainingPlan as TrainingPlan
 from fewbit.planning.plan import plan as plan
 from fewbit.solver.solve import solve as solve

@@ -101,6 +101,8 @@ _OTHER_EXACT = {
     ),
     _clamp_max: (torch.clamp_max, torch.Tensor.clamp_max),
     elementwise.gather: (torch.gather, torch.Tensor.gather),
+    elementwise.maximum: (torch.maximum, torch.Tensor.maximum),
+    elementwise.minimum: (torch.minimum, torch.Tensor.minimum),
 }
 _SUMMANDS = {
     contractions.baddbmm: ("batch1", "batch2"),

@@ -1,8 +1,8 @@
-"""`square`, `exp`, `erf`, `clamp` and `gather`, which torch's own functions compute, and which save fewer bytes.
+"""Operations on elements, such as `square` and `clamp`, which torch's own functions compute, and which save fewer bytes.
 
 The gradient of `square` is linear in the argument, that of `exp` in the result, and that of `erf` in the derivative. These are
 saved quantized. The gradients are therefore exact in expectation: their means over the random rounding are exact. The
-gradients of `clamp` and `gather` equal torch's to the bit.
+gradients of `clamp`, `maximum`, `minimum` and `gather` equal torch's to the bit.
 """
 
 from __future__ import annotations
@@ -94,6 +94,35 @@ def clamp(input: Tensor, min=None, max=None) -> Tensor:
     return _Clamp.apply(input, min, max)
 
 
+def maximum(input: Tensor, other: Tensor) -> Tensor:
+    """Compute torch.maximum, and save in 2 bits per element which of the two is larger.
+
+    Args:
+        input: a floating tensor of any shape.
+        other: a floating tensor of a shape that broadcasts with that of `input`.
+
+    Returns:
+        torch's result.
+    """
+    if not _is_comparison(input, other):
+        return torch.maximum(input, other)
+    return _Largest.apply(input, other, torch.maximum)
+
+
+def minimum(input: Tensor, other: Tensor) -> Tensor:
+    """Compute torch.minimum, and save in 2 bits per element which of the two is smaller. Arguments are as in `maximum`."""
+    if not _is_comparison(input, other):
+        return torch.minimum(input, other)
+    return _Largest.apply(input, other, torch.minimum)
+
+
+def _is_comparison(input, other) -> bool:
+    are_floating = all(
+        isinstance(each, Tensor) and each.is_floating_point() for each in (input, other)
+    )
+    return are_floating and is_differentiated(input, other)
+
+
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     """Compute torch.gather, and save the index in the narrowest dtype, and of the input only its size.
 
@@ -166,6 +195,30 @@ class _Clamp(Function):
     def backward(ctx, grad):
         spec, _ = ctx.specs[0]
         return torch.where(spec.dequantize(ctx.saved_tensors).bool(), grad, 0), None, None
+
+
+class _Largest(Function):
+    @staticmethod
+    def forward(ctx, x, other, function):
+        y = function(x, other)
+        less, more = (x < other, x > other)[:: 1 if function is torch.maximum else -1]
+        # 0: `other` is the result; 1: both are equal; 2: x is the result; 3: one is NaN, and both get torch's gradient.
+        choice = 3 - 3 * less.to(torch.uint8) - 2 * (x == other) - 1 * more
+        ctx.inputs = [(each.shape, each.dtype) for each in (x, other)]
+        return copies.save(ctx, y, (integers.pack(choice, 4),))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        spec, _ = ctx.specs[0]
+        choice = spec.dequantize(ctx.saved_tensors)
+        grads = torch.where(choice == 0, 0, grad), torch.where(choice == 2, 0, grad)
+        half = choice == 1
+        found = [
+            torch.where(half, each / 2, each).sum_to_size(size).to(dtype)
+            for each, (size, dtype) in zip(grads, ctx.inputs, strict=True)
+        ]
+        return *found, None
 
 
 class _Gather(Function):

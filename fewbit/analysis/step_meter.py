@@ -29,7 +29,7 @@ class _Held(Token):
     def replace(self, tensors, restore) -> None:
         """Hold a copy in place of the saved tensor."""
         super().replace(tensors, restore)
-        self.tensor, self.restore = None, restore
+        self.tensor, self.restore = None, restore  # type: ignore[assignment]
 
     def restored(self) -> torch.Tensor:
         """Return the tensor that the backward pass gets."""

@@ -131,7 +131,7 @@ def kind_of(module: nn.Module) -> Kind | None:
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
             return Kind(few.ClippedGELU)
         return TRANSFORMERS_ACTIVATIONS.get(cls.__name__)
-    if cls.__module__.startswith("transformers."):
+    if cls.__module__.startswith(("transformers.", "liger_kernel.")):
         adapted = transformers_modules.becomes(module)
         if adapted is None:
             return TRANSFORMERS_ACTIVATIONS.get(cls.__name__)
@@ -186,6 +186,8 @@ def _why_not(module: nn.Module, is_exact: bool) -> str | None:
         return misfit
     if cls in TORCH:
         return f"no table for its settings: {_misfit_of(module)}"
+    if cls.__module__.startswith("liger_kernel."):
+        return "its kernel of Liger saves what it needs in full"
     known = next((base for base in cls.__mro__ if base in TORCH), None)
     if known is not None:
         return f"a subclass of {known.__name__}, which may compute something else"
@@ -207,8 +209,9 @@ def replaced(module: nn.Module) -> str | None:
     class says, so it is not converted.
     """
     cls = class_of(module)
+    ours = methods_of_liger(module)
     for name, value in vars(module).items():
-        if name == "extra_repr":  # torchao replaces it on instances
+        if name == "extra_repr" or name in ours:  # torchao replaces extra_repr on instances
             continue
         if callable(value) and callable(getattr(cls, name, None)):
             return OWN_FORWARD
@@ -225,6 +228,15 @@ def replaced(module: nn.Module) -> str | None:
                 if not _is_torchs(called):
                     return f"torch.nn.functional.{called}, which it calls, was replaced"
     return None
+
+
+def methods_of_liger(module: nn.Module) -> dict[str, object]:
+    """Return {name: method} of the methods that Liger has set on the instance. They compute the same as the class's."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if getattr(getattr(value, "__func__", None), "__module__", "").startswith("liger_kernel.")
+    }
 
 
 def _is_torchs(name: str) -> bool:

@@ -254,6 +254,9 @@ def _change_class(module: nn.Module, kind) -> None:
     """Give a module the class of its kind, and store the old class and attributes in the module."""
     names = (*kind.attributes, *_configured_attributes(kind.becomes))
     replaced = {name: vars(module)[name] for name in names if name in vars(module)}
+    for name, method in kinds.methods_of_liger(module).items():
+        replaced[name] = method
+        del vars(module)[name]  # it would hide the method of the new class
     vars(module)[_ORIGINAL] = Original(type(module), kind.becomes, replaced, names)
     vars(module).update(kind.attributes)
     module.__class__ = kind.becomes

@@ -1,4 +1,4 @@
-"""Gated units in models of transformers.
+"""Gated units in models of transformers, and those of Liger, which replace them.
 
 A gated unit computes act(gate) * up: act is an activation, and gate and up are results of linear layers.
 """
@@ -20,15 +20,17 @@ class Unit(NamedTuple):
     """One way in which transformers writes the forward of a gated unit.
 
     Attributes:
-        act: the name of the attribute that is the activation.
+        act: the name of the attribute that is the activation; None if the unit always has the same activation.
         source: the source of the forward, by which the class is recognized.
         forward: a function that returns the unit's result for an input x. It is called as forward(module, x, product),
             where product(gate, up) is a function that returns act(gate) * up.
+        activation: the name of the activation if `act` is None.
     """
 
-    act: str
+    act: str | None
     source: str
     forward: Callable
+    activation: str | None = None
 
     def mixin(self) -> type[GatedUnit]:
         """Return the mixin for classes whose forward is written in this way."""
@@ -48,7 +50,9 @@ class GatedUnit(Quantized):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return self._exact(x)
-        name, function = _activation(getattr(self, self.unit.act))
+        name, function = self.unit.activation, None
+        if name is None:
+            name, function = _activation(getattr(self, self.unit.act))
         if name is None:
             return super().forward(x)
         product = partial(gated, activation=name, function=function, quantizer=self.quantizer)
@@ -105,6 +109,10 @@ def _with_dropout(self, x, product):
 def _joint(self, x, product):
     gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
     return self.down_proj(product(gate, up))
+
+
+def _mixtral(self, x, product):
+    return self.w2(product(self.w1(x), self.w3(x)))
 
 
 def _t5(self, x, product):
@@ -213,5 +221,43 @@ def forward(self, x):
     return self.Wo(self.drop(self.act(gate) * up))
 """,
         _modernbert,
+    ),
+    Unit(  # Liger
+        None,
+        """
+def forward(self, x):
+    return self.down_proj(_swiglu_dispatch(self.gate_proj(x), self.up_proj(x)))
+""",
+        _simple,
+        "silu",
+    ),
+    Unit(  # Liger, phi3
+        None,
+        """
+def forward(self, x):
+    up = self.gate_up_proj(x)
+    gate, up = up.chunk(2, dim=-1)
+    return self.down_proj(_swiglu_dispatch(gate, up))
+""",
+        _joint,
+        "silu",
+    ),
+    Unit(  # Liger, mixtral
+        None,
+        """
+def forward(self, x):
+    return self.w2(_swiglu_dispatch(self.w1(x), self.w3(x)))
+""",
+        _mixtral,
+        "silu",
+    ),
+    Unit(  # Liger, gemma
+        None,
+        """
+def forward(self, x):
+    return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+""",
+        _simple,
+        "gelu_tanh",
     ),
 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fewbit import functional as F
 from fewbit.convert.transformers_gated import UNITS
-from fewbit.convert.transformers_norms import FORMS, RMSNorm
+from fewbit.convert.transformers_norms import FORMS, LigerLayerNorm, LigerRMSNorm, RMSNorm
 from fewbit.convert.transformers_source import canonical, source_of
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.module_calls import class_of
@@ -29,7 +29,8 @@ __all__ = ["adapted", "becomes", "is_adapted", "misfit_of", "original"]
 def becomes(module: nn.Module) -> type[nn.Module] | None:
     """Return the adapted class for a module; None if the module is not recognized.
 
-    transformers' Conv1D, and the root-mean-square norms and gated units of its models are recognized.
+    transformers' Conv1D, and the root-mean-square norms and gated units of its models are recognized, and the norms and
+    gated units by which Liger replaces them.
     """
     cls = class_of(module)
     return None if _adapter(cls) is None or misfit_of(module) else adapted(cls)
@@ -38,6 +39,8 @@ def becomes(module: nn.Module) -> type[nn.Module] | None:
 def misfit_of(module: nn.Module) -> str | None:
     """Return why a module of a recognized class cannot be converted; None if it can. None also for other classes."""
     adapter = _adapter(class_of(module))
+    if adapter is LigerRMSNorm:
+        return LigerRMSNorm.misfit_of(module)
     if adapter is None or not issubclass(adapter, RMSNorm):
         return None
     missing = [name for name in adapter.form.attributes if not hasattr(module, name)]
@@ -84,7 +87,7 @@ def _adapter(cls: type[nn.Module]) -> type[Quantized] | None:
     """Return the mixin that has the new forward for a class of transformers; None if the class is not recognized."""
     if cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D":
         return Conv1D
-    if not cls.__module__.startswith("transformers.models."):
+    if not cls.__module__.startswith(("transformers.models.", "liger_kernel.transformers.")):
         return None
     return _BY_SOURCE.get(source_of(cls))
 
@@ -99,3 +102,4 @@ class Conv1D(Quantized):
 
 
 _BY_SOURCE = {canonical(form.source): form.mixin() for form in (*FORMS, *UNITS)}
+_BY_SOURCE |= {canonical(norm.SOURCE): norm for norm in (LigerRMSNorm, LigerLayerNorm)}

@@ -1,4 +1,4 @@
-"""Root-mean-square norms in models of transformers."""
+"""Root-mean-square norms in models of transformers, and the norms of Liger, which replace them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fewbit import functional as F
 from fewbit.nn.base import Quantized
 from fewbit.runtime.format import sums
 from fewbit.runtime.quantizers.normalized import (
@@ -69,6 +70,67 @@ class RMSNorm(Quantized):
             return self._exact(hidden_states)
         eps = getattr(self, form.eps)
         return _RMSNorm.apply(hidden_states, weight, eps, form, self.copies, self.quantizer)
+
+
+class LigerRMSNorm(RMSNorm):
+    """A mixin for the root-mean-square norms of Liger, whose form is in attributes of the module.
+
+    In the casting mode "llama" only the norm is computed in float32, in "gemma" also the product with the weight.
+    """
+
+    SOURCE = """
+def forward(self, x):
+    return LigerRMSNormFunction.apply(
+        x,
+        self.weight,
+        self.variance_epsilon,
+        self.offset,
+        self.casting_mode,
+        self.in_place,
+        self.row_mode,
+    )
+"""
+
+    @property
+    def form(self) -> Form:
+        if self.weight is None:
+            return Form("", _unweighted, "variance_epsilon", None)
+        forward = _weighted_in_float32 if self.casting_mode == "gemma" else _rounded_then_weighted
+        return Form("", forward, "variance_epsilon", offset=self.offset)
+
+    @staticmethod
+    def misfit_of(module) -> str | None:
+        """Return why a module cannot be converted; None if it can."""
+        mode, offset = module.casting_mode, module.offset
+        if mode == "gemma" or (mode == "llama" and offset == 0):
+            return None
+        return f"no version with casting_mode={mode!r} and offset={offset!r}"
+
+
+class LigerLayerNorm(Quantized):
+    """A mixin for the layer norm of Liger, which saves what `fewbit.functional.layer_norm` saves."""
+
+    SOURCE = """
+def forward(self, x):
+    return _functional_layer_norm(
+        x,
+        self.weight,
+        self.bias,
+        self.variance_epsilon,
+        impl=getattr(self, "impl", None),
+        mode=getattr(self, "mode", None),
+    )
+"""
+    copies = 1
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not self.training:
+            return self._exact(hidden_states)
+        options = {"copies": self.copies, "quantizer": self.quantizer}
+        shape = self.weight.shape
+        return F.layer_norm(
+            hidden_states, shape, self.weight, self.bias, self.variance_epsilon, **options
+        )
 
 
 class _RMSNorm(Function):

@@ -152,6 +152,7 @@ def test_adapters_over_a_quantized_base(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*TORCHAO, "bitsandbytes"])
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_llama_with_a_quantized_base(kind):
     torch.manual_seed(1)
     model = adapted(quantized(language_model("llama"), kind))

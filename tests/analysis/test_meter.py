@@ -692,8 +692,8 @@ class _Reasons(nn.Module):
         if self.part == "checkpoint":
             return checkpoint(torch.sin, x, use_reentrant=False)
         parts = {
-            "operation": lambda x: torch.addcmul(x, x, x),
-            "not linear": lambda x: x.exp().log(),
+            "operation": lambda x: torch.addcdiv(x, x, torch.ones(64, 64)),
+            "not linear": lambda x: (1 + x.abs()).log(),
             "own": _Identity.apply,
         }
         return parts[self.part](x)
@@ -704,7 +704,7 @@ class _Reasons(nn.Module):
     [
         ("excluded", "the module is not converted: see include, exclude and overrides"),
         ("checkpoint", "an input of torch.utils.checkpoint, or held by no node: use fewbit.checkpoint"),
-        ("operation", 'saved by Addcmul: layers={"everything": True} compresses it'),
+        ("operation", 'saved by Addcdiv: layers={"everything": True} compresses it'),
         ("not linear", "the gradient of Log is not linear in it, or has no rule"),
         ("own", "saved by _Identity, a Function of another library"),
     ],

@@ -248,7 +248,7 @@ class Late(nn.Module):
     def forward(self, x):
         y = self.norm(self.embedding(x))
         y = y + self.attention(y, y, y, need_weights=False)[0] + self.bias.bias
-        return self.head(y * (1 + self.scale(x)).detach() + 0 * self.scale(x)) * self.unused
+        return self.head(y * (1 + self.scale(x)).detach() + 0 * self.scale(x)) + self.unused
 
 
 def test_both_axes_are_in_the_order_of_the_forward():

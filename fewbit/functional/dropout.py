@@ -31,7 +31,7 @@ from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding, mask_text
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.original_functions import functional as torch_functional
-from fewbit.runtime.interop.tensor_kinds import check_tensors, is_plain
+from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved import offload
@@ -194,6 +194,7 @@ def _drawn(x, p, kind, features, inplace, plain):
         packed = activation_ops.encode(noise, Encoding.parse(mask_text(1.0)), None)
     else:
         packed, one = activation_ops.encode_kept_op(noise, mask_text(1.0), noise.stride())
+        one = None if is_abstract(x) else one
     shift = None
     if kind == "alpha":
         a = _slope(p)

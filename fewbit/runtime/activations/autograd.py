@@ -13,7 +13,7 @@ from torch.autograd import Function
 from fewbit.errors import GradientError
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.fingerprint import Content
-from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
 from fewbit.runtime.ops import activation_ops, library
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.saved import offload
@@ -97,9 +97,10 @@ class Traceable(Function):
     @staticmethod
     def forward(x, function, encoding, seed):
         # The product makes f(x) depend on the codes. Otherwise the compiler's partitioner would save x and make the
-        # codes in the backward pass.
+        # codes in the backward pass. For fake tensors outside of a compiler, it would only take memory.
         packed, one = activation_ops.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
-        return function(x) * one, packed
+        y = function(x)
+        return (y if is_abstract(x) else y * one), packed
 
     @staticmethod
     def setup_context(ctx, inputs, output):

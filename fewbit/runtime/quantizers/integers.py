@@ -15,7 +15,7 @@ from torch.library import register_fake
 from fewbit.runtime import backends
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.library import define, save_results
 from fewbit.runtime.quantizers.spec import SavedTensors
@@ -90,7 +90,7 @@ def pack(values: torch.Tensor, count: int) -> SavedTensors:
         offload.mark(packed)
         return SavedTensors((packed,), spec)
     packed, one = pack_kept_op(values, bits, count, spec.stride)
-    return SavedTensors((packed,), spec, one)
+    return SavedTensors((packed,), spec, None if is_abstract(values) else one)
 
 
 def narrow(values: torch.Tensor, count: int) -> SavedTensors:
@@ -106,7 +106,8 @@ def narrow(values: torch.Tensor, count: int) -> SavedTensors:
         offload.mark(narrowed)
         return SavedTensors((narrowed,), NarrowIntegersSpec(values.dtype))
     narrowed, one = narrow_kept_op(values, dtype)
-    return SavedTensors((narrowed,), NarrowIntegersSpec(values.dtype), one)
+    tie = None if is_abstract(values) else one
+    return SavedTensors((narrowed,), NarrowIntegersSpec(values.dtype), tie)
 
 
 # -- ops -------------------------------------------------------------------------------------------

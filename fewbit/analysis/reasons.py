@@ -69,7 +69,10 @@ class Reasons:
         if token.has_fewbit_node or token.place.is_fewbit:
             return "the layer's backward pass needs it in full"
         module = self._modules.get(token.place.path)
-        if module is not None and kinds.kind_of(module) is not None:
+        kind = None if module is None else kinds.kind_of(module)
+        if kind is not None:
+            if kind.family == kinds.RECURRENT and not self._everything:
+                return 'one operation over all steps: layers={"everything": True} compresses it on the CPU'
             return "the module is not converted: see include, exclude and overrides"
         if not number.isdigit():
             return f"saved by {name or token.node}, a Function of another library"

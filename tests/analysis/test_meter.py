@@ -721,6 +721,14 @@ def test_reasons_for_tensors_in_full(part, reason):
     assert f"in full, 16.00 KiB in {place}: {reason}" in " ".join(plain(report).split())
 
 
+def test_the_reason_for_an_lstm_names_the_setting():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.LSTM(64, 64)), torch.randn(8, 4, 64)
+    fewbit.compress_(model, 2, verbose=False)
+    reasons = {entry.reason for entry in fewbit.saved_bytes(model, x).left_in_full()}
+    setting = 'one operation over all steps: layers={"everything": True} compresses it on the CPU'
+    assert setting in reasons
+
+
 def test_the_loss_outside_of_the_model_is_named_first():
     model, target = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 500)), torch.randint(500, (64,))
     x = torch.randn(64, 64)

@@ -78,15 +78,13 @@ def third_party(path):
 def test_every_imported_package_is_a_requirement_or_in_an_extra():
     everywhere = CORE | set(extras.INSTALLED_BY)
     in_integrations = everywhere | EXTRAS["integrations"] | EXTRAS["test"]
-    with_a_framework = {"axolotl": {"axolotl", "pydantic"}}  # of frameworks that are in no extra
     distributions = packages_distributions()
-    assert {"numpy", "torch"} <= {
-        name for path in PACKAGE.rglob("*.py") for name in third_party(path)
-    }
-    for path in PACKAGE.rglob("*.py"):
-        allowed = in_integrations if path.parent.name == "integrations" else everywhere
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert {"numpy", "torch"} <= {name for path in files for name in third_party(path)}
+    for path in files:
+        allowed = everywhere
         if path.parent.name == "integrations":
-            allowed = allowed | with_a_framework.get(path.stem, set())
+            allowed = in_integrations | {path.stem}  # the framework after which the file is named
         for name in third_party(path):
             known = {name, *(each.lower() for each in distributions.get(name, ()))}
             assert known & allowed, f"{path}: {name}"

@@ -154,16 +154,17 @@ def _misfit_of(module: nn.Module) -> str | None:
     return None
 
 
-def why_not(module: nn.Module, everything: bool = False) -> str | None:
+def why_not(module: nn.Module, everything: bool = False, functional: bool = False) -> str | None:
     """Return why a module without a kind is not converted; None if there is no need to report a reason.
 
     Args:
         module: the module.
         everything: whether what torch's operations save is compressed. Then the reason says so.
+        functional: whether functions that its forward calls, such as einsum, are compressed.
     """
     if not everything:
-        return _why_not(module, True)
-    reason = _why_not(module, False)
+        return _why_not(module, True, functional)
+    reason = _why_not(module, False, functional)
     if reason is None:
         return None
     # On a GPU a recurrent layer is one operation of cuDNN, which stays exact.
@@ -171,7 +172,7 @@ def why_not(module: nn.Module, everything: bool = False) -> str | None:
     return f"{reason}; {place}what its operations save is compressed"
 
 
-def _why_not(module: nn.Module, is_exact: bool) -> str | None:
+def _why_not(module: nn.Module, is_exact: bool, functional: bool) -> str | None:
     """Return why a module is not converted. `is_exact` says whether torch's operations save exact tensors."""
     cls = class_of(module)
     if cls in LEFT_ALONE:
@@ -192,7 +193,7 @@ def _why_not(module: nn.Module, is_exact: bool) -> str | None:
     if known is not None:
         return f"a subclass of {known.__name__}, which may compute something else"
     code = getattr(getattr(cls, "forward", None), "__code__", None)
-    if is_exact and code is not None and "einsum" in code.co_names:
+    if is_exact and not functional and code is not None and "einsum" in code.co_names:
         return "it calls einsum, which stays exact and saves its inputs in full"
     own = next(module.parameters(recurse=False), None)
     if own is None:

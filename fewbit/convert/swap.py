@@ -214,11 +214,12 @@ def _convert(
     if kind is None:
         everything = settings is not None and settings.everything
         is_reported = whole or kinds.is_like_an_activation(module)
-        reason = kinds.why_not(module, everything) if is_reported else None
+        functional = settings is not None and settings.functional
+        reason = kinds.why_not(module, everything, functional) if is_reported else None
         calls_functions = (
             reason and not everything and ("subclass" in reason or "no few-bit" in reason)
         )
-        if calls_functions and may_call(module) and settings is not None and settings.functional:
+        if calls_functions and may_call(module) and functional:
             reason += "; functions that it calls are compressed"
         return SkippedModule(path, name, reason) if reason else None
     if kind.family == kinds.RECURRENT and not (settings is not None and settings.everything):

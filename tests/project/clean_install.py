@@ -94,8 +94,9 @@ def check_contents(sdist, wheel):
     for folder, ending in (("csrc", "*.cpp"), ("csrc", "*.cu"), ("csrc", "*.h"), ("tests", "*.py")):
         sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob(ending)}
         assert sources and sources <= names, sources - names
-    needed = {"LICENSE"} if (ROOT / "LICENSE").exists() else set()
-    needed |= {"CHANGELOG.md", "CITATION.cff", "pyproject.toml", "setup.py", "Makefile"}
+    if (ROOT / "LICENSE").exists():
+        assert "LICENSE" in names and any(name.endswith("/licenses/LICENSE") for name in inside)
+    needed = {"CHANGELOG.md", "CITATION.cff", "pyproject.toml", "setup.py", "Makefile"}
     assert needed <= names, needed - names
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
     print(f"{wheel.name}: {wheel.stat().st_size:,} bytes, {len(inside)} files")
@@ -122,7 +123,7 @@ def use(what, package, place, reference):
         f"solve, {what}", [place / "bin" / "fewbit", "solve", "gelu", "--bits", "3"], **alone
     )
     assert "GELU" in solved or "gelu" in solved, solved
-    (place / "elsewhere").mkdir()
+    check_missing_extra(place / "bin" / "fewbit", alone)
     share_packages(python, place)
     code = README.format(reference=reference, prefix=str(place.resolve()))
     output = run(f"README, {what}", [python, "-W", "default", "-c", code], **alone)
@@ -130,6 +131,19 @@ def use(what, package, place, reference):
     assert ("slower reference backend" in output) is reference, output
     if not reference:
         run(f"Trainer, {what}", [python, "-c", TRAINER], **alone)
+
+
+def check_missing_extra(fewbit, environment):
+    """Check that a command whose extra is not installed says so in one line."""
+    done = subprocess.run(
+        [fewbit, "plot", "gelu", "--bits", "3", "-o", "gelu.png"],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        cwd=tempfile.gettempdir(),
+    )
+    expected = "fewbit: error: fewbit plot needs matplotlib: pip install 'fewbit[plot]'\n"
+    assert (done.returncode, done.stderr) == (2, expected), done.stderr
 
 
 def share_packages(python, place):

@@ -60,7 +60,9 @@ class FewbitCallback(TrainerCallback, ExportableState):
     def __init__(self, bits=4, **arguments):
         self.arguments = {"bits": as_config(bits), **arguments}
         self.controller: Controller | None = None
+        # The Trainer sets these three if it makes the callback from the state in a checkpoint.
         self.controller_state: dict | None = None
+        self._is_restored = False
         self._missing: list[str] = []
         self._meter = StepMeter()
         self._is_due = False
@@ -86,9 +88,10 @@ class FewbitCallback(TrainerCallback, ExportableState):
         self._is_due = True
 
     def _compress(self, model, state) -> None:
-        """Compress the model, unless it is the model of this callback's controller."""
+        """Compress the model, unless this callback, or the one that it replaces, has compressed it."""
         modules = set(model.modules())
-        for controller in (self.controller, *map(_controllers.get, modules)):
+        earlier = map(_controllers.get, modules) if self._is_restored else ()
+        for controller in (self.controller, *earlier):
             if controller is not None and controller.model in modules and _is_current(controller):
                 self.controller = controller
                 return
@@ -164,7 +167,8 @@ class FewbitCallback(TrainerCallback, ExportableState):
         state = None if self.controller is None else self.controller.state_dict()
         if state is not None:
             state = {name: value for name, value in state.items() if name not in SAMPLES}
-        return {"args": plain, "attributes": {_STATE: state, "_missing": missing}}
+        attributes = {_STATE: state, "_is_restored": True, "_missing": missing}
+        return {"args": plain, "attributes": attributes}
 
     def _resume(self, state) -> None:
         """Load the controller's state from the checkpoint that the Trainer has loaded."""

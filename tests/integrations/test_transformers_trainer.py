@@ -77,9 +77,9 @@ CONFIGS = [
 ]
 
 
-def check_resumed(tmp_path, bits, stop=5, resumed_in=None, **arguments):
+def check_resumed(tmp_path, bits, stop=3, resumed_in=None, **arguments):
     """Check that a training which stops and is resumed ends with the weights of an uninterrupted one."""
-    arguments = {"max_steps": 9, "save_strategy": "steps", "save_steps": stop, **arguments}
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": stop, **arguments}
     callback = FewbitCallback(bits, **QUIET)
     run = trainer(tmp_path / "a", callback, **arguments)
     run.train()
@@ -105,9 +105,9 @@ def test_resumed_training_ends_with_the_same_weights(bits, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"stop": 4},  # the end of an epoch
+        {"stop": 4, "max_steps": 9},  # the end of an epoch
         {"gradient_accumulation_steps": 2, "data": 32},
-        {"bf16": True},
+        {"bf16": True, "stop": 5, "max_steps": 9},
         {"gradient_checkpointing": True},
         {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2},
     ],
@@ -151,6 +151,7 @@ def test_counting_does_not_change_the_training(tmp_path):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
 def test_a_second_training_continues_with_the_same_controller(tmp_path):
     callback = FewbitCallback(fewbit.AdaptiveBits(2, interval=2), **QUIET)
     run = trainer(tmp_path, callback)
@@ -195,6 +196,20 @@ def test_a_model_that_was_compressed_before_gets_the_settings_of_the_callback(tm
     )
 
 
+def test_the_settings_of_another_trainer_do_not_stay(tmp_path):
+    run = trainer(tmp_path, FewbitCallback(8, **QUIET), max_steps=1)
+    run.train()
+    callback = FewbitCallback(
+        **json.loads('{"bits": {"kind": "fixed", "bits": 2}, "verbose": false}')
+    )
+    trainer(tmp_path, callback, run.model)
+    assert run.model.model.layers[0].mlp.down_proj.quantizer.bits == 2
+    again = trainer(tmp_path, None, run.model, max_steps=1)
+    again.add_callback(FewbitCallback(3, **QUIET))
+    again.train()
+    assert run.model.model.layers[0].mlp.down_proj.quantizer.bits == 3
+
+
 def test_a_callback_that_is_added_later_compresses_before_training(tmp_path):
     run, callback = trainer(tmp_path), FewbitCallback(2, **QUIET)
     run.add_callback(callback)
@@ -204,6 +219,7 @@ def test_a_callback_that_is_added_later_compresses_before_training(tmp_path):
     assert logged(run, SAVED)[0] == saved_by_step(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("include", ["*", lambda path, module: True], ids=["json", "function"])
 def test_the_trainer_may_make_its_callbacks_anew(include, tmp_path):
     """`restore_callback_states_from_checkpoint` replaces the callbacks by new objects, made from the checkpoint."""

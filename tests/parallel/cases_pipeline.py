@@ -3,7 +3,8 @@
 import copy
 
 import torch
-from language_model import batch, check, compressed, gradients_of, loss_of
+from language_model import batch, check, compressed, gradients_of, loss_of, model
+from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -11,6 +12,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+
+import fewbit
 
 MICROBATCHES = 4
 CPU = torch.device("cpu")
@@ -83,4 +86,17 @@ def one_context(rank):
     check(run)
 
 
-CASES = (gpipe, one_forward_one_backward, interleaved, zero_bubble, one_context)
+def adaptive(rank):
+    """Each stage measures with microbatches in flight, and chooses its own bits within its own budget."""
+    module = model(activation=nn.GELU).stage(rank, 2)
+    controller = fewbit.compress_(module, fewbit.AdaptiveBits(2.5, interval=4), verbose=False)
+    stage = PipelineStage(module, rank, 2, CPU)
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
+    for _ in range(4):
+        _train(schedule, rank)
+    rows = [row for row in controller.allocation if row.sensitivity > 0]
+    assert len(rows) > 4 and len({row.bits for row in rows}) > 1
+    assert sum(row.bits * row.elements for row in rows) <= 2.5 * sum(row.elements for row in rows)
+
+
+CASES = (gpipe, one_forward_one_backward, interleaved, zero_bubble, one_context, adaptive)

@@ -39,24 +39,40 @@ _FAMILIES = [family.name for family in models.FAMILIES]
     example resnet50 or RoBERTa-base. Weights are random, nothing is downloaded. A single MODEL is
     shown in detail, with the paper's figures.
 
+    With --fits, the command computes the peak memory of a whole training step instead, for exact
+    training and for compression of all layers, and says whether the step fits on the device.
+
     \b
     Examples:
       fewbit memory resnet18
+      fewbit memory resnet18 --fits --device "2 GiB" --batch 64 --image-size 64
       fewbit memory vgg16 densenet121 --bits 2 --device-memory 80GB
       fewbit memory resnet50 --activation relu --image-size 224 --json
     """
 )
 @click.argument("names", nargs=-1, metavar="[MODEL]...")
 @click.option("--all", "is_all", is_flag=True, help="Count every model.")
-@several_bits()
+@several_bits(default="1 to 4; with --fits 4 and 2")
 @click.option(
     "--device-memory",
+    "--device",
     "device_bytes",
     type=Size(),
     metavar="SIZE",
     default="32GB",
     show_default=True,
     help="The device's memory, for example 80GB or 11264MB.",
+)
+@click.option(
+    "--fits",
+    "is_fit",
+    is_flag=True,
+    help="Compute the peak memory of training steps, and what fits on the device.",
+)
+@click.option(
+    "--optimizer",
+    metavar="NAME",
+    help="With --fits: an optimizer of torch.optim.  [default: adamw]",
 )
 @number("--batch", "Number of samples in the counted forward pass.  [default: 1]")
 @number("--image-size", "Width and height of images in pixels, at least 64.  [default: 256]")
@@ -69,8 +85,18 @@ _FAMILIES = [family.name for family in models.FAMILIES]
 )
 @click.option("--dropout", is_flag=True, help="Count with dropout; the paper counts without.")
 @json_option
-def memory(names, is_all, activation, dropout, as_json, **options):
+def memory(names, is_all, activation, dropout, is_fit, optimizer, as_json, **options):
     """Run `fewbit memory`, and print the report."""
+    if is_fit:
+        unused = {"--all": is_all, "--activation": activation is not None, "--dropout": dropout}
+        for name in (name for name, is_given in unused.items() if is_given):
+            raise FewbitError(
+                f"{name}: expected it without --fits, which trains the model as it is"
+            )
+        print_result(_fit(names, optimizer or "adamw", **given(**options)), as_json)
+        return
+    if optimizer is not None:
+        raise FewbitError(f"--optimizer: expected --fits with it, got {optimizer} alone")
     if bool(names) == is_all:
         raise click.UsageError(
             "expected either the name of a model or --all", click.get_current_context()
@@ -83,6 +109,47 @@ def memory(names, is_all, activation, dropout, as_json, **options):
     with Progress() as progress:
         report = memory(names, dropout=dropout, progress=progress, **options)
     print_result(report, as_json)
+
+
+def _fit(
+    names, optimizer, device_bytes, batch=1, image_size=None, sequence_length=None, bits=(4, 2)
+):
+    """Return the result of `fewbit.fits` for a model with synthetic data. The arguments are the options of `memory`."""
+    if len(names) != 1:
+        raise FewbitError(f"--fits: expected one MODEL, got {len(names)}")
+    import torch
+
+    from fewbit.models.workload import workload
+    from fewbit.planning.fits import EXACT, fits
+
+    classes = {
+        name.lower(): value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
+    if optimizer.lower() not in classes:
+        raise FewbitError(
+            f"--optimizer: expected a class of torch.optim, such as adamw or sgd, got {optimizer}"
+        )
+    is_text = models.family(models.resolve(names[0])).is_text
+    if (image_size if is_text else sequence_length) is not None:
+        other = "--image-size" if is_text else "--sequence-length"
+        raise FewbitError(
+            f"{other}: expected a model of {'images' if is_text else 'texts'}, got {names[0]}"
+        )
+    size = (sequence_length if is_text else image_size) or 256
+    # On the meta device the weights take no memory.
+    with torch.device("meta"):
+        model, (data,), loss = workload(names[0], batch=batch, size=size, batches=1)
+    return fits(
+        model,
+        data,
+        loss,
+        optimizer=classes[optimizer.lower()],
+        device=device_bytes,
+        settings=[EXACT, *bits],
+        sequence_dim=1 if is_text else None,
+    )
 
 
 @app.command()

@@ -107,13 +107,22 @@ class FakeTraining:
         tracker = self._tracker
         with self._passes(batch) as (saved, backward):
             gradients, update, before = tracker.total("gradients"), tracker.moment, tracker.total()
-            self._optimizer.step()
+            self._update()
             tracker.claim(tree_leaves(list(self._optimizer.state.values())), "optimizer")
             self._growth = tracker.peak(update).size - before
             peak = tracker.peak()
         phase = PHASES[(peak.moment > backward) + (peak.moment > update)]
         parts = {part: peak.parts.get(part, 0) for part in PARTS}
         return StepMemory(peak.size, parts, phase, saved, gradients)
+
+    def _update(self) -> None:
+        try:
+            self._optimizer.step()
+        except Exception as error:
+            raise InputError(
+                "optimizer: expected one whose step takes no closure and does not depend on values, got "
+                f"{self.optimizer_name}, which raises {one_line(error)}"
+            ) from error
 
     def peak(self, batch, dim: int, size: int) -> int:
         """Return the peak of a step whose batch has another size in one dimension. Call this after `step`.

@@ -236,7 +236,12 @@ class Quantizer:
         """
         x = has_arrived(x)
         fits = inner is not None and layout.is_by_sample(x)
-        if fits and is_plain(x) and rstd.dtype == torch.float32 and x.dtype != torch.float64:
+        fits = fits and rstd.dtype == torch.float32 and x.dtype != torch.float64
+        if fits and is_abstract(x):
+            # A kernel normalizes while it quantizes, so no memory is taken for the normalized values.
+            copy = self._quantize_traced(x, self.kind_of(ROTATED))
+            return copy._replace(spec=copy.spec._replace(dtype=torch.float32))
+        if fits and is_plain(x):
             return self._quantize(x, torch.float32, normalize=(flat(mean), flat(rstd), inner))
         input_dtype = x.dtype
         if mean is not None:
@@ -485,7 +490,9 @@ def _is_same_memory(x, other) -> bool:
 
 
 def _is_ordinary(x) -> bool:
-    return not (x.is_complex() or x.is_nested or overrides_functions(x)) and x.layout is torch.strided
+    return (
+        not (x.is_complex() or x.is_nested or overrides_functions(x)) and x.layout is torch.strided
+    )
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1

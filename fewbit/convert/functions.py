@@ -117,10 +117,12 @@ _ATTENTION = (
     _torch_softmax,
     contractions.einsum,
     contractions.baddbmm,
+    elementwise.square,
+    elementwise.pow,
     vector_norm.normalize,
 )
-"""The functions that compute attention. The tensors that they save get the bits of q, k and v, except in products with
-parameters."""
+"""Functions of attention, and squares, which are often those of a loss. The tensors that they save get the bits of q, k and v,
+except in products with parameters."""
 
 
 def _table() -> dict:

@@ -205,6 +205,13 @@ def test_products_with_parameters_have_the_bits_of_layers():
     assert fewbit.saved_bytes(of_parameter, x).total == quantized_bytes(SHAPE, 2)
 
 
+def test_squares_have_the_bits_of_attention():
+    """A square is often that of a loss, whose noise would reach all gradients."""
+    for name in ("square", "power"):
+        model = compressed(Model(LINEAR[name]), bits=2)
+        assert fewbit.saved_bytes(model, numbers(*SHAPE)).total == quantized_bytes(SHAPE, 4)
+
+
 def test_a_small_repeated_factor_is_saved_in_full():
     """A temperature of one head has few bytes, and an error in it would be an error of all products."""
     model, x = Model(lambda x, y, m: x * y[:, :1, :1].exp()), numbers(*SHAPE)

@@ -1,6 +1,6 @@
 """Tests of the policy for torchtitan, with a stand-in that has torchtitan's interface.
 
-torchtitan is not a requirement of the tests, as its trainer needs a GPU. The stand-in has the classes `Configurable` and
+torchtitan is not a requirement of the tests. The stand-in has the classes `Configurable` and
 `ActivationCheckpointing`, a policy that recomputes blocks, layers that subclass those of torch, and a trainer that calls
 the policy where torchtitan does.
 """

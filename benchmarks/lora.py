@@ -43,10 +43,10 @@ NETWORKS = ("gpt2", "llama", "bert")
 PLAIN, OTHER_DROPOUT = "plain PEFT", "other dropout"
 ARMS = (PLAIN, OTHER_DROPOUT, 4, 2)
 """Names of arms without fewbit, and numbers of bits."""
-SEEDS = 5
+SEEDS = 4
 CHARACTERS, MASK, OTHER = 128, 0, 127
-WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 128, 2, 4, 128, 8
-BASE_STEPS, STEPS, BASE_RATE, RATE = 200, 100, 2e-3, 4e-3
+WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 128, 2, 4, 64, 8
+BASE_STEPS, STEPS, BASE_RATE, RATE = 200, 80, 2e-3, 4e-3
 MASKED = 0.15
 TEST_BATCHES = 8
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": "all-linear"}

@@ -1,6 +1,9 @@
 """`FewbitCallback` in the Trainer of transformers: compression, logs, checkpoints and resumed training."""
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -338,3 +341,28 @@ def test_torch_compile(tmp_path):
     compiled = fewbit.saved_bytes(run.model_wrapped, **batch).total
     exact = fewbit.saved_bytes(llama(dropout=0.0), **batch).total
     assert 3 * compiled < exact
+
+
+@pytest.mark.slow
+def test_two_processes_choose_the_same_bits(tmp_path):
+    """Both end with the same weights and bits, also in a resumed training. Only one prints the report."""
+    worker = Path(__file__).parent / "trainer_worker.py"
+    helpers = Path(__file__).parents[1] / "helpers"
+    paths = os.pathsep.join([str(helpers), *filter(None, sys.path)])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        for rank in range(2)
+    ]
+    try:
+        results = [one.communicate(timeout=600) for one in workers]
+    finally:
+        for one in workers:
+            one.kill()
+    assert [one.returncode for one in workers] == [0, 0], "\n".join(error for _, error in results)
+    assert [text.count("modules converted") for text, _ in results] == [2, 0]

@@ -13,8 +13,11 @@ too. "saved" are the bytes that exist at the end of the forward pass and did not
 bytes of a forward and a backward pass. Step times are the processor times of a forward and a backward pass. Exact steps
 and steps of the arm take turns, and the ratio is the median of the ratios of all turns. The gradient error is the norm of
 the error divided by the norm of the exact gradient, for the same batch. Bytes, times and errors are measured after some
-steps of exact training. Training has smaller batches. Runs with the same seed have the same initial parameters and
-batches, except for "exact, other batches". Arms with exact gradients are not trained again.
+steps of exact training.
+
+Training has smaller batches and SEEDS seeds. Runs with the same seed have the same initial parameters and batches. "loss"
+is the mean training loss of the last tenth of the steps, and "held_out" the loss on held-out data. Arms with exact
+gradients are not trained again, except those of networks with batch norm.
 
 With --device cuda the same code runs on a GPU, in wall times; this has not been tried. No results are stored then,
 unless $OUT is set.

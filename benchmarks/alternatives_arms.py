@@ -44,8 +44,7 @@ class Arm(NamedTuple):
         is_compiled: whether torch.compile compiles the module.
         adapts: whether the first steps measure gradients, and choose bits.
         only: the networks that have this arm; empty for all.
-        trained_in: the networks whose training is repeated although the gradients are exact.
-        is_measured: whether bytes, times and gradients are measured.
+        trained_in: the networks for which the arm is trained although its gradients are exact.
     """
 
     prepare: Callable = lambda module, backend: module
@@ -56,7 +55,6 @@ class Arm(NamedTuple):
     adapts: bool = False
     only: tuple[str, ...] = ()
     trained_in: tuple[str, ...] = ()
-    is_measured: bool = True
 
     def is_trained(self, network: str) -> bool:
         return self.has_error or network in self.trained_in
@@ -153,10 +151,9 @@ def fused(prepare):
 COMPILED = Arm(plain, is_compiled=True)
 RANDOM = {"has_error": True, "is_random": True}
 BATCH_NORM = ("ResNet-18",)
-"""Checkpointing updates the running statistics of batch norms twice, so it changes the final loss."""
+"""Checkpointing updates the running statistics of batch norms twice, so it may change the loss on held-out data."""
 ARMS = {
     "exact": Arm(trained_in=("GPT-2", "ResNet-18", "LoRA")),
-    "exact, other batches": Arm(has_error=True, is_measured=False),
     "full fine-tuning": Arm(full, only=("LoRA",), has_error=True),
     "bfloat16 autocast": Arm(in_bfloat16, has_error=True),
     "checkpointing": Arm(lambda module, backend: checkpointed(module), trained_in=BATCH_NORM),

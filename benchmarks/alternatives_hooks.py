@@ -25,7 +25,9 @@ def int8_hooks(module):
         storage = StorageWeakRef(x.untyped_storage())
         is_large = x.is_floating_point() and x.numel() >= ELEMENTS
         if not is_large or storage.cdata in parameters:
-            return x.detach()  # x itself could be the result of the node that saves it, a cycle of references
+            return (
+                x.detach()
+            )  # x itself could be the result of the node that saves it, a cycle of references
         key = storage.cdata, x._version, x.storage_offset(), x.shape, x.stride()
         _, known = copies.get(key, (None, lambda: None))
         if known() is None:

@@ -10,8 +10,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "results" / "alternatives.md"
 MARKER = re.compile(r"(<!-- table: (.+?) -->\n\n).*?(\n<!-- end of table -->)", re.DOTALL)
 LADDER = "GPT-2, one option at a time"
 """The title of the second table of GPT-2."""
-CHANCE = "exact, other batches"
-NO_TABLE = (CHANCE,)
 MIB = 2**20
 COLUMNS = (
     "option", "saved, MiB", "saved in bfloat16", "peak, MiB", "step time", "gradient error", "loss minus exact",
@@ -77,11 +75,11 @@ def _ratio(arm, row) -> str:
 
 
 def _loss(arm, row, exact) -> str:
-    if "final" not in row:
+    if "loss" not in row:
         return "as exact"
     if arm == "exact":
-        return _mean(row["final"], "{:.4f}")
-    pairs = zip(row["final"], exact.get("final", []), strict=False)
+        return _mean(row["loss"], "{:.4f}")
+    pairs = zip(row["loss"], exact.get("loss", []), strict=False)
     return _mean([own - other for own, other in pairs], "{:+.4f}")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import statistics
 
-import bitsandbytes
 import harness
 import lora
 import torch
@@ -35,6 +34,8 @@ def is_base(module, name):
 
 def with_bitsandbytes(model):
     """Replace linear layers by Linear4bit with NF4."""
+    import bitsandbytes  # only for Linux
+
     for name, module in list(model.named_modules()):
         if is_base(module, name):
             parent, _, own = name.rpartition(".")

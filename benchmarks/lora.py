@@ -43,7 +43,7 @@ NETWORKS = ("gpt2", "llama", "bert")
 PLAIN, OTHER_DROPOUT = "plain PEFT", "other dropout"
 ARMS = (PLAIN, OTHER_DROPOUT, 4, 2)
 """Names of arms without fewbit, and numbers of bits."""
-SEEDS = 4
+SEEDS = 3
 CHARACTERS, MASK, OTHER = 128, 0, 127
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 128, 2, 4, 64, 8
 BASE_STEPS, STEPS, BASE_RATE, RATE = 200, 80, 2e-3, 4e-3

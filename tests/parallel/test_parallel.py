@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases_checkpoint import CASES as CHECKPOINT
 from cases_context import CASES as CONTEXT
 from cases_data import CASES as DATA
 from cases_pipeline import CASES as PIPELINE
@@ -17,6 +18,7 @@ FILES = {
     "cases_tensor": TENSOR,
     "cases_pipeline": PIPELINE,
     "cases_context": CONTEXT,
+    "cases_checkpoint": CHECKPOINT,
 }
 NAMES = [(file, case.__name__) for file, cases in FILES.items() for case in cases]
 

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "alternatives.md"
-MARKER = re.compile(r"(<!-- table: (.+?) -->\n\n).*?(\n<!-- end of table -->)", re.DOTALL)
+MARKER = re.compile(r"<!-- table: ([^>]+) -->\n.*?<!-- end of table -->", re.DOTALL)
 LADDER = "GPT-2, one option at a time"
 """The title of the second table of GPT-2."""
 MIB = 2**20
@@ -36,7 +36,11 @@ def rewrite(rows) -> None:
 def with_tables(page: str, rows) -> str:
     """Return the text of the page, with the tables of `rows`."""
     found = tables(rows)
-    return MARKER.sub(lambda match: f"{match[1]}{found[match[2]]}{match[3]}", page)
+
+    def fill(match):
+        return f"<!-- table: {match[1]} -->\n\n{found[match[1]]}\n<!-- end of table -->"
+
+    return MARKER.sub(fill, page)
 
 
 def _table(rows, arms) -> str:
@@ -63,9 +67,12 @@ def _bytes(row, exact, key) -> str:
     if row.get(key) is None:
         return ""
     shown = f"{row[key] / MIB:.1f}"
-    if row is exact or not exact.get("saved_bytes"):
+    if row is exact or key not in exact or key == "peak_bytes":
         return shown
-    return f"{shown} ({exact[key] / row[key]:.1f}x less)" if "saved_bytes" in key else shown
+    factor = exact[key] / row[key]
+    if 0.95 < factor < 1.05:
+        return shown
+    return f"{shown} ({factor:.1f}x less)" if factor > 1 else f"{shown} ({1 / factor:.1f}x more)"
 
 
 def _ratio(arm, row) -> str:

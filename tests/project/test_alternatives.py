@@ -29,9 +29,7 @@ def test_the_page_shows_the_stored_results():
 
     rows = json.loads(RESULTS.read_text())["rows"]
     page = alternatives_page.PAGE.read_text(encoding="utf-8")
-    assert {title for _, title, _ in alternatives_page.MARKER.findall(page)} == set(
-        alternatives_page.tables(rows)
-    )
+    assert set(alternatives_page.MARKER.findall(page)) == set(alternatives_page.tables(rows))
     assert alternatives_page.with_tables(page, rows) == page, (
         "run python benchmarks/alternatives.py --page"
     )
@@ -45,14 +43,37 @@ def test_cells_of_a_table():
     few = {"network": "net", "arm": "few", "saved_bytes": 2**20, "peak_bytes": 2**22}
     few |= {"bfloat16_saved_bytes": 2**20, "ratio": 1.25, "low": 1.2, "high": 1.5}
     few |= {"error": 0.123, "loss": [1.5, 2.25]}
+    more = few | {
+        "arm": "more",
+        "saved_bytes": 8 * 2**20,
+        "bfloat16_saved_bytes": 2**21,
+        "error": 4e-4,
+    }
+    del more["loss"]
     broken = {"network": "net", "arm": "broken", "failure": "RuntimeError: a | b"}
-    (table,) = alternatives_page.tables([exact, few, broken]).values()
+    (table,) = alternatives_page.tables([exact, few, more, broken]).values()
     # The differences of the runs with the same seed are .5 and .25.
     assert table.splitlines()[2:] == [
         "| exact | 4.0 | 2.0 | 8.0 | 1 | 0 | 1.5000 ± 0.7071 |",
         "| few | 1.0 (4.0x less) | 1.0 (2.0x less) | 4.0 | 1.25 (1.20 .. 1.50) | 12.3% | +0.3750 ± 0.1768 |",
+        "| more | 8.0 (2.0x more) | 2.0 | 4.0 | 1.25 (1.20 .. 1.50) | 0 | as exact |",
         "| broken | RuntimeError: a / b |  |  |  |  |  |",
     ]
+
+
+def test_tables_replace_what_is_between_their_own_markers():
+    import alternatives_page
+
+    row = {"network": "a", "arm": "exact", "saved_bytes": 2**20, "peak_bytes": 2**20, "loss": [1.0]}
+    rows = [row, row | {"network": "b"}]
+    empty = "<!-- table: {} -->\n\n<!-- end of table -->\n"
+    page = f"# Title\n{empty.format('a')}between\n{empty.format('b')}end\n"
+    filled = alternatives_page.with_tables(page, rows)
+    assert [line for line in filled.splitlines() if line in ("# Title", "between", "end")] == [
+        "# Title", "between", "end",
+    ]  # fmt: skip
+    assert filled.count("| exact | 1.0 |") == 2
+    assert alternatives_page.with_tables(filled, rows) == filled
 
 
 def distinct_bytes(run, x):

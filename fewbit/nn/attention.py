@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as torch_functional
 
 from fewbit import functional as F
@@ -188,7 +189,7 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
 
 
 def _is_ordinary(x) -> bool:
-    return type(x) in (Tensor, nn.Parameter)
+    return type(x) in (Tensor, nn.Parameter, FakeTensor)
 
 
 def _parts(projected, count: int):

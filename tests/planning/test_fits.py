@@ -201,6 +201,15 @@ def test_fake_tensors_save_as_many_bytes_as_real_ones(bits, checkpoint):
     assert found == pytest.approx(real, abs=8 * batch["input_ids"].numel() * 4)
 
 
+def test_multihead_attention_on_fake_tensors_saves_as_many_bytes_as_on_real_ones():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(4, 32, 64)
+    fewbit.compress_(model, 4, verbose=False)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        found = fewbit.saved_bytes(model, mode.from_tensor(x)).total
+    assert found == fewbit.saved_bytes(model, x).total
+
+
 def test_an_activation_on_fake_tensors_takes_the_memory_of_its_result_and_its_codes():
     tracker = StorageTracker()
     with tracker:

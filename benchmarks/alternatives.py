@@ -46,6 +46,7 @@ def main():
     parser.add_argument("--networks", nargs="+", choices=NAMES, default=NAMES, metavar="NETWORK")
     parser.add_argument("--arms", nargs="+", choices=ALL, default=list(ALL), metavar="ARM")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", choices=["inductor", "aot_eager"], default="inductor")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--page", action="store_true", help="only write the tables of the page")
@@ -67,7 +68,7 @@ def main():
             for arm in arms_of(network)
             if arm in arguments.arms
         ]
-        settings = arguments.device, arguments.quick, folder
+        settings = arguments.device, arguments.quick, folder, arguments.backend
         rows = harness.run_missing(name, about, measure_alone, tasks, arguments.jobs, *settings)
     rows.sort(key=lambda row: (NAMES.index(row["network"]), list(ALL).index(row["arm"])))
     harness.save(name, about, rows)

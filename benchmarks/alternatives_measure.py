@@ -31,7 +31,7 @@ ADAPTATION = 33
 """The steps before the measurement of an arm that adapts. They contain the observed step 32, and the next one is 64."""
 
 
-def measure_alone(network, arm, device, quick, folder):
+def measure_alone(network, arm, device, quick, folder, backend):
     """Measure an arm in a new process. Return its row; if the arm fails, its first line of the reason as "failure"."""
     # A process is a copy of a server that has imported torch, because imports take longer than many measurements.
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -39,13 +39,13 @@ def measure_alone(network, arm, device, quick, folder):
     context.set_forkserver_preload([__name__])
     try:
         with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(measure, network, arm, device, quick, folder).result()
+            return pool.submit(measure, network, arm, device, quick, folder, backend).result()
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return {"failure": f"{type(error).__name__}: {lines[0]}"}
 
 
-def measure(network, arm, device, quick, folder):
+def measure(network, arm, device, quick, folder, backend):
     """Return the fields of a row: what was measured of an arm, in this process.
 
     Args:
@@ -54,13 +54,14 @@ def measure(network, arm, device, quick, folder):
         device: "cpu" or "cuda". On a CPU, one thread computes.
         quick: whether to take small batches and few steps.
         folder: the folder in which `alternatives_networks.prepare` has written its files.
+        backend: the compiler's backend for bytes and times. Training has "aot_eager", which compiles faster.
     """
     torch.set_num_threads(1)
     task, one = alternatives_networks.networks(Path(folder))[network], ALL[arm]
     inductor_config.compile_threads = 1
     with tempfile.TemporaryDirectory() as cache, one.context():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        row = _measurements(task, network, one, device, quick, folder)
+        row = _measurements(task, network, one, device, quick, folder, backend)
         if one.is_trained(network):
             torch._dynamo.reset()
             seeds = range(1 if quick else SEEDS)
@@ -73,7 +74,7 @@ def measure(network, arm, device, quick, folder):
 # -- One batch --------------------------------------------------------------------------------------
 
 
-def _measurements(task, network, arm, device, quick, folder):
+def _measurements(task, network, arm, device, quick, folder, backend):
     torch.manual_seed(0)
     exact = Step(task).to(device)
     exact.model.load_state_dict(
@@ -82,9 +83,9 @@ def _measurements(task, network, arm, device, quick, folder):
     size = task.quick if quick else task.measured
     batch = to_device(task.batch(size, torch.Generator().manual_seed(1)), device)
     own = copy.deepcopy(exact)
-    run = arm.prepare(own, "inductor")
+    run = arm.prepare(own, backend)
     run(*batch).backward()  # a compiler compiles here
-    row = {}
+    row = {"backend": backend} if arm.is_compiled else {}
     if arm.adapts:
         _adapt(task, run, own, device, quick)
     row["saved_bytes"], row["peak_bytes"] = step_bytes(own, run, batch)

@@ -78,7 +78,8 @@ def _bytes(row, exact, key) -> str:
 def _ratio(arm, row) -> str:
     if "ratio" not in row or arm == "exact":
         return "1" if arm == "exact" else ""
-    return f"{row['ratio']:.2f} ({row['low']:.2f} .. {row['high']:.2f})"
+    backend = ", aot_eager" if row.get("backend") == "aot_eager" else ""
+    return f"{row['ratio']:.2f} ({row['low']:.2f} .. {row['high']:.2f}){backend}"
 
 
 def _loss(arm, row, exact) -> str:

@@ -2,6 +2,8 @@
 
     python benchmarks/model_table.py                  # all models, about 8 minutes on 2 cores; writes results and page
     python benchmarks/model_table.py Llama "nn.GRU"   # only these models, with what each saves; writes nothing
+    python benchmarks/model_table.py Llama --store    # measures Llama again, and writes its row into results and page
+    python benchmarks/model_table.py --failed         # measures models again whose stored result is an error or missing
     python benchmarks/model_table.py --page           # writes the page again, from the stored results
 
 `benchmarks/model_zoo.py` has the models: one small instance of each architecture with random weights, and a batch. For each
@@ -20,7 +22,6 @@ docs/results/models.md.
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib.metadata
 import json
 import multiprocessing
@@ -57,7 +58,11 @@ SETTINGS = {
 
 def saved_by(step, model):
     """Return what one forward of the model and its loss save for the backward pass."""
-    return fewbit.saved_bytes(lambda: step.loss(model))
+
+    def loss():
+        return step.loss(model)
+
+    return fewbit.saved_bytes(loss)
 
 
 def gradient(step, model):
@@ -69,18 +74,12 @@ def gradient(step, model):
     return torch.cat(grads).double()
 
 
-def compressed(model, settings):
-    """Return a compressed copy of the model."""
-    few = copy.deepcopy(model)
-    fewbit.compress_(few, verbose=False, **settings)
-    return few
-
-
 def remains(saved):
     """Return a list of (share, modules, reason) of what is saved in full, largest share first."""
     groups = defaultdict(lambda: defaultdict(int))
     for entry in saved.left_in_full():
-        groups[entry.reason][entry.module_type] += entry.bytes
+        place = "the loss" if entry.module_type == "function" else entry.module_type
+        groups[entry.reason][place] += entry.bytes
     found = [
         (sum(types.values()) / saved.total, sorted(types, key=types.get)[::-1], reason)
         for reason, types in groups.items()
@@ -109,11 +108,11 @@ def measure(entry):
     }
     wanted = gradient(step, model)
     for name, settings in SETTINGS.items():
-        few = compressed(model, settings)
-        saved = saved_by(step, few)
+        fewbit.compress_(model, verbose=False, **settings)  # undoes the setting before
+        saved = saved_by(step, model)
         row[f"bytes_{name}"] = saved.total
         row[f"times_less_{name}"] = exact / saved.total
-        found = gradient(step, few)
+        found = gradient(step, model)
         row[f"cosine_{name}"] = float(found @ wanted / found.norm() / wanted.norm())
         if name == "2":
             row["remains"] = text_of(remains(saved))
@@ -221,23 +220,29 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help="a name in the table")
     parser.add_argument("--page", action="store_true", help="only write the page again")
+    parser.add_argument("--store", action="store_true", help="store the results of MODEL")
+    parser.add_argument("--failed", action="store_true", help="only models without a result")
     parser.add_argument("--jobs", type=int, default=2, help="the number of processes")
     arguments = parser.parse_args()
     unknown = set(arguments.models) - set(names)
     if unknown:
         parser.error(f"expected names of {', '.join(names)}, got {', '.join(sorted(unknown))}")
-    if arguments.models:
+    if arguments.models and not arguments.store:
         for name in arguments.models:
             show(row_of(names.index(name)))
         return
+    stored = {row["model"]: row for row in harness.stored("models")}
     if not arguments.page:
+        kept, again = {}, arguments.models
+        if arguments.failed or again:
+            kept = {n: row for n, row in stored.items() if "error" not in row and n not in again}
+        todo = [number for number, name in enumerate(names) if name not in kept]
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
-            rows = []
-            for row in pool.map(row_of, range(len(names))):
+            for row in pool.map(row_of, todo):
                 show(row)
-                rows.append(row)
-        harness.save("models", machine(), rows)
+                kept[row["model"]] = row
+        harness.save("models", machine(), [kept[name] for name in names])
     document = json.loads((harness.RESULTS / "models.json").read_text())
     text = tables(document["machine"], document["rows"])
     PAGE.write_text(with_tables(PAGE.read_text(), text))

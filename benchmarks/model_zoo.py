@@ -7,6 +7,7 @@ in 4 bytes per element and on a GPU in 1 byte, and because gradients can then be
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -328,7 +329,12 @@ _ENTRIES_OF_TRANSFORMERS = (
     (
         "RWKV",
         "RwkvForCausalLM",
-        {**_TEXT, "attention_hidden_size": WIDTH, "context_length": LENGTH},
+        {
+            **_TEXT,
+            "hidden_size": 2 * WIDTH,
+            "attention_hidden_size": 2 * WIDTH,
+            "context_length": LENGTH,
+        },
         _text,
     ),
     (
@@ -641,8 +647,6 @@ _ENTRIES_OF_TIMM = (
     ("timm DenseNet", "densenet121", {}),
     ("timm EfficientNet", "efficientnet_b0", {}),
     ("timm MobileNetV3", "mobilenetv3_small_100", {}),
-    ("timm NFNet", "nfnet_l0", {}, 2 * IMAGES),
-    ("timm NF-ResNet", "nf_resnet26", {}, 2 * IMAGES),
     ("timm ConvNeXt", "convnext_atto", {}),
     ("timm ConvNeXtV2", "convnextv2_atto", {}),
     ("timm ViT", "vit_tiny_patch16_224", _VIT),
@@ -657,6 +661,28 @@ _ENTRIES_OF_TIMM = (
     ("timm CoAtNet", "coatnet_pico_rw_224", _SIZED),
     ("timm FastViT", "fastvit_t8", {}),
 )
+
+
+def _of_timm_without_norms(name):
+    """Return the build of a network without norms, whose weights are standardized in each forward.
+
+    The channels are few and the images large, as otherwise the standardized weights would be most of what is saved.
+    """
+
+    def build():
+        timm_models.timm_without_torchvision()
+        from timm.models import nfnet
+
+        settings = dataclasses.replace(
+            nfnet.model_cfgs[name], depths=(1, 2, 2, 1), channels=(32, 64, 128, 192)
+        )
+        if settings.group_size is not None:
+            settings = dataclasses.replace(settings, group_size=8)
+        model = nfnet.NormFreeNet(settings, num_classes=CLASSES).train()
+        x, y = _normal(8, 3, 2 * IMAGES, 2 * IMAGES), _classes(8)
+        return Step(model, lambda model: F.cross_entropy(model(x), y))
+
+    return build
 
 
 # -- torch.nn ------------------------------------------------------------------------------------------------
@@ -731,6 +757,8 @@ ZOO = (
     Entry("Qwen2-VL", "transformers", _qwen_vl),
     *(Entry(name, "diffusers", build) for name, build in _ENTRIES_OF_DIFFUSERS),
     *(Entry(name, "timm", _OfTimm(*rest)) for name, *rest in _ENTRIES_OF_TIMM),
+    Entry("timm NFNet", "timm", _of_timm_without_norms("nfnet_l0")),
+    Entry("timm NF-ResNet", "timm", _of_timm_without_norms("nf_resnet26")),
     *(Entry(name, "torch", build) for name, build in _ENTRIES_OF_TORCH),
 )
 """All architectures, in the order of the table."""

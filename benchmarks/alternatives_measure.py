@@ -41,8 +41,7 @@ def measure_alone(network, arm, device, quick, folder, backend):
         with ProcessPoolExecutor(1, mp_context=context) as pool:
             return pool.submit(measure, network, arm, device, quick, folder, backend).result()
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return {"failure": f"{type(error).__name__}: {lines[0]}"}
+        return {"failure": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def measure(network, arm, device, quick, folder, backend):
@@ -114,7 +113,7 @@ def _in_bfloat16(arm, exact, batch, device):
             run(*batch).backward()
         saved, peak = step_bytes(own, run, batch)
     except Exception as error:
-        return {"bfloat16_failure": str(error).strip().splitlines()[0]}
+        return {"bfloat16_failure": f"{type(error).__name__}: {error}".splitlines()[0]}
     if arm.is_compiled:  # op by op, the peak is not that of Inductor's code
         return {"bfloat16_saved_bytes": saved}
     return {"bfloat16_saved_bytes": saved, "bfloat16_peak_bytes": peak}

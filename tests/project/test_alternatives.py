@@ -35,6 +35,32 @@ def test_the_page_shows_the_stored_results():
     )
 
 
+README = {
+    "exact": "exact",
+    "checkpointing of each block": "checkpointing",
+    "`torch.compile`, activation memory budget 0.3": "torch.compile, budget 0.3",
+    "hooks that save 8-bit integers": "int8 hooks",
+    "fewbit, 4 bits": "fewbit, 4 bits",
+    "fewbit, 2 bits": "fewbit, 2 bits",
+}
+
+
+def test_the_readme_shows_the_stored_results():
+    rows = json.loads(RESULTS.read_text())["rows"]
+    rows = {row["arm"]: row for row in rows if row["network"] == "GPT-2"}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.split("| option | saved, MiB | peak, MiB | time | error |\n")[1].split("\n\n")[0]
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert [name for name, *_ in shown[1:]] == list(README)
+    for name, saved, peak, ratio, error in shown[1:]:
+        row = rows[README[name]]
+        assert float(saved) == round(row["saved_bytes"] / 2**20, 1), name
+        assert float(peak) == round(row["peak_bytes"] / 2**20, 1), name
+        assert float(ratio) == (1 if name == "exact" else round(row["ratio"], 2)), name
+        measured = row["error"] if row["error"] >= 5e-4 else 0
+        assert float(error.rstrip("%")) == round(100 * measured, 1), name
+
+
 def test_cells_of_a_table():
     import alternatives_page
 
@@ -50,13 +76,15 @@ def test_cells_of_a_table():
         "error": 4e-4,
     }
     del more["loss"]
+    diverged = few | {"arm": "diverged", "error": None, "loss": [None, 1.0]}
     broken = {"network": "net", "arm": "broken", "failure": "RuntimeError: a | b"}
-    (table,) = alternatives_page.tables([exact, few, more, broken]).values()
+    (table,) = alternatives_page.tables([exact, few, more, diverged, broken]).values()
     # The differences of the runs with the same seed are .5 and .25.
     assert table.splitlines()[2:] == [
         "| exact | 4.0 | 2.0 | 8.0 | 1 | 0 | 1.5000 ± 0.7071 |",
         "| few | 1.0 (4.0x less) | 1.0 (2.0x less) | 4.0 | 1.25 (1.20 .. 1.50) | 12.3% | +0.3750 ± 0.1768 |",
         "| more | 8.0 (2.0x more) | 2.0 | 4.0 | 1.25 (1.20 .. 1.50) | 0 | as exact |",
+        "| diverged | 1.0 (4.0x less) | 1.0 (2.0x less) | 4.0 | 1.25 (1.20 .. 1.50) | not finite | not finite in 1 of 2 runs |",
         "| broken | RuntimeError: a / b |  |  |  |  |  |",
     ]
 

@@ -65,9 +65,14 @@ def measure(network, arm, device, quick, folder, backend):
             torch._dynamo.reset()
             seeds = range(1 if quick else SEEDS)
             results = [_trained(task, one, seed, device, quick) for seed in seeds]
-            row["loss"] = [result["train"] for result in results]
-            row["held_out"] = [result["final"] for result in results]
+            row["loss"] = [_finite(result["train"]) for result in results]
+            row["held_out"] = [_finite(result["final"]) for result in results]
     return row
+
+
+def _finite(value):
+    """Return a number, or None in place of NaN and infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None
 
 
 # -- One batch --------------------------------------------------------------------------------------
@@ -89,7 +94,7 @@ def _measurements(task, network, arm, device, quick, folder, backend):
         _adapt(task, run, own, device, quick)
     row["saved_bytes"], row["peak_bytes"] = step_bytes(own, run, batch)
     if arm.prepare is not ALL["full fine-tuning"].prepare:
-        row["error"] = _error(exact, own, run, batch, DRAWS if arm.is_random else 1)
+        row["error"] = _finite(_error(exact, own, run, batch, DRAWS if arm.is_random else 1))
     row |= _times(exact, own, run, batch, 2 if quick else LEAST_TURNS)
     return row | _in_bfloat16(arm, exact, batch, device)
 

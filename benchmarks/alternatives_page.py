@@ -58,7 +58,7 @@ def _cells(arm, row, exact) -> list[str]:
         _bytes(row, exact, "bfloat16_saved_bytes"),
         _bytes(row, exact, "peak_bytes"),
         _ratio(arm, row),
-        f"{row['error']:.1%}" if row.get("error", 0) >= 5e-4 else "0" if "error" in row else "",
+        _error(row),
         _loss(arm, row, exact),
     ]
 
@@ -75,6 +75,14 @@ def _bytes(row, exact, key) -> str:
     return f"{shown} ({factor:.1f}x less)" if factor > 1 else f"{shown} ({1 / factor:.1f}x more)"
 
 
+def _error(row) -> str:
+    if "error" not in row:
+        return ""
+    if row["error"] is None:
+        return "not finite"
+    return f"{row['error']:.1%}" if row["error"] >= 5e-4 else "0"
+
+
 def _ratio(arm, row) -> str:
     if "ratio" not in row or arm == "exact":
         return "1" if arm == "exact" else ""
@@ -85,6 +93,9 @@ def _ratio(arm, row) -> str:
 def _loss(arm, row, exact) -> str:
     if "loss" not in row:
         return "as exact"
+    failed = row["loss"].count(None)
+    if failed:
+        return f"not finite in {failed} of {len(row['loss'])} runs"
     if arm == "exact":
         return _mean(row["loss"], "{:.4f}")
     pairs = zip(row["loss"], exact.get("loss", []), strict=False)

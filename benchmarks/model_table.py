@@ -1,6 +1,6 @@
 """What `compress_` saves in the models of transformers, diffusers, timm and torch.nn, and how far gradients change.
 
-    python benchmarks/model_table.py                  # all models, about 8 minutes on 2 cores; writes results and page
+    python benchmarks/model_table.py                  # all models, 12 minutes on 2 cores; writes results and page
     python benchmarks/model_table.py Llama "nn.GRU"   # only these models, with what each saves; writes nothing
     python benchmarks/model_table.py Llama --store    # measures Llama again, and writes its row into results and page
     python benchmarks/model_table.py --failed         # measures models again whose stored result is an error or missing

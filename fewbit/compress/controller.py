@@ -67,6 +67,14 @@ class Controller:
         return self._tables.get("bounds", Bounds(empty="bounds are found with fewbit.ErrorBound"))
 
     @property
+    def average_bits(self) -> float:
+        """The average bits per element of quantized tensors: those that were chosen last, or those of the start."""
+        chosen = self.allocation.bits or self.bounds.bits
+        return float(
+            chosen or (self.config.initial_bits if self._policy is None else self._policy.bits)
+        )
+
+    @property
     def _tables(self) -> dict:
         return {} if self._policy is None else self._policy.tables(self.model, self._ended)
 

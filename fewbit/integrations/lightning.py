@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-import torch
 from torch import nn
 
+from fewbit.analysis.step_meter import StepMeter
 from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
 from fewbit.config import as_config
@@ -54,9 +54,9 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
     in the module's forward. With manual optimization, only those in calls of modules are compressed, because the
     backward pass then runs within `training_step`.
 
-    Two metrics are logged at the first step and whenever the trainer logs: "fewbit/saved_bytes", the bytes of the tensors
-    that the step saves for its backward pass, without parameters and buffers; and "fewbit/bits", the average bits per
-    element of quantized tensors.
+    Two metrics are logged at the first step and whenever the trainer logs: "fewbit/saved_bytes", the bytes that autograd
+    holds when the backward pass of the step begins, without parameters and buffers; and "fewbit/bits", the average bits
+    per element of quantized tensors. With a compiled module and with `offload`, only the bits are logged.
 
     Args:
         bits: as in `fewbit.compress_`.
@@ -66,12 +66,13 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
         controller: the `Controller` of the compressed module; None before the module is compressed.
     """
 
-    def __init__(self, bits=2, **arguments):
+    def __init__(self, bits=4, **arguments):
         self.config = as_config(bits)
         self.arguments = arguments
         self.controller: Controller | None = None
         self._loaded: dict | None = None
-        self._step: _TrainingStep | None = None
+        self._meter = StepMeter()
+        self._is_logged = False
 
     def compress(self, module: nn.Module) -> Controller:
         """Compress a module, unless this callback has already compressed it. Return the controller."""
@@ -93,26 +94,34 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
     def on_fit_start(self, trainer, pl_module) -> None:
         """Compress the module if `setup` has not, and make `training_step` a call of the compressed model."""
         self.compress(pl_module)
-        self._step = _TrainingStep.put_into(pl_module)
+        _TrainingStep.put_into(pl_module)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         """Count what this step saves if the step is logged."""
         interval = trainer.log_every_n_steps
-        is_logged = interval and (trainer.global_step + 1) % interval == 0
-        if self._step is not None and not trainer.barebones:
-            self._step.counts = bool(is_logged or self._step.saved is None)
+        is_due = interval and (trainer.global_step + 1) % interval == 0
+        self._is_logged = not trainer.barebones and bool(is_due or self._meter.total is None)
+        # The hooks of the meter would make torch.compile compile the module again, and would keep tensors on the GPU that
+        # fewbit moves to the host.
+        if self._is_logged and pl_module._compiler_ctx is None and self.controller.offload is None:
+            self._meter.begin(pl_module)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         """Log what this step has saved, and the average bits."""
-        if self._step is not None and self._step.counts:
-            self._step.counts = False
-            self.log("fewbit/saved_bytes", float(self._step.saved))
-            self.log("fewbit/bits", _average_bits(self.controller))
+        self._meter.end()
+        if not self._is_logged:
+            return
+        if self._meter.total is not None:
+            self.log("fewbit/saved_bytes", float(self._meter.total))
+        self.log("fewbit/bits", self.controller.average_bits)
+
+    def on_exception(self, trainer, pl_module, exception) -> None:
+        """Stop counting in a step that does not end."""
+        self._meter.end()
 
     def teardown(self, trainer, pl_module, stage) -> None:
         """Give the module its own `training_step` back. The module stays compressed."""
         _TrainingStep.take_from(pl_module)
-        self._step = None
 
     def state_dict(self) -> dict:
         """Return what the controller needs to continue with the same bits."""
@@ -146,26 +155,17 @@ def compress(module: nn.Module) -> Controller:
 
 
 class _TrainingStep:
-    """The `training_step` of one module, run as a call of the compressed model. Lightning reads `__wrapped__`.
-
-    Attributes:
-        counts: whether the next call counts the bytes that it saves.
-        saved: the bytes that the last counted call has saved; None before.
-    """
+    """The `training_step` of one module, run as a call of the compressed model. Lightning reads `__wrapped__`."""
 
     def __init__(self, module: nn.Module):
         self.module, self.__wrapped__ = module, module.training_step
-        self.counts, self.saved = False, None
 
     @classmethod
-    def put_into(cls, module: nn.Module) -> _TrainingStep | None:
-        """Replace the module's `training_step`. Return None if it must stay: compiled, or with manual optimization."""
-        if isinstance(vars(module).get("training_step"), cls):
-            return module.training_step
-        if module._compiler_ctx is not None or not module.automatic_optimization:
-            return None
-        vars(module)["training_step"] = cls(module)
-        return module.training_step
+    def put_into(cls, module: nn.Module) -> None:
+        """Replace the module's `training_step`, unless it must stay: if compiled, or with manual optimization."""
+        is_done = isinstance(vars(module).get("training_step"), cls)
+        if not is_done and module._compiler_ctx is None and module.automatic_optimization:
+            vars(module)["training_step"] = cls(module)
 
     @classmethod
     def take_from(cls, module: nn.Module) -> None:
@@ -174,49 +174,12 @@ class _TrainingStep:
             del vars(module)["training_step"]
 
     def __call__(self, *args, **kwargs):
-        if not self.counts:
-            return self._run(args, kwargs)
-        counter = _SavedBytes(self.module)
-        with torch.autograd.graph.saved_tensors_hooks(counter.add, lambda tensor: tensor):
-            outputs = self._run(args, kwargs)
-        self.saved = counter.total
-        return outputs
-
-    def _run(self, args, kwargs):
         guard = vars(self.module).get(GUARD)
         if guard is None:
             return self.__wrapped__(*args, **kwargs)
         # The policy reads the number of samples from the first tensor, which may be inside of the batch.
         tensors = tuple(tensors_in((args, kwargs)))
         return guard.call(self.module, lambda *_: self.__wrapped__(*args, **kwargs), tensors)
-
-
-class _SavedBytes:
-    """Counts the bytes of saved tensors, each storage once, without the parameters and buffers of a module."""
-
-    def __init__(self, module: nn.Module):
-        self.total = 0
-        self._seen = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
-
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that is saved, and return it."""
-        memory = _memory(tensor)
-        if memory not in self._seen:
-            self._seen.add(memory)
-            self.total += tensor.untyped_storage().nbytes()
-        return tensor
-
-
-def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    """Return a key that tensors have in common if they share a storage."""
-    return tensor.device, tensor.untyped_storage()._cdata
-
-
-def _average_bits(controller: Controller) -> float:
-    """Return the average bits per element that the policy has chosen last, or the configuration's if it has not yet."""
-    chosen = controller.allocation.bits or controller.bounds.bits
-    policy = controller.context.policy
-    return float(chosen or (controller.config.initial_bits if policy is None else policy.bits))
 
 
 def _overrides(module: nn.Module, name: str) -> bool:

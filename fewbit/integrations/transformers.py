@@ -136,7 +136,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
         if logs is None or "loss" not in logs or self.controller is None:
             return
         values = {} if self._meter.total is None else {SAVED: self._meter.total}
-        values[BITS] = _average_bits(self.controller)
+        values[BITS] = self.controller.average_bits
         logs.update(values)
         # The Trainer has copied the logs into the history before it calls its callbacks.
         if state.log_history and "loss" in state.log_history[-1]:
@@ -208,13 +208,6 @@ def _lost_savings(model, args) -> Iterator[str]:
             f"{counted(len(patched), 'compressed layer')}, {patched[0]} first, got the forward of another library, such as "
             "Liger's, and save what that forward saves"
         )
-
-
-def _average_bits(controller: Controller) -> float:
-    """Return the average bits per element that the policy has chosen last, or those with which it starts."""
-    chosen = controller.allocation.bits or controller.bounds.bits
-    policy = controller.context.policy
-    return float(chosen or (controller.config.initial_bits if policy is None else policy.bits))
 
 
 def _is_current(controller: Controller) -> bool:

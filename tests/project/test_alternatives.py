@@ -37,11 +37,13 @@ def test_the_page_shows_the_stored_results():
 
 README = {
     "exact": "exact",
+    "`torch.compile`, activation memory budget 0.5": "torch.compile, budget 0.5",
     "checkpointing of each block": "checkpointing",
-    "`torch.compile`, activation memory budget 0.3": "torch.compile, budget 0.3",
     "hooks that save 8-bit integers": "int8 hooks",
     "fewbit, 4 bits": "fewbit, 4 bits",
     "fewbit, 2 bits": "fewbit, 2 bits",
+    "fewbit, `AdaptiveBits(1.75)`": "fewbit, AdaptiveBits(1.75)",
+    "fewbit, 2 bits, and `fewbit.checkpoint` of each block": "fewbit.checkpoint, fewbit, 2 bits",
 }
 
 

@@ -149,7 +149,10 @@ class Step(nn.Module):
         return self.loss(self.model, *batch)
 
 
-def checkpointed(module: Step, region=functools.partial(checkpoint, use_reentrant=False)) -> Step:
+_torchs_region = functools.partial(checkpoint, use_reentrant=False)
+
+
+def checkpointed(module: Step, region=_torchs_region) -> Step:
     """Let each block of a network be computed again in the backward pass; if it has no blocks, the whole network.
 
     Blocks are the modules in lists of modules, but not in lists within blocks, and not single layers. `region` is a

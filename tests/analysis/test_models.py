@@ -172,7 +172,9 @@ def test_unknown_names_get_the_closest_ones():
 
 def test_transformers_missing_is_said_in_a_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(FewbitError, match="^the model gpt2 needs transformers: pip install transformers$"):
+    with pytest.raises(
+        FewbitError, match="^the model gpt2 needs transformers: pip install transformers$"
+    ):
         models.build("gpt2")
 
 

@@ -353,7 +353,9 @@ def test_everything_compresses_what_is_no_layer():
 
         def forward(self, x):
             y = self.layer(x)
-            return torch.einsum("bi,bj->bij", y, y)
+            return torch.einsum(
+                "...i,...j->...ij", y, y
+            )  # with an ellipsis, torch's own function runs
 
     model, x = Products(), torch.randn(64, 32)
     candidates = [Candidate("fixed", 2), *default_candidates(model, ["everything"])]

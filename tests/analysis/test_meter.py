@@ -692,7 +692,7 @@ class _Reasons(nn.Module):
         if self.part == "checkpoint":
             return checkpoint(torch.sin, x, use_reentrant=False)
         parts = {
-            "operation": lambda x: torch.addcdiv(x, x, torch.ones(64, 64)),
+            "operation": lambda x: x.var(1),
             "not linear": lambda x: (1 + x.abs()).log(),
             "own": _Identity.apply,
         }
@@ -704,7 +704,7 @@ class _Reasons(nn.Module):
     [
         ("excluded", "the module is not converted: see include, exclude and overrides"),
         ("checkpoint", "an input of torch.utils.checkpoint, or held by no node: use fewbit.checkpoint"),
-        ("operation", 'saved by Addcdiv: layers={"everything": True} compresses it'),
+        ("operation", 'saved by Var: layers={"everything": True} compresses it'),
         ("not linear", "the gradient of Log is not linear in it, or has no rule"),
         ("own", "saved by _Identity, a Function of another library"),
     ],

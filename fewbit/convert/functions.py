@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
+from inspect import signature
 
 import torch
 from torch.nn import functional as torch_functional
@@ -18,6 +20,7 @@ from fewbit.errors import FunctionError
 from fewbit.functional.operations import contractions, elementwise, vector_norm
 from fewbit.functional.products import is_in_memory, is_quantized_product
 from fewbit.runtime.activations.apply import takes
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.interop.bypass import ReplacingMode, current_mode
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
 from fewbit.runtime.quantizers.quantizer import Quantizer
@@ -65,14 +68,14 @@ def _torch_dropout(input, p, train):
     return F.dropout(input, p, train)
 
 
-def _torch_softmax(input, dim, dtype=None, **kwargs):
+def _torch_softmax(input, dim, dtype=None, *, quantizer):
     """Compute torch.softmax, whose third argument is `dtype`; that of torch.nn.functional.softmax is `_stacklevel`."""
-    return F.softmax(input, dim, dtype=dtype, **kwargs)
+    return F.softmax(input, dim, dtype=dtype, quantizer=quantizer)
 
 
-def _torch_log_softmax(input, dim, dtype=None, **kwargs):
+def _torch_log_softmax(input, dim, dtype=None, *, quantizer):
     """Compute torch.log_softmax, whose third argument is `dtype`; torch.nn.functional has `_stacklevel` there."""
-    return F.log_softmax(input, dim, dtype=dtype, **kwargs)
+    return F.log_softmax(input, dim, dtype=dtype, quantizer=quantizer)
 
 
 def _clamp_max(input, max):
@@ -104,6 +107,8 @@ _OTHER_EXACT = {
     elementwise.maximum: (torch.maximum, torch.Tensor.maximum),
     elementwise.minimum: (torch.minimum, torch.Tensor.minimum),
 }
+_OPERATIONS = {*_OTHER_QUANTIZED, *_OTHER_EXACT}
+"""The functions of `fewbit.functional.operations`. If no argument is large, torch's own run: almost nothing would be saved."""
 _SUMMANDS = {
     contractions.baddbmm: ("batch1", "batch2"),
     contractions.addcmul: ("tensor1", "tensor2"),
@@ -189,6 +194,8 @@ class FunctionQuantizers:
             args: the positional arguments of the call.
             kwargs: the keyword arguments of the call.
         """
+        if ours in _OPERATIONS and not _has_large(args):
+            return function(*args, **kwargs)
         if family == "exact":
             return ours(*args, **kwargs)
         if family == "quantized":
@@ -263,11 +270,15 @@ class FunctionMode(ReplacingMode):
         if context is not None and not context.compresses_functions():
             return function(*args, **kwargs)
         ours, family = found
-        # The first argument of einsum is a text.
-        has_out = kwargs.get("out") is not None
-        if not all(isinstance(x, torch.Tensor | str) for x in args[:1]) or has_out:
+        # out=None is no argument: torch.norm passes it on.
+        given = {
+            name: value for name, value in kwargs.items() if name != "out" or value is not None
+        }
+        # torch also takes the names of NumPy, such as axis for dim. The first argument of einsum is a text.
+        is_known = "out" not in given and given.keys() <= _parameters(ours)
+        if not is_known or not all(isinstance(x, torch.Tensor | str) for x in args[:1]):
             return function(*args, **kwargs)
-        return (own or self.settings).call(ours, family, function, args, kwargs)
+        return (own or self.settings).call(ours, family, function, args, given)
 
     def _expose(self, args) -> None:
         """Stop layers from sharing a quantized copy of the tensor args[0], whose memory may now change unnoticed."""
@@ -302,6 +313,18 @@ class FunctionMode(ReplacingMode):
 
 
 leave_to_interpreter(FunctionMode.__torch_function__.__code__)
+
+
+def _has_large(args) -> bool:
+    """Return whether a tensor among the arguments has at least LEAST_ELEMENTS elements."""
+    tensors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args
+    return any(isinstance(x, torch.Tensor) and x.numel() >= LEAST_ELEMENTS for x in tensors)
+
+
+@cache
+def _parameters(ours) -> frozenset[str]:
+    """Return the names of the parameters of a function."""
+    return frozenset(signature(ours).parameters)
 
 
 def _factors(ours, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import runpy
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import fewbit
 from fewbit.functional.operations import contractions, elementwise, vector_norm
 from fewbit.functional.products import is_in_memory
 from fewbit.runtime.format.groups import quantized_bytes
+from fewbit.runtime.interop import original_functions
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 SHAPE = 4, 16, 24
@@ -104,6 +107,8 @@ TORCHS = {
     "large exponentials": lambda x, y, m: (5 * x).exp(),
     "sum of absolute values": lambda x, y, m: torch.linalg.vector_norm(x, ord=1, dim=1),
     "product of parameters": lambda x, y, m: x + m.weight[:16] * m.scale,
+    "norm of a view of a parameter": lambda x, y, m: x * m.weight.view(24, 24).norm(dim=1),
+    "square of a view of a parameter": lambda x, y, m: x * m.weight.t()[0].square(),
     "normalize by another norm": lambda x, y, m: TF.normalize(x, p=1.0),
 }
 
@@ -187,6 +192,66 @@ def test_the_gradient_of_no_length_is_zero():
     assert torch.equal(x.grad, torch.zeros(3, 40))
 
 
+def test_an_empty_tuple_stands_for_all_dimensions():
+    x = numbers(*SHAPE).requires_grad_()
+    for keepdim in (False, True):
+        y = vector_norm.vector_norm(x * 1, 2, (), keepdim, quantizer=Quantizer(8))
+        assert torch.equal(y, torch.linalg.vector_norm(x, 2, (), keepdim))
+        (grad,) = torch.autograd.grad(y, x)
+        assert (grad - x / x.norm()).norm() < 0.02
+
+
+def test_a_length_that_equals_eps_has_the_gradient_of_torch():
+    x, found = torch.zeros(2, 40).index_fill(1, torch.tensor([3]), 2.0), []
+    for function in (TF.normalize, partial(vector_norm.normalize, quantizer=Quantizer(8))):
+        leaf = x.clone().requires_grad_()
+        function(leaf, dim=-1, eps=2.0).backward(numbers(2, 40))
+        found.append(leaf.grad)
+    torch.testing.assert_close(*found, atol=0.02, rtol=0)
+
+
+class Decay(nn.Module):
+    def forward(self, x):
+        return x.exp().sum(-1)
+
+
+class DecayRegion(nn.Module):
+    """A model that calls `exp` with arguments of at most 0 in a region that `fewbit.checkpoint` computes again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.region = nn.Linear(64, 64), Decay()
+
+    def forward(self, x):
+        return fewbit.checkpoint(self.region, -self.layer(x).relu(), bits=4)
+
+
+def test_exponentials_are_recomputed_from_rounded_inputs():
+    """Rounding makes some of the zeros in the region's input positive."""
+    torch.manual_seed(0)
+    model, x = DecayRegion(), numbers(64, 64)
+    exact = gradients(model, x)
+    fewbit.compress_(model, bits=8, verbose=False)
+    assert (gradients(model, x) - exact).norm() < 0.1 * exact.norm()
+
+
+def test_experts_with_the_function_of_older_versions_of_torch(monkeypatch):
+    """torch < 2.10 has torch._grouped_mm, but no torch.nn.functional.grouped_mm."""
+    with monkeypatch.context() as patch:
+        patch.delattr(original_functions.functional, "grouped_mm")
+        older = runpy.run_path(contractions.__file__)["grouped_mm"]
+    rows, matrices = numbers(64, 24).requires_grad_(), numbers(3, 24, 24, seed=1).requires_grad_()
+    y = older(rows * 1, matrices * 1, offs=OFFSETS, quantizer=Quantizer(8))
+    assert torch.equal(y, TF.grouped_mm(rows, matrices, offs=OFFSETS))
+    weights = numbers(*y.shape, seed=2)
+    found = torch.autograd.grad((y * weights).sum(), (rows, matrices))
+    wanted = torch.autograd.grad(
+        (TF.grouped_mm(rows, matrices, offs=OFFSETS) * weights).sum(), (rows, matrices)
+    )
+    for grad, exact in zip(found, wanted, strict=True):
+        assert (grad - exact).norm() < 0.02 * exact.norm()
+
+
 def test_a_result_may_be_changed_in_place():
     """Autograd forbids this for views that a Function returns."""
     for function in (LINEAR["einsum with a parameter"], LINEAR["baddbmm"], LINEAR["experts"]):
@@ -257,3 +322,28 @@ def test_policies_name_the_operations():
     for _ in range(3):
         model(x).square().mean().backward()
     assert {row["name"] for row in controller.allocation.records()} == {"0", "1:einsum"}
+
+
+class Small(nn.Module):
+    """A model that calls operations on a few numbers only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(numbers(3))
+
+    def forward(self, x):
+        y = self.layer(x)
+        mean = y.mean(0)
+        product = torch.einsum("i,j->", mean, y.sum(0)) + torch.einsum("ij,ij->", [y, y + 1])
+        norm = torch.linalg.vector_norm(mean) + mean.square().sum() + mean.clamp(max=0.1).sum()
+        return product + norm + (self.scale * 1).neg().exp().sum()
+
+
+def test_operations_on_a_few_numbers_stay_exact():
+    model, x = Small(), numbers(4, 8)
+    exact, converted = copy.deepcopy(model), model
+    fewbit.compress_(converted, 1, exclude="layer", verbose=False)
+    exact(x).backward()
+    converted(x).backward()
+    for theirs, ours in zip(exact.parameters(), converted.parameters(), strict=True):
+        assert torch.equal(theirs.grad, ours.grad)

@@ -1,6 +1,7 @@
 """The function mode of a converted model is on in users' code, and off while fewbit's own layers run."""
 
 import pytest
+import torch
 from samples import normal
 from torch import nn
 from torch.nn import functional as TF
@@ -91,3 +92,47 @@ def test_no_function_of_a_layer_passes_through_the_mode(monkeypatch):
     monkeypatch.setattr(FunctionMode, "__torch_function__", counted)
     model(normal((2, 4, 8, 8)))
     assert not calls
+
+
+class Calls(nn.Module):
+    """A model that calls one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.scale, self.function = nn.Parameter(normal((24,), seed=1)), function
+
+    def forward(self, x):
+        return self.function(x * self.scale)
+
+
+INDEX = torch.arange(4 * 16 * 24).view(4, 16, 24) % 16
+# Arguments that torch's functions take, and fewbit's do not.
+TORCHS_ARGUMENTS = {
+    # torch.norm passes out=None on.
+    "norm": lambda x: torch.norm(x, dim=1),
+    "norm of another kind": lambda x: torch.norm(x, p=1, dim=1),
+    "exp": lambda x: torch.exp(-x.abs(), out=None),
+    "clamp": lambda x: torch.clamp(x, -1, 1, out=None),
+    "maximum": lambda x: torch.maximum(x, x.flip(0), out=None),
+    "tanh": lambda x: torch.tanh(x, out=None),
+    # NumPy's names of arguments
+    "softmax over an axis": lambda x: torch.softmax(x, axis=-1),
+    "gather along an axis": lambda x: torch.gather(x, axis=1, index=INDEX),
+    "vector norm over an axis": lambda x: torch.linalg.vector_norm(x, axis=1, keepdims=True),
+    "vector norm of x": lambda x: torch.linalg.vector_norm(x=x, dim=1),
+    "vector norm of the input": lambda x: torch.linalg.vector_norm(input=x, dim=1),
+    "maximum with x2": lambda x: torch.maximum(x, x2=x.flip(0)),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS_ARGUMENTS)
+def test_arguments_are_those_of_torch(name):
+    model = Calls(TORCHS_ARGUMENTS[name])
+    x = normal((4, 16, 24))
+    exact = model(x)
+    (wanted,) = torch.autograd.grad(exact.square().sum(), model.scale)
+    fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False)
+    found = model(x)
+    torch.testing.assert_close(found, exact)
+    (grad,) = torch.autograd.grad(found.square().sum(), model.scale)
+    assert (grad - wanted).norm() < 0.02 * wanted.norm()

@@ -140,6 +140,23 @@ def test_local_tensors_know_their_shard(mesh):
     assert seen == [(), ((0, 0),)] and running_shard() == ()
 
 
+def test_other_products_of_dtensors_are_torchs(mesh):
+    """einsum, baddbmm and addcmul have no rule for shards, so torch's own functions run."""
+
+    class Products(nn.Module):
+        def forward(self, x):
+            y = torch.einsum("nij,nkj->nik", x, 2 * x)
+            return torch.addcmul(y, y, torch.baddbmm(y, x, x.transpose(1, 2)))
+
+    model, found = Products(), []
+    for _ in range(2):
+        x = _whole(normal((4, 32, 16)), mesh, Replicate())
+        model(x * 1).sum().backward()
+        found.append(x.grad.to_local())
+        fewbit.compress_(model, bits=2, verbose=False)
+    assert torch.equal(*found)
+
+
 def test_seeds_of_several_processes():
     """A rank changes the seeds of data parallelism, and nothing changes those of a single process."""
     torch.manual_seed(3)

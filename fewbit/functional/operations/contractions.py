@@ -14,9 +14,13 @@ from torch.autograd import Function
 from fewbit.functional.products import is_in_memory, is_quantized_product
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.parallel.shards import is_distributed
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 from fewbit.runtime.saved.single_backward import once_differentiable
+
+# torch < 2.10 has only the private function.
+_grouped_mm = getattr(torch_functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def einsum(equation, *operands, quantizer: Quantizer) -> Tensor:
@@ -46,7 +50,7 @@ def takes_einsum(a: Tensor, b: Tensor) -> bool:
 
     Like the input of a linear layer, a tensor without gradient is quantized if the other factor is a parameter.
     """
-    if is_quantized_product(a, b):
+    if _is_quantized(a, b):
         return True
     constant, parameter = (a, b) if b.requires_grad else (b, a)
     is_linear = is_in_memory(parameter) and parameter.is_floating_point()
@@ -81,7 +85,7 @@ def baddbmm(
     Returns:
         torch's result.
     """
-    if not is_quantized_product(batch1, batch2):
+    if not _is_quantized(batch1, batch2):
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
     return _Baddbmm.apply(input, batch1, batch2, beta, alpha, quantizer)
 
@@ -101,7 +105,7 @@ def addcmul(
     Returns:
         torch's result.
     """
-    if not is_quantized_product(tensor1, tensor2):
+    if not _is_quantized(tensor1, tensor2):
         return torch.addcmul(input, tensor1, tensor2, value=value)
     return _Addcmul.apply(input, tensor1, tensor2, value, quantizer)
 
@@ -132,11 +136,14 @@ def grouped_mm(
         torch's result.
     """
     is_grouped = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None
-    if not (is_grouped and bias is None and out_dtype is None) or not is_quantized_product(
-        mat_a, mat_b
-    ):
-        return torch_functional.grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+    if not (is_grouped and bias is None and out_dtype is None) or not _is_quantized(mat_a, mat_b):
+        return _grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
     return _GroupedMm.apply(mat_a, mat_b, offs, quantizer)
+
+
+def _is_quantized(a: Tensor, b: Tensor) -> bool:
+    """Return whether a factor is saved quantized. torch's own functions run for DTensors."""
+    return not is_distributed(a) and is_quantized_product(a, b)
 
 
 def _terms(equation, a: Tensor, b: Tensor) -> tuple[str, str, str] | None:
@@ -246,7 +253,7 @@ class _Addcmul(Function):
 class _GroupedMm(Function):
     @staticmethod
     def forward(ctx, a, b, offs, quantizer):
-        y = torch_functional.grouped_mm(a, b, offs=offs)
+        y = _grouped_mm(a, b, offs=offs)
         ctx.is_transposed = (
             b.stride(-2) == 1
         )  # the matrices, not the rows, have their columns in a row of memory
@@ -257,8 +264,8 @@ class _GroupedMm(Function):
     def backward(ctx, grad):
         (a, b), (offs,) = copies.load(ctx, grad.dtype)
         grad = grad.contiguous()  # kernels on a GPU demand it
-        grad_a = torch_functional.grouped_mm(grad, b.transpose(-2, -1), offs=offs)
+        grad_a = _grouped_mm(grad, b.transpose(-2, -1), offs=offs)
         # The gradient of the matrices has the strides of the matrices.
         first, second = (grad, a) if ctx.is_transposed else (a, grad)
-        grad_b = torch_functional.grouped_mm(first.transpose(-2, -1), second, offs=offs)
+        grad_b = _grouped_mm(first.transpose(-2, -1), second, offs=offs)
         return grad_a, grad_b.transpose(-2, -1) if ctx.is_transposed else grad_b, None, None

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fewbit.config import UNIFORM
+from fewbit.functional.products import is_in_memory
+from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
@@ -30,7 +32,7 @@ def square(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     Returns:
         torch's result.
     """
-    if not is_differentiated(input) or input.is_leaf or not input.is_floating_point():
+    if not is_differentiated(input) or is_in_memory(input) or not input.is_floating_point():
         return torch.square(input)
     return _Square.apply(input, quantizer)
 
@@ -47,7 +49,8 @@ def exp(input: Tensor, *, quantizer: Quantizer) -> Tensor:
 
     Results of at most 1 are decays, or those of differences from a maximum. Most are close to 0, which a uniform copy
     restores almost exactly. If elements may be large, the errors of small ones in the same group would make gradients
-    useless. On a GPU the result is saved unquantized, because the host would have to wait for the largest element.
+    useless. On a GPU the result is saved unquantized, because the host would have to wait for the largest element. So it
+    is in a checkpointed region, whose recomputation from rounded inputs may find another largest element.
 
     Args:
         input: a floating tensor of any shape.
@@ -156,7 +159,8 @@ class _Exp(Function):
     @staticmethod
     def forward(ctx, x, quantizer):
         y = torch.exp(x)
-        is_small = is_plain(y) and y.device.type == "cpu" and y.numel() and bool((y <= 1).all())
+        can_read = is_plain(y) and y.device.type == "cpu" and not in_checkpoint()
+        is_small = can_read and y.numel() and bool((y <= 1).all())
         saved = quantizer.quantize(y, usual=UNIFORM) if is_small else copies.unquantized(y)
         return copies.save(ctx, y, (saved,))
 
@@ -203,7 +207,8 @@ class _Largest(Function):
         y = function(x, other)
         less, more = (x < other, x > other)[:: 1 if function is torch.maximum else -1]
         # 0: `other` is the result; 1: both are equal; 2: x is the result; 3: one is NaN, and both get torch's gradient.
-        choice = 3 - 3 * less.to(torch.uint8) - 2 * (x == other) - 1 * more
+        less, same, more = (each.to(torch.uint8) for each in (less, x == other, more))
+        choice = 3 - 3 * less - 2 * same - more
         ctx.inputs = [(each.shape, each.dtype) for each in (x, other)]
         return copies.save(ctx, y, (integers.pack(choice, 4),))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fewbit.functional.products import is_in_memory
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
@@ -19,7 +20,7 @@ from fewbit.runtime.saved.single_backward import once_differentiable
 
 
 def vector_norm(
-    x: Tensor,
+    input: Tensor,
     ord: float = 2,
     dim: int | tuple[int, ...] | None = None,
     keepdim: bool = False,
@@ -28,25 +29,26 @@ def vector_norm(
     out: Tensor | None = None,
     quantizer: Quantizer,
 ) -> Tensor:
-    """Compute torch.linalg.vector_norm, and save x quantized if the length is Euclidean.
+    """Compute torch.linalg.vector_norm, and save the input quantized if the length is Euclidean.
 
     Args:
-        x: a floating tensor of any shape.
+        input: a floating tensor of any shape.
         ord: as in torch. For other numbers than 2, torch's own function runs.
         dim: as in torch.
         keepdim: as in torch.
         dtype: as in torch. If it is given, torch's own function runs.
         out: as in torch. If it is given, torch's own function runs.
-        quantizer: quantizes x.
+        quantizer: quantizes the input.
 
     Returns:
         torch's result.
     """
-    is_usual = ord == 2 and dtype is None and out is None and x.is_floating_point()
-    if not is_usual or not is_differentiated(x) or x.is_leaf:
-        return torch.linalg.vector_norm(x, ord, dim, keepdim, dtype=dtype, out=out)
-    dims = tuple(range(x.dim())) if dim is None else dim
-    length = _Length.apply(x, dims, quantizer)
+    is_usual = ord == 2 and dtype is None and out is None and input.is_floating_point()
+    if not is_usual or not is_differentiated(input) or is_in_memory(input):
+        return torch.linalg.vector_norm(input, ord, dim, keepdim, dtype=dtype, out=out)
+    # An empty tuple stands for all dimensions too.
+    dims = dim if isinstance(dim, int) or dim else tuple(range(input.dim()))
+    length = _Length.apply(input, dims, quantizer)
     return length if keepdim else length.squeeze(dims)
 
 
@@ -115,7 +117,7 @@ class _Normalize(Function):
         bound = length.clamp_min(eps)
         y = x / bound.expand_as(x)
         ctx.dim = dim
-        return copies.save(ctx, y, (quantizer.quantize(y),), bound, length > eps)
+        return copies.save(ctx, y, (quantizer.quantize(y),), bound, length >= eps)
 
     @staticmethod
     @once_differentiable

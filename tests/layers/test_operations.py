@@ -182,6 +182,16 @@ def test_numbers_that_are_not_comparable(name):
     assert all(map(torch.equal, *found))
 
 
+def test_short_vectors_have_errors_like_long_ones():
+    """The gradient of a length is a unit vector, however short the vector is."""
+    directions = TF.normalize(numbers(64, 24), dim=-1)
+    lengths = torch.tensor([1e-4, 1.0]).repeat(32)[:, None]
+    x = (directions * lengths).requires_grad_()
+    y = vector_norm.vector_norm(x * 1, 2, -1, quantizer=Quantizer(8))
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert (grad - directions).norm() < 0.02 * directions.norm()
+
+
 def test_the_gradient_of_no_length_is_zero():
     x = torch.zeros(3, 40, requires_grad=True)
     (x + 0).mul(1.0)
@@ -306,6 +316,31 @@ def test_an_expanded_index_is_saved_once():
     wide = torch.zeros(1, 16, 24, dtype=torch.int64).expand(SHAPE)
     saved = fewbit.saved_bytes(lambda x: elementwise.gather(x * 1, 1, wide), x)
     assert saved.total == 16 * 24  # uint8, for one of the 4 samples
+
+
+@pytest.mark.parametrize("name", [name for name in (*LINEAR, *EXACT) if name != "experts"])
+def test_batches_of_gradients(name):
+    """torch has no grouped_mm and no einsum for them."""
+    model = compressed(Model((LINEAR | EXACT)[name]), bits=8)
+    x = numbers(*SHAPE, seed=4)
+    y = model(x)
+    grads, settings = numbers(3, *y.shape, seed=5), {"retain_graph": True, "allow_unused": True}
+    used = [
+        p for p in model.parameters() if torch.autograd.grad(y.sum(), p, **settings)[0] is not None
+    ]
+    found = torch.autograd.grad(y, used, grads, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(y, used, grad, retain_graph=True) for grad in grads]
+    for grad, wanted in zip(found, map(torch.stack, zip(*single, strict=True)), strict=True):
+        torch.testing.assert_close(grad, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_an_expanded_index_may_be_smaller_than_the_input():
+    """torch's scatter_add_ is wrong for such an index on the CPU."""
+    x, found = numbers(3, 8, 17).requires_grad_(), []
+    index, grad = torch.tensor([0, 2, 1, 1, 0]).view(5, 1, 1).expand(5, 1, 16), numbers(5, 1, 16)
+    for function, each in ((elementwise.gather, index), (torch.gather, index.contiguous())):
+        found.append(torch.autograd.grad(function(x, 0, each), x, grad)[0])
+    assert torch.equal(*found)
 
 
 def test_autocast():

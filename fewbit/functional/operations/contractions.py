@@ -7,6 +7,8 @@ memory anyway and is saved unquantized.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -14,6 +16,7 @@ from torch.autograd import Function
 from fewbit.functional.products import is_in_memory, is_quantized_product
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import is_batched
 from fewbit.runtime.parallel.shards import is_distributed
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
@@ -165,6 +168,26 @@ def _terms(equation, a: Tensor, b: Tensor) -> tuple[str, str, str] | None:
     return (first, second, result) if has_same else None
 
 
+def _product(first: str, second: str, result: str, a: Tensor, b: Tensor) -> Tensor:
+    """Return torch.einsum(f"{first},{second}->{result}", a, b). `a` may be a batch, in which torch has no einsum."""
+    if not is_batched(a):
+        return torch.einsum(f"{first},{second}->{result}", a, b)
+    sizes = dict(zip(first + second, (*a.shape, *b.shape), strict=True))
+    in_all = [name for name in first if name in second and name in result]
+    inner = [name for name in first if name in second and name not in result]
+    rows = [name for name in first if name not in second]
+    columns = [name for name in second if name not in first]
+
+    def matrices(x, names, *parts):
+        x = x.permute([names.index(name) for part in parts for name in part])
+        return x.reshape([prod(sizes[name] for name in part) for part in parts])
+
+    y = matrices(a, first, in_all, rows, inner) @ matrices(b, second, in_all, inner, columns)
+    order = in_all + rows + columns
+    y = y.reshape([sizes[name] for name in order])
+    return y.permute([order.index(name) for name in result])
+
+
 def _saved(a: Tensor, b: Tensor, quantizer: Quantizer):
     """Return what is saved of both factors, as `copies.save` takes it."""
     if _is_parameter(a):
@@ -201,9 +224,9 @@ class _Einsum(Function):
         first, second, result = ctx.terms
         (dtype_a, dtype_b), grad_a, grad_b = ctx.dtypes, None, None
         if ctx.needs_input_grad[0]:
-            grad_a = torch.einsum(f"{result},{second}->{first}", grad, b).to(dtype_a)
+            grad_a = _product(result, second, first, grad, b).to(dtype_a)
         if ctx.needs_input_grad[1]:
-            grad_b = torch.einsum(f"{result},{first}->{second}", grad, a).to(dtype_b)
+            grad_b = _product(result, first, second, grad, a).to(dtype_b)
         return grad_a, grad_b, None, None, None, None
 
 

@@ -243,4 +243,8 @@ class _Gather(Function):
     def backward(ctx, grad):
         spec, _ = ctx.specs[0]
         index = spec.dequantize(ctx.saved_tensors).expand(ctx.index_size)
+        others = set(range(len(ctx.size))) - {ctx.dim % max(len(ctx.size), 1)}
+        if any(ctx.index_size[axis] < ctx.size[axis] for axis in others):
+            # On the CPU, torch takes an expanded index for one that covers all other dimensions, and scatters wrongly.
+            index = index.contiguous()
         return grad.new_zeros(ctx.size).scatter_add_(ctx.dim, index, grad), None, None

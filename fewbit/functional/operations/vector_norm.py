@@ -1,7 +1,8 @@
 """`vector_norm`, the Euclidean length of vectors, and `normalize`, which divides vectors by it.
 
-Let n be the length of a vector x, and g the gradient of n. The gradient of x is g x / n. `vector_norm` saves x quantized and
-n exactly, so the gradient is exact in expectation: its mean over the random rounding is exact. `normalize` saves its result
+Let n be the length of a vector x, and g the gradient of n. The gradient of x is g x / n. `vector_norm` saves x / n quantized,
+so the gradient is exact in expectation: its mean over the random rounding is exact. It does not save x, because the error of
+x, divided by a small n, would be large. `normalize` saves its result
 y = x / n quantized. If g is the gradient of y, that of x is (g - y (g . y)) / n. It has the product of a quantized element with
 itself, and is therefore biased, as that of a norm layer with one copy (`fewbit/functional/layer_norm.py`).
 """
@@ -29,7 +30,7 @@ def vector_norm(
     out: Tensor | None = None,
     quantizer: Quantizer,
 ) -> Tensor:
-    """Compute torch.linalg.vector_norm, and save the input quantized if the length is Euclidean.
+    """Compute torch.linalg.vector_norm, and save the unit vectors quantized if the length is Euclidean.
 
     Args:
         input: a floating tensor of any shape.
@@ -38,7 +39,7 @@ def vector_norm(
         keepdim: as in torch.
         dtype: as in torch. If it is given, torch's own function runs.
         out: as in torch. If it is given, torch's own function runs.
-        quantizer: quantizes the input.
+        quantizer: quantizes the input, divided by the length.
 
     Returns:
         torch's result.
@@ -98,15 +99,15 @@ class _Length(Function):
     @staticmethod
     def forward(ctx, x, dims, quantizer):
         y = torch.linalg.vector_norm(x, 2, dims, True)
-        return copies.save(ctx, y, (quantizer.quantize(x),), y)
+        # As in torch, the gradient of a vector of zeros is 0.
+        direction = (x / y).masked_fill_(y == 0, 0)
+        return copies.save(ctx, y, (quantizer.quantize(direction, shared=False),))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (x,), (length,) = copies.load(ctx)
-        # As in torch, the gradient of a vector of zeros is 0.
-        factor = torch.where(length == 0, 0, grad / length)
-        return (x * factor).to(x.dtype), None, None
+        (direction,), _ = copies.load(ctx, grad.dtype)
+        return grad * direction, None, None
 
 
 class _Normalize(Function):

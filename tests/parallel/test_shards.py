@@ -4,7 +4,8 @@ import pytest
 import torch
 from samples import normal
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fewbit
@@ -167,6 +168,24 @@ def test_seeds_of_several_processes():
 
     assert torch.equal(Seeds(groups=ProcessGroups()).of(CPU, "a"), alone)
     assert not torch.equal(Seeds(groups=Rank()).of(CPU, "a"), alone)
+
+
+def test_parameters_of_one_module_may_be_sharded_over_several_meshes(mesh):
+    """torch's property for a single mesh raises an error then."""
+    placement = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(placement, "ShardPlacementResult"):
+        pytest.skip("this version of torch has one mesh for each module")
+    meshes = [DeviceMesh.from_group(distributed.new_group([0]), "cpu") for _ in range(2)]
+    infos = [placement.FSDPMeshInfo(each, shard_mesh_dim=0) for each in meshes]
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    fewbit.compress_(model, bits=2, verbose=False)
+
+    def place(parameter):
+        return placement.ShardPlacementResult(Shard(0), infos[parameter.dim() - 1])
+
+    fully_shard(model, mesh=mesh, shard_placement_fn=place)
+    model(normal((4, 8))).sum().backward()
+    assert process_groups(model) == ((), ())
 
 
 def test_a_single_process_has_no_groups(mesh):

@@ -57,11 +57,20 @@ def _sharded_over(module) -> tuple:
 
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            parameters = getattr(child._get_fsdp_state(), "_fsdp_param_group", None)
-            if parameters is not None:
-                mesh = parameters.mesh_info.mesh
-                return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+            meshes = _meshes_of_state(child._get_fsdp_state())
+            if meshes:
+                groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+                return tuple({group.group_name: group for group in groups}.values())
     return ()
+
+
+def _meshes_of_state(state) -> list:
+    """Return the meshes over which `fully_shard` distributes a module's own parameters, several if the user chose so."""
+    if hasattr(state, "_fsdp_param_groups"):
+        found = state._fsdp_param_groups
+    else:  # older versions of torch have one mesh
+        found = [state._fsdp_param_group]
+    return [parameters.mesh_info.mesh for parameters in found if parameters is not None]
 
 
 def _meshes_of(module) -> list:

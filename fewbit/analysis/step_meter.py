@@ -19,6 +19,7 @@ from fewbit.runtime.interop.checkpoint import in_backward
 from fewbit.runtime.interop.interrupts import take_off_hooks
 
 _NOWHERE = Place("", "", False)
+_running = threading.local()  # its attribute `meter` is the meter that watches this thread
 
 
 class _Held(Token):
@@ -54,6 +55,10 @@ class StepMeter:
         self._tokens: list[weakref.ref[_Held]] = []
         self._lock = threading.Lock()
 
+    def __reduce__(self):
+        """A copy, such as that of a callback that is sent to another process, watches nothing."""
+        return type(self), ()
+
     def begin(self, model: nn.Module) -> None:
         """Watch the tensors that autograd saves in this thread.
 
@@ -61,16 +66,23 @@ class StepMeter:
             model: the model, whose parameters and buffers are not counted.
         """
         self.end()
+        abandoned = getattr(_running, "meter", None)
+        if abandoned is not None:
+            # Its step has raised an error, after which nobody could call `end`.
+            abandoned.end()
         hooks = self._pack, self._unpack
         if "torch._dynamo" in sys.modules:
             hooks = tuple(map(torch.compiler.disable, hooks))
-        self._model, self._tokens, self._hooks = model, [], hooks
+        # After an error the hooks may stay on the stack for long. They must not keep the model's memory.
+        self._model, self._tokens, self._hooks = weakref.ref(model), [], hooks
+        _running.meter = self
         torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
     def end(self) -> None:
         """Stop watching. If `begin` was not called since the last `end`, nothing happens."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
+            _running.meter = None
             take_off_hooks(hooks)
             self._count()
 
@@ -90,7 +102,7 @@ class StepMeter:
         with (
             self._lock
         ):  # autograd runs the backward passes of several devices in threads of their own
-            model, self._model = self._model, None
+            model, self._model = self._model and self._model(), None
             tokens = [token for token in (ref() for ref in self._tokens) if token is not None]
             self._tokens = []
             if model is None or not tokens:

@@ -1,5 +1,10 @@
 """The step meter counts what `fewbit.saved_bytes` counts, and does not change the step."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -111,4 +116,30 @@ def test_a_step_that_fails_leaves_no_hooks():
         assert torch._C._autograd._top_saved_tensors_default_hooks(True)
     assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
     assert meter.total is None
+    meter.end()
+
+
+def test_another_meter_takes_off_the_hooks_of_a_step_that_failed():
+    """A training that is started again has a new meter, and nobody ends the old one."""
+    model, x, labels = made("fixed")
+    StepMeter().begin(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    model, meter = made("fixed")[0], StepMeter()
+    meter.begin(model)
+    nn.functional.cross_entropy(model(x), labels).backward()
+    meter.end()
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def test_copies_watch_nothing():
+    """Lightning sends callbacks, which have a meter, to the processes that it starts."""
+    model, meter = nn.Linear(2, 2), StepMeter()
+    meter.begin(model)
+    for copied in (copy.deepcopy(meter), pickle.loads(pickle.dumps(meter))):
+        copied.end()
+        assert copied.total is None
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True)
     meter.end()

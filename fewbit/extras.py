@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,6 +32,7 @@ def needed_for(feature: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in INSTALLED_BY:
+        # If the package itself is loaded, it is another version, which lacks a module.
+        if package not in INSTALLED_BY or sys.modules.get(package):
             raise
         raise MissingPackageError(feature, package, INSTALLED_BY[package]) from None

@@ -155,6 +155,15 @@ def test_other_missing_modules_are_not_explained():
             import no_such_module  # noqa: F401
 
 
+def test_a_module_that_another_version_of_a_package_lacks_is_not_explained():
+    """The package is installed, so an advice to install it would be wrong."""
+    pytest.importorskip("scipy")
+    with pytest.raises(ModuleNotFoundError, match="scipy.no_such_module") as caught:
+        with extras.needed_for("a feature"):
+            import scipy.no_such_module  # noqa: F401
+    assert not isinstance(caught.value, MissingPackageError)
+
+
 def test_a_table_is_solved_and_drawn_in_the_terminal_with_the_core_alone(
     hide, tmp_path, monkeypatch
 ):

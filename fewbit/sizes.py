@@ -42,5 +42,7 @@ def parse_size(text: str) -> int:
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(b|[kmgt]i?b)", text.strip().lower())
     size = int(float(match[1]) * UNITS[match[2].upper().replace("I", "")]) if match else 0
     if size < 1:
-        raise FewbitError(f"expected a size such as 32GB or 11264MB, got {shorten(text)}")
+        raise FewbitError(
+            f"expected a size such as 32GB or 11264MB (units are powers of 1024), got {shorten(text)}"
+        )
     return size

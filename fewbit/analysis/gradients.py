@@ -105,7 +105,7 @@ class Measured:
         if all(gradient is None for gradient in found):
             raise InputError(
                 "loss: expected a loss of the model that it is called with, got one that depends on none of "
-                "its parameters"
+                f"its parameters{hint_of_forward(self.model)}"
             )
         return [
             _as_real(torch.zeros_like(parameter) if gradient is None else gradient.to_dense())
@@ -229,6 +229,21 @@ def copied(model: nn.Module) -> nn.Module:
         return deepcopy(model)
     except Exception as error:
         raise InputError(f"model: expected one that copy.deepcopy copies, got: {error}") from error
+
+
+def hint_of_forward(model: nn.Module) -> str:
+    """Return a hint for a loss that does not depend on a copy of the model; "" if nothing is known about the cause.
+
+    A forward that is an attribute of a module, and not of its class, may refer to another module. In a copy, it then calls
+    the original. TRL's trainers give their models such a forward.
+    """
+    for path, module in model.named_modules():
+        if "forward" in vars(module):
+            return (
+                f". The module {path!r} has a forward of its own, which may call the original in place of a copy. TRL's "
+                "trainers set one: measure the model before the trainer is created"
+            )
+    return ""
 
 
 def check_loss(loss) -> None:

@@ -65,10 +65,12 @@ class Reasons:
         if token.place.path == "" and not self._has_model:
             if name in _LOSSES:
                 return "the loss is outside of the model: call fewbit.functional.cross_entropy"
-            return "saved outside of the model: move the code into its forward"
+            return "saved outside of the model: move the code into the model's forward"
+        module = self._modules.get(token.place.path)
+        if module is not None and not module.training:
+            return "the module is in evaluation mode, in which nothing is compressed: call train()"
         if token.has_fewbit_node or token.place.is_fewbit:
             return "the layer's backward pass needs it in full"
-        module = self._modules.get(token.place.path)
         kind = None if module is None else kinds.kind_of(module)
         if kind is not None:
             if kind.family == kinds.RECURRENT and not self._everything:

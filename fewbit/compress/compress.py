@@ -220,6 +220,10 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
         notes.append(f"budget: {amount(given.bytes)} for the sample")
         if settings.bits == MAX_BITS:
             notes[-1] += f", more than the most bits, {MAX_BITS} an element, need"
+    if not model.training:
+        notes.append(
+            "the model is in evaluation mode, in which nothing is compressed: call train() before training"
+        )
     parameters = list(model.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         notes.append(
@@ -239,7 +243,7 @@ def _report(report: Report, notes, model, settings, sample, before) -> Report:
         changes["functions"] = settings.bits, settings.bits_of_attention, settings.activation_bits
     if sample is not None:
         saved = saved_for(model, sample)
-        changes |= {"saved": (before, bytes_by_op(saved)), "is_training": model.training}
+        changes["saved"] = before, bytes_by_op(saved)
     if settings.fuses_norms:
         seen = saved if model.training else None
         changes["converted"] = fused.shared(model, report.converted, seen)

@@ -72,7 +72,6 @@ class Report(Result):
             the backward pass}. None if `compress_` got no `sample`.
         functions: Three numbers of bits per element, for functions that a forward pass calls: the bits of quantized
             inputs, of q, k and v of attention, and of activations' codes. None if functions are not compressed.
-        is_training: Whether the model was in training mode when `saved` was measured.
         notes: Lines about the model as a whole.
     """
 
@@ -80,7 +79,6 @@ class Report(Result):
     left_alone: tuple[SkippedModule, ...]
     saved: tuple[dict[str, int], dict[str, int]] | None = None
     functions: tuple[int, int, int] | None = None
-    is_training: bool = True
     notes: tuple[str, ...] = ()
 
     def records(self) -> list[dict]:
@@ -140,9 +138,7 @@ class Report(Result):
             Column(f"before, {unit[0]}", lambda row: amount(row[1], unit)),
             Column(f"now, {unit[0]}", lambda row: amount(row[2], unit)),
         )
-        mode = "the model is in evaluation mode, in which nothing is compressed"
-        notes = [] if self.is_training else [mode]
-        return View("", columns, rows, notes, total=("total" + ratio, *totals))
+        return View("", columns, rows, [], total=("total" + ratio, *totals))
 
 
 def _is(row: ConvertedModule) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -103,7 +104,10 @@ def _matches(found: list[_Place], which: Filter, name: str) -> list[bool]:
             raise InputError(f"{name}: expected a glob over dotted module paths, got {glob!r}")
         of_glob = [any(_is_within(path, glob) for path in place.paths) for place in found]
         if not any(of_glob):
-            raise InputError(f"{name}: expected a glob that matches a module, got {glob!r}")
+            paths = [path for place in found for path in place.paths]
+            near = get_close_matches(glob, paths, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise InputError(f"{name}: expected a glob that matches a module, got {glob!r}{meant}")
         result = [a or b for a, b in zip(result, of_glob, strict=True)]
     return result
 

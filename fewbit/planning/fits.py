@@ -26,6 +26,8 @@ from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import parse_size
 from fewbit.text import one_line, shorten
 
+LEAST_BYTES = 2**20
+"""The least memory of a device. A smaller number is probably meant as a number of GiB."""
 EXACT, CHECKPOINT = "exact", "checkpoint"
 SETTINGS = (EXACT, 4, 2)
 _METHODS = ("compress_", "replace_activations_", "checkpoint_")
@@ -229,10 +231,13 @@ def _capacity_of(device) -> int | None:
     """Return the bytes of the argument `device`."""
     if device is None:
         return None
-    if isinstance(device, int) and not isinstance(device, bool):
-        if device < 1:
-            raise InputError(f"device: expected at least 1 byte, got {device}")
-        return device
+    is_number = isinstance(device, int | float) and not isinstance(device, bool)
+    if is_number and float(device).is_integer():
+        if device < LEAST_BYTES:
+            raise InputError(
+                f"device: expected a size such as '24 GiB', or at least {LEAST_BYTES:,} bytes, got {device}"
+            )
+        return int(device)
     if isinstance(device, str) and device[:1].isalpha():
         try:
             device = torch.device(device)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn import functional as torch_functional
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fewbit.analysis.gradients import hint_of_forward
 from fewbit.errors import InputError
 from fewbit.planning.storages import TRANSIENT, StorageTracker
 from fewbit.runtime.interop.interrupts import undo_after
@@ -150,7 +151,7 @@ class FakeTraining:
             fake = _fake_batch(batch, dim, size, self.device)
             tracker.add(tree_leaves(fake), TRANSIENT)
             value = self._loss(self.model, fake)
-            _check_loss(value)
+            _check_loss(value, self.model)
             tracker.claim_transient("saved")
             saved, backward = tracker.total("saved"), tracker.moment
             value.backward()
@@ -172,12 +173,19 @@ def loss_of_output(model: nn.Module, batch) -> torch.Tensor:
         The output if it is a scalar tensor; else its attribute `loss`, as models of transformers have it; else the sum
         of the means of all floating tensors in the output.
     """
-    if isinstance(batch, torch.Tensor):
-        output = model(batch)
-    elif isinstance(batch, tuple | list):
-        output = model(*batch)
-    else:
-        output = model(**batch)
+    try:
+        if isinstance(batch, torch.Tensor):
+            output = model(batch)
+        elif isinstance(batch, tuple | list):
+            output = model(*batch)
+        else:
+            output = model(**batch)
+    except TypeError as error:
+        raise InputError(
+            "batch: expected the arguments of the model's forward (a tuple is passed as positional arguments, a mapping as "
+            "keyword arguments), or a function loss(model, batch) in the argument loss; got the error "
+            f"{one_line(error)}"
+        ) from error
     if isinstance(output, torch.Tensor) and output.numel() == 1:
         return output
     if isinstance(getattr(output, "loss", None), torch.Tensor):
@@ -328,7 +336,7 @@ def _refusing_values():
         ) from error
 
 
-def _check_loss(value) -> None:
+def _check_loss(value, model: nn.Module) -> None:
     """Raise InputError if the loss is not a scalar tensor that depends only on fake parameters."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"loss: expected a scalar tensor, got {type(value).__name__}")
@@ -348,6 +356,6 @@ def _check_loss(value) -> None:
         if isinstance(variable, torch.Tensor) and not isinstance(variable, FakeTensor):
             raise InputError(
                 "loss: expected a loss of the model that it is called with, got one that depends on a parameter of "
-                f"shape {tuple(variable.shape)} outside of this model"
+                f"shape {tuple(variable.shape)} outside of this model{hint_of_forward(model)}"
             )
         nodes += [following for following, _ in node.next_functions]

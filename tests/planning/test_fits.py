@@ -495,7 +495,7 @@ def test_a_loss_of_another_model_is_refused_before_it_changes_that_model():
     [
         ({"device": "24 parsecs"}, "device: expected a size such as"),
         ({"device": "fast"}, "device: expected a size such as '24 GiB' or a device"),
-        ({"device": 0}, "device: expected at least 1 byte, got 0"),
+        ({"device": 0}, "or at least 1,048,576 bytes, got 0"),
         ({"device": 2.5}, "device: expected a size such as '24 GiB', a torch.device or None"),
         ({"device": "meta"}, "device: expected a device of this machine with a known memory"),
         ({"settings": []}, "settings: expected at least one setting"),
@@ -527,3 +527,37 @@ def test_an_optimizer_of_other_parameters_is_refused():
     optimizer = torch.optim.SGD(net().parameters())
     with pytest.raises(InputError, match="expected an optimizer of the model's parameters"):
         fits(net(), batch_of(4), loss, optimizer=optimizer)
+
+
+class _OfAnother(nn.Module):
+    """A model whose forward refers to the module that was current when it was made, as in TRL's trainers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        layer = self.layer
+        self.forward = lambda x: layer(x)
+
+
+@pytest.mark.parametrize("measure", ["fits", "plan"])
+def test_a_forward_that_a_copy_does_not_have(measure):
+    x = torch.randn(8, 8)
+    expected = "loss: expected a loss of the model .* has a forward of its own.*before the trainer is created"
+    with pytest.raises(InputError, match=expected):
+        if measure == "fits":
+            fewbit.fits(_OfAnother(), x, progress=False)
+        else:
+            fewbit.plan(_OfAnother(), x, lambda model, x: model(x).mean(), progress=False)
+
+
+def test_a_batch_that_the_forward_does_not_take():
+    batch = torch.randn(4, 8), torch.zeros(4)
+    with pytest.raises(InputError, match="^batch: expected the arguments of the model's forward"):
+        fewbit.fits(nn.Linear(8, 8), batch, progress=False)
+
+
+def test_a_number_of_bytes_may_be_a_float():
+    fit = fewbit.fits(nn.Linear(8, 8), torch.randn(4, 8), device=2e6, settings=4, progress=False)
+    assert fit.rows[0].fits
+    with pytest.raises(InputError, match="device: expected a size such as '24 GiB', or at least"):
+        fewbit.fits(nn.Linear(8, 8), torch.randn(4, 8), device=24, progress=False)

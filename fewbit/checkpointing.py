@@ -110,7 +110,8 @@ def checkpoint_(model: nn.Module, bits: int = 8, group_size: int = GROUP_SIZE) -
     if enable is None:
         raise InputError(
             f"expected a model of transformers that supports gradient checkpointing, got {type(model).__name__}; "
-            "call fewbit.checkpoint in the forward of other models"
+            "call fewbit.checkpoint in the forward of other models, and for models of diffusers "
+            "model.enable_gradient_checkpointing(fewbit.checkpoint)"
         )
     enable()
     for module in model.modules():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
-from fewbit.config import BitConfig
+from fewbit.config import BitConfig, Level
 from fewbit.convert.report import Report
 from fewbit.errors import InputError
 from fewbit.policies.allocation_report import Allocation
@@ -67,8 +67,10 @@ class Controller:
         return self._tables.get("bounds", Bounds(empty="bounds are found with fewbit.ErrorBound"))
 
     @property
-    def average_bits(self) -> float:
-        """The average bits per element of quantized tensors: those that were chosen last, or those of the start."""
+    def average_bits(self) -> float | None:
+        """The average bits per element of quantized tensors, as chosen last; None if nothing is quantized (level L0)."""
+        if isinstance(self.config, Level) and self.config.config is None:
+            return None
         chosen = self.allocation.bits or self.bounds.bits
         return float(
             chosen or (self.config.initial_bits if self._policy is None else self._policy.bits)

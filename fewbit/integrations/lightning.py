@@ -113,7 +113,9 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
             return
         if self._meter.total is not None:
             self.log("fewbit/saved_bytes", float(self._meter.total))
-        self.log("fewbit/bits", self.controller.average_bits)
+        bits = self.controller.average_bits
+        if bits is not None:
+            self.log("fewbit/bits", bits)
 
     def on_exception(self, trainer, pl_module, exception) -> None:
         """Stop counting in a step that does not end."""

@@ -136,7 +136,9 @@ class FewbitCallback(TrainerCallback, ExportableState):
         if logs is None or "loss" not in logs or self.controller is None:
             return
         values = {} if self._meter.total is None else {SAVED: self._meter.total}
-        values[BITS] = self.controller.average_bits
+        bits = self.controller.average_bits
+        if bits is not None:
+            values[BITS] = bits
         logs.update(values)
         # The Trainer has copied the logs into the history before it calls its callbacks.
         if state.log_history and "loss" in state.log_history[-1]:

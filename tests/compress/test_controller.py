@@ -272,3 +272,12 @@ def test_damaged_states_of_the_error_bound_policy_change_nothing():
         assert controller.state_dict() == before
     controller.load_state_dict(before)
     assert controller.state_dict() == before
+
+
+def test_average_bits():
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+    found = [
+        fewbit.compress_(model, bits, verbose=False).average_bits
+        for bits in (2, fewbit.AdaptiveBits(1.75), fewbit.Level("L2", 3), fewbit.Level("L0"))
+    ]
+    assert found == [2, 1.75, 3, None]

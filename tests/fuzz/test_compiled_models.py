@@ -75,8 +75,8 @@ def test_ops_that_are_not_told_strides_are_found(monkeypatch, drawn):
         return layout.dense(x)
 
     monkeypatch.setattr(layout, "with_stride", as_it_comes)
-    errors = errors_of(range(20, 80), inductor_passes, False, 1, drawn)
-    assert sum(error > allowed for error, allowed in errors.values()) >= 2
+    errors = errors_of(range(20, 140), inductor_passes, False, 1, drawn)
+    assert any(error > allowed for error, allowed in errors.values())
 
 
 def errors_of(numbers, backend, dynamic, draws, drawn):

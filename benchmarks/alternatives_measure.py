@@ -1,4 +1,4 @@
-"""What alternatives.py measures of one arm: bytes, times, the error of the gradient, and the final losses of training."""
+"""The measurements of one arm of alternatives.py: bytes, times, the error of the gradient, and the final losses of training."""
 
 from __future__ import annotations
 

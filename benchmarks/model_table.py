@@ -1,4 +1,4 @@
-"""What `compress_` saves in the models of transformers, diffusers, timm and torch.nn, and how far gradients change.
+"""A table of the bytes that models of transformers, diffusers, timm and torch.nn save, and of the errors of their gradients.
 
     python benchmarks/model_table.py                  # all models, 12 minutes on 2 cores; writes results and page
     python benchmarks/model_table.py Llama "nn.GRU"   # only these models, with what each saves; writes nothing

@@ -15,7 +15,7 @@ INSTALLED_BY = {
     "imagecodecs": "fewbit[codecs]",
     "transformers": "transformers",
 }
-"""What to give to `pip install`, for each package that a feature may need. The extras are in pyproject.toml."""
+"""{a package that a feature may need: the argument of `pip install` that installs it}. The extras are in pyproject.toml."""
 
 
 @contextmanager

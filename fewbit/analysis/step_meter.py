@@ -99,9 +99,8 @@ class StepMeter:
 
     def _count(self) -> None:
         """Count the tensors that autograd holds now, once in a step."""
-        with (
-            self._lock
-        ):  # autograd runs the backward passes of several devices in threads of their own
+        # Autograd runs the backward passes of several devices in threads of their own.
+        with self._lock:
             model, self._model = self._model and self._model(), None
             tokens = [token for token in (ref() for ref in self._tokens) if token is not None]
             self._tokens = []

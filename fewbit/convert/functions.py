@@ -317,7 +317,8 @@ leave_to_interpreter(FunctionMode.__torch_function__.__code__)
 
 def _has_large(args) -> bool:
     """Return whether a tensor among the arguments has at least LEAST_ELEMENTS elements."""
-    tensors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args
+    # The first argument of einsum is a text.
+    tensors = contractions.operands_of(args[1:]) if args and isinstance(args[0], str) else args
     return any(isinstance(x, torch.Tensor) and x.numel() >= LEAST_ELEMENTS for x in tensors)
 
 

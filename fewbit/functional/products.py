@@ -27,7 +27,7 @@ error would have a norm of several percent of the norm of gate's gradient, even 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -137,6 +137,17 @@ def is_quantized_product(a: Tensor, b: Tensor) -> bool:
     return _are_differentiated(a, b) and not (is_in_memory(a) and is_in_memory(b))
 
 
+def in_shapes(grads: Iterable[Tensor], inputs) -> list[Tensor]:
+    """Return the gradients of inputs that were broadcast, each in the shape and dtype of its input.
+
+    Args:
+        grads: the gradients, in the shape of the result.
+        inputs: pairs (shape, dtype), one of each input.
+    """
+    pairs = zip(grads, inputs, strict=True)
+    return [grad.sum_to_size(size).to(dtype) for grad, (size, dtype) in pairs]
+
+
 class _Product(Function):
     """The base of `_Matmul` and `_Mul`, which saves factors: leaves of the graph unchanged, other tensors quantized."""
 
@@ -148,12 +159,6 @@ class _Product(Function):
             for factor in (a, b)
         ]
         return copies.save(ctx, y, factors)
-
-    @staticmethod
-    def in_shape(ctx, *grads):
-        """Return the gradients in the shapes and dtypes of the factors, followed by None for the quantizer."""
-        pairs = zip(grads, ctx.inputs, strict=True)
-        return *(grad.sum_to_size(size).to(dtype) for grad, (size, dtype) in pairs), None
 
 
 class _Matmul(_Product):
@@ -167,7 +172,8 @@ class _Matmul(_Product):
     @once_differentiable
     def backward(ctx, grad):
         (a, b), _ = copies.load(ctx, grad.dtype)
-        return _Product.in_shape(ctx, grad @ b.transpose(-2, -1), a.transpose(-2, -1) @ grad)
+        grads = grad @ b.transpose(-2, -1), a.transpose(-2, -1) @ grad
+        return *in_shapes(grads, ctx.inputs), None
 
 
 class _Mul(_Product):
@@ -183,7 +189,7 @@ class _Mul(_Product):
     @once_differentiable
     def backward(ctx, grad):
         (a, b), _ = copies.load(ctx, grad.dtype)
-        return _Product.in_shape(ctx, grad * b, grad * a)
+        return *in_shapes((grad * b, grad * a), ctx.inputs), None
 
 
 # -- gated units -----------------------------------------------------------------------------------

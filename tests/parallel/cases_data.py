@@ -196,7 +196,7 @@ def independent_rounding(rank):
     everyone = [torch.empty_like(alone) for _ in range(2)]
     dist.all_gather(everyone, alone)
     assert torch.equal(*everyone)
-    # Of two independent errors of the same size, the mean has half the squared size.
+    # The mean of two independent errors of the same size has half the squared size.
     for wrap in (wrapped, _shard):
         ratio = float(noise(wrap).square().sum() / alone.square().sum())
         assert 0.35 < ratio < 0.65, ratio

@@ -116,7 +116,7 @@ def fewer_bytes(rank):
                 # torch has no attention of DTensors on the CPU
                 distribute(module, mesh, is_local or bits is None)
                 found[bits] = local_bytes(module, batch()[0])
-            # What remains in float32 are the deviations of the norms' rows: one of 64 elements.
+            # Only the deviations of the norms' rows remain in float32: one of 64 elements.
             assert found[4]["floats"] < 0.02 * found[None]["floats"], found
             assert found[4]["codes"] < 0.2 * found[None]["floats"], found
 

@@ -248,7 +248,7 @@ def check_plan(names, shown, files):
     assert type(names["model"][0]).__module__.startswith("fewbit")
 
 
-# What must hold after the blocks of a page have run, besides that none raises an exception.
+# These checks must hold after the blocks of a page have run, and no block may raise an exception.
 CHECKS = {
     "README.md": check_readme,
     "docs/guides/compile.md": check_compile,

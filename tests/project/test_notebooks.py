@@ -13,7 +13,7 @@ pytest.importorskip("sklearn")
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
-# Of each notebook: the number of tables that it shows as HTML, and of pictures; at least.
+# The least number of tables that each notebook shows as HTML, and the least number of pictures.
 SHOWN = {
     "error_tables": (3, 2),
     "five_minutes": (2, 1),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fewbit.functional.products import is_in_memory, is_quantized_product
+from fewbit.functional.products import in_shapes, is_in_memory, is_quantized_product
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import is_batched
@@ -265,21 +265,15 @@ class _Addcmul(Function):
     def backward(ctx, grad):
         (a, b), _ = copies.load(ctx, grad.dtype)
         of_product = ctx.value * grad
-        grads = grad, of_product * b, of_product * a
-        found = [
-            each.sum_to_size(size).to(dtype)
-            for each, (size, dtype) in zip(grads, ctx.inputs, strict=True)
-        ]
-        return *found, None, None
+        return *in_shapes((grad, of_product * b, of_product * a), ctx.inputs), None, None
 
 
 class _GroupedMm(Function):
     @staticmethod
     def forward(ctx, a, b, offs, quantizer):
         y = _grouped_mm(a, b, offs=offs)
-        ctx.is_transposed = (
-            b.stride(-2) == 1
-        )  # the matrices, not the rows, have their columns in a row of memory
+        # The elements of a column, and not those of a row, follow each other in memory.
+        ctx.is_transposed = b.stride(-2) == 1
         return copies.save(ctx, y, _saved(a, b, quantizer), offs)
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fewbit.config import UNIFORM
-from fewbit.functional.products import is_in_memory
+from fewbit.functional.products import in_shapes, is_in_memory
 from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers import copies, integers
@@ -218,12 +218,8 @@ class _Largest(Function):
         spec, _ = ctx.specs[0]
         choice = spec.dequantize(ctx.saved_tensors)
         grads = torch.where(choice == 0, 0, grad), torch.where(choice == 2, 0, grad)
-        half = choice == 1
-        found = [
-            torch.where(half, each / 2, each).sum_to_size(size).to(dtype)
-            for each, (size, dtype) in zip(grads, ctx.inputs, strict=True)
-        ]
-        return *found, None
+        shared = (torch.where(choice == 1, each / 2, each) for each in grads)
+        return *in_shapes(shared, ctx.inputs), None
 
 
 class _Gather(Function):

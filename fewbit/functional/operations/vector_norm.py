@@ -2,8 +2,7 @@
 
 Let n be the length of a vector x, and g the gradient of n. The gradient of x is g x / n. `vector_norm` saves x / n quantized,
 so the gradient is exact in expectation: its mean over the random rounding is exact. It does not save x, because the error of
-x, divided by a small n, would be large. `normalize` saves its result
-y = x / n quantized. If g is the gradient of y, that of x is (g - y (g . y)) / n. It has the product of a quantized element with
+x, divided by a small n, would be large. `normalize` saves its result y = x / n quantized. If g is the gradient of y, that of x is (g - y (g . y)) / n. It has the product of a quantized element with
 itself, and is therefore biased, as that of a norm layer with one copy (`fewbit/functional/layer_norm.py`).
 """
 
@@ -99,7 +98,7 @@ class _Length(Function):
     @staticmethod
     def forward(ctx, x, dims, quantizer):
         y = torch.linalg.vector_norm(x, 2, dims, True)
-        # As in torch, the gradient of a vector of zeros is 0.
+        # The gradient of a vector of zeros is 0, as in torch.
         direction = (x / y).masked_fill_(y == 0, 0)
         return copies.save(ctx, y, (quantizer.quantize(direction, shared=False),))
 

@@ -71,7 +71,7 @@ class Restoring:
     def run(self, backward, *arguments):
         """Return backward(*arguments). Meanwhile, record and change the tensors that this thread dequantizes."""
         before = getattr(_running, "restoring", None)
-        # As `undo_after` does, but without generators, because every backward of a layer runs this.
+        # This does what `undo_after` does, without generators, because every backward of a layer runs it.
         try:
             try:
                 _running.restoring = self

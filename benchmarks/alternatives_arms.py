@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
+import torch._functorch.partitioners as partitioners
 import torch._inductor.config as inductor_config
 from alternatives_hooks import int8_hooks
 from alternatives_networks import fused_loss
@@ -101,8 +103,19 @@ def budget(fraction):
     return partial(functorch_config.patch, activation_memory_budget=fraction)
 
 
+@contextmanager
 def fp8():
-    return inductor_config.patch(post_grad_fusion_options=FP8)
+    """Switch on torch's pass, but keep it from attention masks: their infinite values would make gradients NaN."""
+    should_quantize = partitioners.should_quantize
+
+    def is_no_mask(node):
+        return node.target is not aten.where.self and should_quantize(node)
+
+    with (
+        inductor_config.patch(post_grad_fusion_options=FP8),
+        mock.patch.object(partitioners, "should_quantize", is_no_mask),
+    ):
+        yield
 
 
 def full(module, backend):

@@ -276,6 +276,8 @@ class FunctionMode(ReplacingMode):
         }
         # torch also takes the names of NumPy, such as axis for dim. The first argument of einsum is a text.
         is_known = "out" not in given and given.keys() <= _parameters(ours)
+        if is_known and given:
+            args, given = _tensors_first(ours, args, given)
         if not is_known or not all(isinstance(x, torch.Tensor | str) for x in args[:1]):
             return function(*args, **kwargs)
         return (own or self.settings).call(ours, family, function, args, given)
@@ -320,6 +322,16 @@ def _has_large(args) -> bool:
     # The first argument of einsum is a text.
     tensors = contractions.operands_of(args[1:]) if args and isinstance(args[0], str) else args
     return any(isinstance(x, torch.Tensor) and x.numel() >= LEAST_ELEMENTS for x in tensors)
+
+
+def _tensors_first(ours, args, kwargs) -> tuple[tuple, dict]:
+    """Return the arguments of a call with the tensors that were passed by name moved to their positions."""
+    args, kwargs = list(args), dict(kwargs)
+    for name in list(signature(ours).parameters)[len(args) :]:
+        if not isinstance(kwargs.get(name), torch.Tensor):
+            break
+        args.append(kwargs.pop(name))
+    return tuple(args), kwargs
 
 
 @cache

@@ -136,3 +136,41 @@ def test_arguments_are_those_of_torch(name):
     torch.testing.assert_close(found, exact)
     (grad,) = torch.autograd.grad(found.square().sum(), model.scale)
     assert (grad - wanted).norm() < 0.02 * wanted.norm()
+
+
+NAMED = {
+    "square": lambda x, y: torch.square(input=x),
+    "pow": lambda x, y: torch.pow(input=x, exponent=2),
+    "erf": lambda x, y: torch.erf(input=x),
+    "clamp": lambda x, y: torch.clamp(input=x, min=-1, max=1),
+    "maximum": lambda x, y: torch.maximum(other=y, input=x),
+    "mul": lambda x, y: torch.mul(input=x, other=y),
+    "matmul": lambda x, y: torch.matmul(x, other=y),
+    "addcmul": lambda x, y: torch.addcmul(input=x, tensor1=x, tensor2=y, value=0.5),
+    "baddbmm": lambda x, y: torch.baddbmm(input=x[None], batch1=x[None], batch2=y[None], beta=0.5),
+    "gather": lambda x, y: torch.gather(
+        input=x, dim=1, index=torch.zeros(64, 64, dtype=torch.int64)
+    ),
+}
+"""Calls of torch's functions with the names of their arguments."""
+
+
+class Calling(nn.Module):
+    """Calls a function of two results that are not in memory otherwise."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x + 1, x - 1)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_tensors_that_are_passed_by_name_are_compressed(name):
+    model, x = Calling(NAMED[name]), normal((64, 64)).requires_grad_()
+    wanted = model(x).detach()
+    before = fewbit.saved_bytes(model, x).total
+    fewbit.compress_(model, bits=2, verbose=False)
+    torch.testing.assert_close(model(x).detach(), wanted)
+    assert fewbit.saved_bytes(model, x).total < before / 4

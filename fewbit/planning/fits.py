@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -101,45 +102,68 @@ def fits(
         raise InputError("batch: expected at least one sample, got none")
     rows, name, bar = [], "", Progress("fits", progress)
     done = partial(bar.step, len(arms) * (1 + (capacity is not None) * (1 + (length is not None))))
+    search = _Search(batch, size, capacity, sequence_dim, length, most, done)
     with unchanged({}, []), measuring(), bar.shown():
         for arm in arms:
             training = FakeTraining(model, arm.convert, loss, optimizer, on_gpu)
             name = training.optimizer_name
-            measured = batch, capacity, size, sequence_dim, length, most, done
-            rows.append(_row(arm.name, training, *measured))
+            rows.append(search.row(arm.name, training))
     return Fit(type(model).__name__, name, capacity, size, length, most, tuple(rows))
 
 
-def _row(
-    name, training: FakeTraining, batch, capacity, size, sequence_dim, length, most, done
-) -> FitRow:
-    """Measure one setting. The arguments are the local variables of `fits`."""
-    with explained(batch):
-        training.step(batch)
-        found = training.step(batch)  # the optimizer's state exists before this step
-    done()
-    fitting = longest_batch = longest = None
-    if capacity is not None:
-        fitting = found.peak <= capacity
-        peak = partial(_peak, training, batch, 0)
-        longest_batch = largest(peak, size, found.peak, capacity)
-        done()
-        if sequence_dim is not None:
-            peak = partial(_peak, training, batch, sequence_dim)
-            most = None if most is None else max(most, length)
-            longest = largest(peak, length, found.peak, capacity, most)
-            done()
-    return FitRow(
-        setting=name,
-        **found.parts,
-        peak=found.peak,
-        phase=found.phase,
-        all_gradients=found.gradients,
-        all_saved=found.saved,
-        fits=fitting,
-        largest_batch=longest_batch,
-        largest_sequence=longest,
-    )
+@dataclass(frozen=True)
+class _Search:
+    """What is measured of every setting.
+
+    Attributes:
+        batch: the batch of a step.
+        size: the number of samples in the batch.
+        capacity: the bytes of the device, or None.
+        sequence_dim: the dimension of the sequence, or None.
+        length: the length of the sequence in the batch, or None.
+        most: the longest sequence that the model takes, or None.
+        done: a function that is called after each part of the work.
+    """
+
+    batch: object
+    size: int
+    capacity: int | None
+    sequence_dim: int | None
+    length: int | None
+    most: int | None
+    done: Callable[[], None]
+
+    def row(self, name: str, training: FakeTraining) -> FitRow:
+        """Return the row of a setting."""
+        with explained(self.batch):
+            training.step(self.batch)
+            found = training.step(self.batch)  # the optimizer's state exists before this step
+        self.done()
+        fitting = longest_batch = longest = None
+        if self.capacity is not None:
+            fitting = found.peak <= self.capacity
+            longest_batch = self._largest(training, 0, self.size, found.peak)
+            if self.sequence_dim is not None:
+                most = None if self.most is None else max(self.most, self.length)
+                longest = self._largest(training, self.sequence_dim, self.length, found.peak, most)
+        return FitRow(
+            setting=name,
+            **found.parts,
+            peak=found.peak,
+            phase=found.phase,
+            all_gradients=found.gradients,
+            all_saved=found.saved,
+            fits=fitting,
+            largest_batch=longest_batch,
+            largest_sequence=longest,
+        )
+
+    def _largest(self, training, dim: int, size: int, peak: int, most: int | None = None):
+        """Return the largest size of a dimension with which a step fits. With `size`, it has the given peak."""
+        peak_of = partial(_peak, training, self.batch, dim)
+        found = largest(peak_of, size, peak, self.capacity, most)
+        self.done()
+        return found
 
 
 def _peak(training: FakeTraining, batch, dim: int, size: int) -> int | None:

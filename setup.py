@@ -156,6 +156,7 @@ def cpu_jobs(compiler, includes, with_cuda):
         "bindings.cpp",  # listed first because it takes longest by far
         "common/table.cpp",
         "cpu/allocation.cpp",
+        "cpu/checksum.cpp",
         "cpu/dispatch.cpp",
         "cpu/memory.cpp",
         "cpu/parallel.cpp",

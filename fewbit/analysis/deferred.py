@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.config import MASKED, ROTATED
+from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.quantizers.quantizer import Quantizer
@@ -96,7 +97,7 @@ class DeferredQuantizer(Quantizer):
         """Save x unchanged. Backward passes round it to a copy of the kind that `Quantizer.quantize` would make."""
         kind = self.kind_of(usual)
         if kind == ROTATED and shared and self.context is not None and is_eager(x):
-            kind = ROTATED if self.context.cache.get_mask(x) is None else MASKED
+            kind = ROTATED if self.context.cache.get_mask(Content(x)) is None else MASKED
         return self._save_exactly(x.detach(), False, kind)
 
     def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:

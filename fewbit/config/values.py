@@ -90,9 +90,9 @@ def check_quantizer(quantizer, name: str = "quantizer") -> str:
 
 def check_rotated_size(kind, group_size) -> None:
     """Raise InputError if `kind` is "rotated" or "masked" and groups have more elements than are rotated together."""
-    is_possible = kind not in (ROTATED, MASKED) or group_size <= LARGEST_ROTATED_GROUP
-    expected = f"at most {LARGEST_ROTATED_GROUP}"
-    require(is_possible, expected, f"group_size with {kind} copies", group_size)
+    if group_size > LARGEST_ROTATED_GROUP and kind in (ROTATED, MASKED):
+        expected = f"at most {LARGEST_ROTATED_GROUP}"
+        require(False, expected, f"group_size with {kind} copies", group_size)
 
 
 def usual_kind(usual: str, group_size: int) -> str:

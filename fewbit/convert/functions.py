@@ -327,10 +327,11 @@ def _has_large(args) -> bool:
 def _tensors_first(ours, args, kwargs) -> tuple[tuple, dict]:
     """Return the arguments of a call with the tensors that were passed by name moved to their positions."""
     args, kwargs = list(args), dict(kwargs)
-    for name in list(signature(ours).parameters)[len(args) :]:
-        if not isinstance(kwargs.get(name), torch.Tensor):
+    for parameter in tuple(signature(ours).parameters.values())[len(args) :]:
+        is_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if not is_positional or not isinstance(kwargs.get(parameter.name), torch.Tensor):
             break
-        args.append(kwargs.pop(name))
+        args.append(kwargs.pop(parameter.name))
     return tuple(args), kwargs
 
 

@@ -166,8 +166,8 @@ def test_seeds_of_several_processes():
     class Rank(ProcessGroups):
         data_rank = (1,)
 
-    assert torch.equal(Seeds(groups=ProcessGroups()).of(CPU, "a"), alone)
-    assert not torch.equal(Seeds(groups=Rank()).of(CPU, "a"), alone)
+    assert Seeds(groups=ProcessGroups()).of(CPU, "a") == alone
+    assert Seeds(groups=Rank()).of(CPU, "a") != alone
 
 
 def test_parameters_of_one_module_may_be_sharded_over_several_meshes(mesh):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.runtime.format import fingerprint
 from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.activation_ops import is_masking
@@ -358,7 +359,7 @@ def test_masks_are_forgotten_when_the_forward_ends():
     run(model, data((8, 64)))
     assert is_masked(model.nodes[0])
     copies = model.layers[0].quantizer.context.cache
-    assert copies.get_mask(data((8, 64))) is None and not copies._local.masks
+    assert copies.get_mask(Content(data((8, 64)))) is None and not copies._local.masks
 
 
 def test_an_offload_does_not_leave_masks_on_the_device(monkeypatch):
@@ -368,13 +369,14 @@ def test_an_offload_does_not_leave_masks_on_the_device(monkeypatch):
     copies.begin()
     results = [data((8, 64)).relu() for _ in range(3)]
     for y in results:
-        copies.put_mask(y, Mask(torch.zeros(16, dtype=torch.int32), STEP), False)
-    assert all(copies.get_mask(y) is not None for y in results)
+        copies.put_mask(Content(y), Mask(torch.zeros(16, dtype=torch.int32), STEP), False)
+    assert all(copies.get_mask(Content(y)) is not None for y in results)
     kept, more = results[1], torch.ones(5)
     del results, y
-    copies.put_mask(more, Mask(torch.zeros(1, dtype=torch.int32), STEP), False)
+    copies.put_mask(Content(more), Mask(torch.zeros(1, dtype=torch.int32), STEP), False)
     assert len(copies._local.masks) == 2
-    assert copies.get_mask(kept) is not None and copies.get_mask(more) is not None
+    assert copies.get_mask(Content(kept)) is not None
+    assert copies.get_mask(Content(more)) is not None
 
 
 # -- tables and dtypes without masks -------------------------------------------------------------------------

@@ -220,6 +220,17 @@ def test_fingerprints_of_even_layouts(rows, columns, dtype):
         assert fingerprint(other) != found
 
 
+@pytest.mark.parametrize("place", [0, 2**18 - 1, 2**18, 2**19 + 5, 2**19 + 255])
+def test_fingerprints_of_several_parts(place, monkeypatch):
+    """The kernel divides large tensors among threads. Their number does not change the fingerprint."""
+    x = normal((2**19 + 256,))
+    found = fingerprint(x)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert fingerprint(x) == found
+    x[place] += 1
+    assert fingerprint(x) != found
+
+
 def test_an_address_that_is_used_again_is_another_tensor():
     """Each temporary of the forward has the address of the one before it."""
     memory = np.empty((5, 96), np.float32)  # an allocator might not give an address back at once

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fewbit
+from fewbit.runtime.format import fingerprint
 from fewbit.runtime.interop import async_host_copy
 from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
 from fewbit.runtime.saved import cache
@@ -29,7 +30,8 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("streams", [(7, 7), (7, 8)])
 def test_layers_share_a_copy_only_in_one_stream(monkeypatch, streams):
     current = [None]
-    monkeypatch.setattr(cache, "_stream_of", lambda x: current[0])
+    for module in (cache, fingerprint):
+        monkeypatch.setattr(module, "stream_of", lambda x: current[0])
     model = Branches(lambda branch: current.__setitem__(0, streams[branch]))
     fewbit.compress_(model, bits=2, verbose=False)
     x = torch.randn(32, 64)
@@ -55,13 +57,14 @@ def test_layers_share_a_copy_only_in_one_stream(monkeypatch, streams):
 @pytest.mark.parametrize("streams", [(7, 7), (7, 8)])
 def test_a_mask_is_found_only_in_its_stream(monkeypatch, streams):
     current = [streams[0]]
-    monkeypatch.setattr(cache, "_stream_of", lambda x: current[0])
+    for module in (cache, fingerprint):
+        monkeypatch.setattr(module, "stream_of", lambda x: current[0])
     found = cache.SavedTensorCache(SimpleNamespace(entries=lambda entries: entries))
     found.begin()
     y, mask = torch.ones(40), object()
-    found.put_mask(y, mask, is_in_place=False)
+    found.put_mask(fingerprint.Content(y), mask, is_in_place=False)
     current[0] = streams[1]
-    assert (found.get_mask(y) is mask) == (streams[0] == streams[1])
+    assert (found.get_mask(fingerprint.Content(y)) is mask) == (streams[0] == streams[1])
 
 
 def test_a_capture_does_not_query_events(monkeypatch):

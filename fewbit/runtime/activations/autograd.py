@@ -43,7 +43,7 @@ class Activation(Function):
             ctx.mark_dirty(x)
         if context is not None and activation_ops.is_masking(function, encoding, x.dtype):
             if layout.is_dense(x):
-                context.cache.put_mask(y, Mask(packed, encoding), inplace, content)
+                context.cache.put_mask(content or Content(y), Mask(packed, encoding), inplace)
         offload.mark(packed)
         ctx.save_for_backward(packed)
         return y
@@ -81,11 +81,12 @@ def _in_context(context, x, *arguments):
     made = quantizer and activation_ops.activation_quantized(x, *arguments, quantizer)
     if not made:
         y, packed = activation_ops.activation(x, *arguments, False)
-        context.cache.record_output(x, y)
-        return y, packed, None
+        content = Content(y)
+        context.cache.record_output(x, content)
+        return y, packed, content
     y, packed, saved = made
     content = Content(y)
-    context.cache.record_output(x, y, quantizer, saved, content)
+    context.cache.record_output(x, content, quantizer, saved)
     return y, packed, content
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
 from fewbit.runtime.format import groups
-from fewbit.runtime.format.buffers import check_dense
+from fewbit.runtime.format.buffers import check_dense, seed_on
 from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
@@ -22,6 +23,8 @@ _kernels.use_tensors(_DTYPES, check_dense)
 KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
 """The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
+_UNUSED_BITS = 1
+"""The bits in calls of kernels that get the bits of each sample. Kernels check the number, and do not use it."""
 # Tables with more breaks or points, which only unusual functions of a user have, do not fit the parameters of a CUDA
 # kernel.
 _MOST_BREAKS = 2048
@@ -171,28 +174,28 @@ class Kernels:
 
         In the result, `spread` is two Python floats, or None on CUDA.
         """
-        samples, features = groups.samples_of(x.shape)
         if widths is None:
-            words = packed_words(x.numel(), bits)
-            rows = groups.group_count(samples, features, group_size)
+            samples, features, words, rows = _copy_sizes(x.shape, bits, group_size)
         else:
-            rows = groups.most_groups(samples, features, group_size)
-        packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        ranges = _ranges(rows, fp32_min, kind, x.device)
+            samples, features = groups.samples_of(x.shape)
+            rows, bits = groups.most_groups(samples, features, group_size), _UNUSED_BITS
+        device = x.device
+        packed = torch.empty(words, dtype=torch.int32, device=device)
+        ranges = _ranges(rows, fp32_min, kind, device)
         spread = self._kernels.quantize(
             x,
             samples,
             features,
             group_size,
-            1 if widths is not None else bits,  # not used with widths, but checked
+            bits,
             *self._streams(widths),
             fp32_min,
             KIND_NUMBERS[kind],
-            seed,
+            seed if x.is_cpu else seed_on(device, seed),
             packed,
             ranges,
             *self._where(x),
-            *_vectors(normalize, x.numel()),
+            *(() if normalize is None else _vectors(normalize, x.numel())),
         )
         return QuantizedGroups(packed, ranges, spread)
 
@@ -223,7 +226,7 @@ class Kernels:
         self._kernels.dequantize(
             packed,
             ranges,
-            1 if widths is not None else bits,  # not used with widths, but checked
+            bits if widths is None else _UNUSED_BITS,
             *self._streams(widths),
             ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
             KIND_NUMBERS[kind],
@@ -232,7 +235,7 @@ class Kernels:
             group_size,
             out,
             *self._where(out),
-            *_vectors(affine, out.numel()),
+            *(() if affine is None else _vectors(affine, out.numel())),
         )
 
     def grid_fixed(self, gamma, beta, bits):
@@ -351,6 +354,14 @@ def _native_table(encoding: Encoding):
         encoding.lut64,
         **(encoding.draw._asdict() if encoding.unbiased else {}),
     )
+
+
+@lru_cache(maxsize=4096)
+def _copy_sizes(shape, bits: int, group_size: int) -> tuple[int, int, int, int]:
+    """Return (samples, features of a sample, words of the packed codes, groups) of a tensor of the given shape."""
+    samples, features = groups.samples_of(shape)
+    words = packed_words(samples * features, bits)
+    return samples, features, words, groups.group_count(samples, features, group_size)
 
 
 def _packed(n: int, bits: int, device) -> torch.Tensor:

@@ -17,7 +17,7 @@ from fewbit.runtime.backends import reference_rotated
 from fewbit.runtime.backends.reference_bits import entries_of, pack, philox_words, unpack
 from fewbit.runtime.backends.results import QuantizedGroups
 from fewbit.runtime.format import groups
-from fewbit.runtime.format.buffers import Entry, check_bits
+from fewbit.runtime.format.buffers import Entry, check_bits, seed_on
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.layout import storage_order
 
@@ -42,7 +42,7 @@ def quantize(
 
     Args:
         x: a dense tensor of a floating dtype, with samples outermost in storage.
-        seed: (1,) int64, the seed of the random rounding.
+        seed: the seed of the random rounding: an int that fits into int64, or (1,) int64.
         bits: the bits per element of all samples, 1 to 8. Ignored if `widths` is given.
         group_size: the number of elements in a group; at most 256 unless the copy is uniform.
         fp32_min: whether the groups' minimums or means are float32; if not, they are bfloat16.
@@ -59,6 +59,7 @@ def quantize(
     check_rotated_size(kind, group_size)
     entry = Entry("quantize", x)
     entry.check_numbers("x", x)
+    seed = seed_on(x.device, seed)
     entry.check_seed(seed)
     samples, features = groups.samples_of(x.shape)
     if widths is None:

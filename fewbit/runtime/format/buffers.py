@@ -22,6 +22,13 @@ def check_dense(tensor: torch.Tensor) -> None:
         )
 
 
+def seed_on(device: torch.device, seed: int | torch.Tensor) -> torch.Tensor:
+    """Return a seed as a tensor on a device, (1,) int64. A seed that is a tensor is there already."""
+    if isinstance(seed, torch.Tensor):
+        return seed
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
 class Entry:
     """The checks of the tensors in a call of one function of a backend.
 

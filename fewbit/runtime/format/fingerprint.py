@@ -4,50 +4,61 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from functools import cached_property, lru_cache
 
-import numpy as np
 import torch
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.tensor_kinds import is_plain
 
-SMALL = 1024
-"""The largest number of bytes for which a CRC of all bytes is faster than sums of columns."""
-WIDTHS = (61, 67, 71), (1021, 1031, 1033)
-"""Numbers of columns in which `fingerprint` may read memory, for small and for large tensors. All are primes.
+try:
+    from fewbit._kernels import checksum as _checksum
+except ImportError:  # fewbit was installed without a compiler
 
-The first prime that does not divide the number of 64-bit words is used. The length of the tensor's own rows is then no
-multiple of the prime. If rows of the tensor are reordered, their words come into other columns, and the checksum
-changes. It may stay the same only if each row moves by a multiple of the prime.
-"""
+    def _checksum(address: int, size: int, threads: int) -> int:
+        return zlib.crc32((ctypes.c_char * size).from_address(address))
+
+
+_UNKNOWN = object()
 
 
 class Content:
-    """The content of a tensor, of which a checksum is computed at most once.
+    """The place and the content of a tensor, of which a checksum is computed at most once.
 
     While one layer runs, it can hand the same object to several methods of the cache, because the tensor does not
     change in between.
 
     Args:
         x: the tensor.
+
+    Attributes:
+        x: the tensor.
+        storage: the storage of the tensor.
+        place: a tuple that identifies the tensor with its present content, and the current stream.
     """
 
+    __slots__ = ("_checksum", "place", "storage", "x")
+
     def __init__(self, x: torch.Tensor):
-        self._x = x
+        self.x, self._checksum = x, _UNKNOWN
+        self.storage = storage = x.untyped_storage()
+        place = storage._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
+        self.place = *place, stream_of(x)
 
-    @cached_property
-    def checksum(self) -> int | bytes | None:
+    @property
+    def checksum(self) -> int | None:
         """The result of `fingerprint(x)`."""
-        return fingerprint(self._x)
+        if self._checksum is _UNKNOWN:
+            self._checksum = fingerprint(self.x)
+        return self._checksum
 
 
-def fingerprint(x: torch.Tensor) -> int | bytes | None:
+def stream_of(x: torch.Tensor) -> int:
+    """Return a number that identifies the current stream of x's device. It is 0 if the device has no CUDA streams."""
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+
+
+def fingerprint(x: torch.Tensor) -> int | None:
     """Return a checksum of a tensor's memory.
-
-    For up to SMALL bytes the checksum is a CRC. For more bytes, the memory is read as a matrix of 64-bit
-    integers. The checksum is then the sums of the columns, which are computed at the speed of memory, followed by a CRC
-    of the remaining bytes. If two words of the same column are exchanged, the checksum does not change.
 
     Returns:
         The checksum. None if the tensor is not on the CPU, since reading would synchronize with the device, or if the
@@ -60,19 +71,4 @@ def fingerprint(x: torch.Tensor) -> int | bytes | None:
     address, size = x.data_ptr(), x.nbytes
     if not address or not size:
         return None
-    if size <= SMALL:
-        return zlib.crc32(_bytes(size).from_address(address))
-    words = size // 8
-    widths = WIDTHS[size > 64 * WIDTHS[1][0]]
-    width = next((width for width in widths if words % width), widths[0])
-    # With an odd number of rows, the sums also change if the same number is added to every word, for example because
-    # all signs or exponents change.
-    words = ((words // width - 1) | 1) * width
-    rows = np.frombuffer(_bytes(8 * words).from_address(address), np.uint64).reshape(-1, width)
-    rest = zlib.crc32(_bytes(size - 8 * words).from_address(address + 8 * words))
-    return np.add.reduce(rows, 0).tobytes() + rest.to_bytes(4, "big")
-
-
-@lru_cache(maxsize=1024)
-def _bytes(size: int):
-    return ctypes.c_char * size
+    return _checksum(address, size, torch.get_num_threads())

@@ -199,16 +199,18 @@ def check_vectors(vectors, inner: int, n: int) -> int:
     Raises:
         ValueError: for other arguments.
     """
-    given = [vector for vector in vectors if vector is not None]
-    for vector in given:
+    lengths = []
+    for vector in vectors:
+        if vector is None:
+            continue
         if vector.dtype != torch.float32 or vector.dim() != 1 or not vector.is_contiguous():
             raise ValueError(
                 f"expected 1-D contiguous float32 vectors, got {vector.dim()}-D {vector.dtype}"
             )
-    lengths = {len(vector) for vector in given}
-    if len(lengths) != 1:
+        lengths.append(vector.numel())
+    if len(set(lengths)) != 1:
         raise ValueError(f"expected vectors of one length, got lengths {sorted(lengths)}")
-    (entries,) = lengths
+    entries = lengths[0]
     if n and (inner < 1 or not entries or n % (entries * inner)):
         raise ValueError(
             f"expected entries * inner to divide the number of elements, {n}, got {entries} * {inner}"

@@ -8,6 +8,8 @@ import torch
 
 from fewbit.runtime.interop.interrupts import undo_after
 
+_NOTHING = nullcontext()
+
 
 def as_torch_casts():
     """Return a context manager within which torch's functions cast their inputs for autocast, but without a cache.
@@ -18,7 +20,7 @@ def as_torch_casts():
     """
     # A compiler traces the casts, and its partitioner chooses the tensors to save.
     if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
-        return nullcontext()
+        return _NOTHING
     return _uncached()
 
 

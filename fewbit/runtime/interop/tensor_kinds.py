@@ -11,12 +11,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from fewbit.errors import InputError
 from fewbit.text import shorten
 
+PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
+
 
 def is_plain(x) -> bool:
     """Return whether x is an ordinary dense tensor in ordinary eager mode, so that its memory can be read."""
     return (
         not torch.compiler.is_compiling()
-        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and type(x) in PLAIN_CLASSES
         and torch._C._functorch.maybe_current_level() is None
         and not torch._C._functorch.is_legacy_batchedtensor(x)
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -35,7 +37,7 @@ def is_abstract(x) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
-    is_meta = type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_meta
+    is_meta = type(x) in PLAIN_CLASSES and x.is_meta
     if not (is_meta or type(x) is FakeTensor) or x.layout is not torch.strided or x.is_nested:
         return False
     return all(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
@@ -58,7 +60,7 @@ def is_batched(x, transforms_only: bool = False) -> bool:
 def overrides_functions(x) -> bool:
     """Return whether the class of x computes torch's functions in its own way, as torchao's quantized tensors do."""
     cls = type(x)
-    if cls in (torch.Tensor, torch.nn.Parameter):
+    if cls in PLAIN_CLASSES:
         return False
     own = getattr(cls.__torch_function__, "__func__", None)
     return own is not None and own is not torch.Tensor.__torch_function__.__func__

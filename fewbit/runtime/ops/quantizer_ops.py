@@ -42,7 +42,7 @@ def quantize(
 
     Args:
         x: a floating tensor of any strides.
-        seed: (1,) int64 on x's device.
+        seed: an int that fits into int64, or (1,) int64 on x's device.
         bits: the bits per element of all samples, 1 to 8, unless `widths` is given.
         group_size: the number of elements in a group; at most 256 unless the copy is uniform.
         fp32_min: whether groups have float32 minimums (means, in a rotated copy), or None. On the CPU, None means True if `is_offset` is true for
@@ -55,8 +55,7 @@ def quantize(
             `groups.mixed_words`.
         kind: the kind of the copy, "uniform", "rotated" or "masked".
     """
-    x = x.detach()
-    source = x if layout.is_by_sample(x) else x.contiguous()
+    source = x if layout.is_by_sample(x) else x.detach().contiguous()
     return _quantize(source, seed, bits, group_size, fp32_min, widths, words, normalize, kind)
 
 
@@ -68,7 +67,7 @@ def _quantize(source, seed, bits, group_size, fp32_min, *rest):
     check_rotated_size(rest[-1], group_size)
     backend = backends.of(source)
     packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(fp32_min), *rest)
-    if fp32_min is None and source.device.type == "cpu" and is_offset(*map(float, spread)):
+    if fp32_min is None and source.is_cpu and is_offset(*spread):
         packed, ranges, _ = backend.quantize(source, seed, bits, group_size, True, *rest)
     return packed, ranges
 
@@ -82,7 +81,7 @@ def quantize_samples(
 
     Args:
         x: a floating tensor of any strides.
-        seed: (1,) int64 on x's device.
+        seed: an int that fits into int64, or (1,) int64 on x's device.
         slot: the slot, which has the average bits per element (`TensorSlot`).
         samples: the number of samples. If x has another size in dimension 0, x is viewed as that many samples.
         group_size: the number of elements in a group.
@@ -245,6 +244,7 @@ def is_offset(least: float, greatest: float) -> bool:
         least: the minimum.
         greatest: the maximum.
     """
+    least, greatest = float(least), float(greatest)  # the reference backend returns 0-D tensors
     if not (math.isfinite(least) and math.isfinite(greatest)) or least == 0:
         return False
     step = math.ldexp(1.0, math.frexp(least)[1] - 1 - 7)

@@ -16,13 +16,14 @@ from contextlib import contextmanager
 import torch
 from torch.autograd import Function
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES
+
 _shard = threading.local()  # its attribute `place` is described by `running_shard`
 
 
 def is_distributed(x) -> bool:
     """Return whether x is a DTensor."""
-    if type(x) in _PLAIN:
+    if type(x) in PLAIN_CLASSES:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
@@ -41,7 +42,7 @@ def has_arrived(x: torch.Tensor) -> torch.Tensor:
 
     Until then x is an AsyncCollectiveTensor, whose memory kernels must not read.
     """
-    if type(x) in _PLAIN or torch.compiler.is_compiling():
+    if type(x) in PLAIN_CLASSES or torch.compiler.is_compiling():
         return x
     module = sys.modules.get("torch.distributed._functional_collectives")
     if module is None or not isinstance(x, module.AsyncCollectiveTensor):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fewbit.runtime.format import layout
+from fewbit.runtime.format.buffers import seed_on
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
@@ -32,13 +33,13 @@ def unquantized(x: Tensor) -> SavedTensors:
 
 
 def quantized(
-    x: Tensor, seed: Tensor, bits: int, group_size: int, fp32_min, kind: str
+    x: Tensor, seed: int | Tensor, bits: int, group_size: int, fp32_min, kind: str
 ) -> SavedTensors:
     """Return a quantized copy of a dense tensor in eager mode. No policy and no cache takes part.
 
     Args:
         x: an ordinary, meta or fake tensor, in the order of its memory (`spec.in_storage_order`).
-        seed: (1,) int64 on x's device, from which the elements are rounded.
+        seed: the seed from which the elements are rounded: an int, or (1,) int64 on x's device.
         bits: the bits per element, 1 to 8.
         group_size: the number of elements in a group.
         fp32_min: whether groups have float32 means or minimums; None if `quantizer_ops.quantize` decides.
@@ -49,7 +50,7 @@ def quantized(
         tensors = quantizer_ops.quantize(x, seed, bits, group_size, fp32_min, kind=kind)
     else:
         settings = bits, group_size, bool(fp32_min), kind
-        tensors = quantizer_ops.quantize_op(x, stride, seed, *settings)[:2]
+        tensors = quantizer_ops.quantize_op(x, stride, seed_on(x.device, seed), *settings)[:2]
     spec = QuantizedTensorSpec(bits, group_size, tuple(x.shape), stride, x.dtype, kind=kind)
     return SavedTensors(tuple(tensors), spec)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.format import layout
+from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, unsharded
 
 
@@ -76,7 +77,7 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
         result_bias = bias.detach().clone()
     spec = AffineResultSpec(saved.spec, y.dtype, channels)
     tensors = *saved.tensors, weight, result_bias
-    quantizer.context.cache.put(y, quantizer.key, SavedTensors(tensors, spec))
+    quantizer.context.cache.put(Content(y), quantizer.key, SavedTensors(tensors, spec))
 
 
 def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):

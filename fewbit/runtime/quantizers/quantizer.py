@@ -31,10 +31,12 @@ from fewbit.config import (
     usual_kind,
 )
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.buffers import seed_on
 from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
+    PLAIN_CLASSES,
     check_tensors,
     is_abstract,
     is_eager,
@@ -164,6 +166,8 @@ class Quantizer:
             usual: the kind of the copy if the quantizer has no kind.
         """
         x = has_arrived(x)
+        if x.is_contiguous():  # the usual case, for which the host's time counts
+            return self._quantize_or_share(x, shared, slot, usual)
         return in_storage_order(x, lambda x: self._quantize_or_share(x, shared, slot, usual))
 
     def quantize_softmax(self, y: torch.Tensor) -> SavedTensors:
@@ -195,15 +199,15 @@ class Quantizer:
             return self._quantize(x, x.dtype, slot, usual=usual)
         context = self.context
         context.record_save()
-        content = Content(x)
-        saved = context.cache.get(x, self.key, content)
-        activation = context.cache.record_consumer(x, self)
+        cache, content, key = context.cache, Content(x), self.key
+        saved = cache.get(content, key)
+        activation = cache.record_consumer(content, self)
         if saved is None:
             is_rotated = self.kind_of(usual) == ROTATED
-            mask = context.cache.get_mask(x, content) if is_rotated else None
+            mask = cache.get_mask(content) if is_rotated else None
             made_by = {"activation": activation, "usual": usual, "mask": mask}
             saved = self._quantize(x, x.dtype, slot, **made_by)
-            context.cache.put(x, self.key, saved, content)
+            cache.put(content, key, saved)
         elif self._policy is not None:
             saved = saved._replace(spec=saved.spec.for_consumer(self.name))
         return saved
@@ -296,7 +300,7 @@ class Quantizer:
 
         Args:
             x: an ordinary dense tensor in eager mode.
-            seed: (1,) int64, the seed of the rounding.
+            seed: the seed of the rounding: an int, or (1,) int64.
             dtype: the dtype of the dequantized values.
             number: the number of x among the layer's inputs.
             settings: (group size, whether minimums are float32, how to normalize x or None).
@@ -472,7 +476,7 @@ def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, set
     values = x.detach()
     if normalize is not None:
         values = QuantizationRecord(values, (), spec, *settings).exact()
-    tensors, inner = codec.quantize(values.to(input_dtype), seed)
+    tensors, inner = codec.quantize(values.to(input_dtype), seed_on(values.device, seed))
     return tuple(tensors), CodecSpec(inner, spec)
 
 
@@ -487,12 +491,6 @@ def _is_same_memory(x, other) -> bool:
     if not (is_eager(x) and is_eager(other)):
         return False
     return x.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def _is_ordinary(x) -> bool:
-    return (
-        not (x.is_complex() or x.is_nested or overrides_functions(x)) and x.layout is torch.strided
-    )
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1
@@ -532,13 +530,17 @@ def is_differentiated(*tensors) -> bool:
     """
     if not torch.is_grad_enabled():
         return False
-    check_tensors(*tensors)
-    given = [tensor for tensor in tensors if tensor is not None]
-    if not any([tensor.requires_grad for tensor in given]):
-        return False
-    if not all([_is_ordinary(tensor) for tensor in given]):
-        return False
-    if any([is_distributed(tensor) for tensor in given]):
+    needs_gradient, are_ordinary = False, True
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in PLAIN_CLASSES:
+            check_tensors(x)
+            are_ordinary = are_ordinary and not (overrides_functions(x) or is_distributed(x))
+        needs_gradient = needs_gradient or x.requires_grad
+        if x.layout is not torch.strided or x.is_complex() or x.is_nested:
+            are_ordinary = False
+    if not (needs_gradient and are_ordinary):
         return False
     if torch.compiler.is_compiling():
         return True

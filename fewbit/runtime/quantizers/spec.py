@@ -287,7 +287,12 @@ def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
 
 def flat(vector: torch.Tensor | None) -> torch.Tensor | None:
     """Return the entries of a tensor as kernels expect them: 1-D, contiguous, float32. Return None for None."""
-    return None if vector is None else vector.detach().reshape(-1).to(torch.float32).contiguous()
+    if vector is None:
+        return None
+    vector = vector.detach()
+    if vector.dtype != torch.float32:
+        vector = vector.to(torch.float32)
+    return vector.reshape(-1).contiguous()
 
 
 def in_storage_order(x: torch.Tensor, save) -> SavedTensors:

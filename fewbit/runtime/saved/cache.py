@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.format.fingerprint import Content, fingerprint
+from fewbit.runtime.format.fingerprint import Content, fingerprint, stream_of
 from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
@@ -85,81 +85,74 @@ class SavedTensorCache:
 
     # -- Copies ------------------------------------------------------------------------------------------
 
-    def get(self, x, key, content: Content | None = None):
-        """Return the copy of x that was put into the cache with this key, or None.
+    def get(self, content: Content, key):
+        """Return the copy of a tensor that was put into the cache with this key, or None.
 
         Args:
-            x: the tensor. Its memory, shape, strides, dtype and version must be the same as those of the tensor
+            content: the tensor. Its memory, shape, strides, dtype and version must be the same as those of the tensor
                 that `put` received.
             key: the settings of the copy: `Quantizer.key` of the layer that looks for the copy.
-            content: the content of x, if the caller has it for several calls.
 
         Returns:
             The copy (`SavedTensors`) or None.
         """
         entries = self._entries()
-        found = entries.get((*_place(x), _stream_of(x), key)) if entries else None
-        if found is None or x.untyped_storage()._cdata in self._local.exposed:
+        found = entries.get((content.place, key)) if entries else None
+        if found is None or content.storage._cdata in self._local.exposed:
             return None
         _, saved, checksum = found
-        return saved if _is_same(checksum, x, content) else None
+        return saved if _is_same(checksum, content) else None
 
-    def put(self, x, key, saved, content: Content | None = None) -> None:
-        """Add a copy of x, for later layers that save x and whose quantizer has the same settings.
+    def put(self, content: Content, key, saved) -> None:
+        """Add a copy of a tensor, for later layers that save the tensor and whose quantizer has the same settings.
 
         Args:
-            x: the tensor.
+            content: the tensor.
             key: the settings of the copy: `Quantizer.key` of the layer that made the copy.
             saved: the copy, `SavedTensors`.
-            content: the content of x, if the caller has it for several calls.
         """
         entries = self._entries()
-        if entries is not None and not x.is_inference():
+        if entries is not None and not content.x.is_inference():
             if offload.is_active():
                 _drop_expired(entries)
             # While the weak reference exists, no other storage object gets the same address. The memory can be freed.
-            reference, checksum = StorageWeakRef(x.untyped_storage()), _checksum(x, content)
-            entries[*_place(x), _stream_of(x), key] = reference, saved, checksum
+            entry = StorageWeakRef(content.storage), saved, content.checksum
+            entries[content.place, key] = entry
 
-    def put_mask(self, y, mask: Mask, is_in_place: bool, content: Content | None = None) -> None:
+    def put_mask(self, content: Content, mask: Mask, is_in_place: bool) -> None:
         """Add the mask of a ReLU's result y, for later layers that save y.
 
         Args:
-            y: the result.
+            content: the result y.
             mask: its mask.
             is_in_place: whether y overwrote the ReLU's input. torch increases y's version when the ReLU returns.
-            content: the content of y, if the caller has it for several calls.
         """
+        y = content.x
         can_find = self.is_open and not in_checkpoint() and layout.is_dense(y)
         if can_find and not y.is_inference():
             if offload.is_active():
                 _drop_expired(self._local.masks)
-            reference = StorageWeakRef(y.untyped_storage())
-            self._local.masks[_memory(y, is_in_place)] = reference, mask, _checksum(y, content)
+            entry = StorageWeakRef(content.storage), mask, content.checksum
+            self._local.masks[_memory(y, is_in_place)] = entry
 
-    def get_mask(self, x, content: Content | None = None) -> Mask | None:
-        """Return the mask of x if x is the result of a ReLU, or a view of all its elements, else None.
-
-        Args:
-            x: the tensor.
-            content: the content of x, if the caller has it for several calls.
-        """
-        if not self._local.masks or in_checkpoint() or not layout.is_dense(x):
+    def get_mask(self, content: Content) -> Mask | None:
+        """Return the mask of a tensor that is the result of a ReLU, or a view of all its elements; else None."""
+        if not self._local.masks or in_checkpoint() or not layout.is_dense(content.x):
             return None
-        found = self._local.masks.get(_memory(x))
-        if found is None or x.untyped_storage()._cdata in self._local.exposed:
+        found = self._local.masks.get(_memory(content.x))
+        if found is None or content.storage._cdata in self._local.exposed:
             return None
         _, mask, checksum = found
-        return mask if _is_same(checksum, x, content) else None
+        return mask if _is_same(checksum, content) else None
 
     def get_fixed_point(self, x):
         """Return the fixed-point copy of x, or None. x is the result of a norm, or of an activation after a norm."""
-        return self.get(x, _FIXED_POINT) if self.has_fixed_point else None
+        return self.get(Content(x), _FIXED_POINT) if self.has_fixed_point else None
 
     def put_fixed_point(self, y, saved) -> None:
         """Add a fixed-point copy of y, for an activation, a linear layer or a convolution that gets y."""
         self.has_fixed_point = True
-        self.put(y, _FIXED_POINT, saved)
+        self.put(Content(y), _FIXED_POINT, saved)
 
     def put_softmax(self, y, key, saved) -> None:
         """Add the copy that softmax saves of its result y, for products whose factor is y or a view of all of y.
@@ -188,7 +181,7 @@ class SavedTensorCache:
         if found is None or x.untyped_storage()._cdata in self._local.exposed:
             return None
         _, (settings, saved), checksum = found
-        is_usable = key in (None, settings) and _is_same(checksum, x, None)
+        is_usable = key in (None, settings) and _is_same(checksum, Content(x))
         return saved.viewed(tuple(x.shape)) if is_usable else None
 
     def stop_sharing(self, x) -> None:
@@ -225,39 +218,35 @@ class SavedTensorCache:
             return None
         return self._consumers.get((self.result_count, x.shape, x.dtype))
 
-    def record_output(
-        self, x, y, quantizer=None, saved=None, content: Content | None = None
-    ) -> None:
-        """Record that an activation with input x returned y.
+    def record_output(self, x, content: Content, quantizer=None, saved=None) -> None:
+        """Record that an activation with input x returned a result.
 
         Args:
             x: the activation's input.
-            y: the activation's result.
-            quantizer: the quantizer for which the activation made a copy of y, or None.
-            saved: the copy that the activation made of y, or None.
-            content: the content of y, if the caller has it for several calls.
+            content: the activation's result.
+            quantizer: the quantizer for which the activation made a copy of the result, or None.
+            saved: the copy that the activation made of the result, or None.
         """
         if not self.is_open or in_checkpoint():
             return
         number = self.result_count, x.shape, x.dtype
-        self._local.results[_place(y)] = _Result(number, y, saved is not None)
+        self._local.results[content.place] = _Result(number, content.storage, saved is not None)
         if saved is not None:
-            self.put(y, quantizer.key, saved, content)
+            self.put(content, quantizer.key, saved)
 
-    def record_consumer(self, x, quantizer) -> int | None:
-        """Record that a layer saves x. If x is an activation's result, the layer is the activation's consumer.
+    def record_consumer(self, content: Content, quantizer) -> int | None:
+        """Record that a layer saves a tensor. If this is an activation's result, the layer is the activation's consumer.
 
         Args:
-            x: the tensor.
+            content: the tensor.
             quantizer: the quantizer of the layer.
 
         Returns:
-            The number of the activation in this forward pass; None if x is not an activation's result.
+            The number of the activation in this forward pass; None if the tensor is not an activation's result.
         """
-        if not self.is_open or in_checkpoint():
-            return None
-        result = self._local.results.get(_place(x))
-        if result is None:
+        results = self._local.results
+        result = results.get(content.place) if results else None
+        if result is None or not self.is_open or in_checkpoint():
             return None
         result.is_used = True
         if len(self._consumers) >= MOST_CONSUMERS:
@@ -292,24 +281,14 @@ class _Result:
         storage: a weak reference, so that no other storage gets the result's address.
     """
 
-    def __init__(self, number, y, has_copy):
+    def __init__(self, number, storage, has_copy):
         self.number, self.has_copy, self.is_used = number, has_copy, False
-        self.storage = StorageWeakRef(y.untyped_storage())
+        self.storage = StorageWeakRef(storage)
 
 
-def _checksum(x, content: Content | None):
-    return (content or Content(x)).checksum
-
-
-def _is_same(checksum, x, content: Content | None) -> bool:
-    """Return whether x has this checksum. A tensor on a device has none, and counts as unchanged."""
-    return checksum is None or checksum == _checksum(x, content)
-
-
-def _place(x) -> tuple:
-    """Return a tuple that identifies the tensor x with its present content."""
-    storage = x.untyped_storage()
-    return storage._cdata, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x._version
+def _is_same(checksum, content: Content) -> bool:
+    """Return whether a tensor has this checksum. A tensor on a device has none, and counts as unchanged."""
+    return checksum is None or checksum == content.checksum
 
 
 def _memory(x, changes: int = 0) -> tuple:
@@ -321,12 +300,7 @@ def _memory(x, changes: int = 0) -> tuple:
     """
     storage = x.untyped_storage()
     place = storage._cdata, x.storage_offset(), x.numel(), x.dtype, x._version + changes
-    return *place, _stream_of(x)
-
-
-def _stream_of(x) -> int:
-    """Return a number that identifies the current stream of x's device. It is 0 if the device has no CUDA streams."""
-    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+    return *place, stream_of(x)
 
 
 def _drop_expired(entries) -> None:

@@ -67,15 +67,19 @@ class CheckpointRegions:
         Args:
             outer: the entries of the whole forward pass, or None.
         """
-        hook, regions = checkpoint_hook(), self._local.regions
-        if regions and hook not in regions:
+        hook, local = checkpoint_hook(), self._local
+        if local.has_regions and hook not in local.regions:
             # Only the latest region keeps entries. Hooks live as long as the graph, and the graph must not hold copies.
-            regions.clear()
-        return outer if hook is None else regions.setdefault(hook, {})
+            self.clear()
+        if hook is None:
+            return outer
+        local.has_regions = True
+        return local.regions.setdefault(hook, {})
 
     def clear(self) -> None:
         """Drop the entries of the latest region."""
         self._local.regions.clear()
+        self._local.has_regions = False
 
 
 class _Local(threading.local):
@@ -83,3 +87,4 @@ class _Local(threading.local):
 
     def __init__(self):
         self.regions = weakref.WeakKeyDictionary()
+        self.has_regions = False  # whether regions may have entries, known without a call of len

@@ -229,7 +229,7 @@ class ForwardContext:
 
     # -- Seeds -------------------------------------------------------------------------------------------
 
-    def seed(self, x, name: str, slot: int) -> torch.Tensor:
+    def seed(self, x, name: str, slot: int) -> int | torch.Tensor:
         """Return the seed from which x is rounded.
 
         Args:
@@ -238,14 +238,14 @@ class ForwardContext:
             slot: the number of x among the layer's inputs, from 0.
 
         Returns:
-            (1,) int64 on x's device.
+            An int that fits into int64, or (1,) int64 on x's device.
         """
         if self._is_outside() or _is_capturing(x):
             return library.new_seed(x)
-        self.record_save()
+        self._local.has_saved = True
         return self._forward_of(x).seeds.next(x.device, name, slot)
 
-    def seed_of_result(self, y, key, number: int | None = None) -> torch.Tensor:
+    def seed_of_result(self, y, key, number: int | None = None) -> int | torch.Tensor:
         """Return the seed from which an activation's result y is rounded.
 
         All layers with this key share one copy of y. Either the activation makes the copy, or the first layer that
@@ -258,7 +258,7 @@ class ForwardContext:
                 None stands for the activation that runs now.
 
         Returns:
-            (1,) int64 on y's device.
+            An int that fits into int64, or (1,) int64 on y's device.
         """
         if _is_capturing(y):
             return library.new_seed(y)
@@ -313,7 +313,8 @@ class ForwardContext:
 
     def _forward_of(self, x) -> _Forward:
         """Return the forward in which x is saved. In a recomputed region, this is the forward of the first run."""
-        local, frame = self._local, region_of(checkpoint_hook())
+        local, hook = self._local, checkpoint_hook()
+        frame = None if hook is None else region_of(hook)
         if frame is None and local.forward is not None:
             return local.forward
         forward = self._recomputed_forward(None, (x,))
@@ -370,4 +371,4 @@ def _innermost(local):
 
 def _is_capturing(x) -> bool:
     # In a CUDA graph, seeds must come from torch's own generator: others would be the same in every replay.
-    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -40,7 +40,7 @@ class Seeds:
         self._rank = self._groups.data_rank
         self._agreed = {}  # {device: a random number that all processes of tensor parallelism have}
 
-    def next(self, device: torch.device, *purpose) -> torch.Tensor:
+    def next(self, device: torch.device, *purpose) -> int | torch.Tensor:
         """Return a seed for a purpose. Each call with the same purpose returns another seed.
 
         The seed also depends on which shard of a DTensor the running layer works on (`running_shard`).
@@ -50,7 +50,7 @@ class Seeds:
             *purpose: values that say what the seed is for. The repr of the values is hashed.
 
         Returns:
-            (1,) int64.
+            The seed, as `of` returns it.
         """
         return self.of(device, *running_shard(), *purpose, self.number(*purpose))
 
@@ -59,12 +59,15 @@ class Seeds:
         # One atomic step, since several threads may run backward passes at once.
         return next(self._counts.setdefault(purpose, count()))
 
-    def of(self, device: torch.device, *purpose) -> torch.Tensor:
-        """Return the seed of a purpose, (1,) int64, the same in each call. The host does not wait for the device."""
+    def of(self, device: torch.device, *purpose) -> int | torch.Tensor:
+        """Return the seed of a purpose, the same in each call. The host does not wait for the device.
+
+        Returns:
+            An int that fits into int64; in a process of tensor parallelism (1,) int64 on the device.
+        """
         if not self._groups.tensor:
             # The number of the device is constant in a process of tensor parallelism, but not equal in all of them.
-            value = self._hash(self.start, device.index or 0, *self._rank, *purpose)
-            return torch.full((1,), value, dtype=torch.int64, device=device)
+            return self._hash(self.start, device.index or 0, *self._rank, *purpose)
         # The device adds the common number, because the host would have to wait for it.
         return self._agreed_number(device) ^ self._hash(b"", *self._rank, *purpose)
 

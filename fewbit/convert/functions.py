@@ -327,11 +327,10 @@ def _has_large(args) -> bool:
 def _tensors_first(ours, args, kwargs) -> tuple[tuple, dict]:
     """Return the arguments of a call with the tensors that were passed by name moved to their positions."""
     args, kwargs = list(args), dict(kwargs)
-    for parameter in tuple(signature(ours).parameters.values())[len(args) :]:
-        is_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        if not is_positional or not isinstance(kwargs.get(parameter.name), torch.Tensor):
+    for name in _positional(ours)[len(args) :]:
+        if not isinstance(kwargs.get(name), torch.Tensor):
             break
-        args.append(kwargs.pop(parameter.name))
+        args.append(kwargs.pop(name))
     return tuple(args), kwargs
 
 
@@ -339,6 +338,13 @@ def _tensors_first(ours, args, kwargs) -> tuple[tuple, dict]:
 def _parameters(ours) -> frozenset[str]:
     """Return the names of the parameters of a function."""
     return frozenset(signature(ours).parameters)
+
+
+@cache
+def _positional(ours) -> tuple[str, ...]:
+    """Return the names of the parameters of a function that may be passed by position."""
+    parameters = signature(ours).parameters.values()
+    return tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
 
 
 def _factors(ours, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:

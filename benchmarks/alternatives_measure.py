@@ -86,7 +86,7 @@ def _measurements(task, network, arm, device, quick, folder, backend):
     )
     size = task.quick if quick else task.measured
     batch = to_device(task.batch(size, torch.Generator().manual_seed(1)), device)
-    own = copy.deepcopy(exact)
+    own = _copy(exact, arm)
     run = arm.prepare(own, backend)
     run(*batch).backward()  # a compiler compiles here
     row = {"backend": backend} if arm.is_compiled else {}
@@ -97,6 +97,15 @@ def _measurements(task, network, arm, device, quick, folder, backend):
         row["error"] = _finite(_error(exact, own, run, batch, DRAWS if arm.is_random else 1))
     row |= _times(exact, own, run, batch, 2 if quick else LEAST_TURNS)
     return row | _in_bfloat16(arm, exact, batch, device)
+
+
+def _copy(module, arm):
+    """Return a copy of a module for an arm.
+
+    Inductor saves a channels-last copy of every weight of a convolution that has another memory format.
+    """
+    own = copy.deepcopy(module)
+    return own.to(memory_format=torch.channels_last) if arm.is_compiled else own
 
 
 def _adapt(task, run, module, device, quick):
@@ -111,7 +120,7 @@ def _adapt(task, run, module, device, quick):
 def _in_bfloat16(arm, exact, batch, device):
     """Return the bytes of an arm in bfloat16 autocast. Compiled arms save the same with the backend aot_eager."""
     torch._dynamo.reset()
-    own = copy.deepcopy(exact)
+    own = _copy(exact, arm)
     try:
         run = autocast(arm.prepare(own, "aot_eager"), device)
         for _ in range(2 if arm.adapts else 1):  # these are observed steps, the next one is not
@@ -171,7 +180,7 @@ def _seconds(module, run, batch) -> float:
 def _trained(task, arm, seed, device, quick):
     """Train an arm. Return "train", the mean loss of the last tenth of the steps, and "final", that on held-out data."""
     torch.manual_seed(seed)
-    module = Step(task).to(device)
+    module = _copy(Step(task).to(device), arm)
     run = arm.prepare(module, "aot_eager")
     size = task.quick if quick else task.trained
 

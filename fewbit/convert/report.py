@@ -13,6 +13,10 @@ from fewbit.render.view import Column, View
 from fewbit.sizes import counted
 
 
+LEAST_PARENT = 12
+"""The length from which on a path that all modules share is printed once in place of in every row."""
+
+
 class ConvertedModule(NamedTuple):
     """A module that was converted.
 
@@ -87,8 +91,10 @@ class Report(Result):
 
     def view(self) -> View:
         """Return a `View`, with a table of modules, the notes and, if `saved` is not None, a table of bytes."""
-        count = len(self.converted)
+        count, parent = len(self.converted), _common_parent([row.path for row in self.converted])
         title = f"{counted(count, 'module')} converted" if count else "no module converted"
+        if parent:
+            title += f" in {parent}"
         columns = (
             Column("modules", lambda row: row[0][0], "name"),
             Column("was", lambda row: row[0][1], "name"),
@@ -96,7 +102,10 @@ class Report(Result):
             Column("saves", lambda row: row[0][3], "word"),
             Column("count", lambda row: str(row[1])),
         )
-        rows = _grouped((row.path, (row.before, _is(row), row.saves)) for row in self.converted)
+        start = len(parent) + 1 if parent else 0
+        rows = _grouped(
+            (row.path[start:], (row.before, _is(row), row.saves)) for row in self.converted
+        )
         more = [] if self.saved is None else [self._bytes()]
         return View(
             title, columns if count else (), list(rows.items()), list(self._lines()), more=more
@@ -139,6 +148,18 @@ class Report(Result):
             Column(f"now, {unit[0]}", lambda row: amount(row[2], unit)),
         )
         return View("", columns, rows, [], total=("total" + ratio, *totals))
+
+
+def _common_parent(paths: list[str]) -> str:
+    """Return the path of the innermost module that contains all modules; "" if this saves little or is the model."""
+    parents = [path.split(".")[:-1] for path in paths]
+    common = []
+    for names in zip(*parents, strict=False):
+        if len(set(names)) > 1 or names[0].isdigit():
+            break
+        common.append(names[0])
+    parent = ".".join(common)
+    return parent if len(paths) > 1 and len(parent) >= LEAST_PARENT else ""
 
 
 def _is(row: ConvertedModule) -> str:

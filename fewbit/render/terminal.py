@@ -36,7 +36,7 @@ def shown(view: View, width: int) -> Iterator:
         yield from ["", table] if view.title else [table]
     notes = list(view.notes)
     if left_out:
-        notes.append(f"no room here for: {', '.join(left_out)}")
+        notes.append(f"columns left out: {', '.join(left_out)}")
     if notes:
         yield ""
     for note in notes:

@@ -604,7 +604,7 @@ def test_the_report_is_a_table():
 def test_alike_blocks_share_a_row_and_a_narrow_terminal_keeps_names():
     report = saved_bytes(Transformer(), torch.randint(0, 50, (2, 12)))
     text = plain(report, 60)
-    assert "blocks.*.norm1" in text and text.endswith("no room here for: type, dtype")
+    assert "blocks.*.norm1" in text and text.endswith("columns left out: type, dtype")
     found = rows(report.kept)
     assert sum(row.bytes for row in found) == report.total
     assert [row.bytes for row in found] == sorted((row.bytes for row in found), reverse=True)

@@ -1033,3 +1033,15 @@ def test_a_layer_of_fewbits_keeps_all_settings_of_its_quantizer():
     assert (found.bits, found.average, found.is_fixed, found.group_size) == (3, 3, True, 64)
     assert (found.min_dtype, found.added, found.fuse) == ("float32", "a setting", False)
     assert found.name == "0" and found.context is controller.context
+
+
+def test_the_report_names_a_parent_of_all_modules_once():
+    model = nn.Module()
+    model.base_model_of_all = nn.Module()
+    model.base_model_of_all.stem, model.base_model_of_all.head = nn.Linear(64, 64), nn.Linear(64, 8)
+    text = str(quiet(model).report)
+    assert text.startswith("2 modules converted in base_model_of_all\n")
+    assert "\nstem " in text and "\nhead " in text
+    model.other = nn.Linear(8, 8)
+    text = str(quiet(model).report)
+    assert text.startswith("3 modules converted\n") and "\nbase_model_of_all.stem " in text

@@ -128,6 +128,10 @@ def compress_(
     conversion.context.policy = checked_policy(config, facts)
     allocator = _offloaded(conversion.context, offload)
     notes = _notes(given, config, offload, model, settings, allocator)
+    if _may_starve_attention(settings, conversion.report):
+        notes += (
+            "attention may get 1 bit, which biases gradients: compare with layers={'attention_bits': 3}",
+        )
     if is_second:
         notes += ("an earlier call of compress_ was undone: only the settings of this call hold",)
     report = _report(conversion.report, notes, model, settings, sample, before)
@@ -234,6 +238,13 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
     if allocator is not None:
         notes.append(str(allocator))
     return tuple(notes)
+
+
+def _may_starve_attention(settings, report: Report) -> bool:
+    """Return whether a policy may give attention so few bits that training suffers (docs/decisions/0008)."""
+    is_low = settings.adapts and settings.bits < 2 and settings.attention_bits is None
+    names = (name for row in report.converted for name in (row.before, row.after))
+    return is_low and any("attention" in name.lower() for name in names)
 
 
 def _report(report: Report, notes, model, settings, sample, before) -> Report:

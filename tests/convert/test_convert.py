@@ -1045,3 +1045,21 @@ def test_the_report_names_a_parent_of_all_modules_once():
     model.other = nn.Linear(8, 8)
     text = str(quiet(model).report)
     assert text.startswith("3 modules converted\n") and "\nbase_model_of_all.stem " in text
+
+
+@pytest.mark.parametrize(
+    ("bits", "layers", "is_told"),
+    [
+        (fewbit.AdaptiveBits(1.5), None, True),
+        (fewbit.AdaptiveBits(1.5), {"attention_bits": 3}, False),
+        (fewbit.AdaptiveBits(2), None, False),
+        (1, None, False),
+    ],
+)
+def test_the_report_says_that_attention_may_get_too_few_bits(bits, layers, is_told):
+    model = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    assert (
+        "attention may get 1 bit" in str(quiet(model, bits=bits, layers=layers).report)
+    ) == is_told
+    plain = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    assert "attention may" not in str(quiet(plain, bits=bits, layers=layers).report)

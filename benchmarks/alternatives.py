@@ -1,6 +1,6 @@
 """fewbit compared with what its users would choose instead: memory, step time, gradient error and final loss.
 
-    python benchmarks/alternatives.py                    # an estimated 25 minutes on 2 free cores
+    python benchmarks/alternatives.py                    # about an hour on 2 cores
     python benchmarks/alternatives.py --quick            # small batches and a few steps, to check that it works
     python benchmarks/alternatives.py --networks GPT-2 --arms exact "fewbit, 2 bits"
     python benchmarks/alternatives.py --page             # write the tables of docs/results/alternatives.md again

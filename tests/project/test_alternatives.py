@@ -43,6 +43,7 @@ README = {
     "fewbit, 4 bits": "fewbit, 4 bits",
     "fewbit, 2 bits": "fewbit, 2 bits",
     "fewbit, `AdaptiveBits(1.75)`": "fewbit, AdaptiveBits(1.75)",
+    "`fewbit.compile`, 2 bits": "fewbit.compile, 2 bits",
     "fewbit, 2 bits, and `fewbit.checkpoint` of each block": "fewbit.checkpoint, fewbit, 2 bits",
 }
 

@@ -267,8 +267,8 @@ class Emulation:
         )
         return packed.checked()
 
-    def decode_fixed(self, packed, grid, bits, inner, n, dtype, slope=None, scale=None):
-        out = Guarded(n, dtype)
+    def decode_fixed(self, packed, grid, bits, inner, n, dtype, slope=None, scale=None, offset=0):
+        out = Guarded(n, dtype, offset)
         of = _long(grid.shape[1]), _long(inner), bits
         activated, number = slope is not None, ctypes.c_float(slope or 0.0)
         self.call(
@@ -285,8 +285,8 @@ class Emulation:
         )
         return out.checked()
 
-    def mask_fixed(self, grad, packed, grid, bits, inner, slope):
-        out, n = Guarded(grad.numel(), grad.dtype), _long(grad.numel())
+    def mask_fixed(self, grad, packed, grid, bits, inner, slope, offset=0):
+        out, n = Guarded(grad.numel(), grad.dtype, offset), _long(grad.numel())
         of = _long(grid.shape[1]), _long(inner), bits, ctypes.c_double(slope)
         self.call("mask_fixed", grad, DTYPES.index(grad.dtype), n, packed, grid, *of, out.data)
         return out.checked()
@@ -924,6 +924,14 @@ def test_more_elements_than_an_int_counts(cuda):
     words = packed[first // 32 * 3 :]
     assert torch.equal(words, reference.encode(x[first:].clone(), encoding, None))
     same(out[first:], product(x[first:].clone(), words.clone(), encoding))
+    channels = torch.linspace(-2, 2, 8)
+    grid = fixed_point.grid_of(channels.cos(), channels, 3, "cpu")
+    of_grid = grid, _long(8), _long(2), 3
+    with device_of(cuda, 1 << 20, blocks - 1):
+        cuda.call("mask_fixed", x, 3, _long(n), packed, *of_grid, ctypes.c_double(0.5), out)
+    expected = torch.empty(n - first, dtype=torch.bfloat16)
+    reference.mask_fixed(x[first:].clone(), words.clone(), grid, 3, 2, 0.5, expected)
+    same(out[first:], expected)
     assert not packed[first // 32 * 3 - 1000 : first // 32 * 3].any()
     assert not out[first - tail : first].any()
 
@@ -938,6 +946,10 @@ def test_errors_are_one_clear_line(cuda):
         cuda.encode(x, unbiased_encoding(3, 5))
     with pytest.raises(RuntimeError, match="float64"):
         cuda.forward(0, (), x.double(), random_encoding(2, 4))
+    grid = torch.zeros(7, 1)
+    with pytest.raises(RuntimeError, match="fewer than 1073741824 entries, got 1073741824"):
+        of_grid = grid, _long(1 << 30), _long(1), 3
+        cuda.call("mask_fixed", x, 0, _long(1), x, *of_grid, ctypes.c_double(0.5), x)
 
 
 @pytest.mark.parametrize(
@@ -959,33 +971,59 @@ def test_which_devices_can_run(cuda, driver, capability, reason):
 # -- the fixed-point code of pre-activations ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", (1, 3, 8))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", (1, 4, 7, 8))
 @pytest.mark.parametrize(
-    "n, channels, inner", [(1, 1, 1), (33, 3, 1), (1400, 7, 5), (4096, 2, 512)]
+    ("n", "of_channels", "of_statistics"),  # pairs (entries, inner)
+    [
+        (1, (1, 1), (1, 1)),
+        (33, (3, 1), (1, 33)),
+        (1400, (7, 5), (140, 10)),
+        (3000, (1, 1), (1000, 1)),  # in vectors of four for float32 only
+        (4096, (2, 512), (2, 512)),  # one entry for each run of neighbors
+        (5000, (5, 1000), (625, 8)),
+        (5488, (14, 196), (14, 196)),  # the same for runs of four
+        (6144, (24, 1), (24, 1)),  # neighboring entries
+        (6144, (3072, 2), (6, 1024)),
+        (10000, (2000, 1), (80, 125)),
+    ],
 )
-def test_fixed_point(cuda, n, channels, inner, bits, dtype):
+def test_fixed_point(cuda, n, of_channels, of_statistics, bits, dtype):
     generator = torch.Generator().manual_seed(n + bits)
+    channels, inner = of_channels
+    offset = bits % 2  # off alignment
 
     def normal(size, dtype=torch.float32):
-        return (2 * torch.randn(size, generator=generator)).to(dtype)
+        return (2 * torch.randn(size + offset, generator=generator)).to(dtype)[offset:]
 
     gamma, beta = normal(channels), normal(channels)
-    gamma[0] = 0.0
+    gamma[0], beta[1::7], gamma[2::7], beta[2::7] = 0.0, 20.0, 0.0, -0.0
+    gamma[3::7], gamma[4::9] = -0.1, torch.nan
     x, y = normal(n, dtype), normal(n, dtype)
-    y[::9] = 0.0
-    statistics = (normal(n // 10), normal(n // 10).abs(), 10) if n % 10 == 0 else None
+    y[::9], y[1::9] = 0.0, torch.nan
+    x[::11], x[1::13], x[2::13], x[3::17] = torch.nan, torch.inf, -torch.inf, 1e4
+    mean, rstd, scale = (normal(of_statistics[0]) for _ in range(3))
     grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
-    assert torch.equal(cuda.grid_fixed(gamma, beta, bits), reference.grid_fixed(gamma, beta, bits))
+    same(cuda.grid_fixed(gamma, beta, bits), reference.grid_fixed(gamma, beta, bits))
     of = grid, bits, inner
-    packed = cuda.encode_fixed(x, y, *of, statistics)
-    assert torch.equal(packed, reference.encode_fixed(x, y, *of, statistics))
-    scale = None if statistics is None else statistics[1:]
-    for options in ({}, {"scale": scale}, {"slope": 1.0}, {"slope": 0.0}, {"slope": 0.1}):
+    statistics = rstd, of_statistics[1]
+    for given, equal in (
+        (None, None),
+        ((None, *statistics), (torch.zeros_like(rstd), *statistics)),
+        ((mean, *statistics), (mean, *statistics)),
+    ):
+        packed = cuda.encode_fixed(x, y, *of, given)
+        assert torch.equal(packed, reference.encode_fixed(x, y, *of, equal))
+    for options in (
+        {},
+        {"scale": (scale, of_statistics[1])},
+        *({"slope": slope} for slope in (1.0, 0.0, 0.1)),
+    ):
         expected = torch.empty(n, dtype=dtype)
         reference.decode_fixed(packed, *of, expected, **options)
-        assert torch.equal(cuda.decode_fixed(packed, *of, n, dtype, **options), expected)
+        same(cuda.decode_fixed(packed, *of, n, dtype, **options, offset=offset), expected)
     grad, expected = normal(n, dtype), torch.empty(n, dtype=dtype)
+    grad[::5] = torch.inf
     for slope in (0.0, 0.1):
         reference.mask_fixed(grad, packed, *of, slope, expected)
-        assert torch.equal(cuda.mask_fixed(grad, packed, *of, slope), expected)
+        same(cuda.mask_fixed(grad, packed, *of, slope, offset=offset), expected)

@@ -539,6 +539,16 @@ def test_draws(cuda, knots, dtype):
         assert torch.equal(cuda.encode(x, encoding, seed), expected)
 
 
+def test_draws_from_a_stand_in_that_overflows(cuda):
+    """The difference of two x is infinite, and infinity times a slope of 0 is NaN, for which the last level but one is drawn."""
+    stand_in = Knots(np.array([-3e38, 3e38]), np.array([0.3, 0.3]), ("right", "right"))
+    encoding = Encoding(3, np.linspace(0, 1, 8), np.array([]), np.array([0]), (), stand_in)
+    x = torch.tensor([-3.4e38, -3e38, -1.0, 0.0, 1e38, 2.9e38, 3e38, 3.4e38, torch.inf, torch.nan])
+    for seed in map(torch.tensor, range(20)):
+        assert torch.equal(cuda.encode(x, encoding, seed), reference.encode(x, encoding, seed))
+    assert cuda.unpack(cuda.encode(x, encoding, seed), 3, len(x))[5] == 6 ^ 6 >> 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_decode_mul(cuda, bits, dtype):

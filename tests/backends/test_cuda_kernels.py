@@ -658,6 +658,23 @@ def test_quantizer_of_several_widths(cuda, dtype, kind):
         compare_quantizer(cuda, x, 1, group_size, i % 2 == 0, widths, words, i % 3, kind)
 
 
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_full_groups(cuda, dtype, kind):
+    """Two groups of 256 elements that share a warp: of one tensor, of samples of several widths, and across samples."""
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for bits in range(1, 9):
+        for offset, (samples, features) in enumerate(((3, 512), (5, 256), (80, 32))):
+            x = inputs(samples * features, dtype, random_encoding(2, 3), seed=bits, offset=offset % 2)
+            # Every third group has numbers that are not finite.
+            plain = x.nan_to_num(0, 9, -9).clamp(-9, 9)
+            x = torch.where(torch.arange(len(x)) // 256 % 3 > 0, plain, x).view(samples, features)
+            compare_quantizer(cuda, x, bits, 256, bits % 2 == 0, offset=offset % 2, kind=kind)
+            widths = torch.from_numpy(rng.integers(1, 9, samples, np.uint8))
+            words = groups.mixed_words(widths.tolist(), features)
+            compare_quantizer(cuda, x, 1, 256, bits % 2 == 1, widths, words, kind=kind)
+
+
 rotated_kinds = pytest.mark.parametrize("kind", KINDS[1:])
 
 
@@ -739,7 +756,7 @@ def test_normalized_and_mapped(cuda, dtype, kind):
                 compare_with_vectors(cuda, x, group_size, inner, entries, rng, kind, several)
 
 
-@rotated_kinds
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_normalized_and_mapped_full_groups(cuda, dtype, kind):
     """In full groups, the kernels find entries without divisions if neighbors have one entry, or neighboring ones."""

@@ -665,7 +665,9 @@ def test_full_groups(cuda, dtype, kind):
     rng = np.random.default_rng(DTYPES.index(dtype))
     for bits in range(1, 9):
         for offset, (samples, features) in enumerate(((3, 512), (5, 256), (80, 32))):
-            x = inputs(samples * features, dtype, random_encoding(2, 3), seed=bits, offset=offset % 2)
+            x = inputs(
+                samples * features, dtype, random_encoding(2, 3), seed=bits, offset=offset % 2
+            )
             # Every third group has numbers that are not finite.
             plain = x.nan_to_num(0, 9, -9).clamp(-9, 9)
             x = torch.where(torch.arange(len(x)) // 256 % 3 > 0, plain, x).view(samples, features)

@@ -210,7 +210,8 @@ class SharedKnots {
     for (int j = threadIdx.x; j < 1 << kSteps; j += blockDim.x) {
       int step = 0;
       while (2 << step <= j + 1) ++step;
-      const int point = place_of(j + 1 - (1 << step), kSteps) + (1 << kSteps >> (step + 1)) - 1;
+      // The last j is behind all points.
+      const int point = step < kSteps ? place_of(j + 1 - (1 << step), kSteps) + (1 << kSteps >> (step + 1)) - 1 : count;
       storage.points[j] = point < count ? constants.points[point] : beyond_all;
       const int place = place_of(j, kSteps), below = place < count ? place : count, i = below > 0 ? below - 1 : 0;
       storage.segments[j] = {constants.origins[i], constants.values[i],

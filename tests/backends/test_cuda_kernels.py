@@ -18,6 +18,7 @@ from fewbit import functions
 from fewbit.catalog import store
 from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.runtime.backends import reference
+from fewbit.runtime.backends.reference_bits import philox_words
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.encoding import Draw, Encoding, packed_words
 from fewbit.runtime.ops import fixed_point
@@ -928,7 +929,7 @@ def test_squares_of_more_elements_than_an_int_counts(cuda):
     assert (out[first:] > 0).all() and not out[first - 1000 : first].any()
 
 
-def test_more_elements_than_an_int_counts(cuda):
+def test_more_elements_than_an_int_counts(cuda, monkeypatch):
     """The last block of a grid over 2**32 elements, in memory that exists only where it is touched."""
     encoding = random_encoding(3, 9, seed=4)
     n = (1 << 32) + 2000
@@ -961,6 +962,12 @@ def test_more_elements_than_an_int_counts(cuda):
     expected = torch.empty(n - first, dtype=torch.bfloat16)
     reference.mask_fixed(x[first:].clone(), words.clone(), grid, 3, 2, 0.5, expected)
     same(out[first:], expected)
+    encoding, seed = unbiased_encoding(3, 9), torch.tensor([-5])
+    with device_of(cuda, 1 << 20, blocks - 1):
+        cuda.call("encode", cuda.table(encoding), x, 3, _long(n), packed, seed)
+    numbers = philox_words(seed, torch.arange(first, n))[0]
+    monkeypatch.setattr(reference, "uniform", lambda seed, n: (numbers >> 8).float() * 2.0**-24)
+    assert torch.equal(words, reference.encode(x[first:].clone(), encoding, seed))
     assert not packed[first // 32 * 3 - 1000 : first // 32 * 3].any()
     assert not out[first - tail : first].any()
 

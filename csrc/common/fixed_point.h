@@ -81,19 +81,19 @@ FEWBIT_HD inline float fixed_value(int32_t code, float start, float first, float
 }
 
 // Returns LeakyReLU(y), y = scale * value + shift; y itself with slope 1. Rounding must not move y across zero, so y is
-// clamped to the side of zero that the code is on.
-FEWBIT_HD inline float fixed_activated(int32_t code, float value, float first, float scale, float shift, float slope) {
+// clamped to the side of zero that the code is on. is_positive: code >= first.
+FEWBIT_HD inline float fixed_activated(bool is_positive, float value, float scale, float shift, float slope) {
   const float y = scale * value + shift;
   const float above = y < 0.0f ? 0.0f : y, below = y > 0.0f ? 0.0f : y;
   const float scaled = slope == 0.0f ? 0.0f : below * slope;
-  return static_cast<float>(code) >= first ? above : scaled;
+  return is_positive ? above : scaled;
 }
 
 // Returns grad if the code is positive, else grad * slope.
 template <class Wide>
-FEWBIT_HD inline Wide fixed_masked(int32_t code, Wide grad, float first, Wide slope) {
+FEWBIT_HD inline Wide fixed_masked(bool is_positive, Wide grad, Wide slope) {
   const Wide below = slope == Wide(0) ? Wide(0) : grad * slope;
-  return static_cast<float>(code) >= first ? grad : below;
+  return is_positive ? grad : below;
 }
 
 }  // namespace FEWBIT_NAMESPACE

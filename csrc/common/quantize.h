@@ -89,10 +89,18 @@ FEWBIT_HD inline int32_t nearest(float value) {
 #endif
 }
 
-// Returns the code of x in a group whose limits are finite. most: top * 65536.
-FEWBIT_HD inline int32_t code_of(float x, const GroupLimits& limits, float most, uint32_t draw) {
+// Returns the code of x in a group whose limits are finite, times 65536, and a remainder. most: top * 65536.
+FEWBIT_HD inline int32_t scaled_code_of(float x, const GroupLimits& limits, float most, uint32_t draw) {
   const float steps = (x - limits.minimum) * limits.scale;
-  return (nearest(steps < most ? steps : most) + static_cast<int32_t>(draw)) >> 16;
+#ifdef __CUDA_ARCH__
+  return nearest(fminf(steps, most)) + static_cast<int32_t>(draw);  // one instruction, also for NaN
+#else
+  return nearest(steps < most ? steps : most) + static_cast<int32_t>(draw);
+#endif
+}
+
+FEWBIT_HD inline int32_t code_of(float x, const GroupLimits& limits, float most, uint32_t draw) {
+  return scaled_code_of(x, limits, most, draw) >> 16;
 }
 
 FEWBIT_HD inline float most_of(int bits) { return static_cast<float>(top_of(bits)) * 65536.0f; }

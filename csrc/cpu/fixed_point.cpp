@@ -173,7 +173,7 @@ void decode_as(const Grid& grid, const Scale& scale, const uint32_t* packed, int
       const float *factor = factors.of(i, m), *shift = shifts.of(i, m);
 #pragma GCC ivdep
       for (int j = 0; j < m; ++j) {
-        values[j] = fixed_activated(codes[j], values[j], first[j], factor[j], shift[j], slope);
+        values[j] = fixed_activated(static_cast<float>(codes[j]) >= first[j], values[j], factor[j], shift[j], slope);
       }
     } else {
       const float* sign = signs.of(i, m);
@@ -214,7 +214,8 @@ void mask_as(const Grid& grid, const uint32_t* packed, int bits, int64_t begin, 
     typename Number::Type* to = out + i;
 #pragma GCC ivdep
     for (int j = 0; j < m; ++j) {
-      to[j] = Number::narrow(fixed_masked<Wide>(codes[j], Number::widen(from[j]), first[j], below));
+      const bool is_positive = static_cast<float>(codes[j]) >= first[j];
+      to[j] = Number::narrow(fixed_masked<Wide>(is_positive, Number::widen(from[j]), below));
     }
   }
 }

@@ -66,6 +66,26 @@ __device__ inline int64_t modulo(int64_t a, int64_t b) {
   return a % b;
 }
 
+// A divisor of many numbers. Numbers below 2^31 are multiplied by a factor that the host computes.
+class Divisor {
+ public:
+  explicit Divisor(int64_t by) : by_(by), factor_(0), shift_(0) {
+    if (by >> 31 != 0) return;  // all quotients are 0
+    while (int64_t{1} << shift_ < by) ++shift_;
+    factor_ = static_cast<uint32_t>(quotient_up(int64_t{1} << (31 + shift_), by));
+  }
+
+  __device__ int64_t quotient(int64_t a) const {
+    if (a >> 31 != 0) return a / by_;
+    return static_cast<uint32_t>(uint64_t{static_cast<uint32_t>(2 * a)} * factor_ >> 32) >> shift_;
+  }
+
+ private:
+  int64_t by_;
+  uint32_t factor_;
+  int shift_;
+};
+
 // The places of a group's elements in the tensor.
 class GroupPlace {
  public:

@@ -65,7 +65,8 @@ void test_type(const Kernels& kernels, int64_t n, const VectorIndex& channels, c
       float value = fixed_value(code, grid.start()[channel], first, grid.low()[channel], grid.high()[channel],
                                 fixed_step(bits));
       if (activated) {
-        value = fixed_activated(code, value, first, grid.scale()[channel], grid.shift()[channel], 0.25f);
+        value = fixed_activated(static_cast<float>(code) >= first, value, grid.scale()[channel], grid.shift()[channel],
+                                0.25f);
       } else {
         value = grid.sign()[channel] * value * rstd[entry_of(statistics, i)];
       }

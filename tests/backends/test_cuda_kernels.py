@@ -18,6 +18,7 @@ from fewbit import functions
 from fewbit.catalog import store
 from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.runtime.backends import reference
+from fewbit.runtime.backends.reference_bits import philox_words
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.encoding import Draw, Encoding, packed_words
 from fewbit.runtime.ops import fixed_point
@@ -267,8 +268,8 @@ class Emulation:
         )
         return packed.checked()
 
-    def decode_fixed(self, packed, grid, bits, inner, n, dtype, slope=None, scale=None):
-        out = Guarded(n, dtype)
+    def decode_fixed(self, packed, grid, bits, inner, n, dtype, slope=None, scale=None, offset=0):
+        out = Guarded(n, dtype, offset)
         of = _long(grid.shape[1]), _long(inner), bits
         activated, number = slope is not None, ctypes.c_float(slope or 0.0)
         self.call(
@@ -285,8 +286,8 @@ class Emulation:
         )
         return out.checked()
 
-    def mask_fixed(self, grad, packed, grid, bits, inner, slope):
-        out, n = Guarded(grad.numel(), grad.dtype), _long(grad.numel())
+    def mask_fixed(self, grad, packed, grid, bits, inner, slope, offset=0):
+        out, n = Guarded(grad.numel(), grad.dtype, offset), _long(grad.numel())
         of = _long(grid.shape[1]), _long(inner), bits, ctypes.c_double(slope)
         self.call("mask_fixed", grad, DTYPES.index(grad.dtype), n, packed, grid, *of, out.data)
         return out.checked()
@@ -539,6 +540,16 @@ def test_draws(cuda, knots, dtype):
         assert torch.equal(cuda.encode(x, encoding, seed), expected)
 
 
+def test_draws_from_a_stand_in_that_overflows(cuda):
+    """The difference of two x is infinite, and infinity times a slope of 0 is NaN, for which the last level but one is drawn."""
+    stand_in = Knots(np.array([-3e38, 3e38]), np.array([0.3, 0.3]), ("right", "right"))
+    encoding = Encoding(3, np.linspace(0, 1, 8), np.array([]), np.array([0]), (), stand_in)
+    x = torch.tensor([-3.4e38, -3e38, -1.0, 0.0, 1e38, 2.9e38, 3e38, 3.4e38, torch.inf, torch.nan])
+    for seed in map(torch.tensor, range(20)):
+        assert torch.equal(cuda.encode(x, encoding, seed), reference.encode(x, encoding, seed))
+    assert cuda.unpack(cuda.encode(x, encoding, seed), 3, len(x))[5] == 6 ^ 6 >> 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_decode_mul(cuda, bits, dtype):
@@ -648,6 +659,25 @@ def test_quantizer_of_several_widths(cuda, dtype, kind):
         compare_quantizer(cuda, x, 1, group_size, i % 2 == 0, widths, words, i % 3, kind)
 
 
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_full_groups(cuda, dtype, kind):
+    """Two groups of 256 elements that share a warp: of one tensor, of samples of several widths, and across samples."""
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for bits in range(1, 9):
+        for offset, (samples, features) in enumerate(((3, 512), (5, 256), (80, 32))):
+            x = inputs(
+                samples * features, dtype, random_encoding(2, 3), seed=bits, offset=offset % 2
+            )
+            # Every third group has numbers that are not finite.
+            plain = x.nan_to_num(0, 9, -9).clamp(-9, 9)
+            x = torch.where(torch.arange(len(x)) // 256 % 3 > 0, plain, x).view(samples, features)
+            compare_quantizer(cuda, x, bits, 256, bits % 2 == 0, offset=offset % 2, kind=kind)
+            widths = torch.from_numpy(rng.integers(1, 9, samples, np.uint8))
+            words = groups.mixed_words(widths.tolist(), features)
+            compare_quantizer(cuda, x, 1, 256, bits % 2 == 1, widths, words, kind=kind)
+
+
 rotated_kinds = pytest.mark.parametrize("kind", KINDS[1:])
 
 
@@ -729,7 +759,7 @@ def test_normalized_and_mapped(cuda, dtype, kind):
                 compare_with_vectors(cuda, x, group_size, inner, entries, rng, kind, several)
 
 
-@rotated_kinds
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_normalized_and_mapped_full_groups(cuda, dtype, kind):
     """In full groups, the kernels find entries without divisions if neighbors have one entry, or neighboring ones."""
@@ -899,7 +929,7 @@ def test_squares_of_more_elements_than_an_int_counts(cuda):
     assert (out[first:] > 0).all() and not out[first - 1000 : first].any()
 
 
-def test_more_elements_than_an_int_counts(cuda):
+def test_more_elements_than_an_int_counts(cuda, monkeypatch):
     """The last block of a grid over 2**32 elements, in memory that exists only where it is touched."""
     encoding = random_encoding(3, 9, seed=4)
     n = (1 << 32) + 2000
@@ -924,6 +954,20 @@ def test_more_elements_than_an_int_counts(cuda):
     words = packed[first // 32 * 3 :]
     assert torch.equal(words, reference.encode(x[first:].clone(), encoding, None))
     same(out[first:], product(x[first:].clone(), words.clone(), encoding))
+    channels = torch.linspace(-2, 2, 8)
+    grid = fixed_point.grid_of(channels.cos(), channels, 3, "cpu")
+    of_grid = grid, _long(8), _long(2), 3
+    with device_of(cuda, 1 << 20, blocks - 1):
+        cuda.call("mask_fixed", x, 3, _long(n), packed, *of_grid, ctypes.c_double(0.5), out)
+    expected = torch.empty(n - first, dtype=torch.bfloat16)
+    reference.mask_fixed(x[first:].clone(), words.clone(), grid, 3, 2, 0.5, expected)
+    same(out[first:], expected)
+    encoding, seed = unbiased_encoding(3, 9), torch.tensor([-5])
+    with device_of(cuda, 1 << 20, blocks - 1):
+        cuda.call("encode", cuda.table(encoding), x, 3, _long(n), packed, seed)
+    numbers = philox_words(seed, torch.arange(first, n))[0]
+    monkeypatch.setattr(reference, "uniform", lambda seed, n: (numbers >> 8).float() * 2.0**-24)
+    assert torch.equal(words, reference.encode(x[first:].clone(), encoding, seed))
     assert not packed[first // 32 * 3 - 1000 : first // 32 * 3].any()
     assert not out[first - tail : first].any()
 
@@ -938,6 +982,10 @@ def test_errors_are_one_clear_line(cuda):
         cuda.encode(x, unbiased_encoding(3, 5))
     with pytest.raises(RuntimeError, match="float64"):
         cuda.forward(0, (), x.double(), random_encoding(2, 4))
+    grid = torch.zeros(7, 1)
+    with pytest.raises(RuntimeError, match="fewer than 1073741824 entries, got 1073741824"):
+        of_grid = grid, _long(1 << 30), _long(1), 3
+        cuda.call("mask_fixed", x, 0, _long(1), x, *of_grid, ctypes.c_double(0.5), x)
 
 
 @pytest.mark.parametrize(
@@ -959,33 +1007,59 @@ def test_which_devices_can_run(cuda, driver, capability, reason):
 # -- the fixed-point code of pre-activations ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", (1, 3, 8))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", (1, 4, 7, 8))
 @pytest.mark.parametrize(
-    "n, channels, inner", [(1, 1, 1), (33, 3, 1), (1400, 7, 5), (4096, 2, 512)]
+    ("n", "of_channels", "of_statistics"),  # pairs (entries, inner)
+    [
+        (1, (1, 1), (1, 1)),
+        (33, (3, 1), (1, 33)),
+        (1400, (7, 5), (140, 10)),
+        (3000, (1, 1), (1000, 1)),  # in vectors of four for float32 only
+        (4096, (2, 512), (2, 512)),  # one entry for each run of neighbors
+        (5000, (5, 1000), (625, 8)),
+        (5488, (14, 196), (14, 196)),  # the same for runs of four
+        (6144, (24, 1), (24, 1)),  # neighboring entries
+        (6144, (3072, 2), (6, 1024)),
+        (10000, (2000, 1), (80, 125)),
+    ],
 )
-def test_fixed_point(cuda, n, channels, inner, bits, dtype):
+def test_fixed_point(cuda, n, of_channels, of_statistics, bits, dtype):
     generator = torch.Generator().manual_seed(n + bits)
+    channels, inner = of_channels
+    offset = bits % 2  # off alignment
 
     def normal(size, dtype=torch.float32):
-        return (2 * torch.randn(size, generator=generator)).to(dtype)
+        return (2 * torch.randn(size + offset, generator=generator)).to(dtype)[offset:]
 
     gamma, beta = normal(channels), normal(channels)
-    gamma[0] = 0.0
+    gamma[0], beta[1::7], gamma[2::7], beta[2::7] = 0.0, 20.0, 0.0, -0.0
+    gamma[3::7], gamma[4::9] = -0.1, torch.nan
     x, y = normal(n, dtype), normal(n, dtype)
-    y[::9] = 0.0
-    statistics = (normal(n // 10), normal(n // 10).abs(), 10) if n % 10 == 0 else None
+    y[::9], y[1::9] = 0.0, torch.nan
+    x[::11], x[1::13], x[2::13], x[3::17] = torch.nan, torch.inf, -torch.inf, 1e4
+    mean, rstd, scale = (normal(of_statistics[0]) for _ in range(3))
     grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
-    assert torch.equal(cuda.grid_fixed(gamma, beta, bits), reference.grid_fixed(gamma, beta, bits))
+    same(cuda.grid_fixed(gamma, beta, bits), reference.grid_fixed(gamma, beta, bits))
     of = grid, bits, inner
-    packed = cuda.encode_fixed(x, y, *of, statistics)
-    assert torch.equal(packed, reference.encode_fixed(x, y, *of, statistics))
-    scale = None if statistics is None else statistics[1:]
-    for options in ({}, {"scale": scale}, {"slope": 1.0}, {"slope": 0.0}, {"slope": 0.1}):
+    statistics = rstd, of_statistics[1]
+    for given, equal in (
+        (None, None),
+        ((None, *statistics), (torch.zeros_like(rstd), *statistics)),
+        ((mean, *statistics), (mean, *statistics)),
+    ):
+        packed = cuda.encode_fixed(x, y, *of, given)
+        assert torch.equal(packed, reference.encode_fixed(x, y, *of, equal))
+    for options in (
+        {},
+        {"scale": (scale, of_statistics[1])},
+        *({"slope": slope} for slope in (1.0, 0.0, 0.1)),
+    ):
         expected = torch.empty(n, dtype=dtype)
         reference.decode_fixed(packed, *of, expected, **options)
-        assert torch.equal(cuda.decode_fixed(packed, *of, n, dtype, **options), expected)
+        same(cuda.decode_fixed(packed, *of, n, dtype, **options, offset=offset), expected)
     grad, expected = normal(n, dtype), torch.empty(n, dtype=dtype)
+    grad[::5] = torch.inf
     for slope in (0.0, 0.1):
         reference.mask_fixed(grad, packed, *of, slope, expected)
-        assert torch.equal(cuda.mask_fixed(grad, packed, *of, slope), expected)
+        same(cuda.mask_fixed(grad, packed, *of, slope, offset=offset), expected)

@@ -189,6 +189,12 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   return result;
 }
 
+// Rounds up. NaN becomes 0, and numbers beyond the range become its ends.
+inline int32_t __float2int_ru(float x) {
+  if (std::isnan(x)) return 0;
+  return static_cast<int32_t>(std::fmin(std::fmax(std::ceil(static_cast<double>(x)), INT32_MIN), INT32_MAX));
+}
+
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
   const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
   return static_cast<uint32_t>(both << (shift & 31) >> 32);

@@ -1,0 +1,94 @@
+// Two groups in a warp: lanes 0 to 15 work on one group, lanes 16 to 31 on the next group. Sixteen elements of a lane share the
+// instructions that a group needs once.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/quantize.h"
+#include "common/streams.h"
+#include "cuda/groups.h"
+#include "cuda/launch.h"
+#include "cuda/tile.h"
+
+namespace fewbit::cuda {
+
+constexpr int kSide = 16;  // lanes that work on a group, which has 256 elements, kSide for each of them
+constexpr int kGroupsOfBlock = kThreads / kSide;
+
+__device__ inline int lane_of_group() { return threadIdx.x % kSide; }
+__device__ inline bool any(bool condition) { return __any_sync(kAllLanes, condition) != 0; }
+__device__ inline bool all(bool condition) { return __all_sync(kAllLanes, condition) != 0; }
+
+// Returns the larger number of a warp's two groups. own: the same number in all lanes of a group.
+__device__ inline int larger(int own) {
+  const int other = static_cast<int>(__shfl_xor_sync(kAllLanes, static_cast<uint32_t>(own), kSide));
+  return own > other ? own : other;
+}
+
+// Returns true in all lanes of a group if the condition is true in one of them.
+__device__ inline bool any_of_group(bool condition) {
+  return (__ballot_sync(kAllLanes, condition) >> (threadIdx.x & kSide) & 0xFFFFu) != 0;
+}
+
+// The facts about a tensor by which kernels find its groups. The host computes them, because divisions are slow on devices.
+struct GroupMap {
+  int64_t per_sample;  // groups; 0 if groups run across samples
+  int64_t end;         // the number of elements
+  bool is_flat;        // true if group g begins with element g * group_size of the tensor
+};
+
+inline GroupMap group_map(const Streams& uniform, bool is_mixed) {
+  GroupMap map;
+  map.per_sample = by_sample(uniform) ? quotient_up(uniform.features, uniform.group_size) : 0;
+  map.end = elements(uniform, uniform.of[0]);
+  map.is_flat = !is_mixed && (map.per_sample == 0 || uniform.features % uniform.group_size == 0);
+  return map;
+}
+
+// A group as its lanes see it.
+struct LocatedGroup {
+  int64_t number;
+  int64_t first;  // the group's first element in the stream
+  int stream;
+  int length;     // 0 if the number is beyond the last group
+};
+
+// Finds the groups 2 p and 2 p + 1 of a pair p.
+__device__ inline LocatedGroup locate(const Streams& streams, const GroupMap& map, int64_t pair) {
+  const int64_t number = 2 * pair + threadIdx.x / kSide % 2;
+  const int size = streams.group_size;
+  if (number >= streams.groups) return {number, 0, 0, 0};
+  int64_t first = number * size, end = map.end;
+  int in = 0;
+  if (!map.is_flat) {
+    const Stream& stream = stream_of(streams, number);
+    in = static_cast<int>(&stream - streams.of);
+    const int64_t index = number - stream.first_group;
+    first = index * size, end = elements(streams, stream);
+    if (map.per_sample > 0) {
+      const int64_t sample = quotient(index, map.per_sample), begin = sample * streams.features;
+      first = begin + (index - sample * map.per_sample) * size, end = begin + streams.features;
+    }
+  }
+  return {number, first, in, end - first < size ? static_cast<int>(end - first) : size};
+}
+
+// Returns the place of a group's elements. The sample is computed where it is needed, which takes fewer registers.
+__device__ inline GroupPlace place_of(const LocatedGroup& of, const Streams& streams, const int64_t* order) {
+  const int64_t sample = order && by_sample(streams) ? quotient(of.first, streams.features) : 0;
+  return GroupPlace(streams, streams.of[of.stream], order, {of.first, sample, of.length});
+}
+
+inline int64_t pair_count(int64_t groups) { return groups / 2 + groups % 2; }
+
+// The first of the pairs of groups that a warp takes. The shuffle tells the compiler that lanes have the same number.
+__device__ inline int64_t first_pair_of_warp() {
+  const uint32_t warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0, 32);
+  return static_cast<int64_t>(blockIdx.x) * kWarps + warp;
+}
+__device__ inline int64_t pairs_apart() { return static_cast<int64_t>(gridDim.x) * kWarps; }
+
+}  // namespace fewbit::cuda

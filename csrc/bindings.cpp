@@ -44,7 +44,7 @@ struct Buffer {
 };
 
 // A seed, which in Python is an int, a tensor of one int64, or None.
-struct Seed {
+struct SeedArgument {
   int64_t value = 0;
   bool is_value = false;
   Buffer buffer;
@@ -121,8 +121,8 @@ struct type_caster<Buffer> {
 };
 
 template <>
-struct type_caster<Seed> {
-  PYBIND11_TYPE_CASTER(Seed, const_name("int | torch.Tensor | tuple[int, int, int, int] | None"));
+struct type_caster<SeedArgument> {
+  PYBIND11_TYPE_CASTER(SeedArgument, const_name("int | torch.Tensor | tuple[int, int, int, int] | None"));
 
   bool load(handle source, bool convert) {
     if (PyLong_Check(source.ptr())) {
@@ -193,14 +193,14 @@ class Entry {
   }
 
   // Returns the address of a seed, which is valid as long as the argument exists.
-  const int64_t* seed(const char* name, const Seed& seed) const {
+  const int64_t* seed(const char* name, const SeedArgument& seed) const {
     if (!seed.is_value) return exactly<const int64_t>(name, seed.buffer, 1, kInt64);
     if (device_ >= 0) wrong(name, "a tensor" + place_of(device_), "a number");
     return &seed.value;
   }
 
   // Returns the address of the seed if the table's codes are drawn, else null.
-  const int64_t* seed(const OwnedTable& table, const Seed& given) const {
+  const int64_t* seed(const OwnedTable& table, const SeedArgument& given) const {
     if (table.get().unbiased()) return seed("seed", given);
     if (given.is_value) wrong("seed", "none, as the table is not unbiased", "a number");
     if (given.buffer.exists) wrong("seed", "none, as the table is not unbiased", described(given.buffer));
@@ -451,7 +451,7 @@ struct Elements {
 };
 
 Elements encoded(const Entry& entry, const OwnedTable& table, const Buffer& x, const Buffer& packed,
-                 const Seed& seed) {
+                 const SeedArgument& seed) {
   const DType dtype = entry.floating("x", x);
   const auto* from = entry.exactly<const void>("x", x, x.count, x.item);
   auto* to = entry.packed("packed", packed, x.count, table.get().bits);
@@ -470,7 +470,7 @@ Elements multiplied(const Entry& entry, const OwnedTable& table, const Buffer& g
 
 // The checked arguments of `forward`. name: that of the buffer of packed codes.
 Elements activated(const Entry& entry, int function, const OwnedTable& table, const Buffer& x, const Buffer& y,
-                   const Buffer& packed, const Seed& seed, const char* name = "packed") {
+                   const Buffer& packed, const SeedArgument& seed, const char* name = "packed") {
   check_function(function);
   const DType dtype = entry.fused("x", x);
   const auto* from = entry.exactly<const void>("x", x, x.count, x.item);
@@ -525,7 +525,7 @@ class Cpu {
     run(of.n, threads, [=](int64_t begin, int64_t end) { kernels_->unpack(of.packed, begin, end, bits, of.codes); });
   }
 
-  void encode(const OwnedTable& table, const Buffer& x, const Buffer& packed, const Seed& seed, int threads) const {
+  void encode(const OwnedTable& table, const Buffer& x, const Buffer& packed, const SeedArgument& seed, int threads) const {
     const Elements of = encoded(Entry("encode", kDevice), table, x, packed, seed);
     const uint64_t key = seed_at(of.seed);
     fewbit::will_write(of.packed, packed_bytes(of.n, table.get().bits));
@@ -545,7 +545,7 @@ class Cpu {
   }
 
   void forward(int function, double p0, double p1, const OwnedTable& table, const Buffer& x, const Buffer& y,
-               const Buffer& packed, const Seed& seed, int threads) const {
+               const Buffer& packed, const SeedArgument& seed, int threads) const {
     const Elements of = activated(Entry("forward", kDevice), function, table, x, y, packed, seed);
     const uint64_t key = seed_at(of.seed);
     fewbit::will_write(of.to, of.bytes());
@@ -556,7 +556,7 @@ class Cpu {
   }
 
   std::pair<float, float> quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits,
-                                   const Buffer& widths, bool fp32_min, int kind, const Seed& seed,
+                                   const Buffer& widths, bool fp32_min, int kind, const SeedArgument& seed,
                                    const Buffer& packed, const Buffer& ranges, int threads, const Buffer& mean,
                                    const Buffer& rstd, int64_t inner) const {
     const Entry entry("quantize", kDevice);
@@ -593,8 +593,8 @@ class Cpu {
   // Returns None and does nothing if the threads' shares would cut a group.
   std::optional<std::pair<float, float>> forward_quantized(
       int function, double p0, double p1, const OwnedTable& table, const Buffer& x, int64_t samples, int64_t features,
-      const Buffer& y, const Buffer& codes, const Seed& seed, int group_size, int bits, bool fp32_min,
-      int kind, const Seed& quantizer_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
+      const Buffer& y, const Buffer& codes, const SeedArgument& seed, int group_size, int bits, bool fp32_min,
+      int kind, const SeedArgument& quantizer_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
     const Entry entry("forward_quantized", kDevice);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
@@ -737,7 +737,7 @@ struct Cuda {
     fewbit::cuda::unpack(words_at(of.packed), of.n, bits, of.codes, device, stream_at(stream));
   }
 
-  void encode(const OwnedTable& table, const Buffer& x, const Buffer& packed, const Seed& seed, int device,
+  void encode(const OwnedTable& table, const Buffer& x, const Buffer& packed, const SeedArgument& seed, int device,
               uintptr_t stream) const {
     const Elements of = encoded(Entry("encode", device), table, x, packed, seed);
     py::gil_scoped_release release;
@@ -755,7 +755,7 @@ struct Cuda {
   }
 
   void forward(int function, double p0, double p1, const OwnedTable& table, const Buffer& x, const Buffer& y,
-               const Buffer& packed, const Seed& seed, int device, uintptr_t stream) const {
+               const Buffer& packed, const SeedArgument& seed, int device, uintptr_t stream) const {
     const Elements of = activated(Entry("forward", device), function, table, x, y, packed, seed);
     py::gil_scoped_release release;
     fewbit::cuda::forward(function, p0, p1, table.get(), of.from, item_of(of.dtype), of.n, of.to, words_at(of.packed),
@@ -763,14 +763,15 @@ struct Cuda {
   }
 
   void quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits, const Buffer& order,
-                const Buffer& counts, bool fp32_min, int kind, const Seed& seed, const Buffer& packed,
+                const Buffer& counts, bool fp32_min, int kind, const SeedArgument& seed, const Buffer& packed,
                 const Buffer& ranges, int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd,
                 int64_t inner) const {
     const Entry entry("quantize", device);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
-    const int64_t* key = entry.seed("seed", seed);
+    const int64_t* const address = seed.is_value ? nullptr : entry.seed("seed", seed);
+    const fewbit::cuda::Seed key = {address, seed.value};
     const auto [of, copy] = quantized(entry, shape, bits, order, counts, packed, ranges);
     py::gil_scoped_release release;
     const auto* from = address_of<const void>(x);

@@ -48,6 +48,10 @@ __device__ inline void share_streams(Streams& shared, const Streams& uniform, co
   __syncthreads();
 }
 
+__device__ inline uint64_t value_of(const Seed& seed) {
+  return static_cast<uint64_t>(seed.address ? *seed.address : seed.number);
+}
+
 // A warp takes every groups_apart()-th group.
 __device__ inline int64_t first_group_of_warp() {
   return static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;

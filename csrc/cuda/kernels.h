@@ -63,9 +63,14 @@ struct Quantized {
   int64_t words, groups;
 };
 
-// Quantizes x to packed codes and ranges. Words and groups beyond those needed become zeros. `seed`: one int64 in device
-// memory.
-void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const int64_t* seed,
+// A seed: the address of a number in device memory, which a captured launch reads anew in each replay, or the number itself.
+struct Seed {
+  const int64_t* address;  // null: the seed is `number`
+  int64_t number;
+};
+
+// Quantizes x to packed codes and ranges. Words and groups beyond those needed become zeros.
+void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const Seed& seed,
               int32_t* packed, uint16_t* ranges, int device, void* stream);
 
 // Computes length * range^2 of each group of x, whose samples are in order and in one stream; NaN if an element is not finite.
@@ -81,7 +86,7 @@ void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* rang
 // count. squares_rotated computes the energy of each group with a float32 mean, times the share of elements that are not
 // masked. Masked copies are dequantized as rotated ones.
 void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
-                      const int64_t* seed, int32_t* packed, uint16_t* ranges, int device, void* stream);
+                      const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream);
 void squares_rotated(const Streams& streams, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                      float* out, int device, void* stream);
 void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine,

@@ -213,11 +213,11 @@ template <class T, bool Normalized>
 __global__ void __launch_bounds__(kThreads, 3)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
-                    const int64_t* seed_address, bool whole, uint32_t* packed, uint16_t* ranges) {
+                    const __grid_constant__ Seed seed, bool whole, uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ GroupDraws draws[kGroupsOfBlock];
   share_streams(streams, uniform, counts);
-  const Quantizer by = {streams, static_cast<uint64_t>(*seed_address), whole, packed, ranges};
+  const Quantizer by = {streams, value_of(seed), whole, packed, ranges};
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
     bool is_full = of.length == kDrawBlock && streams.group_size == kDrawBlock && of.first % kBlock == 0;
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 }  // namespace
 
-void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const int64_t* seed,
+void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const Seed& seed,
               int32_t* packed, uint16_t* ranges, int device, void* stream) {
   const int64_t words = of.words, groups = of.groups;
   if (groups <= 0 && words <= 0) return;

@@ -163,7 +163,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
-                    const int64_t* seed_address, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
+                    const __grid_constant__ Seed given, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
   __shared__ Workspace workspaces[kGroupsOfBlock];
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   }
   share_streams(streams, uniform, counts);
   const CopySettings settings = {streams.fp32_min, is_masked};
-  const uint64_t seed = static_cast<uint64_t>(*seed_address);
+  const uint64_t seed = value_of(given);
   const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_seed(seed, streams.fp32_min, ranges + uniform.groups * columns(streams.fp32_min));
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 }  // namespace
 
 void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
-                      const int64_t* seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
+                      const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
   const DeviceScope scope(device);
   const auto on = static_cast<cudaStream_t>(stream);
   // Streams of one width, whose sizes are known here, fill all words. Groups share blocks only if groups begin inside blocks.

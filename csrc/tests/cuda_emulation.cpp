@@ -106,10 +106,12 @@ const char* emulated_forward(int function, double p0, double p1, const void* tab
 
 const char* emulated_quantize(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int bits,
                               const int64_t* order, const int64_t* counts, int fp32_min, int kind,
-                              const int64_t* seed, int32_t* packed, int64_t words, uint16_t* ranges, int64_t groups,
+                              const int64_t* seed_address, int64_t seed_number, int32_t* packed, int64_t words,
+                              uint16_t* ranges, int64_t groups,
                               const float* mean, const float* rstd, int64_t entries, int64_t inner) {
   const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, order, counts, words, groups};
   const fewbit::Normalization by{mean, rstd, {entries, inner}};
+  const fewbit::cuda::Seed seed{seed_address, seed_number};
   return guarded([&] {
     if (kind == 0) return fewbit::cuda::quantize(of, x, dtype, by, seed, packed, ranges, 1, nullptr);
     fewbit::cuda::quantize_rotated(of, kind == 2, x, dtype, by, seed, packed, ranges, 1, nullptr);

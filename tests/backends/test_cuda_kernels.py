@@ -187,7 +187,7 @@ class Emulation:
             *streams,
             int(fp32_min),
             KINDS.index(kind),
-            seed,
+            *_seed(seed),
             packed.data,
             _long(words),
             ranges.data,
@@ -318,6 +318,13 @@ def _array(values, dtype, count=False):
 
 def _long(n):
     return ctypes.c_int64(n)
+
+
+def _seed(seed):
+    """Return the address and the number of a seed, which is an int or a tensor."""
+    if isinstance(seed, int):
+        return ctypes.c_void_p(0), _long(seed)
+    return seed, _long(0)
 
 
 def _or_null(seed):
@@ -621,10 +628,11 @@ def compare_quantizer(
 ):
     if kind == MASKED:  # about half of the elements are 0
         x = x.clamp(min=0)
-    seed = torch.tensor([-(2**62) + bits])
-    arguments = seed, bits, group_size, fp32_min, widths, words
-    packed, ranges = cuda.quantize(x, *arguments, offset=offset, kind=kind)
-    expected = reference.quantize(x, *arguments, kind=kind)
+    seed = -(2**62) + bits
+    arguments = bits, group_size, fp32_min, widths, words
+    given = seed if offset else torch.tensor([seed])  # in device memory, or a number
+    packed, ranges = cuda.quantize(x, given, *arguments, offset=offset, kind=kind)
+    expected = reference.quantize(x, seed, *arguments, kind=kind)
     what = tuple(x.shape), bits, group_size, fp32_min
     assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16)), what
     assert torch.equal(packed, expected[0]), what

@@ -14,7 +14,7 @@ from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
 from fewbit.runtime.format import groups
-from fewbit.runtime.format.buffers import check_dense, seed_on
+from fewbit.runtime.format.buffers import check_dense
 from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
@@ -191,7 +191,7 @@ class Kernels:
             *self._streams(widths),
             fp32_min,
             KIND_NUMBERS[kind],
-            seed if x.is_cpu else seed_on(device, seed),
+            seed,
             packed,
             ranges,
             *self._where(x),

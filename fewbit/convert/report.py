@@ -12,7 +12,6 @@ from fewbit.render.result import Result
 from fewbit.render.view import Column, View
 from fewbit.sizes import counted
 
-
 LEAST_PARENT = 12
 """The length from which on a path that all modules share is printed once in place of in every row."""
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fewbit
-from fewbit.runtime.interop import async_host_copy
-from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
+from fewbit.runtime.interop import cuda_streams
+from fewbit.runtime.interop.cuda_streams import AsyncHostCopy
 from fewbit.runtime.saved import cache
 
 
@@ -29,7 +29,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("streams", [(7, 7), (7, 8)])
 def test_layers_share_a_copy_only_in_one_stream(monkeypatch, streams):
     current = [None]
-    monkeypatch.setattr(cache, "_stream_of", lambda x: current[0])
+    monkeypatch.setattr(cache, "stream_of", lambda x: current[0])
     model = Branches(lambda branch: current.__setitem__(0, streams[branch]))
     fewbit.compress_(model, bits=2, verbose=False)
     x = torch.randn(32, 64)
@@ -55,7 +55,7 @@ def test_layers_share_a_copy_only_in_one_stream(monkeypatch, streams):
 @pytest.mark.parametrize("streams", [(7, 7), (7, 8)])
 def test_a_mask_is_found_only_in_its_stream(monkeypatch, streams):
     current = [streams[0]]
-    monkeypatch.setattr(cache, "_stream_of", lambda x: current[0])
+    monkeypatch.setattr(cache, "stream_of", lambda x: current[0])
     found = cache.SavedTensorCache(SimpleNamespace(entries=lambda entries: entries))
     found.begin()
     y, mask = torch.ones(40), object()
@@ -73,7 +73,7 @@ def test_a_capture_does_not_query_events(monkeypatch):
         return state.is_done
 
     event = SimpleNamespace(query=query, synchronize=lambda: None)
-    monkeypatch.setattr(async_host_copy, "_start", lambda tensors: (torch.cat(tensors), event))
+    monkeypatch.setattr(cuda_streams, "_start", lambda tensors: (torch.cat(tensors), event))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.is_capturing)
     numbers = torch.arange(3.0)
     copy = AsyncHostCopy([numbers])

@@ -32,6 +32,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.format.fingerprint import Content, fingerprint
 from fewbit.runtime.interop.checkpoint import in_checkpoint
+from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
 
@@ -98,7 +99,7 @@ class SavedTensorCache:
             The copy (`SavedTensors`) or None.
         """
         entries = self._entries()
-        found = entries.get((*_place(x), _stream_of(x), key)) if entries else None
+        found = entries.get((*_place(x), stream_of(x), key)) if entries else None
         if found is None or x.untyped_storage()._cdata in self._local.exposed:
             return None
         _, saved, checksum = found
@@ -119,7 +120,7 @@ class SavedTensorCache:
                 _drop_expired(entries)
             # While the weak reference exists, no other storage object gets the same address. The memory can be freed.
             reference, checksum = StorageWeakRef(x.untyped_storage()), _checksum(x, content)
-            entries[*_place(x), _stream_of(x), key] = reference, saved, checksum
+            entries[*_place(x), stream_of(x), key] = reference, saved, checksum
 
     def put_mask(self, y, mask: Mask, is_in_place: bool, content: Content | None = None) -> None:
         """Add the mask of a ReLU's result y, for later layers that save y.
@@ -321,12 +322,7 @@ def _memory(x, changes: int = 0) -> tuple:
     """
     storage = x.untyped_storage()
     place = storage._cdata, x.storage_offset(), x.numel(), x.dtype, x._version + changes
-    return *place, _stream_of(x)
-
-
-def _stream_of(x) -> int:
-    """Return a number that identifies the current stream of x's device. It is 0 if the device has no CUDA streams."""
-    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+    return *place, stream_of(x)
 
 
 def _drop_expired(entries) -> None:

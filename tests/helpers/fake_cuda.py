@@ -54,6 +54,7 @@ class FakeCuda(TorchDispatchMode):
             "Event": lambda: Event(recorder),
             "current_stream": lambda device=None: recorder.current,
             "stream": self.stream,
+            "synchronize": recorder.synchronize,
             "device": lambda device: nullcontext(),
             "is_current_stream_capturing": lambda: recorder.current.capture is not None,
         }
@@ -63,7 +64,7 @@ class FakeCuda(TorchDispatchMode):
         monkeypatch.setattr(torch._C, number, lambda _: id(recorder.current), raising=False)
         # Within a dispatch mode, fewbit would take tensors for those of a compiler.
         monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-        monkeypatch.setattr(torch, "Generator", lambda device: generator())
+        monkeypatch.setattr(torch, "Generator", lambda device=_CPU: generator())
         monkeypatch.setattr(
             torch, "tensor", lambda *args, device=_CPU, **kw: tensor(*args, **kw).to(device)
         )

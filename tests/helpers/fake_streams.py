@@ -163,6 +163,11 @@ class Recorder:
             self.fault(f"{name} during a capture")
         self.host.clock.join(clock)
 
+    def synchronize(self, device=None) -> None:
+        """Let the host wait for all streams."""
+        for stream in self.streams:
+            self.host_waits("synchronize", stream.clock)
+
     # -- Memory ------------------------------------------------------------------------------------------
 
     def allocate(self, stream: Stream, name: str) -> Block:

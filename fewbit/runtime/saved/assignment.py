@@ -30,7 +30,7 @@ import torch
 
 from fewbit.config import MAX_BITS, MIN_BITS, UNIFORM
 from fewbit.runtime.format.groups import LEAST_FEATURES
-from fewbit.runtime.interop.cuda_streams import stream_of
+from fewbit.runtime.interop.cuda_streams import hold_for_stream, stream_of
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes, SampleIndices
 
@@ -157,6 +157,7 @@ class ChannelWeights:
         found = self._by_device.get(device)
         if found is None:
             found = self._by_device[device] = self._by_device[torch.device("cpu")].to(device)
+        hold_for_stream((found,))  # the policy may drop the weights soon
         return found
 
 

@@ -188,14 +188,14 @@ class FakeCuda(TorchDispatchMode):
             home: the host if the results are in pinned memory.
         """
         seen = {x.untyped_storage()._cdata for x in inputs}
-        results = _tensors(result)
-        new = {s: x for x in results if (s := x.untyped_storage()._cdata) not in seen}
+        results = {x.untyped_storage()._cdata: x for x in _tensors(result)}
+        new = [x for s, x in results.items() if s not in seen and s not in self._blocks]
         if results and not new and not written:
-            return  # a view
+            return  # a view, or one of fewbit's torch ops, whose kernel has been recorded
         stream = self.recorder.host
         if is_here:
             stream = self._engine.stream_for(inputs) if self._engine else self.recorder.current
-        for x in new.values():
+        for x in new:
             if is_here or home:
                 self._add(x, home or stream, name)
         accessed = [(self.block(x), any(x is each for each in written)) for x in inputs]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_cuda import DEVICE, FakeCuda
 from samples import normal
 
 import fewbit
@@ -395,6 +396,25 @@ def test_a_layer_on_every_device(device):
     assert (
         kept.spec.dequantize(kept.tensors) - x
     ).abs().max() < 0.6  # numbers of bfloat16 are 4 apart there
+
+
+@pytest.mark.parametrize("codec", ["quant+zvc", "jpeg"])
+def test_the_tensors_of_codecs_are_not_examined(monkeypatch, codec):
+    """On a GPU, the ranges of a tensor are examined if the group quantizer has saved it."""
+    asked = []
+    monkeypatch.setattr(MinDtypeSelector, "ask", lambda self, ranges, kind: asked.append(ranges))
+    with FakeCuda(monkeypatch) as cuda:
+        x = normal((4, 4, 16, 16)).relu().to(DEVICE)
+        model = torch.nn.Sequential(*(torch.nn.Conv2d(4, 4, 3) for _ in range(2))).to(DEVICE)
+        fewbit.compress_(model, fewbit.ErrorBound(interval=1, codec=codec), verbose=False)
+        counts = []
+        for _ in range(8):
+            asked.clear()
+            cuda.backward(model(x))
+            counts.append(len(asked))
+            torch.cuda.synchronize()  # so that the policy gets its measurements
+        assert all(ranges.dtype == torch.bfloat16 for ranges in asked)
+    assert counts[0] == 2 and counts[-1] == 0
 
 
 # -- the meter -------------------------------------------------------------------------------------

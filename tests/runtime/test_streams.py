@@ -8,8 +8,8 @@ from torch import nn
 
 import fewbit
 from fewbit.runtime.format import fingerprint
-from fewbit.runtime.interop import async_host_copy
-from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
+from fewbit.runtime.interop import cuda_streams
+from fewbit.runtime.interop.cuda_streams import AsyncHostCopy
 from fewbit.runtime.saved import cache
 
 
@@ -76,7 +76,7 @@ def test_a_capture_does_not_query_events(monkeypatch):
         return state.is_done
 
     event = SimpleNamespace(query=query, synchronize=lambda: None)
-    monkeypatch.setattr(async_host_copy, "_start", lambda tensors: (torch.cat(tensors), event))
+    monkeypatch.setattr(cuda_streams, "_start", lambda tensors: (torch.cat(tensors), event))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.is_capturing)
     numbers = torch.arange(3.0)
     copy = AsyncHostCopy([numbers])

@@ -289,7 +289,7 @@ def test_spread_is_the_means_of_parts(samples):
     probe = VarianceProbe(0)
     values = torch.exp(normal((samples,), scale=1.0))
     probe.record_saved(TensorSlot(("a", 0), 2.0), 64 * samples, values)
-    found = probe.slots["a", 0].spread
+    (found,) = probe._spreads["a", 0]
     parts = min(samples, 16)
     expected = [part.mean() for part in values.sort().values.tensor_split(parts)]
     if samples % parts == 0:

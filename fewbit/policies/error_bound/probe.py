@@ -228,7 +228,7 @@ class ErrorBoundProbe(VarianceProbe):
         spread = [squares] + [0.0] * (SPREAD - 1)
         has_samples = all(tensor.has_samples for tensor in tensors)
         if has_samples:
-            spread = host[id(seen.spread)]
+            spread = self._spread(host, name)
         tried = sum(host_square(host, tensor.deviation) * tensor.elements for tensor in tensors)
         costs = constraints_of(host, shares, tried / elements)
         return TensorNorms(

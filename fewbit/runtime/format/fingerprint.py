@@ -8,10 +8,13 @@ import zlib
 import torch
 
 from fewbit.runtime.format import layout
+from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.interop.tensor_kinds import is_plain
 
 try:
-    from fewbit._kernels import checksum as _checksum
+    from fewbit import _kernels
+
+    _checksum = _kernels.checksum
 except ImportError:  # fewbit was installed without a compiler
 
     def _checksum(address: int, size: int, threads: int) -> int:
@@ -50,11 +53,6 @@ class Content:
         if self._checksum is _UNKNOWN:
             self._checksum = fingerprint(self.x)
         return self._checksum
-
-
-def stream_of(x: torch.Tensor) -> int:
-    """Return a number that identifies the current stream of x's device. It is 0 if the device has no CUDA streams."""
-    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
 
 def fingerprint(x: torch.Tensor) -> int | None:

@@ -33,6 +33,7 @@ from fewbit.runtime.interop.autograd_graph import (
 )
 from fewbit.runtime.interop.checkpoint import in_backward
 from fewbit.runtime.interop.containers import tensors_in
+from fewbit.runtime.interop.cuda_streams import hold_for_stream
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops.library import NO_SECOND_DERIVATIVE
 from fewbit.runtime.quantizers import copies
@@ -199,6 +200,7 @@ class GraphCompressor:
         # `Quantizer.quantize_softmax` says why matrix products may use softmax's copy.
         shared = context.cache.get_softmax(x) if is_matrix_product(argument.node) else None
         how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
+        hold_for_stream((x,))  # the node may have run in another stream
         with torch.no_grad(), torch._C.DisableTorchFunction():
             copy = shared or rule.compress(x, how)
         if copy is None:
@@ -226,6 +228,7 @@ def _restoring(copy: SavedTensors, is_exact: bool) -> Callable:
         # Gradients are enabled in a backward pass only for second derivatives, which are not those of the copy.
         if not is_exact and torch.is_grad_enabled() and in_backward():
             raise GradientError(NO_SECOND_DERIVATIVE)
+        hold_for_stream(tensors)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             return spec.dequantize(tensors)
 

@@ -41,12 +41,13 @@ import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import chain
 
 import torch
 
 from fewbit.runtime.format.distortion import relative_distortion
-from fewbit.runtime.interop.async_host_copy import AsyncHostCopy
 from fewbit.runtime.interop.containers import tensors_in
+from fewbit.runtime.interop.cuda_streams import AsyncHostCopy, hold_for_stream
 from fewbit.runtime.probes.norms import by_edge, is_dense, norm, squared
 from fewbit.runtime.probes.restoring import OBSERVED, Restoring
 
@@ -95,7 +96,7 @@ class RoundingEffect:
     samples: int = 0
     sensitivity: float = 0.0
     at_one: float = 0.0
-    spread: torch.Tensor | list[float] | None = None
+    spread: list[float] | None = None
     is_known: bool = True
 
 
@@ -160,6 +161,7 @@ class VarianceProbe:
         self.is_void = False
         self._seed = seed
         self._generators = {}
+        self._spreads = {}  # {slot's name: the `_means` of each tensor that was saved for the slot}
         self._reached_within = (
             set()
         )  # names of slots that a backward pass reached before the forward pass was over
@@ -195,11 +197,10 @@ class VarianceProbe:
         seen.elements += elements
         if sensitivities is not None:
             seen.samples = len(sensitivities)
+            # Bits are divided among the samples of one tensor at a time, so each tensor's numbers are sorted alone. The
+            # host adds them later, because the tensors may be on several devices or in several streams.
             spread = _means(sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values)
-            # Bits are divided among the samples of one tensor at a time, so each tensor's numbers are sorted alone.
-            if seen.spread is not None:
-                spread = seen.spread + spread.to(seen.spread.device)
-            seen.spread = spread
+            self._spreads.setdefault(slot.name, []).append(spread)
 
     def record_rounding(self, slot, record) -> dict[int, torch.Tensor] | None:
         """Return the variance that rounding adds to the elements of a saved tensor.
@@ -332,6 +333,7 @@ class VarianceProbe:
         if len(grads) == 1:
             while handed:
                 name, level, scale, change = handed.pop()
+                hold_for_stream((change,))  # the layer above may run in another stream
                 (like,) = grads
                 passed = by_edge(context, backward(context, change.to(like.dtype)))
                 del change
@@ -430,8 +432,7 @@ class VarianceProbe:
         self._host_copy = self._sent()
 
     def _sent(self) -> AsyncHostCopy:
-        spreads = [seen.spread for seen in self.slots.values() if seen.spread is not None]
-        return AsyncHostCopy([*self._measured(), *spreads])
+        return AsyncHostCopy([*self._measured(), *chain(*self._spreads.values())])
 
     def _measured(self):
         for node in self._nodes:
@@ -456,6 +457,11 @@ class VarianceProbe:
         """Return the measurements so far, as `results` does, after waiting for the devices. Measuring continues."""
         return self._summed_up(self._sent().values())
 
+    def _spread(self, host, name) -> list[float]:
+        """Return the sum of the `_means` of all tensors that were saved for a slot."""
+        parts = [host[id(part)] for part in self._spreads[name]]
+        return [sum(numbers) for numbers in zip(*parts, strict=True)]
+
     def _summed_up(self, host) -> dict[tuple, RoundingEffect]:
         # A backward pass in another thread may have measured more after the copy was started.
         if self.is_void or any(id(found) not in host for found in self._measured()):
@@ -478,7 +484,7 @@ class VarianceProbe:
             return {}
         found = {}
         for name, seen in self.slots.items():
-            spread = None if seen.spread is None else host[id(seen.spread)]
+            spread = self._spread(host, name) if name in self._spreads else None
             at_one, sensitivity = (sums[name, level] for level in LEVELS)
             is_known = seen.is_known and (sensitivity > 0 or name not in self._reached_within)
             measured = {"at_one": at_one, "sensitivity": sensitivity, "is_known": is_known}

@@ -290,6 +290,7 @@ class Quantizer:
             tensors, spec = self._quantize_slot(
                 x, seed, dtype, slot, settings, input_dtype or x.dtype, kind, mask
             )
+            ask = ask and not isinstance(spec, CodecSpec)  # whose tensors are not ranges
         offload.mark(*tensors)
         if ask:
             self._selector.ask(tensors[1], kind)

@@ -30,6 +30,7 @@ import torch
 
 from fewbit.config import MAX_BITS, MIN_BITS, UNIFORM
 from fewbit.runtime.format.groups import LEAST_FEATURES
+from fewbit.runtime.interop.cuda_streams import hold_for_stream, stream_of
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes, SampleIndices
 
@@ -156,6 +157,7 @@ class ChannelWeights:
         found = self._by_device.get(device)
         if found is None:
             found = self._by_device[device] = self._by_device[torch.device("cpu")].to(device)
+        hold_for_stream((found,))  # the policy may drop the weights soon
         return found
 
 
@@ -194,7 +196,7 @@ class BitAssignment:
     least_features: int = 0
     rounds_up: bool = False
     unobserved: str = ""
-    _numbers_by_device: dict = field(default_factory=dict, repr=False)
+    _numbers_by_stream: dict = field(default_factory=dict, repr=False)
 
     def slot(
         self, name: tuple[str, int], average: float, is_fixed: bool, kind: str = UNIFORM
@@ -240,7 +242,7 @@ class BitAssignment:
             return (squares.view(-1, channels) * weights).view(-1)
         if self.numbers is None:
             return squares
-        magnitudes = self.magnitudes.of(slot.name, self._numbers_on(squares.device))
+        magnitudes = self.magnitudes.of(slot.name, self._numbers_beside(squares))
         return squares if magnitudes is None else squares * magnitudes
 
     def note_gradient(self, slot: TensorSlot, grad) -> None:
@@ -251,12 +253,14 @@ class BitAssignment:
             grad: the gradient of that layer's result, or None.
         """
         if self.numbers is not None and grad is not None and is_plain(grad):
-            self.magnitudes.note(slot.name, self._numbers_on(grad.device), grad)
+            self.magnitudes.note(slot.name, self._numbers_beside(grad), grad)
 
-    def _numbers_on(self, device) -> SampleIndices:
-        found = self._numbers_by_device.get(device)
+    def _numbers_beside(self, x) -> SampleIndices:
+        """Return the numbers of the samples on x's device, copied in the current stream, which alone may use the copy."""
+        place = x.device, stream_of(x)
+        found = self._numbers_by_stream.get(place)
         if found is None:
-            found = self._numbers_by_device[device] = self.numbers.to(device)
+            found = self._numbers_by_stream[place] = self.numbers.to(x.device)
         return found
 
     def samples_of(self, x, layer: str = "") -> int | None:

@@ -30,8 +30,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.format.fingerprint import Content, fingerprint, stream_of
+from fewbit.runtime.format.fingerprint import Content, fingerprint
 from fewbit.runtime.interop.checkpoint import in_checkpoint
+from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
 

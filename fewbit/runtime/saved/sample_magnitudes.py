@@ -15,6 +15,7 @@ from itertools import islice
 import torch
 
 from fewbit.errors import InputError
+from fewbit.runtime.interop.cuda_streams import hold_for_stream
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.text import printable
 
@@ -93,6 +94,10 @@ class GradientMagnitudes:
 
     def __init__(self):
         self._tables: dict[tuple, torch.Tensor] = {}  # float32; NaN: the sample was not seen
+        self._streams = {}  # {slot's name: the CUDA stream that used the slot's table last}
+
+    def __getstate__(self):
+        return {"_tables": self._tables, "_streams": {}}
 
     def __bool__(self) -> bool:
         return bool(self._tables)
@@ -135,12 +140,23 @@ class GradientMagnitudes:
         """Return the table of a slot, on the device of `numbers` and with at least `numbers.size` rows."""
         device = numbers.indices.device
         table = self._tables.get(name, torch.empty(0, dtype=torch.float32, device=device))
+        if device.type == "cuda":
+            self._wait_for_last_use(name, table, device)
         missing = numbers.size - len(table)
         if missing > 0:
             room = max(missing, len(table))
             table = torch.cat([table.to(device), table.new_full((room,), torch.nan, device=device)])
         self._tables[name] = table = table.to(device)
         return table
+
+    def _wait_for_last_use(self, name, table, device) -> None:
+        """Let the device's current stream wait for the last use of a table, which may have been in another stream."""
+        current = torch.cuda.current_stream(device)
+        before = self._streams.get(name, current)
+        if before != current:
+            current.wait_stream(before)
+            hold_for_stream((table,))
+        self._streams[name] = current
 
     def state(self) -> list[dict]:
         """Return the tables for `load`: for each slot a dict with the slot's name and the squared norms on the CPU."""

@@ -1,10 +1,31 @@
-"""Copy numbers from devices to the host without waiting for the copies."""
+"""CUDA streams: the current one, memory that several streams use, and copies to the host that nothing waits for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 import torch
+
+
+def stream_of(x: torch.Tensor) -> int:
+    """Return a number that identifies the current stream of x's device. It is 0 if the device has no CUDA streams."""
+    # torch.cuda.current_stream would make an object each time, which takes longer.
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+
+
+def hold_for_stream(tensors: Iterable[torch.Tensor]) -> None:
+    """Prevent memory from being reused before the current stream has done all work that it had when it was freed.
+
+    This is needed if the current stream uses memory that was allocated in another stream, because torch's allocator
+    gives freed memory to the next allocation of the stream that allocated it.
+
+    Args:
+        tensors: the tensors whose memory is protected. Tensors that are not on a CUDA device are ignored.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class AsyncHostCopy:
@@ -12,6 +33,7 @@ class AsyncHostCopy:
 
     def __init__(self, tensors):
         self._tensors = list(tensors)  # kept alive, since `values` has their ids
+        hold_for_stream(self._tensors)  # if this object is dropped before the copy is complete
         self._parts = {}
         for device in {tensor.device for tensor in self._tensors}:
             self._parts[device] = _start(

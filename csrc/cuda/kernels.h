@@ -95,7 +95,8 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
 // Computes the grid (kGridRows, n) of gamma and beta (n,).
 void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);
 
-// Encodes n pre-activations in fixed point (fewbit/runtime/ops/fixed_point.py), with the sign of y. y: of x's dtype.
+// Encodes n pre-activations in fixed point (fewbit/runtime/ops/fixed_point.py), with the sign of y. y: of x's dtype. For fixed
+// point, the columns of a grid and the entries of a vector are fewer than 2^30.
 void encode_fixed(const Grid& grid, const Normalization& normalization, const void* x, const void* y, int dtype,
                   int64_t n, int bits, int32_t* packed, int device, void* stream);
 

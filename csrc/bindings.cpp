@@ -784,6 +784,32 @@ struct Cuda {
     }
   }
 
+  void share_bits(const Buffer& squares, int64_t extra, const std::vector<float>& gains, const Buffer& widths, int device,
+                  uintptr_t stream) const {
+    const Entry entry("share_bits", device);
+    const int64_t samples = widths.count;
+    const auto* from = entry.exactly<const float>("squares", squares, samples, 0);
+    auto* to = entry.exactly<uint8_t>("widths", widths, samples, kUint8);
+    fewbit::cuda::Gains by;
+    if (gains.size() != std::size(by.of)) refuse("gains", "7 numbers", std::to_string(gains.size()));
+    if (extra < 0 || extra > samples * static_cast<int64_t>(gains.size())) {
+      refuse("extra", "a number of bits from 0 to 7 a sample", std::to_string(extra));
+    }
+    std::copy(gains.begin(), gains.end(), by.of);
+    py::gil_scoped_release release;
+    fewbit::cuda::share_bits(by, from, samples, extra, to, device, stream_at(stream));
+  }
+
+  void order_samples(const Buffer& widths, const Buffer& order, const Buffer& counts, int device,
+                     uintptr_t stream) const {
+    const Entry entry("order_samples", device);
+    const auto* from = entry.exactly<const uint8_t>("widths", widths, order.count, kUint8);
+    auto* to = entry.exactly<int64_t>("order", order, order.count, kInt64);
+    auto* found = entry.exactly<int64_t>("counts", counts, fewbit::kMaxBits + 1, kInt64);
+    py::gil_scoped_release release;
+    fewbit::cuda::order_samples(from, order.count, to, found, device, stream_at(stream));
+  }
+
   void squares(const Buffer& x, int64_t samples, int64_t features, int group_size, int kind, const Buffer& out,
                int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("squares", device);
@@ -919,6 +945,10 @@ void bind_cuda(py::module_& module) {
            py::arg("kind"), py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("device_index"),
            py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner")
            = 1)
+      .def("share_bits", &Cuda::share_bits, py::arg("squares"), py::arg("extra"), py::arg("gains"), py::arg("widths"),
+           py::arg("device_index"), py::arg("stream_ptr"))
+      .def("order_samples", &Cuda::order_samples, py::arg("widths"), py::arg("order"), py::arg("counts"),
+           py::arg("device_index"), py::arg("stream_ptr"))
       .def("squares", &Cuda::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("kind"), py::arg("out"), py::arg("device_index"),
            py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1)

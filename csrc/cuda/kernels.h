@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/fixed_point.h"
+#include "common/planes.h"
 #include "common/quantize.h"
 #include "common/streams.h"
 #include "common/table.h"
@@ -72,6 +73,20 @@ struct Seed {
 // Quantizes x to packed codes and ranges. Words and groups beyond those needed become zeros.
 void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const Seed& seed,
               int32_t* packed, uint16_t* ranges, int device, void* stream);
+
+// By how much each bit of a sample beyond the first lowers the variance of rounding, in units of that at 1 bit.
+struct Gains {
+  float of[kMaxBits - 1];
+};
+
+// Divides samples + extra bits among the samples, so that rounding adds the least variance: widths (samples,), each 1 to 8.
+// squares (samples,): the numbers to which the variances are proportional; those that are not finite count as 0.
+void share_bits(const Gains& gains, const float* squares, int64_t samples, int64_t extra, uint8_t* widths, int device,
+                void* stream);
+
+// Computes order (samples,), the samples by ascending width, those of one width in their order, and counts (9,), the number of
+// samples of each width from 0 to 8.
+void order_samples(const uint8_t* widths, int64_t samples, int64_t* order, int64_t* counts, int device, void* stream);
 
 // Computes length * range^2 of each group of x, whose samples are in order and in one stream; NaN if an element is not finite.
 // out: (streams.groups,).

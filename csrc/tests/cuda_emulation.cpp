@@ -118,6 +118,17 @@ const char* emulated_quantize(const void* x, int dtype, int64_t samples, int64_t
   });
 }
 
+const char* emulated_share_bits(const float* gains, const float* squares, int64_t samples, int64_t extra,
+                                uint8_t* widths) {
+  fewbit::cuda::Gains by;
+  std::copy_n(gains, fewbit::kMaxBits - 1, by.of);
+  return guarded([&] { fewbit::cuda::share_bits(by, squares, samples, extra, widths, 1, nullptr); });
+}
+
+const char* emulated_order_samples(const uint8_t* widths, int64_t samples, int64_t* order, int64_t* counts) {
+  return guarded([&] { fewbit::cuda::order_samples(widths, samples, order, counts, 1, nullptr); });
+}
+
 const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int kind,
                              float* out, const float* mean, const float* rstd, int64_t entries, int64_t inner) {
   const fewbit::Streams streams = fewbit::one_stream(samples, features, group_size, false, 1);

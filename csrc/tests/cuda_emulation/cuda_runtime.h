@@ -216,6 +216,18 @@ void __stcs(T* address, T value) {
   *address = value;
 }
 
+inline int __popc(uint32_t x) {
+  int count = 0;
+  for (; x != 0; x &= x - 1) ++count;
+  return count;
+}
+
+inline uint32_t atomicAdd(uint32_t* address, uint32_t value) {
+  const uint32_t old = *address;
+  *address += value;
+  return old;
+}
+
 inline uint32_t atomicOr(uint32_t* address, uint32_t value) {
   const uint32_t old = *address;
   *address |= value;

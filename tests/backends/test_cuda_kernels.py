@@ -20,6 +20,7 @@ from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.reference_bits import philox_words
 from fewbit.runtime.format import groups
+from fewbit.runtime.format.bit_sharing import gains_of
 from fewbit.runtime.format.encoding import Draw, Encoding, packed_words
 from fewbit.runtime.ops import fixed_point
 from fewbit.table import Knots
@@ -52,7 +53,8 @@ class Emulation:
     def __init__(self, library):
         self.library = library
         names = (
-            "pack unpack encode decode_mul forward quantize squares dequantize obstacle "
+            "pack unpack encode decode_mul forward quantize squares share_bits order_samples "
+            "dequantize obstacle "
             "grid_fixed encode_fixed decode_fixed mask_fixed"
         )
         for name in names.split():
@@ -195,6 +197,19 @@ class Emulation:
             *_vectors(normalize),
         )
         return packed.checked(), ranges.checked().view(-1, columns)
+
+    def share_bits(self, squares, total, kind):
+        widths = Guarded(len(squares), torch.uint8)
+        gains = torch.tensor(gains_of(kind), dtype=torch.float32)
+        extra = total - len(squares)
+        self.call("share_bits", gains, squares, _long(len(squares)), _long(extra), widths.data)
+        return widths.checked()
+
+    def order_samples(self, widths):
+        """Return the samples by ascending width, and the number of samples of each width."""
+        order, counts = Guarded(len(widths), torch.int64), Guarded(9, torch.int64)
+        self.call("order_samples", widths, _long(len(widths)), order.data, counts.data)
+        return order.checked(), counts.checked()
 
     def squares(self, x, group_size, normalize=None, offset=0, kind=UNIFORM):
         """Return the squares of each group of an x of shape (samples, features)."""
@@ -1071,3 +1086,34 @@ def test_fixed_point(cuda, n, of_channels, of_statistics, bits, dtype):
     for slope in (0.0, 0.1):
         reference.mask_fixed(grad, packed, *of, slope, expected)
         same(cuda.mask_fixed(grad, packed, *of, slope, offset=offset), expected)
+
+
+# -- The bits of samples ---------------------------------------------------------------------------------
+
+SPECIAL = torch.tensor([0.0, torch.inf, torch.nan, -0.0, 1.0, 1.0, 1e-42, 3e38])
+
+
+@kinds
+@pytest.mark.parametrize("samples", [1, 3, 31, 255, 256, 700])
+def test_bits_of_samples(cuda, samples, kind):
+    rng = np.random.default_rng(samples)
+    spread = torch.from_numpy(np.exp(rng.normal(0, 3, samples)).astype(np.float32))
+    ties = torch.from_numpy(rng.integers(0, 3, samples).astype(np.float32))
+    special = SPECIAL[torch.from_numpy(rng.integers(0, len(SPECIAL), samples))]
+    totals = {samples, samples + 1, 2 * samples, 5 * samples // 2 + 1, 8 * samples - 1, 8 * samples}
+    for squares in (spread, ties, torch.zeros(samples), special):
+        for total in totals:
+            if samples <= total <= 8 * samples:
+                found = cuda.share_bits(squares, total, kind)
+                assert torch.equal(found, reference.share_bits(squares, total, kind)), total
+                assert found.sum() == total
+
+
+@pytest.mark.parametrize("samples", [0, 1, 31, 256, 257, 1000])
+def test_order_of_samples(cuda, samples):
+    rng = np.random.default_rng(samples)
+    for least, most in ((0, 9), (1, 9), (2, 3)):
+        widths = torch.from_numpy(rng.integers(least, most, samples, np.uint8))
+        order, counts = cuda.order_samples(widths)
+        assert order.tolist() == sorted(range(samples), key=lambda i: widths[i])  # stable
+        assert counts.tolist() == [int((widths == bits).sum()) for bits in range(9)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from quantized import ISAS, SEED, SHAPES, compiled, inputs, kinds, mixed, possible_sizes, same
+from quantized import ISAS, SEED, SHAPES, compiled, inputs, kinds, possible_sizes, same
 
 from fewbit.runtime.format.encoding import Encoding
 
@@ -89,13 +89,3 @@ def test_forward_quantized_where_nothing_is_fused(backend, kind):
     assert backend.kernels.forward_quantized(wide, "silu", (), ENCODING, None, wide, *rest) is None
     if backend.name not in ISAS:
         assert backend.kernels.forward_quantized(x, "silu", (), ENCODING, None, x, *rest) is None
-
-
-@compiled
-def test_widths_for_cuda():
-    """The arguments that replace widths for the CUDA kernels are computed without reading the widths on the host."""
-    widths = mixed(50)
-    order, counts = native._order(widths)
-    assert order.tolist() == sorted(range(50), key=lambda i: widths[i])  # stable
-    assert counts.tolist() == [int((widths == bits).sum()) for bits in range(9)]
-    assert order.dtype == counts.dtype == torch.int64

@@ -10,6 +10,7 @@ one element. A backend is an object with these attributes, which the module `ref
     forward                      get the activation's result and its codes in one pass over memory
     quantize, dequantize         the group quantizer: get codes and ranges of groups, and approximate values from them
     squares                      get the numbers that decide how a tensor's bits are shared among its samples
+    share_bits                   get the bits of each sample from these numbers
     forward_quantized            `forward`, and `quantize` of the result, in one pass over memory
     grid_fixed                   get the grid: the values that the fixed-point codes of a norm's channels stand for
     encode_fixed                 get the fixed-point codes of a norm's normalized input

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from fewbit import _kernels
-from fewbit.config import MASKED, ROTATED, UNIFORM
+from fewbit.config import MASKED, MAX_BITS, MIN_BITS, ROTATED, UNIFORM
 from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
 from fewbit.runtime.format import groups
+from fewbit.runtime.format.bit_sharing import gains_of
 from fewbit.runtime.format.buffers import check_dense
 from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
@@ -218,6 +219,16 @@ class Kernels:
         )
         return out.view(samples, count // max(samples, 1)).sum(1)
 
+    def share_bits(self, squares, total, kind):
+        """Return the bits of each sample, see `reference.share_bits`."""
+        if not hasattr(self._kernels, "share_bits"):
+            return reference.share_bits(squares, total, kind)
+        widths = torch.empty(len(squares), dtype=torch.uint8, device=squares.device)
+        extra = total - MIN_BITS * len(squares)
+        squares = squares.to(torch.float32).contiguous()
+        self._kernels.share_bits(squares, extra, gains_of(kind), widths, *self._where(squares))
+        return widths
+
     def dequantize(
         self, packed, ranges, bits, group_size, out, widths=None, affine=None, kind=UNIFORM
     ) -> None:
@@ -402,13 +413,14 @@ def _widths(widths):
 
 def cuda() -> Kernels:
     """Return the CUDA kernels, which run on the tensor's device and torch's current stream."""
+    return Kernels(_kernels.cuda, _where_on_cuda, _order, "cuda")
 
-    def where(tensor):
-        index = tensor.device.index
-        # torch.cuda.current_stream would make an object each time, which takes longer than the rest of a call.
-        return index, torch._C._cuda_getCurrentRawStream(index)
 
-    return Kernels(_kernels.cuda, where, _order, "cuda")
+def _where_on_cuda(tensor):
+    """Return the arguments that say where a CUDA kernel runs: the index of the device and the current stream."""
+    index = tensor.device.index
+    # torch.cuda.current_stream would make an object each time, which takes longer than the rest of a call.
+    return index, torch._C._cuda_getCurrentRawStream(index)
 
 
 def _order(widths):
@@ -421,9 +433,10 @@ def _order(widths):
     """
     if widths is None:
         return None, None
-    order = torch.argsort(widths, stable=True)
-    possible = torch.arange(9, dtype=widths.dtype, device=widths.device)
-    return order, (widths[None, :] == possible[:, None]).sum(1)
+    order = torch.empty(len(widths), dtype=torch.int64, device=widths.device)
+    counts = torch.empty(MAX_BITS + 1, dtype=torch.int64, device=widths.device)
+    _kernels.cuda.order_samples(widths, order, counts, *_where_on_cuda(widths))
+    return order, counts
 
 
 def cuda_unusable(device: torch.device) -> str:

@@ -19,6 +19,7 @@ from fewbit.runtime.backends.reference_fixed_point import (
 )
 from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
 from fewbit.runtime.backends.results import QuantizedForward
+from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.buffers import Entry
 from fewbit.runtime.format.encoding import Encoding, gray
 from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
@@ -36,6 +37,7 @@ __all__ = [
     "name",
     "pack",
     "quantize",
+    "share_bits",
     "squares",
     "unpack",
 ]

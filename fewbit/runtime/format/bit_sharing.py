@@ -33,15 +33,15 @@ def share_bits(squares: torch.Tensor, total: int, kind: str) -> torch.Tensor:
     widths = torch.full_like(squares, MIN_BITS, dtype=torch.int64)
     if extra > 0:
         # If keys are equal, for example all 0, every sample gets its second bit before any sample gets a third.
-        keys = _gains(kind, squares.device)[:, None] * squares.nan_to_num(0.0, 0.0, 0.0)
+        gains = torch.tensor(gains_of(kind), dtype=torch.float32, device=squares.device)
+        keys = gains[:, None] * squares.nan_to_num(0.0, 0.0, 0.0)
         best = keys.flatten().argsort(descending=True, stable=True)[:extra]
         widths.index_add_(0, best % samples, torch.ones_like(best))
     return widths.to(torch.uint8)
 
 
 @lru_cache(maxsize=64)
-def _gains(kind: str, device: torch.device) -> torch.Tensor:
-    """Return by how much each further bit lowers the variance, in units of the variance at 1 bit: (7,) float32."""
+def gains_of(kind: str) -> tuple[float, ...]:
+    """Return by how much each bit beyond the first lowers the variance, in units of the variance at 1 bit."""
     shares = [relative_distortion(kind, bits) for bits in BITS]
-    gains = [before - after for before, after in pairwise(shares)]
-    return torch.tensor(gains, dtype=torch.float32, device=device)
+    return tuple(before - after for before, after in pairwise(shares))

@@ -20,7 +20,6 @@ from torch.library import register_fake
 from fewbit.config import UNIFORM, check_rotated_size
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
-from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.ops.library import define, save_results
 
@@ -98,7 +97,7 @@ def quantize_samples(
     features = source.numel() // samples
     total = slot.total(samples)
     of_samples = _sensitivities(source, slot, group_size, normalize, kind)
-    widths = share_bits(of_samples, total, kind)
+    widths = backends.of(source).share_bits(of_samples, total, kind)
     words = groups.words_of_total(total, features)
     tensors = quantize(source, seed, 0, group_size, fp32_min, normalize, widths, words, kind)
     return *tensors, widths, of_samples

@@ -137,6 +137,9 @@ def compress_(
     report = _report(conversion.report, notes, model, settings, sample, before)
     return _reported(Controller(model, report, conversion.context, allocator, given), verbose)
 
+LEAST_AVERAGE = 1.75
+"""The least average of adaptive bits for which attention was seen to get enough bits (docs/decisions/0008)."""
+
 
 def _refuse(unknown: Mapping) -> None:
     """Raise an error for keyword arguments that `compress_` does not have."""
@@ -242,7 +245,7 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
 
 def _may_starve_attention(settings, report: Report) -> bool:
     """Return whether a policy may give attention so few bits that training suffers (docs/decisions/0008)."""
-    is_low = settings.adapts and settings.bits < 2 and settings.attention_bits is None
+    is_low = settings.adapts and settings.bits < LEAST_AVERAGE and settings.attention_bits is None
     names = (name for row in report.converted for name in (row.before, row.after))
     return is_low and any("attention" in name.lower() for name in names)
 

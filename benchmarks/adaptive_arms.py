@@ -103,7 +103,7 @@ class OneRange(Quantizer):
         self, x, dtype, slot=0, normalize=None, activation=None, **settings_of_other_copies
     ) -> SavedTensors:
         assert normalize is None
-        generator = torch.Generator().manual_seed(self._seed(x, slot, activation).item())
+        generator = torch.Generator().manual_seed(int(self._seed(x, slot, activation)))
         bounds, codes = rounded(x.detach().float(), self.bits, generator)
         return SavedTensors((codes, bounds), OneRangeSpec(tuple(x.shape), codes.stride(), dtype))
 

@@ -66,6 +66,7 @@ class JointGraph:
         changed: the inputs that the model changes in place, such as running means, and what depends on them.
         backward: the nodes that depend on tangents, in their order.
         forward: the nodes on which results of the forward graph depend.
+        parameters: the inputs that are parameters or buffers.
         constants: nodes that need no copy, because parameters, inputs without gradient and small tensors suffice to
             compute them again.
         exact: {frontier node that stays exact: the reason}.
@@ -80,6 +81,7 @@ class JointGraph:
     changed: set[fx.Node] = field(default_factory=set)
     backward: dict[fx.Node, None] = field(default_factory=dict)
     forward: set[fx.Node] = field(default_factory=set)
+    parameters: set[fx.Node] = field(default_factory=set)
     constants: set[fx.Node] = field(default_factory=set)
     exact: dict[fx.Node, str] = field(default_factory=dict)
     roots: dict[fx.Node, Root] = field(default_factory=dict)
@@ -127,6 +129,17 @@ class JointGraph:
             return None  # rounding to integers or to 8 bits is not affine
         return source if list(node.args).count(source) == 1 else None
 
+    def is_cast_parameter(self, node: fx.Node) -> bool:
+        """Return whether a large node is a parameter in another dtype, perhaps viewed, as autocast makes it.
+
+        torch would save this copy of the parameter, because a matrix product needs it in memory.
+        """
+        is_cast = False
+        while node.op == "call_function" and node.target in uses.VIEWS | uses.CASTS:
+            is_cast |= node.target in uses.CASTS
+            node = node.all_input_nodes[0]
+        return is_cast and node in self.parameters - self.changed and not _is_small(node)
+
     def bytes_to_recompute(self) -> int:
         """Return the bytes of the tensors from which pointwise ops and views compute all tensors to quantize.
 
@@ -170,6 +183,8 @@ class JointGraph:
         data = set()
         for number, node in enumerate(primals):
             has_gradient = number < len(gradients) and gradients[number] is not None
+            if number in self.static:
+                self.parameters.add(node)
             if number in self.static or not has_gradient:
                 self.constants.add(node)
                 if number not in self.static and is_floating(node):

@@ -228,7 +228,11 @@ class Rewriter:
     def _restore_inputs(self, user: fx.Node) -> None:
         """Replace the inputs of a backward node that are restored from copies, and those that it does not read."""
         with self.graph.inserting_before(user):
-            inputs = [x for x in user.all_input_nodes if self._may_be_restored(x)]
+            inputs = [
+                x
+                for x in user.all_input_nodes
+                if self._may_be_restored(x) or self.joint.is_cast_parameter(x)
+            ]
             forward = uses.attention_of(user)
             # The output and the sums have to be those of the queries, keys and values that the backward node gets.
             restored = {} if forward is None else self._attention_again(forward, user)
@@ -242,11 +246,23 @@ class Rewriter:
 
     def _restore(self, node: fx.Node) -> fx.Node:
         """Return the node that a backward node gets in place of a node."""
-        if not self._may_be_restored(node):
+        is_cast = self.joint.is_cast_parameter(node)
+        if not is_cast and not self._may_be_restored(node):
             return node
         if node not in self._restored:
-            self._restored[node] = self._restored_anew(node)
+            make = self._cast_again if is_cast else self._restored_anew
+            self._restored[node] = make(node)
         return self._restored[node]
+
+    def _cast_again(self, node) -> fx.Node:
+        """Return a cast parameter, cast in the backward pass from the parameter, which is in memory anyway."""
+        if node in self.joint.parameters:
+            # torch merges nodes that compute the same. The alias makes this cast another one than that of the forward.
+            return self._call(aten.alias.default, (node,), tag=True)
+        source = node.all_input_nodes[0]
+        again = self.graph.node_copy(node, {source: self._cast_again(source)}.get)
+        again.meta = {"val": node.meta["val"], **origin(node), **_IN_BACKWARD}
+        return again
 
     def _may_be_restored(self, node) -> bool:
         joint = self.joint

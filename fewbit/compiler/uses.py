@@ -40,9 +40,10 @@ VIEWS = _overloads(
     "clone.default", "slice.Tensor", "select.int", "split_with_sizes.default", "split.Tensor", "unbind.int",
 )  # fmt: skip
 """Ops that return elements of their argument in another order or shape."""
-AFFINE = VIEWS | _overloads("convert_element_type.default", "fma.default", ops=prims) | _overloads(
+CASTS = _overloads("convert_element_type.default", ops=prims) | _overloads("_to_copy.default")
+"""Ops that return their argument in another dtype."""
+AFFINE = VIEWS | CASTS | _overloads("fma.default", ops=prims) | _overloads(
     "mul.Tensor", "mul.Scalar", "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "neg.default",
-    "_to_copy.default",
 )  # fmt: skip
 """Pointwise ops and views that are affine in each argument, if the other arguments are fixed."""
 MULTILINEAR = AFFINE | _overloads(

@@ -137,6 +137,7 @@ def compress_(
     report = _report(conversion.report, notes, model, settings, sample, before)
     return _reported(Controller(model, report, conversion.context, allocator, given), verbose)
 
+
 LEAST_AVERAGE = 1.75
 """The least average of adaptive bits for which attention was seen to get enough bits (docs/decisions/0008)."""
 

@@ -206,3 +206,31 @@ def test_a_memory_budget_of_torch_does_not_replace_the_copies():
         compiled = fewbit.compile(model, 2, backend="aot_eager")
         gradient(model, compiled, x)
     assert any(row.bits == 2 for row in compiled.partitioner.report.rows)
+
+
+class Weighty(nn.Module):
+    """Layers whose weights are much larger than what the layers save, used as they are, transposed and in slices."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.conv = nn.Linear(256, 512), nn.Linear(512, 256), nn.Conv2d(16, 64, 3)
+
+    def forward(self, x):
+        y = self.b(torch.sigmoid(self.a(x))) @ self.b.weight[:, :256]
+        y = self.conv(y.reshape(2, 16, 16, 16)).float()
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_parameters_that_autocast_casts_are_not_saved(backend):
+    torch.manual_seed(0)
+    model, x = Weighty(), torch.randn(32, 256)
+    settings = {"backend": backend, "fullgraph": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = exact_gradient(model, x, **settings)
+        compiled = fewbit.compile(model, 8, **settings)
+        assert 0 < error(gradient(model, compiled, x), exact) < 0.03
+    of_weights = {weight.nbytes // 2 for weight in (model.a.weight, model.conv.weight)}
+    rows = compiled.partitioner.report.rows
+    assert rows and not of_weights & {row.exact_bytes for row in rows}
+    assert sum(row.saved_bytes for row in rows) < 200_000 < model.a.weight.nbytes // 2

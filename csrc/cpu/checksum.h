@@ -1,11 +1,11 @@
-// A checksum of memory, which changes if any byte changes.
+// A checksum of memory, which almost certainly changes if the memory changes.
 #pragma once
 
 #include <cstdint>
 
 namespace fewbit {
 
-// Returns the checksum of `bytes` bytes. It does not depend on `threads`, and differs if two words change places.
+// Returns the checksum of `bytes` bytes. It does not depend on `threads`.
 uint64_t checksum(const void* data, int64_t bytes, int threads);
 
 }  // namespace fewbit

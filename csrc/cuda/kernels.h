@@ -79,7 +79,8 @@ struct Gains {
   float of[kMaxBits - 1];
 };
 
-// Divides samples + extra bits among the samples, so that rounding adds the least variance: widths (samples,), each 1 to 8.
+// Divides samples + extra bits among the samples, so that rounding adds the least variance: widths (samples,), each 1 to 8. One block does this; for many
+// samples, sorting is faster.
 // squares (samples,): the numbers to which the variances are proportional; those that are not finite count as 0.
 void share_bits(const Gains& gains, const float* squares, int64_t samples, int64_t extra, uint8_t* widths, int device,
                 void* stream);

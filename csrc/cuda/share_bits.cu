@@ -1,5 +1,5 @@
-// The division of a tensor's bits among its samples, and the order of the samples by bits. There are few samples, so one
-// block does the work, in place of many small kernels.
+// The division of a tensor's bits among its samples, and the order of the samples by bits. One block does the work, in
+// place of many small kernels, so this is for some thousands of samples.
 
 #include "common/dtype.h"
 #include "common/planes.h"

@@ -247,8 +247,10 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
 def _may_starve_attention(settings, report: Report) -> bool:
     """Return whether a policy may give attention so few bits that training suffers (docs/decisions/0008)."""
     is_low = settings.adapts and settings.bits < LEAST_AVERAGE and settings.attention_bits is None
-    names = (name for row in report.converted for name in (row.before, row.after))
-    return is_low and any("attention" in name.lower() for name in names)
+    if not is_low or any(row.attention is not None for row in report.converted):
+        return False
+    names = (name.lower() for row in report.converted for name in (row.path, row.before, row.after))
+    return any("attention" in name or "attn" in name for name in names)
 
 
 def _report(report: Report, notes, model, settings, sample, before) -> Report:

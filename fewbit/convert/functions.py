@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 
 import torch
@@ -158,6 +158,8 @@ def _table() -> dict:
     return table
 
 
+_NAMES = {"mat2": "other", "x": "input"}
+"""{name of an argument in some functions of torch: its name in fewbit's function}."""
 _EXPOSING = {
     torch.Tensor.data.__get__,
     torch.Tensor.numpy,
@@ -184,18 +186,18 @@ class FunctionQuantizers:
     attention_quantizer: Quantizer
     own: dict[str, Quantizer] = field(default_factory=dict, compare=False)
 
-    def call(self, ours, family, function, args, kwargs):
+    def call(self, ours, family, theirs, args, kwargs):
         """Call fewbit's function with these settings, or torch's if fewbit's does not support the arguments.
 
         Args:
             ours: fewbit's function.
             family: "activation", "one bit" (an activation whose derivative has two values), "quantized" or "exact".
-            function: torch's function.
-            args: the positional arguments of the call.
-            kwargs: the keyword arguments of the call.
+            theirs: calls torch's function, with the arguments of the user's call.
+            args: the positional arguments for fewbit's function.
+            kwargs: the keyword arguments for fewbit's function.
         """
         if ours in _OPERATIONS and not _has_large(args):
-            return function(*args, **kwargs)
+            return theirs()
         if family == "exact":
             return ours(*args, **kwargs)
         if family == "quantized":
@@ -204,7 +206,7 @@ class FunctionQuantizers:
             if ours in _PRODUCTS:
                 factors = _factors(ours, args, kwargs)
                 if factors is None:
-                    return function(*args, **kwargs)
+                    return theirs()
                 if any(map(is_in_memory, factors)) and is_attention:
                     # A product with a parameter is a linear layer.
                     name, is_attention = F.linear.__name__, False
@@ -213,7 +215,7 @@ class FunctionQuantizers:
             return ours(*args, **kwargs, quantizer=self._quantizer_of(name, is_attention))
         x = args[0] if args else kwargs.get("input")
         if not takes(x):
-            return function(*args, **kwargs)
+            return theirs()
         bits = {"bits": self.activation_bits} if family == "activation" else {}
         context, named = self.quantizer.context, nullcontext()
         if context is not None and context.policy is not None:
@@ -225,7 +227,7 @@ class FunctionQuantizers:
             with named:
                 return ours(*args, **kwargs, **bits)
         except FunctionError:  # torch accepts these parameters and fewbit does not
-            return function(*args, **kwargs)
+            return theirs()
 
     def _quantizer_of(self, function: str, is_attention: bool) -> Quantizer:
         """Return the quantizer of a function in the running module. All calls of the function there share it."""
@@ -275,12 +277,15 @@ class FunctionMode(ReplacingMode):
             name: value for name, value in kwargs.items() if name != "out" or value is not None
         }
         # torch also takes the names of NumPy, such as axis for dim. The first argument of einsum is a text.
+        moved, theirs = args, partial(function, *args, **kwargs)
+        if given:
+            given = {_NAMES.get(name, name): value for name, value in given.items()}
         is_known = "out" not in given and given.keys() <= _parameters(ours)
         if is_known and given:
-            args, given = _tensors_first(ours, args, given)
-        if not is_known or not all(isinstance(x, torch.Tensor | str) for x in args[:1]):
-            return function(*args, **kwargs)
-        return (own or self.settings).call(ours, family, function, args, given)
+            moved, given = _tensors_first(ours, args, given)
+        if not is_known or not all(isinstance(x, torch.Tensor | str) for x in moved[:1]):
+            return theirs()
+        return (own or self.settings).call(ours, family, theirs, moved, given)
 
     def _expose(self, args) -> None:
         """Stop layers from sharing a quantized copy of the tensor args[0], whose memory may now change unnoticed."""

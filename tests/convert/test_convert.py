@@ -1063,3 +1063,5 @@ def test_the_report_says_that_attention_may_get_too_few_bits(bits, layers, is_to
     ) == is_told
     plain = nn.Sequential(nn.Linear(64, 64), nn.GELU())
     assert "attention may" not in str(quiet(plain, bits=bits, layers=layers).report)
+    own = {"bits": bits, "overrides": {"*": {"attention_bits": 3}}}
+    assert "attention may" not in str(quiet(model, **own).report)

@@ -146,6 +146,8 @@ NAMED = {
     "maximum": lambda x, y: torch.maximum(other=y, input=x),
     "mul": lambda x, y: torch.mul(input=x, other=y),
     "matmul": lambda x, y: torch.matmul(x, other=y),
+    "bmm": lambda x, y: torch.bmm(x[None], mat2=y[None]),
+    "vector_norm": lambda x, y: torch.linalg.vector_norm(x=x, dim=1),
     "addcmul": lambda x, y: torch.addcmul(input=x, tensor1=x, tensor2=y, value=0.5),
     "baddbmm": lambda x, y: torch.baddbmm(input=x[None], batch1=x[None], batch2=y[None], beta=0.5),
     "gather": lambda x, y: torch.gather(
@@ -174,3 +176,19 @@ def test_tensors_that_are_passed_by_name_are_compressed(name):
     fewbit.compress_(model, bits=2, verbose=False)
     torch.testing.assert_close(model(x).detach(), wanted)
     assert fewbit.saved_bytes(model, x).total < before / 4
+
+
+MIXED = {
+    "pow of a number": lambda x, y: torch.pow(2.0, exponent=x),
+    "addcmul with the number second": lambda x, y: torch.addcmul(x, 0.5, tensor1=x, tensor2=y),
+    "baddbmm with the number first": lambda x, y: torch.baddbmm(0.5, x[None], batch1=x[None], batch2=y[None]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:This overload of")
+@pytest.mark.parametrize("name", MIXED)
+def test_older_overloads_of_torch_get_their_own_arguments(name):
+    model, x = Calling(MIXED[name]), normal((64, 64)).requires_grad_()
+    wanted = model(x).detach()
+    fewbit.compress_(model, bits=2, verbose=False)
+    assert torch.equal(model(x).detach(), wanted)

@@ -26,6 +26,8 @@ KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
 _UNUSED_BITS = 1
 """The bits in calls of kernels that get the bits of each sample. Kernels check the number, and do not use it."""
+_MOST_SAMPLES = 8192
+"""The largest number of samples that one block of threads divides bits among, or orders. Beyond, torch sorts."""
 # Tables with more breaks or points, which only unusual functions of a user have, do not fit the parameters of a CUDA
 # kernel.
 _MOST_BREAKS = 2048
@@ -221,7 +223,7 @@ class Kernels:
 
     def share_bits(self, squares, total, kind):
         """Return the bits of each sample, see `reference.share_bits`."""
-        if not hasattr(self._kernels, "share_bits"):
+        if not hasattr(self._kernels, "share_bits") or len(squares) > _MOST_SAMPLES:
             return reference.share_bits(squares, total, kind)
         widths = torch.empty(len(squares), dtype=torch.uint8, device=squares.device)
         extra = total - MIN_BITS * len(squares)
@@ -433,6 +435,10 @@ def _order(widths):
     """
     if widths is None:
         return None, None
+    if len(widths) > _MOST_SAMPLES:
+        order = torch.argsort(widths, stable=True)
+        possible = torch.arange(MAX_BITS + 1, dtype=widths.dtype, device=widths.device)
+        return order, (widths[None, :] == possible[:, None]).sum(1)
     order = torch.empty(len(widths), dtype=torch.int64, device=widths.device)
     counts = torch.empty(MAX_BITS + 1, dtype=torch.int64, device=widths.device)
     _kernels.cuda.order_samples(widths, order, counts, *_where_on_cuda(widths))

@@ -195,7 +195,7 @@ class Quantizer:
         return self.quantize(x)
 
     def _quantize_or_share(self, x, shared, slot, usual) -> SavedTensors:
-        if not shared or self.context is None or not is_eager(x):
+        if not shared or self.context is None or not is_eager(x) or x.is_inference():
             return self._quantize(x, x.dtype, slot, usual=usual)
         context = self.context
         context.record_save()

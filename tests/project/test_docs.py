@@ -10,6 +10,7 @@ block is not run. A comment `<!-- output -->` above a fenced block says that the
 import ast
 import importlib
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -27,6 +28,7 @@ from click.testing import CliRunner
 import fewbit
 import fewbit.functional
 import fewbit.nn
+from fewbit.analysis import progress
 from fewbit.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -151,6 +153,9 @@ def test_every_help_has_an_example_of_the_command(command):
 def test_every_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        progress, "INTERVAL", math.inf
+    )  # a slow machine would print lines of progress
     np.save("activations.npy", np.random.default_rng(1).normal(0.2, 1.5, 4000))
     shown = examples()
     assert {command for command, _ in shown} >= set(COMMANDS)

@@ -67,7 +67,7 @@ struct Quantized {
 // A seed: the address of a number in device memory, which a captured launch reads anew in each replay, or the number itself.
 struct Seed {
   const int64_t* address;  // null: the seed is `number`
-  int64_t number;
+  int64_t number;          // 0 if there is an address
 };
 
 // Quantizes x to packed codes and ranges. Words and groups beyond those needed become zeros.

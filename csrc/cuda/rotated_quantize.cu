@@ -159,11 +159,21 @@ __device__ uint32_t rotate_any(float* values, const Quantizer& by, const Located
 
 // -- kernels ---------------------------------------------------------------------------------------------
 
+__device__ int64_t zero = 0;
+
+// Returns the address of a number to which Seed::number is added. A choice in the kernel would take more registers.
+const int64_t* address_of(const Seed& seed) {
+  if (seed.address) return seed.address;
+  void* address = nullptr;
+  check(cudaGetSymbolAddress(&address, zero), "finding a variable on the device");
+  return static_cast<const int64_t*>(address);
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
-                    const __grid_constant__ Seed given, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
+                    const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
   __shared__ Workspace workspaces[kGroupsOfBlock];
@@ -173,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   }
   share_streams(streams, uniform, counts);
   const CopySettings settings = {streams.fp32_min, is_masked};
-  const uint64_t seed = value_of(given);
+  const uint64_t seed = static_cast<uint64_t>(*seed_address) + static_cast<uint64_t>(seed_number);
   const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_seed(seed, streams.fp32_min, ranges + uniform.groups * columns(streams.fp32_min));
@@ -250,7 +260,7 @@ void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dt
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     launch(quantize_kernel<T>, device, stream, pairs, kLaunchedBlocks, uniform, group_map(uniform, of.counts), of.order,
-           of.counts, static_cast<const T*>(x), normalization, seed, is_masked, whole, reinterpret_cast<uint32_t*>(packed),
+           of.counts, static_cast<const T*>(x), normalization, address_of(seed), seed.number, is_masked, whole, reinterpret_cast<uint32_t*>(packed),
            ranges);
   });
 }

@@ -267,6 +267,11 @@ inline cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaS
   if (bytes > 0) std::memset(address, value, bytes);
   return cudaSuccess;
 }
+template <class T>
+cudaError_t cudaGetSymbolAddress(void** address, T& symbol) {
+  *address = &symbol;
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t error) {
   if (error == cudaErrorLaunchFailure) return "unspecified launch failure";

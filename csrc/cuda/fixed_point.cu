@@ -19,7 +19,7 @@ constexpr int kResident = 3;  // blocks that fit on a multiprocessor with 80 reg
 // The results are the same, because products with a sign or with the width of a cell are exact, and because the first positive
 // code is a whole number, the start of the cells is finite, and no bound is 0.
 
-// How a channel encodes.
+// The numbers with which a channel encodes.
 struct Encoder {
   float start, factor;  // a value has number (value - start) * factor in cells
   int least, most;      // one more than the least code of a positive element, and than the greatest code of another

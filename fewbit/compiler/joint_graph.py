@@ -138,7 +138,8 @@ class JointGraph:
         while node.op == "call_function" and node.target in uses.VIEWS | uses.CASTS:
             is_cast |= node.target in uses.CASTS
             node = node.all_input_nodes[0]
-        return is_cast and node in self.parameters - self.changed and not _is_small(node)
+        is_unchanged = node in self.parameters and node not in self.changed
+        return is_cast and is_unchanged and not _is_small(node)
 
     def bytes_to_recompute(self) -> int:
         """Return the bytes of the tensors from which pointwise ops and views compute all tensors to quantize.

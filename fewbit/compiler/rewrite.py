@@ -228,11 +228,7 @@ class Rewriter:
     def _restore_inputs(self, user: fx.Node) -> None:
         """Replace the inputs of a backward node that are restored from copies, and those that it does not read."""
         with self.graph.inserting_before(user):
-            inputs = [
-                x
-                for x in user.all_input_nodes
-                if self._may_be_restored(x) or self.joint.is_cast_parameter(x)
-            ]
+            inputs = [x for x in user.all_input_nodes if self._may_be_restored(x)]
             forward = uses.attention_of(user)
             # The output and the sums have to be those of the queries, keys and values that the backward node gets.
             restored = {} if forward is None else self._attention_again(forward, user)
@@ -246,12 +242,10 @@ class Rewriter:
 
     def _restore(self, node: fx.Node) -> fx.Node:
         """Return the node that a backward node gets in place of a node."""
-        is_cast = self.joint.is_cast_parameter(node)
-        if not is_cast and not self._may_be_restored(node):
+        if not self._may_be_restored(node):
             return node
         if node not in self._restored:
-            make = self._cast_again if is_cast else self._restored_anew
-            self._restored[node] = make(node)
+            self._restored[node] = self._restored_anew(node)
         return self._restored[node]
 
     def _cast_again(self, node) -> fx.Node:
@@ -260,22 +254,28 @@ class Rewriter:
             # torch merges nodes that compute the same. The alias makes this cast another one than that of the forward.
             return self._call(aten.alias.default, (node,), tag=True)
         source = node.all_input_nodes[0]
-        again = self.graph.node_copy(node, {source: self._cast_again(source)}.get)
-        again.meta = {"val": node.meta["val"], **origin(node), **_IN_BACKWARD}
-        return again
+        return self._computed_again(node, {source: self._cast_again(source)})
 
     def _may_be_restored(self, node) -> bool:
         joint = self.joint
-        return not (node in joint.backward or node in joint.constants or node in joint.exact)
+        if node in joint.backward:
+            return False
+        return joint.is_cast_parameter(node) or not (node in joint.constants or node in joint.exact)
 
     def _restored_anew(self, node):
         if node in self.copies:
             return self.copies[node].restore()
+        if self.joint.is_cast_parameter(node):
+            return self._cast_again(node)
         if self.joint.source_of(node) is None:
             return node
         inputs = {x: self._restore(x) for x in node.all_input_nodes}
         if all(x is other for x, other in inputs.items()):
             return node
+        return self._computed_again(node, inputs)
+
+    def _computed_again(self, node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a copy of a node in the backward graph, with other inputs."""
         again = self.graph.node_copy(node, inputs.get)
         again.meta = {"val": node.meta["val"], **origin(node), **_IN_BACKWARD}
         return again
@@ -286,8 +286,7 @@ class Rewriter:
         results = [uses.argument(user, name) for name in uses.RESULTS]
         if all(x is other for x, other in inputs.items()):
             return {x: x for x in results}
-        again = self.graph.node_copy(forward, inputs.get)
-        again.meta = {"val": forward.meta["val"], **origin(forward), **_IN_BACKWARD}
+        again = self._computed_again(forward, inputs)
         return {
             x: self._call(operator.getitem, (again, i), like=x, tag=True)
             for i, x in enumerate(results)

@@ -113,7 +113,7 @@ def fits(
 
 @dataclass(frozen=True)
 class _Search:
-    """What is measured of every setting.
+    """The measurements that `fits` makes of every setting.
 
     Attributes:
         batch: the batch of a step.

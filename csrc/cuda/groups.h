@@ -48,8 +48,18 @@ __device__ inline void share_streams(Streams& shared, const Streams& uniform, co
   __syncthreads();
 }
 
-__device__ inline uint64_t value_of(const Seed& seed) {
-  return static_cast<uint64_t>(seed.address ? *seed.address : seed.number);
+static __device__ int64_t zero = 0;
+
+// Returns the address of a number to which Seed::number is added. A choice in the kernel would take more registers.
+inline const int64_t* address_of(const Seed& seed) {
+  if (seed.address) return seed.address;
+  void* address = nullptr;
+  check(cudaGetSymbolAddress(&address, zero), "finding a variable on the device");
+  return static_cast<const int64_t*>(address);
+}
+
+__device__ inline uint64_t seed_from(const int64_t* address, int64_t number) {
+  return static_cast<uint64_t>(*address) + static_cast<uint64_t>(number);
 }
 
 // A warp takes every groups_apart()-th group.

@@ -213,11 +213,11 @@ template <class T, bool Normalized>
 __global__ void __launch_bounds__(kThreads, 3)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
-                    const __grid_constant__ Seed seed, bool whole, uint32_t* packed, uint16_t* ranges) {
+                    const int64_t* seed_address, int64_t seed_number, bool whole, uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ GroupDraws draws[kGroupsOfBlock];
   share_streams(streams, uniform, counts);
-  const Quantizer by = {streams, value_of(seed), whole, packed, ranges};
+  const Quantizer by = {streams, seed_from(seed_address, seed_number), whole, packed, ranges};
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
     bool is_full = of.length == kDrawBlock && streams.group_size == kDrawBlock && of.first % kBlock == 0;
@@ -270,7 +270,7 @@ void quantize(const Quantized& of, const void* x, int dtype, const Normalization
     using T = typename decltype(type)::type;
     const auto kernel = normalization.exists() ? quantize_kernel<T, true> : quantize_kernel<T, false>;
     launch(kernel, device, stream, pair_count(groups), kWaves, uniform, group_map(uniform, of.counts), of.order, of.counts,
-           static_cast<const T*>(x), normalization, seed, whole, reinterpret_cast<uint32_t*>(packed), ranges);
+           static_cast<const T*>(x), normalization, address_of(seed), seed.number, whole, reinterpret_cast<uint32_t*>(packed), ranges);
   });
 }
 

@@ -159,16 +159,6 @@ __device__ uint32_t rotate_any(float* values, const Quantizer& by, const Located
 
 // -- kernels ---------------------------------------------------------------------------------------------
 
-__device__ int64_t zero = 0;
-
-// Returns the address of a number to which Seed::number is added. A choice in the kernel would take more registers.
-const int64_t* address_of(const Seed& seed) {
-  if (seed.address) return seed.address;
-  void* address = nullptr;
-  check(cudaGetSymbolAddress(&address, zero), "finding a variable on the device");
-  return static_cast<const int64_t*>(address);
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
@@ -183,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   }
   share_streams(streams, uniform, counts);
   const CopySettings settings = {streams.fp32_min, is_masked};
-  const uint64_t seed = static_cast<uint64_t>(*seed_address) + static_cast<uint64_t>(seed_number);
+  const uint64_t seed = seed_from(seed_address, seed_number);
   const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_seed(seed, streams.fp32_min, ranges + uniform.groups * columns(streams.fp32_min));

@@ -18,6 +18,7 @@
 #include "common/planes.h"
 #include "common/rotate.h"
 #include "common/table.h"
+#include "common/unbiased.h"
 #include "cpu/allocation.h"
 #include "cpu/checksum.h"
 #include "cpu/kernels.h"
@@ -281,6 +282,12 @@ class Entry {
            place_of(buffer.device) + (buffer.count > 0 && !buffer.address ? " at no address" : "");
   }
 
+  // Returns the codes of unbiased copies; null for other kinds.
+  const float* levels(const Buffer& levels, fewbit::CopyKind kind) const {
+    if (kind != fewbit::CopyKind::unbiased) return nullptr;
+    return exactly<const float>("levels", levels, fewbit::kUnbiasedFloats, 0);
+  }
+
  private:
   bool is_usable(const Buffer& buffer, int item) const {
     return buffer.exists && buffer.item == item && buffer.device == device_ && (buffer.address || buffer.count == 0);
@@ -325,9 +332,11 @@ QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size
   if (group_size < fewbit::kBlock || group_size > fewbit::kMostGroupSize || group_size % fewbit::kBlock != 0) {
     refuse("group_size", "a multiple of 32 from 32 to 65536", std::to_string(group_size));
   }
-  if (kind < 0 || kind > 2) refuse("kind", "0 (uniform), 1 (rotated) or 2 (masked)", std::to_string(kind));
+  if (kind < 0 || kind > 3) {
+    refuse("kind", "0 (uniform), 1 (rotated), 2 (masked) or 3 (unbiased)", std::to_string(kind));
+  }
   if (kind != 0 && group_size > fewbit::kFullGroup) {
-    refuse("group_size", "at most 256 with rotated and masked copies", std::to_string(group_size));
+    refuse("group_size", "at most 256 unless the copy is uniform", std::to_string(group_size));
   }
   return {samples, features, group_size, fp32_min, static_cast<fewbit::CopyKind>(kind)};
 }
@@ -557,23 +566,23 @@ class Cpu {
 
   std::pair<float, float> quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits,
                                    const Buffer& widths, bool fp32_min, int kind, const SeedArgument& seed,
-                                   const Buffer& packed, const Buffer& ranges, int threads, const Buffer& mean,
-                                   const Buffer& rstd, int64_t inner) const {
+                                   const Buffer& levels, const Buffer& packed, const Buffer& ranges, int threads,
+                                   const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("quantize", kDevice);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
-    const uint64_t key = seed_at(entry.seed("seed", seed));
+    const fewbit::Coding coding(seed_at(entry.seed("seed", seed)), entry.levels(levels, shape.kind));
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
     py::gil_scoped_release release;
     const fewbit::Extent extent = fewbit::quantize(*kernels_, shape.kind, plan, address_of<const void>(x), dtype,
-                                                   normalization, key, copy.packed, copy.ranges, threads);
+                                                   normalization, coding, copy.packed, copy.ranges, threads);
     // When memory was allocated, only a bound on the number of words was known, so some may be left over.
     std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
     std::fill(copy.ranges + plan.streams.groups * copy.columns, copy.seed_rows(), uint16_t{0});
-    if (shape.is_rotated()) fewbit::store_seed(key, fp32_min, copy.seed_rows());
+    if (shape.is_rotated()) fewbit::store_seed(coding.seed, fp32_min, copy.seed_rows());
     return {extent.least, extent.greatest};
   }
 
@@ -594,28 +603,29 @@ class Cpu {
   std::optional<std::pair<float, float>> forward_quantized(
       int function, double p0, double p1, const OwnedTable& table, const Buffer& x, int64_t samples, int64_t features,
       const Buffer& y, const Buffer& codes, const SeedArgument& seed, int group_size, int bits, bool fp32_min,
-      int kind, const SeedArgument& quantizer_seed, const Buffer& packed, const Buffer& ranges, int threads) const {
+      int kind, const SeedArgument& quantizer_seed, const Buffer& levels, const Buffer& packed, const Buffer& ranges,
+      int threads) const {
     const Entry entry("forward_quantized", kDevice);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
     numbers_of(entry, "x", x, shape);
     check_threads(threads);
-    const uint64_t key = seed_at(entry.seed("quantizer_seed", quantizer_seed));
+    const fewbit::Coding coding(seed_at(entry.seed("quantizer_seed", quantizer_seed)), entry.levels(levels, shape.kind));
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, {});
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, false, shape.is_rotated());
     const fewbit::Forward forward{function, p0,    p1,        &table.get(),    of.from,
                                   of.dtype, of.to, of.packed, seed_at(of.seed)};
     if (fewbit::threads_of_forward(plan.streams, threads) < fewbit::threads_for(of.n, threads)) return std::nullopt;
     py::gil_scoped_release release;
-    const fewbit::Extent extent = fewbit::forward_quantized(*kernels_, shape.kind, plan.streams, forward, key,
+    const fewbit::Extent extent = fewbit::forward_quantized(*kernels_, shape.kind, plan.streams, forward, coding,
                                                             copy.packed, copy.ranges, threads);
-    if (shape.is_rotated()) fewbit::store_seed(key, fp32_min, copy.seed_rows());
+    if (shape.is_rotated()) fewbit::store_seed(coding.seed, fp32_min, copy.seed_rows());
     return std::pair(extent.least, extent.greatest);
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& widths, bool fp32_min,
-                  int kind, int64_t samples, int64_t features, int group_size, const Buffer& out, int threads,
-                  const Buffer& scale, const Buffer& shift, int64_t inner) const {
+                  int kind, const Buffer& levels, int64_t samples, int64_t features, int group_size, const Buffer& out,
+                  int threads, const Buffer& scale, const Buffer& shift, int64_t inner) const {
     const Entry entry("dequantize", kDevice);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "out", out, shape);
@@ -624,9 +634,10 @@ class Cpu {
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
+    const float* const codes = entry.levels(levels, shape.kind);
     py::gil_scoped_release release;
-    const uint64_t seed = shape.is_rotated() ? fewbit::load_seed(copy.seed_rows()) : 0;
-    fewbit::dequantize(*kernels_, shape.kind, plan, copy.packed, copy.ranges, seed, affine, address_of<void>(out),
+    const fewbit::Coding coding(shape.is_rotated() ? fewbit::load_seed(copy.seed_rows()) : 0, codes);
+    fewbit::dequantize(*kernels_, shape.kind, plan, copy.packed, copy.ranges, coding, affine, address_of<void>(out),
                        dtype, threads);
   }
 
@@ -1026,22 +1037,23 @@ PYBIND11_MODULE(_kernels, module) {
       .def("forward_quantized", &Cpu::forward_quantized, py::arg("function"), py::arg("p0"),
            py::arg("p1"), py::arg("table"), py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("group_size"), py::arg("bits"),
-           py::arg("fp32_min"), py::arg("kind"), py::arg("quantizer_seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
+           py::arg("fp32_min"), py::arg("kind"), py::arg("quantizer_seed"), py::arg("levels"), py::arg("packed"), py::arg("ranges"), py::arg("threads"),
            "Run forward, with its codes in `codes`, and quantize on y, in one pass. Return None and do nothing if "
            "threads would have to share groups.")
       .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("bits"), py::arg("widths"), py::arg("fp32_min"), py::arg("kind"),
-           py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("threads"), py::arg("mean") = py::none(),
+           py::arg("seed"), py::arg("levels"), py::arg("packed"), py::arg("ranges"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
            "Quantize x to packed codes and ranges, and return its (least, greatest) element. widths: a uint8 for each "
-           "sample, or None: bits for all. kind: 0 (uniform), 1 (rotated) or 2 (masked). mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner "
+           "sample, or None: bits for all. kind: 0 (uniform), 1 (rotated), 2 (masked) or 3 (unbiased). levels: the codes of "
+           "unbiased copies, or None for other kinds. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner "
            "% their length.")
       .def("squares", &Cpu::squares, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("kind"), py::arg("out"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
            "Compute length * range^2 of each group in float32, or its energy in a rotated copy. mean, rstd as in quantize.")
       .def("dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
-           py::arg("widths"), py::arg("fp32_min"), py::arg("kind"), py::arg("samples"), py::arg("features"),
+           py::arg("widths"), py::arg("fp32_min"), py::arg("kind"), py::arg("levels"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("threads"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
            py::arg("inner") = 1,
            "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; "

@@ -24,6 +24,15 @@ struct VectorIndex {
   int64_t count = 1, inner = 1;
 };
 
+// What the codes of a copy depend on besides the elements. codes: those of exactly unbiased copies (unbiased.h); null for other
+// kinds.
+struct Coding {
+  uint64_t seed;
+  const float* codes;
+
+  FEWBIT_HD Coding(uint64_t seed, const float* codes = nullptr) : seed(seed), codes(codes) {}
+};
+
 // Normalization of elements before they are quantized: (x - mean) * rstd. Without rstd there is none. Without a mean the
 // mean is 0.
 struct Normalization {

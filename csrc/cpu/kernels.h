@@ -23,7 +23,7 @@ struct Spread {
 };
 
 // The kinds of copies that the group quantizer makes.
-enum class CopyKind { uniform, rotated, masked };
+enum class CopyKind { uniform, rotated, masked, unbiased };
 
 // The group quantizer (docs/concepts/quantizer.md), for copies of one kind. Each function works on the groups [begin, end) of all
 // streams. order: the samples by stream; null if they are in order already. Pointers are aligned to one element. `ranges` does
@@ -31,16 +31,16 @@ enum class CopyKind { uniform, rotated, masked };
 struct QuantizerKernels {
   // Quantizes. Words may share blocks with those of other calls (word_writer.h). `spread` is extended by the elements.
   void (*quantize)(const Streams& streams, const int64_t* order, const void* x, DType dtype,
-                   const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
+                   const Normalization& normalization, const Coding& coding, int64_t begin, int64_t end, uint32_t* packed,
                    uint16_t* ranges, Spread& spread);
   // Computes out[g], to which the variance of group g is proportional, from exact ranges or means in float32: length * range^2
-  // of a uniform copy, the sum of the squares of the elements minus their mean of a rotated one. NaN if an element is not finite.
+  // of a uniform copy, the sum of the squares of the elements minus their mean of the other kinds. NaN if an element is not finite.
   void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalization& normalization,
                   int64_t begin, int64_t end, float* out);
-  // Dequantizes. seed: of a rotated copy; a uniform copy needs none. affine: null if there is an order and groups run across
+  // Dequantizes. coding: a uniform copy needs none. affine: null if there is an order and groups run across
   // samples. past_caches: `out` is too large to stay in the caches until it is read.
   void (*dequantize)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                     uint64_t seed, const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype,
+                     const Coding& coding, const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype,
                      bool past_caches);
 };
 
@@ -74,10 +74,20 @@ struct Kernels {
   const QuantizerKernels* uniform;
   const QuantizerKernels* rotated;
   const QuantizerKernels* masked;
+  const QuantizerKernels* unbiased;
   const FixedPointKernels* fixed_point;
 
   const QuantizerKernels& quantizer(CopyKind kind) const {
-    return *(kind == CopyKind::uniform ? uniform : kind == CopyKind::rotated ? rotated : masked);
+    switch (kind) {
+      case CopyKind::uniform:
+        return *uniform;
+      case CopyKind::rotated:
+        return *rotated;
+      case CopyKind::masked:
+        return *masked;
+      default:
+        return *unbiased;
+    }
   }
 };
 

@@ -1,4 +1,4 @@
-// The kernels of rotated copies for one instruction set. The file is compiled as kernels.cpp is: several times, without standard
+// The kernels of copies whose groups are rotated, for one instruction set. The file is compiled as kernels.cpp is: several times, without standard
 // library templates.
 //
 // The sum of a group has to be known before its energy, and the energy before its codes. Several groups are handled together,
@@ -28,7 +28,10 @@
 #endif
 
 #include "group_io.h"
+#include "rotated_codes.h"
+#include "rotations.h"
 #include "signs.h"
+#include "unbiased_codes.h"
 #include "word_writer.h"
 
 namespace fewbit {
@@ -36,64 +39,11 @@ inline namespace FEWBIT_NAMESPACE {
 
 extern const QuantizerKernels rotated_kernels;
 extern const QuantizerKernels masked_kernels;
+extern const QuantizerKernels unbiased_kernels;
 
 namespace {
 
 static_assert(kPart == kFullGroup, "a group is read and written at a time");
-
-// -- bits as a constant ----------------------------------------------------------------------------------------
-
-struct OfBits {
-  float (*code_full_group)(const float* x, float shift, const uint64_t* signs, float rms, uint32_t* words);
-  float (*code_blocks)(const float* y, int blocks, float rms, uint32_t* words);
-  void (*restore_full_group)(const uint32_t* words, const uint64_t* signs, float mean, float scale, float* out);
-  void (*levels_of_blocks)(const uint32_t* words, int blocks, float* y);
-};
-
-template <int BITS>
-constexpr OfBits of_bits = {code_full_group<BITS>, code_blocks<BITS>, restore_full_group<BITS>, levels_of_blocks<BITS>};
-
-constexpr OfBits kOfBits[] = {of_bits<1>, of_bits<2>, of_bits<3>, of_bits<4>,
-                              of_bits<5>, of_bits<6>, of_bits<7>, of_bits<8>};
-
-// -- Rotations of groups of any length -------------------------------------------------------------------------
-
-// Rotates the m numbers of a group. rotation: 0 or 1.
-void rotate(float* y, int m, Signs& signs, int64_t group, int rotation) {
-  const int size = transform_size(m);
-  const float root = inverse_root(size);
-  const uint64_t* of_transform = signs.of(group, rotation, 0);
-  multiply_signed(y, 0, size, root, of_transform);
-  multiply_signed(y, size, m, 1.0f, of_transform);
-  transform(y, size);
-  if (size == m) return;
-  of_transform = signs.of(group, rotation, 1);
-  multiply_signed(y, m - size, m, root, of_transform);
-  transform(y + m - size, size);
-}
-
-// Moves the m numbers of a group by `places` to the left, around the end.
-void move(float* y, int m, int places) {
-  if (places == 0) return;
-  float first[kFullGroup];
-  memcpy(first, y, places * sizeof(float));
-  memmove(y, y + places, (m - places) * sizeof(float));
-  memcpy(y + m - places, first, places * sizeof(float));
-}
-
-// Undoes a rotation, and multiplies the numbers by `scale`.
-void rotate_back(float* y, int m, Signs& signs, int64_t group, int rotation, float scale) {
-  const int size = transform_size(m);
-  const float root = inverse_root(size);
-  if (size < m) {
-    transform(y + m - size, size);
-    multiply_signed(y, m - size, m, root, signs.of(group, rotation, 1));
-  }
-  const uint64_t* of_transform = signs.of(group, rotation, 0);
-  transform(y, size);
-  multiply_signed(y, 0, size, scale * root, of_transform);
-  multiply_signed(y, size, m, scale, of_transform);
-}
 
 // -- Groups ----------------------------------------------------------------------------------------------------
 
@@ -167,21 +117,6 @@ inline void extend(Spread& spread, const Elements& elements) {
   if (!is_finite(sum.sum)) spread.nan |= has_nan(elements.values, elements.m);
 }
 
-// The mean of a group, and facts about its remainders, the elements minus the mean.
-struct Remainders {
-  float mean, energy, factor, greatest;  // energy and greatest magnitude after the multiplication by `factor`
-
-  bool has_values() const { return FEWBIT_NAMESPACE::has_values(energy, mean); }
-  bool has_codes() const { return has_values() && energy > 0.0f; }
-  bool is_twice() const { return needs_second_rotation(greatest, energy); }
-};
-
-// Writes the remainders of m elements, times `factor`, to `out`, followed by zeros.
-inline void subtract(const float* values, int m, float mean, float factor, float* out) {
-  for (int i = 0; i < m; ++i) out[i] = (values[i] - mean) * factor;
-  for (int i = m; i < kFullGroup; ++i) out[i] = 0.0f;
-}
-
 // Returns the energy of m elements minus `mean`, times `factor`.
 inline float energy_of(const float* values, int m, float mean, float factor) {
   if (m == kFullGroup && factor == 1.0f) return energy_of_group(values, mean);
@@ -199,30 +134,6 @@ inline Remainders remainders_of(const Elements& elements, float mean) {
   const float above = elements.sum.greatest - mean, below = mean - elements.sum.least;
   of.greatest = (above > below ? above : below) * of.factor;
   return of;
-}
-
-// Computes the words of a group that has codes. Returns the sum of magnitudes times their levels.
-inline float code(const OfBits& kernels, const float* values, int m, int64_t group, const Remainders& of, float rms,
-                  Signs& signs, uint32_t* words) {
-  const bool is_twice = rotates_twice(m, of.is_twice());
-  if (m == kFullGroup && of.factor == 1.0f && !is_twice) {
-    return kernels.code_full_group(values, of.mean, signs.first(group), rms, words);
-  }
-  alignas(64) float y[kFullGroup];
-  subtract(values, m, of.mean, of.factor, y);
-  rotate(y, m, signs, group, 0);
-  if (is_twice) {
-    move(y, m, shift_of(m));
-    rotate(y, m, signs, group, 1);
-  }
-  return kernels.code_blocks(y, blocks_of(m), rms, words);
-}
-
-// Stores mean and scale. inner: the sum of magnitudes times their levels; not used if the group has no codes.
-inline void store(const Remainders& of, float inner, bool fp32_min, int64_t group, Signs& signs, uint16_t* ranges) {
-  if (!of.has_values()) return store_no_scale(fp32_min, group, ranges);
-  const uint16_t scale = stored_scale(of.energy, inner, of.factor, signs.rounding(group), of.is_twice());
-  store_scale(of.mean, scale, fp32_min, group, ranges);
 }
 
 // Several groups, which are handled together.
@@ -253,8 +164,9 @@ class Batch {
     }
   }
 
-  void store_codes(int bits, Signs& signs, WordWriter& writer, uint16_t* ranges) {
-    const OfBits& kernels = kOfBits[bits - 1];
+  // codes: a RotatedCodes or an UnbiasedCodes.
+  template <class Codes>
+  void store_codes(const Codes& codes, int bits, Signs& signs, WordWriter& writer, uint16_t* ranges) {
     float rms[kMost];
     for (int i = 0; i < count_; ++i) {
       rms[i] = root_mean_square(entries_[i].remainders.energy, entries_[i].elements.m);
@@ -265,14 +177,18 @@ class Batch {
       uint32_t words[kPartBlocks * kMaxBits];
       uint32_t* direct = writer.direct(m);
       uint32_t* to = direct ? direct : words;
-      float inner = 0.0f;
+      uint16_t scale = 0;
       if (entry.remainders.has_codes()) {
-        inner = code(kernels, entry.elements.values, m, entry.number, entry.remainders, rms[i], signs, to);
+        scale = codes.encode(entry.elements.values, m, entry.number, entry.remainders, rms[i], signs, to);
       } else {
         memset(to, 0, blocks_of(m) * bits * sizeof(uint32_t));
       }
       if (!direct) writer.put(words, m);
-      store(entry.remainders, inner, fp32_min_, entry.number, signs, ranges);
+      if (entry.remainders.has_values()) {
+        store_scale(entry.remainders.mean, scale, fp32_min_, entry.number, ranges);
+      } else {
+        store_no_scale(fp32_min_, entry.number, ranges);
+      }
     }
   }
 
@@ -305,37 +221,38 @@ class Batch {
 
 // -- quantize --------------------------------------------------------------------------------------------------
 
-template <class Number>
+template <class Number, class Codes>
 void quantize_groups(const Streams& streams, const int64_t* order, const typename Number::Type* x,
-                     const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
+                     const Normalization& normalization, const Coding& coding, int64_t begin, int64_t end, uint32_t* packed,
                      uint16_t* ranges, Spread& spread, bool is_masked) {
   GroupReader<Number> reader(x, normalization, is_masked);
   Batch<Number> batch(streams.fp32_min, is_masked);
-  Signs signs(seed);
+  Signs signs(coding.seed);
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
     const int64_t last = stream.first_group + stream.groups < end ? stream.first_group + stream.groups : end;
     Cursor cursor(streams, stream, order, begin - stream.first_group, last - stream.first_group);
+    const Codes codes(coding, stream.bits);
     WordWriter writer(packed + stream.first_word, stream.bits, cursor.group().first);
     while (cursor.exists()) {
       batch.read(cursor, reader);
       batch.extend(spread);
       batch.find_remainders();
-      batch.store_codes(stream.bits, signs, writer, ranges);
+      batch.store_codes(codes, stream.bits, signs, writer, ranges);
     }
     writer.finish(last == stream.first_group + stream.groups);
     begin = last;
   }
 }
 
-template <bool IsMasked>
+template <class Codes, bool IsMasked>
 void quantize(const Streams& streams, const int64_t* order, const void* x, DType dtype,
-              const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
+              const Normalization& normalization, const Coding& coding, int64_t begin, int64_t end, uint32_t* packed,
               uint16_t* ranges, Spread& spread) {
-  with_number(dtype, [=, &streams, &normalization, &spread](auto number) {
+  with_number(dtype, [=, &streams, &normalization, &coding, &spread](auto number) {
     typedef decltype(number) Number;
-    quantize_groups<Number>(streams, order, static_cast<const typename Number::Type*>(x), normalization, seed, begin,
-                            end, packed, ranges, spread, IsMasked);
+    quantize_groups<Number, Codes>(streams, order, static_cast<const typename Number::Type*>(x), normalization, coding,
+                                   begin, end, packed, ranges, spread, IsMasked);
   });
 }
 
@@ -365,41 +282,24 @@ void squares(const Streams& streams, const void* x, DType dtype, const Normaliza
 
 // -- dequantize ------------------------------------------------------------------------------------------------
 
-// Dequantizes the m numbers of a group to `out`, followed by any numbers up to whole blocks.
-inline void restore(const OfBits& kernels, const uint32_t* words, int m, int64_t number, const GroupScale& group,
-                    Signs& signs, float* out) {
-  if (m == kFullGroup && !group.is_twice) {
-    return kernels.restore_full_group(words, signs.first(number), group.mean, group.scale, out);
-  }
-  alignas(64) float y[kFullGroup];
-  kernels.levels_of_blocks(words, blocks_of(m), y);
-  if (rotates_twice(m, group.is_twice)) {
-    rotate_back(y, m, signs, number, 1, 1.0f);
-    move(y, m, m - shift_of(m));
-  }
-  rotate_back(y, m, signs, number, 0, group.scale);
-  for (int i = 0; i < m; ++i) out[i] = group.mean + y[i];
-  for (int i = m; i % kBlock != 0; ++i) out[i] = 0.0f;
-}
-
-template <class Number>
+template <class Number, class Codes>
 void dequantize_groups(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                       uint64_t seed, const Affine& affine, int64_t begin, int64_t end, typename Number::Type* out,
+                       const Coding& coding, const Affine& affine, int64_t begin, int64_t end, typename Number::Type* out,
                        bool past_caches) {
   uint32_t buffer[(kPartBlocks + 1) * kMaxBits];
   ValueWriter<Number> writer(out, affine, past_caches);
-  Signs signs(seed);
+  Signs signs(coding.seed);
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
     const int64_t last = stream.first_group + stream.groups < end ? stream.first_group + stream.groups : end;
-    const OfBits& kernels = kOfBits[stream.bits - 1];
+    const Codes codes(coding, stream.bits);
     Cursor cursor(streams, stream, order, begin - stream.first_group, last - stream.first_group);
     for (; cursor.exists(); cursor.advance()) {
       const Group& group = cursor.group();
       const GroupScale scale = load_scale(ranges, streams.fp32_min, cursor.number());
       const uint32_t* words = words_from(packed + stream.first_word, group.first, group.length, stream.bits, buffer);
       writer.put(cursor, 0, group.length, [&](float* to) {
-        restore(kernels, words, group.length, cursor.number(), scale, signs, to);
+        codes.restore(words, group.length, cursor.number(), scale, signs, to);
       });
     }
     begin = last;
@@ -407,20 +307,22 @@ void dequantize_groups(const Streams& streams, const int64_t* order, const uint3
   writer.finish();
 }
 
+template <class Codes>
 void dequantize(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                uint64_t seed, const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype,
+                const Coding& coding, const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype,
                 bool past_caches) {
-  with_number(dtype, [=, &streams, &affine](auto number) {
+  with_number(dtype, [=, &streams, &coding, &affine](auto number) {
     typedef decltype(number) Number;
-    dequantize_groups<Number>(streams, order, packed, ranges, seed, affine, begin, end,
-                              static_cast<typename Number::Type*>(out), past_caches);
+    dequantize_groups<Number, Codes>(streams, order, packed, ranges, coding, affine, begin, end,
+                                     static_cast<typename Number::Type*>(out), past_caches);
   });
 }
 
 }  // namespace
 
-const QuantizerKernels rotated_kernels = {quantize<false>, squares<false>, dequantize};
-const QuantizerKernels masked_kernels = {quantize<true>, squares<true>, dequantize};
+const QuantizerKernels rotated_kernels = {quantize<RotatedCodes, false>, squares<false>, dequantize<RotatedCodes>};
+const QuantizerKernels masked_kernels = {quantize<RotatedCodes, true>, squares<true>, dequantize<RotatedCodes>};
+const QuantizerKernels unbiased_kernels = {quantize<UnbiasedCodes, false>, squares<false>, dequantize<UnbiasedCodes>};
 
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

@@ -18,10 +18,10 @@ GROUP_SIZE, LARGEST_GROUP, LARGEST_ROTATED_GROUP = 256, 1 << 16, 256
 BLOCK = 32
 """The number of elements whose codes are packed together. Group sizes are multiples of this number."""
 MIN_DTYPES = ("auto", "bfloat16", "float32")
-UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
-KINDS = (ROTATED, UNIFORM, MASKED)
+UNIFORM, ROTATED, MASKED, UNBIASED = "uniform", "rotated", "masked", "unbiased"
+KINDS = (ROTATED, UNIFORM, MASKED, UNBIASED)
 """The kinds of quantized copies that layers save."""
-QUANTIZERS = (ROTATED, UNIFORM)
+QUANTIZERS = (ROTATED, UNIFORM, UNBIASED)
 """The kinds of quantized copies that a user can choose (docs/concepts/quantizer.md). The first one is the default of layers.
 
 `MASKED` copies are rotated copies of a ReLU's result. Layers choose them by themselves.
@@ -80,17 +80,17 @@ def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
 
 
 def check_quantizer(quantizer, name: str = "quantizer") -> str:
-    """Return `quantizer`. Raise InputError if `quantizer` is not "rotated" or "uniform".
+    """Return `quantizer`. Raise InputError if `quantizer` is not "rotated", "uniform" or "unbiased".
 
     `quantizer` says which kind of quantized copies a layer makes. The message calls the value `name`.
     """
     is_known = isinstance(quantizer, str) and quantizer in QUANTIZERS
-    return require(is_known, "rotated or uniform", name, quantizer)
+    return require(is_known, "rotated, uniform or unbiased", name, quantizer)
 
 
 def check_rotated_size(kind, group_size) -> None:
-    """Raise InputError if `kind` is "rotated" or "masked" and groups have more elements than are rotated together."""
-    if group_size > LARGEST_ROTATED_GROUP and kind in (ROTATED, MASKED):
+    """Raise InputError if copies of this kind are rotated and groups have more elements than are rotated together."""
+    if group_size > LARGEST_ROTATED_GROUP and kind in (ROTATED, MASKED, UNBIASED):
         expected = f"at most {LARGEST_ROTATED_GROUP}"
         require(False, expected, f"group_size with {kind} copies", group_size)
 

@@ -117,7 +117,7 @@ def test_numbers_stand_for_configurations(given, expected):
         (lambda: fewbit.Level("L3", 9), "expected a number from 1 to 8 for bits, got 9"),
         (lambda: fewbit.LayerSettings(bits=9), "expected a number from 1 to 8 for bits, got 9"),
         (lambda: fewbit.LayerSettings(group_size=33), "expected a multiple of 32 from 32 to 65536"),
-        (lambda: fewbit.LayerSettings(quantizer="octal"), "expected rotated or uniform for quantizer, got 'octal'"),
+        (lambda: fewbit.LayerSettings(quantizer="octal"), "expected rotated, uniform or unbiased for quantizer, got 'octal'"),
         (lambda: fewbit.LayerSettings(min_dtype="int8"), "expected auto, bfloat16 or float32 for min_dtype"),
         (lambda: fewbit.LayerSettings(copies=3), "expected 1 or 2 for copies, got 3"),
         (lambda: fewbit.nn.Linear(4, 4, group_size=256.0), "expected a multiple of 32 from 32 to 65536 for group_size, got 256.0"),

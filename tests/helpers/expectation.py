@@ -54,6 +54,13 @@ def signed_z(samples, exact, least) -> list[float]:
     return [float(sums.mean() / sums.std() * math.sqrt(len(sums))) for sums in along]
 
 
+def z_score(values):
+    """Return the mean of independent numbers in standard errors; 0 if all are about 0."""
+    if float(values.abs().max()) < 1e-6:
+        return 0.0
+    return float(values.mean() / values.std() * math.sqrt(len(values)))
+
+
 def mean_square(samples, expected) -> float:
     """Return the mean squared z score of the entries that vary: about 1 if `expected` is right."""
     mean, error = moments(samples)

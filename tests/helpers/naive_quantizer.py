@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import partial
 
 import naive_rotated
+import naive_unbiased
 import numpy as np
 
 from fewbit.table import philox
@@ -88,7 +89,8 @@ def dequantize(packed, ranges, shape, widths, group_size, kind="uniform"):
         for first, end in cuts:
             limits = _limits(ranges[number])
             if kind != "uniform":
-                values[first:end] = naive_rotated.dequantize_group(
+                naive = naive_unbiased if kind == "unbiased" else naive_rotated
+                values[first:end] = naive.dequantize_group(
                     codes[first:end], *limits, seed, number, bits
                 )
             else:
@@ -127,17 +129,28 @@ def _group(x, seed, number, bits, group_size, fp32_min):
 
 def _rotated_group(x, seed, number, bits, group_size, fp32_min, is_masked=False):
     """Return the codes of a group of a rotated or masked copy, and its row of the ranges."""
-    codes, mean, scale = naive_rotated.quantize_group(x, seed, number, bits, fp32_min, is_masked)
-    if np.isnan(scale):
-        return codes, [NAN16, NAN16, 0][: 3 if fp32_min else 2]
-    return codes, _row(mean, scale, fp32_min)
+    codes, *pair = naive_rotated.quantize_group(x, seed, number, bits, fp32_min, is_masked)
+    return codes, _row_or_nan(*pair, fp32_min)
+
+
+def _unbiased_group(x, seed, number, bits, group_size, fp32_min):
+    """Return the codes of a group of an exactly unbiased copy, and its row of the ranges."""
+    codes, *pair = naive_unbiased.quantize_group(x, seed, number, bits, fp32_min)
+    return codes, _row_or_nan(*pair, fp32_min)
 
 
 GROUP_OF = {
     "uniform": _group,
     "rotated": _rotated_group,
     "masked": partial(_rotated_group, is_masked=True),
+    "unbiased": _unbiased_group,
 }
+
+
+def _row_or_nan(mean, scale, fp32_min):
+    if np.isnan(scale):
+        return [NAN16, NAN16, 0][: 3 if fp32_min else 2]
+    return _row(mean, scale, fp32_min)
 
 
 def _row(first, second, fp32_min):

@@ -25,8 +25,8 @@ def quantize_group(x, seed, number, bits, fp32_min, is_masked=False):
         return _quantize_group(x, seed, number, bits, fp32_min, is_masked)
 
 
-def _quantize_group(x, seed, number, bits, fp32_min, is_masked):
-    n, nothing = np.float32(len(x)), np.zeros(len(x), np.int64)
+def remainders(x, fp32_min, is_masked=False):
+    """Return the mean of a group; the elements minus the mean, times u; the sum of their squares; and u."""
     counted = [i for i in range(len(x)) if x[i] != 0] if is_masked else list(range(len(x)))
     mean = tree_sum(x) / np.float32(len(counted)) if counted else np.float32(0)
     mean = (mean if fp32_min else nearest_bfloat16(mean)) + np.float32(0)  # makes -0 a +0
@@ -40,6 +40,12 @@ def _quantize_group(x, seed, number, bits, fp32_min, is_masked):
     if u != 1:
         v = v * u
         energy = tree_sum(v * v)
+    return mean, v, energy, u
+
+
+def _quantize_group(x, seed, number, bits, fp32_min, is_masked):
+    n, nothing = np.float32(len(x)), np.zeros(len(x), np.int64)
+    mean, v, energy, u = remainders(x, fp32_min, is_masked)
     if not (np.isfinite(mean) and np.isfinite(energy)):
         return nothing, np.float32(np.nan), np.float32(np.nan)
     if energy == 0:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from samples import normal
 
-from fewbit.catalog.normal_levels import normal_error
-from fewbit.config import MASKED, ROTATED, UNIFORM
+from fewbit.catalog.normal_levels import normal_error, unbiased_levels
+from fewbit.catalog.quantizers import unbiased_error
+from fewbit.config import MASKED, ROTATED, UNBIASED, UNIFORM
 from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
 from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.distortion import (
@@ -121,6 +122,19 @@ def test_masked_copies(bits):
     assert squares(x, 256, kind=MASKED).sum() < 0.3 * squares(x, 256, kind=ROTATED).sum()
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_unbiased_copies_of_normal_numbers(bits):
+    """With many bits, the distortion is lower by 2 %: the scale is rounded up, so fewer numbers are near the code's limit."""
+    x = normal((2**9, 256), scale=1.0, seed=bits)
+    assert 0.96 < ratio(x, bits, 256, UNBIASED, 2) < 1.02
+
+
+@pytest.mark.parametrize("name", [name for name in DATA if name != "samples that differ"])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_unbiased_copies_of_other_data(bits, name):
+    assert 0.7 < ratio(DATA[name](), bits, 256, UNBIASED, 2) < 1.04
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 256, 1024])
 @pytest.mark.parametrize("bits", BITS)
 def test_uniform_copies_of_evenly_spread_numbers(bits, group_size):
@@ -158,7 +172,13 @@ def test_rotated_distortions():
     assert excess[6] > 0.03 * limits[6]
 
 
-@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, MASKED])
+def test_unbiased_distortions():
+    pytest.importorskip("scipy")
+    expected = [unbiased_error(unbiased_levels(bits)) for bits in BITS]
+    assert [distortion(UNBIASED, bits) for bits in BITS] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, MASKED, UNBIASED])
 def test_each_bit_gains_less_than_the_bit_before(kind):
     """The division of bits needs this."""
     values = [distortion(kind, bits) for bits in BITS]
@@ -171,7 +191,7 @@ def test_each_bit_gains_less_than_the_bit_before(kind):
 
 def test_averages_that_are_not_whole():
     """Half of the samples have one bit more."""
-    for kind in (UNIFORM, ROTATED):
+    for kind in (UNIFORM, ROTATED, UNBIASED):
         assert distortion(kind, 2.5) == pytest.approx(
             (distortion(kind, 2) + distortion(kind, 3)) / 2
         )
@@ -186,7 +206,7 @@ def test_averages_that_are_not_whole():
 
 
 @pytest.mark.parametrize("total", [4, 5, 7, 9, 12, 16, 21])
-@pytest.mark.parametrize("kind", [UNIFORM, ROTATED])
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, UNBIASED])
 def test_shares_have_the_least_measured_variance(kind, total):
     """Four samples of different size, against all divisions of the bits. The data is spread evenly for both kinds."""
     x = evenly(4 * 16, 256) * torch.tensor([1.0, 2.0, 5.0, 0.3]).repeat_interleave(16)[:, None]
@@ -225,7 +245,7 @@ def variance_of(record, bits):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 5])
-@pytest.mark.parametrize("kind", [UNIFORM, ROTATED])
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, UNBIASED])
 @pytest.mark.parametrize("shape, samples", [((8, 2048), None), ((8, 2048), 4), ((1024, 10), None)])
 def test_the_variance_of_a_record(shape, samples, kind, bits):
     """The mean variance of an element of each sample; groups run across samples of 10 elements."""
@@ -240,7 +260,7 @@ def test_the_variance_of_a_record(shape, samples, kind, bits):
         assert (found / expected).tolist() == pytest.approx([1.0] * len(rows), abs=0.25)
 
 
-@pytest.mark.parametrize("kind", [UNIFORM, ROTATED])
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, UNBIASED])
 def test_the_variance_of_a_normalized_tensor(kind):
     x = 3 + normal((64, 256), scale=1.0) * 7
     normalize = x.mean().view(1), 1 / x.std().view(1), x.numel()

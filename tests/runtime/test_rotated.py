@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from expectation import pooled_z
+from expectation import pooled_z, z_score
+from groups_of_numbers import GROUPS, one_group
 from quantized import dequantize, inputs, quantize
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -111,41 +112,6 @@ def test_squared_error_beside_a_uniform_copy(backend):
 # -- the mean error ------------------------------------------------------------------------------------------
 
 
-def one_group(data, n=256):
-    """Return the n elements of a group, float32."""
-    rng = np.random.default_rng(n)
-    x = rng.normal(size=n)
-    if data == "relu":
-        x = np.maximum(x, 0)
-    elif data == "outlier":
-        x[5] *= 30
-    elif data == "one-hot":
-        x = np.eye(n)[3]
-    elif data == "two-sparse":
-        x = np.eye(n)[3] - np.eye(n)[n - 2]
-    elif data == "half of the energy in one":
-        x[7] = math.sqrt((x * x).sum() - x[7] ** 2)
-    elif data == "constant":
-        x = np.full(n, 0.7)
-    elif data.startswith("offset"):
-        x += float(data.split()[1])
-    return torch.from_numpy(x).float()
-
-
-GROUPS = (
-    "normal",
-    "relu",
-    "outlier",
-    "one-hot",
-    "two-sparse",
-    "half of the energy in one",
-    "constant",
-    "offset 10",
-    "offset 1000",
-    "offset 1002",  # 2 from the nearest bfloat16
-)
-
-
 def draws_of(backend, x, bits, fp32_min=True, seeds=8, rows=64, group_size=256):
     """Return independent copies of one sample: of several seeds, and as several samples, (seeds * rows, n)."""
     many = x.expand(rows, -1).contiguous()
@@ -153,13 +119,6 @@ def draws_of(backend, x, bits, fp32_min=True, seeds=8, rows=64, group_size=256):
         copied(backend, many, bits, group_size, fp32_min, 1000 * bits + i)[0] for i in range(seeds)
     ]
     return torch.cat(drawn)
-
-
-def z_score(values):
-    """Return the mean of independent numbers in standard errors; 0 if all are about 0."""
-    if float(values.abs().max()) < 1e-6:
-        return 0.0
-    return float(values.mean() / values.std() * math.sqrt(len(values)))
 
 
 @pytest.mark.parametrize("fp32_min", [False, True], ids=["bfloat16", "fp32_min"])

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from fewbit import _kernels
-from fewbit.config import MASKED, MAX_BITS, MIN_BITS, ROTATED, UNIFORM
+from fewbit.catalog.unbiased_codes import packed_codes
+from fewbit.config import MASKED, MAX_BITS, MIN_BITS, ROTATED, UNBIASED, UNIFORM
 from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
@@ -21,7 +22,7 @@ from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
 _kernels.use_tensors(_DTYPES, check_dense)
-KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
+KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2, UNBIASED: 3}
 """The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
 _UNUSED_BITS = 1
@@ -152,6 +153,7 @@ class Kernels:
             fp32_min,
             KIND_NUMBERS[kind],
             qseed,
+            levels_of(kind, x.device),
             packed,
             ranges,
             *self._where(x),
@@ -195,6 +197,7 @@ class Kernels:
             fp32_min,
             KIND_NUMBERS[kind],
             seed,
+            levels_of(kind, device),
             packed,
             ranges,
             *self._where(x),
@@ -243,6 +246,7 @@ class Kernels:
             *self._streams(widths),
             ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
             KIND_NUMBERS[kind],
+            levels_of(kind, out.device),
             samples,
             features,
             group_size,
@@ -302,6 +306,16 @@ class Kernels:
             out,
             *self._where(grad),
         )
+
+
+def levels_of(kind: str, device: torch.device) -> torch.Tensor | None:
+    """Return the codes of unbiased copies as the kernels read them (`packed_codes`); None for other kinds of copies."""
+    return _unbiased_levels(device) if kind == UNBIASED else None
+
+
+@lru_cache(maxsize=32)
+def _unbiased_levels(device):
+    return torch.from_numpy(packed_codes()).to(device)
 
 
 def _element(tensor, like):

@@ -78,6 +78,25 @@ def philox_words(seed: torch.Tensor, counter: torch.Tensor):
     return c0, c1, c2, c3
 
 
+def sixteen_bit_draws(seed: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """Return 256 random 16-bit numbers from each run of 32 Philox counters.
+
+    The generator yields four 32-bit words for each counter. Each word is cut into two 16-bit numbers, the lower half
+    first, so a counter has eight numbers. Number i of a run is number i div 32 of the run's counter i mod 32.
+
+    Args:
+        seed: (1,) int64.
+        counter: (n,) int64, the first counter of each run.
+
+    Returns:
+        (n, 256) int64 in [0, 2**16).
+    """
+    counters = counter[:, None] + torch.arange(32, device=counter.device)
+    words = torch.stack(philox_words(seed, counters), -1)  # (n, 32, 4)
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)  # (n, 32, 8)
+    return halves.transpose(1, 2).flatten(1)
+
+
 def entries_of(values: torch.Tensor, vectors, inner: int) -> list[torch.Tensor | None]:
     """Expand vectors to the shape of a tensor, so that each element has the vector's entry that belongs to it.
 

@@ -3,7 +3,7 @@
 The results equal those of the compiled kernels exactly. A *group* is a run of elements that are quantized together. An
 element is saved as a code from 0 to 2^bits - 1. In a uniform copy, a group has a minimum and a range, and the code is
 the element's distance from the minimum, in units of range / (2^bits - 1), rounded at random so that the mean is exact.
-For rotated copies see `reference_rotated.py`. A *sample* is a slice of a tensor along dimension 0,
+For rotated copies see `reference_rotated.py`, for exactly unbiased ones `reference_unbiased.py`. A *sample* is a slice of a tensor along dimension 0,
 and its elements are called features. A group never crosses samples of 64 features or more. Shorter samples are
 concatenated, and groups run across them.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from fewbit.config import MASKED, UNIFORM, check_rotated_size
-from fewbit.runtime.backends import reference_rotated
-from fewbit.runtime.backends.reference_bits import entries_of, pack, philox_words, unpack
+from fewbit.config import MASKED, UNBIASED, UNIFORM, check_rotated_size
+from fewbit.runtime.backends import reference_rotated, reference_unbiased
+from fewbit.runtime.backends.reference_bits import entries_of, pack, sixteen_bit_draws, unpack
 from fewbit.runtime.backends.results import QuantizedGroups
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.buffers import Entry, check_bits, seed_on
@@ -22,7 +22,7 @@ from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.layout import storage_order
 
 _MASK32 = 0xFFFFFFFF
-_BLOCK = 256  # this many elements get their random numbers from 32 counters, 8 numbers from each
+_BLOCK = 256  # this many elements get their random numbers from one run of counters
 
 
 def quantize(
@@ -38,7 +38,7 @@ def quantize(
 ) -> QuantizedGroups:
     """Quantize a tensor: compute the codes of its elements, and two numbers for each group.
 
-    The two numbers are the minimum and the range in a uniform copy, the mean and the scale in a rotated copy.
+    The two numbers are the minimum and the range in a uniform copy, the mean and the scale in all other copies.
 
     Args:
         x: a dense tensor of a floating dtype, with samples outermost in storage.
@@ -51,7 +51,7 @@ def quantize(
         normalize: None to quantize x itself. (mean, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed in
             float32. If mean is None, nothing is subtracted. mean and rstd are 1-D contiguous float32 vectors. Element
             number e, in storage order, has entry i = (e div inner) mod (number of entries).
-        kind: the kind of the copy, "uniform", "rotated" or "masked".
+        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
 
     Returns:
         The packed codes, the ranges, and the smallest and largest element as two 0-D float32 tensors.
@@ -104,7 +104,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
         x: a dense tensor of a floating dtype, with samples outermost in storage.
         group_size: the number of elements in a group.
         normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
-        kind: the kind of the copy, "uniform", "rotated" or "masked".
+        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
 
     Returns:
         (N,) float32; NaN for a sample with an element that is not finite.
@@ -153,7 +153,7 @@ def dequantize(
             rounding. If scale or shift is None, that step is left out. Element number e, in storage order, has entry
             i = (e div inner) mod (number of entries). Must be None if `widths` is given and samples have fewer than 64
             features: groups then contain samples that do not lie side by side.
-        kind: the kind of the copy, "uniform", "rotated" or "masked".
+        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
     """
     check_rotated_size(kind, group_size)
     entry = Entry("dequantize", out)
@@ -228,9 +228,11 @@ def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
         The packed codes and the ranges.
     """
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
-    if kind != UNIFORM:
-        groups_of = cut, exists, seed, bits, fp32_min, first_group, kind == MASKED
-        codes, minimum, extent = reference_rotated.quantize_groups(*groups_of)
+    groups_of = cut, exists, seed, bits, fp32_min, first_group
+    if kind == UNBIASED:
+        codes, minimum, extent = reference_unbiased.quantize_groups(*groups_of)
+    elif kind != UNIFORM:
+        codes, minimum, extent = reference_rotated.quantize_groups(*groups_of, kind == MASKED)
     else:
         codes, minimum, extent = _uniform(
             cut, exists, seed, bits, fp32_min, first_group, group_size
@@ -297,7 +299,8 @@ def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, f
     if kind != UNIFORM:
         cut = cut.to(torch.int64)
         groups_of = cut, exists, minimum, extent, seed, bits, first_group
-        return reference_rotated.restore_groups(*groups_of)[exists].view(samples, features)
+        reference = reference_unbiased if kind == UNBIASED else reference_rotated
+        return reference.restore_groups(*groups_of)[exists].view(samples, features)
     part = cut * torch.tensor(1.0 / (2**bits - 1), dtype=torch.float32, device=cut.device)
     values = minimum[:, None] + extent[:, None] * part
     return values[exists].view(samples, features)
@@ -321,10 +324,8 @@ def limits_of(ranges):
 def draws(seed, group, group_size):
     """Return the random 16-bit numbers by which the elements of groups are rounded.
 
-    The random numbers are numbered. Element i of group g gets the one with index e = g * P + i, where P is group_size
-    rounded up to a multiple of 256. The Philox generator yields four 32-bit words for each counter. Each word is cut
-    into two 16-bit numbers, the lower half first, so a counter has eight numbers. Index e means the number at position
-    (e div 32) mod 8 of counter 32 (e div 256) + e mod 32.
+    A group has a run of 32 Philox counters for every 256 elements (`sixteen_bit_draws`). The runs of all groups follow
+    one another, starting with counter 0.
 
     Args:
         seed: (1,) int64.
@@ -335,11 +336,9 @@ def draws(seed, group, group_size):
         (groups, group_size) int64 in [0, 2**16).
     """
     blocks = -(-group_size // _BLOCK)
-    counter = 32 * (group[:, None] * blocks + torch.arange(blocks, device=group.device))
-    counter = counter[:, :, None] + torch.arange(32, device=group.device)  # (groups, blocks, 32)
-    words = torch.stack(philox_words(seed, counter), -1)  # (groups, blocks, 32, 4)
-    halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)  # (groups, blocks, 32, 8)
-    return halves.transpose(2, 3).reshape(len(group), blocks * _BLOCK)[:, :group_size]
+    run = group[:, None] * blocks + torch.arange(blocks, device=group.device)
+    found = sixteen_bit_draws(seed, 32 * run.flatten())
+    return found.view(len(group), blocks * _BLOCK)[:, :group_size]
 
 
 def _cut(rows, group_size):

@@ -73,7 +73,7 @@ class Quantizer:
         average: the mean number of bits per element, if a policy divides bits among samples; `bits` unless given.
         is_fixed: whether the policy must not change the average.
         fuse: whether norms make fixed-point copies, which the layers after the norms can use.
-        kind: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer (`kind_of`).
+        kind: the kind of copies, "rotated", "uniform" or "unbiased"; None for the usual kind of each layer (`kind_of`).
 
     Raises:
         InputError: bits, group_size, min_dtype or kind is not valid.
@@ -505,7 +505,7 @@ def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None =
     Args:
         bits: the bits per element, 1 to 8.
         group_size: the number of elements in a group, a multiple of 32.
-        quantizer: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer; or a Quantizer,
+        quantizer: the kind of copies, "rotated", "uniform" or "unbiased"; None for the usual kind of each layer; or a Quantizer,
             which is returned.
 
     Raises:

@@ -774,8 +774,8 @@ struct Cuda {
   }
 
   void quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits, const Buffer& order,
-                const Buffer& counts, bool fp32_min, int kind, const SeedArgument& seed, const Buffer& packed,
-                const Buffer& ranges, int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd,
+                const Buffer& counts, bool fp32_min, int kind, const SeedArgument& seed, const Buffer& levels,
+                const Buffer& packed, const Buffer& ranges, int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd,
                 int64_t inner) const {
     const Entry entry("quantize", device);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
@@ -784,11 +784,15 @@ struct Cuda {
     const int64_t* const address = seed.is_value ? nullptr : entry.seed("seed", seed);
     const fewbit::cuda::Seed key = {address, seed.value};
     const auto [of, copy] = quantized(entry, shape, bits, order, counts, packed, ranges);
+    const float* const codes = entry.levels(levels, shape.kind);
     py::gil_scoped_release release;
     const auto* from = address_of<const void>(x);
     if (shape.kind == fewbit::CopyKind::uniform) {
       fewbit::cuda::quantize(of, from, item_of(dtype), normalization, key, words_at(copy.packed), copy.ranges, device,
                              stream_at(stream));
+    } else if (shape.kind == fewbit::CopyKind::unbiased) {
+      fewbit::cuda::quantize_unbiased(of, codes, from, item_of(dtype), normalization, key, words_at(copy.packed),
+                                      copy.ranges, device, stream_at(stream));
     } else {
       fewbit::cuda::quantize_rotated(of, shape.kind == fewbit::CopyKind::masked, from, item_of(dtype), normalization, key,
                                      words_at(copy.packed), copy.ranges, device, stream_at(stream));
@@ -840,15 +844,21 @@ struct Cuda {
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& order, const Buffer& counts,
-                  bool fp32_min, int kind, int64_t samples, int64_t features, int group_size, const Buffer& out,
-                  int device, uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner) const {
+                  bool fp32_min, int kind, const Buffer& levels, int64_t samples, int64_t features, int group_size,
+                  const Buffer& out, int device, uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner) const {
     const Entry entry("dequantize", device);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = counts.exists && features < fewbit::kLeastFeatures;
     const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
     const auto [of, copy] = quantized(entry, shape, bits, order, counts, packed, ranges);
+    const float* const codes = entry.levels(levels, shape.kind);
     py::gil_scoped_release release;
+    if (shape.kind == fewbit::CopyKind::unbiased) {
+      fewbit::cuda::dequantize_unbiased(of, codes, words_at(copy.packed), copy.ranges, affine, address_of<void>(out),
+                                        item_of(dtype), device, stream_at(stream));
+      return;
+    }
     const auto dequantize = shape.is_rotated() ? fewbit::cuda::dequantize_rotated : fewbit::cuda::dequantize;
     dequantize(of, words_at(copy.packed), copy.ranges, affine, address_of<void>(out), item_of(dtype), device,
                stream_at(stream));
@@ -953,7 +963,7 @@ void bind_cuda(py::module_& module) {
            py::arg("stream_ptr"))
       .def("quantize", &Cuda::quantize, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("bits"), py::arg("order"), py::arg("counts"), py::arg("fp32_min"),
-           py::arg("kind"), py::arg("seed"), py::arg("packed"), py::arg("ranges"), py::arg("device_index"),
+           py::arg("kind"), py::arg("seed"), py::arg("levels"), py::arg("packed"), py::arg("ranges"), py::arg("device_index"),
            py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner")
            = 1)
       .def("share_bits", &Cuda::share_bits, py::arg("squares"), py::arg("extra"), py::arg("gains"), py::arg("widths"),
@@ -964,7 +974,7 @@ void bind_cuda(py::module_& module) {
            py::arg("group_size"), py::arg("kind"), py::arg("out"), py::arg("device_index"),
            py::arg("stream_ptr"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1)
       .def("dequantize", &Cuda::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
-           py::arg("order"), py::arg("counts"), py::arg("fp32_min"), py::arg("kind"), py::arg("samples"), py::arg("features"),
+           py::arg("order"), py::arg("counts"), py::arg("fp32_min"), py::arg("kind"), py::arg("levels"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
            py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1)
       .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"),

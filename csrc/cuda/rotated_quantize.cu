@@ -9,6 +9,7 @@
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/rotated_groups.h"
+#include "cuda/rotated_planes.h"
 #include "cuda/rotation.h"
 
 namespace fewbit::cuda {
@@ -62,48 +63,6 @@ __device__ Planes encode_many(float* y, int bits, int most_bits, float rms, Work
     y[k] = fabsf(y[k]) * table.levels[levels_begin(bits) + place[k]];
   }
   return pack_codes(codes);
-}
-
-// -- packing ---------------------------------------------------------------------------------------------
-
-// The place of a group's codes.
-struct PackedGroup {
-  uint32_t* words;  // begins with the block of the first element
-  int m;            // elements
-  int shift;        // the first element's place in its block
-  int bits;
-
-  __device__ int blocks() const { return (shift + m + kBlock - 1) / kBlock; }
-
-  // Stores a word. Its block may have elements of other groups, whose bits stay: all words were zero before.
-  __device__ void store_shared(int block, int plane, uint32_t word) const {
-    if (block >= blocks() || plane >= bits) return;
-    const bool is_shared = (block == 0 && shift > 0) || (block == blocks() - 1 && (shift + m) % kBlock != 0);
-    if (is_shared) {
-      atomicOr(words + block * bits + plane, word);
-    } else {
-      words[block * bits + plane] = word;
-    }
-  }
-};
-
-// Writes the codes of a group. whole: no block has elements of two groups.
-__device__ void store_planes(const Planes& planes, const PackedGroup& to, int most_bits, bool whole, bool has_codes) {
-  const int lane = lane_of_group(), first = lane * kSide, left = to.m - first;
-  const uint32_t exist = !has_codes || left <= 0 ? 0u : left < kSide ? (1u << left) - 1u : 0xFFFFu;
-#pragma unroll
-  for (int pair = 0; pair < kMaxBits / 2; ++pair) {
-    if (2 * pair >= most_bits) break;
-    const uint32_t word = exchange_planes(planes.pairs[pair] & exist * 0x10001u);
-    const int block = lane / 2, plane = 2 * pair + lane % 2;
-    if (whole) {
-      if (block * kBlock < to.m && plane < to.bits) to.words[block * to.bits + plane] = word;
-      continue;
-    }
-    const uint32_t neighbor = __shfl_sync(kAllLanes, word, lane - 2, kSide), before = block > 0 ? neighbor : 0u;
-    to.store_shared(block, plane, __funnelshift_l(before, word, to.shift));
-    if (block == kSide / 2 - 1) to.store_shared(block + 1, plane, __funnelshift_l(word, 0, to.shift));
-  }
 }
 
 // -- groups ----------------------------------------------------------------------------------------------
@@ -234,16 +193,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                       const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
   const DeviceScope scope(device);
-  const auto on = static_cast<cudaStream_t>(stream);
-  // Streams of one width, whose sizes are known here, fill all words. Groups share blocks only if groups begin inside blocks.
-  const bool whole = of.features < kLeastFeatures || of.features % kBlock == 0;
-  if (!whole || of.counts) {
-    check(cudaMemsetAsync(packed, 0, static_cast<size_t>(of.words) * sizeof(uint32_t), on), "clearing packed codes");
-  }
-  if (of.counts) {
-    const size_t bytes = static_cast<size_t>(of.groups) * columns(of.fp32_min) * sizeof(uint16_t);
-    check(cudaMemsetAsync(ranges, 0, bytes, on), "clearing ranges");
-  }
+  const bool whole = clear(of, packed, ranges, stream);
   // A copy without groups has a seed nevertheless.
   const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
   const Streams uniform = uniform_streams(of);

@@ -105,7 +105,7 @@ const char* emulated_forward(int function, double p0, double p1, const void* tab
 }
 
 const char* emulated_quantize(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int bits,
-                              const int64_t* order, const int64_t* counts, int fp32_min, int kind,
+                              const int64_t* order, const int64_t* counts, int fp32_min, int kind, const float* codes,
                               const int64_t* seed_address, int64_t seed_number, int32_t* packed, int64_t words,
                               uint16_t* ranges, int64_t groups,
                               const float* mean, const float* rstd, int64_t entries, int64_t inner) {
@@ -114,6 +114,7 @@ const char* emulated_quantize(const void* x, int dtype, int64_t samples, int64_t
   const fewbit::cuda::Seed seed{seed_address, seed_number};
   return guarded([&] {
     if (kind == 0) return fewbit::cuda::quantize(of, x, dtype, by, seed, packed, ranges, 1, nullptr);
+    if (kind == 3) return fewbit::cuda::quantize_unbiased(of, codes, x, dtype, by, seed, packed, ranges, 1, nullptr);
     fewbit::cuda::quantize_rotated(of, kind == 2, x, dtype, by, seed, packed, ranges, 1, nullptr);
   });
 }
@@ -140,13 +141,18 @@ const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t 
 }
 
 const char* emulated_dequantize(const int32_t* packed, int64_t words, const uint16_t* ranges, int64_t groups, int bits,
-                                const int64_t* order, const int64_t* counts, int fp32_min, int kind,
+                                const int64_t* order, const int64_t* counts, int fp32_min, int kind, const float* codes,
                                 int64_t samples, int64_t features, int group_size, void* out, int dtype,
                                 const float* scale, const float* shift, int64_t entries, int64_t inner) {
   const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, order, counts, words, groups};
   const fewbit::Affine by{scale, shift, {entries, inner}};
   const auto dequantize = kind ? fewbit::cuda::dequantize_rotated : fewbit::cuda::dequantize;
-  return guarded([&] { dequantize(of, packed, ranges, by, out, dtype, 1, nullptr); });
+  return guarded([&] {
+    if (kind == 3) {
+      return fewbit::cuda::dequantize_unbiased(of, codes, packed, ranges, by, out, dtype, 1, nullptr);
+    }
+    dequantize(of, packed, ranges, by, out, dtype, 1, nullptr);
+  });
 }
 
 const char* emulated_grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid) {

@@ -16,7 +16,8 @@ from quantized import possible_sizes
 
 from fewbit import functions
 from fewbit.catalog import store
-from fewbit.config import MASKED, ROTATED, UNIFORM
+from fewbit.catalog.unbiased_codes import packed_codes
+from fewbit.config import MASKED, ROTATED, UNBIASED, UNIFORM
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.reference_bits import philox_words
 from fewbit.runtime.format import groups
@@ -34,7 +35,7 @@ except ImportError:
 CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which((sysconfig.get_config_var("CXX") or "c++").split()[0])
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # by number
-KINDS = (UNIFORM, ROTATED, MASKED)  # by number
+KINDS = (UNIFORM, ROTATED, MASKED, UNBIASED)  # by number
 FUSED = DTYPES[0], DTYPES[2], DTYPES[3]
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 GUARD = 64  # bytes on both sides of an array that must not change
@@ -189,6 +190,7 @@ class Emulation:
             *streams,
             int(fp32_min),
             KINDS.index(kind),
+            _codes(kind),
             *_seed(seed),
             packed.data,
             _long(words),
@@ -253,6 +255,7 @@ class Emulation:
             *streams,
             int(ranges.shape[1] == 3),
             KINDS.index(kind),
+            _codes(kind),
             _long(shape[0]),
             _long(shape[1]),
             group_size,
@@ -350,6 +353,11 @@ def _vectors(given):
     *vectors, inner = given or (None, None, 1)
     lengths = [len(vector) for vector in vectors if vector is not None] or [1]
     return *map(_or_null, vectors), _long(lengths[0]), _long(inner)
+
+
+def _codes(kind):
+    """Return the codes of unbiased copies, or a null pointer."""
+    return torch.from_numpy(packed_codes()) if kind == UNBIASED else _or_null(None)
 
 
 def _streams(widths):

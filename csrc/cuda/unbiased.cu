@@ -1,0 +1,185 @@
+// The quantizer and the dequantizer of exactly unbiased copies: two groups a warp.
+
+#include <algorithm>
+
+#include "common/rotate.h"
+#include "common/unbiased.h"
+#include "cuda/dispatch.h"
+#include "cuda/groups.h"
+#include "cuda/kernels.h"
+#include "cuda/launch.h"
+#include "cuda/rotated_groups.h"
+#include "cuda/rotated_planes.h"
+#include "cuda/rotation.h"
+#include "cuda/row_store.h"
+
+namespace fewbit::cuda {
+namespace {
+
+// Returns the 16-bit number with this index, 0 to 7, of a counter's words.
+__device__ uint32_t half_of(const uint32_t* words, int index) { return words[index / 2] >> (index % 2 * 16) & 0xFFFFu; }
+
+// Returns the random numbers of a column, of which element i has number i / 32 of counter i % 32. counter: the first of the group.
+__device__ void draw_column(uint32_t* draws, uint64_t seed, uint64_t counter) {
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const PhiloxWords random = philox_words(seed, counter + static_cast<unsigned>(side * kSide + lane_of_group()));
+#pragma unroll
+    for (int index = 0; index < kSide / 2; ++index) draws[2 * index + side] = half_of(random.words, index);
+  }
+}
+
+// Returns the random numbers of a row. The words of 16 counters at a time are in shared memory. An even lane needs those of the
+// first 16 counters, an odd lane the others.
+__device__ void draw_row(uint32_t* draws, Workspace& own, uint64_t seed, uint64_t counter) {
+#pragma unroll 1
+  for (int side = 0; side < 2; ++side) {
+    put_random(own, seed, counter + static_cast<unsigned>(side * kSide + lane_of_group()));
+    if (lane_of_group() % 2 != side) continue;
+#pragma unroll
+    for (int k = 0; k < kSide; ++k) draws[k] = half_of(own.random + 4 * k, lane_of_group() / 2);
+  }
+}
+
+// Rotates a column of a group of m elements into a row, which has zeros where no elements are.
+__device__ void rotate_once(float* values, Workspace& own, uint64_t seed, int64_t number, int m) {
+  put_random_of_group(own, seed, number);
+  if (all(m == kFullGroup)) return rotate(values, own, own.random);
+  put_column(values, own);
+  rotate_in_memory(own, own.random, m, false);
+  get_row(values, own);
+}
+
+__device__ float greatest_of_group(const float* values) {
+  float greatest = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kSide; ++k) greatest = fmaxf(greatest, fabsf(values[k]));
+#pragma unroll
+  for (int step = kSide / 2; step > 0; step /= 2) {
+    greatest = fmaxf(greatest, float_of(__shfl_xor_sync(kAllLanes, bits_of(greatest), step)));
+  }
+  return greatest;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
+                    const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
+                    const int64_t* seed_address, int64_t seed_number, const float* all_codes, bool whole, uint32_t* packed,
+                    uint16_t* ranges) {
+  __shared__ Streams streams;
+  __shared__ Workspace workspaces[kGroupsOfBlock];
+  share_streams(streams, uniform, counts);
+  Workspace& own = workspaces[threadIdx.x / kSide];
+  const CopySettings settings = {streams.fp32_min, false};
+  const uint64_t seed = seed_from(seed_address, seed_number);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    store_seed(seed, streams.fp32_min, ranges + uniform.groups * columns(streams.fp32_min));
+  }
+#pragma unroll 1
+  for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
+    const LocatedGroup of = locate(streams, map, pair);
+    const Stream& stream = streams.of[of.stream];
+    const GroupElements<T> elements(x, normalization, place_of(of, streams, order), of.length);
+    float values[kSide];
+    const Remainders found = remainders_of(values, elements, settings, own);
+    rotate_once(values, own, seed, of.number, of.length);
+
+    const UnbiasedCode code = unbiased_code(all_codes, stream.bits);
+    const float rms = root_mean_square(found.energy, of.length);
+    const uint16_t scale = unbiased_scale(greatest_of_group(values), code.inverse_limit, rms, found.factor);
+    const float inverse = inverse_scale(scale, found.factor);
+    uint32_t draws[kSide], codes[kSide];
+    draw_row(draws, own, seed, shared_counter(of.number));
+#pragma unroll
+    for (int k = 0; k < kSide; ++k) codes[k] = static_cast<uint32_t>(row_of(draws[k], stream.bits));
+    draw_row(draws, own, seed, own_counter(of.number));
+#pragma unroll
+    for (int k = 0; k < kSide; ++k) {
+      const int row = static_cast<int>(codes[k]);
+      codes[k] = static_cast<uint32_t>(draw_code(code, stream.bits, row, values[k] * inverse, draws[k]));
+    }
+    const bool are_values = has_values(found.energy, found.mean), has_codes = are_values && found.energy > 0.0f;
+    uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, stream.bits);
+    const GroupToPack to = {words, of.length, lane_of(of.first), stream.bits};
+    store_planes(pack_codes(codes), to, larger(stream.bits), whole, has_codes);
+    if (lane_of_group() > 0 || of.length == 0) continue;
+    if (are_values) {
+      store_scale(found.mean, has_codes ? scale : uint16_t{0}, settings.fp32_min, of.number, ranges);
+    } else {
+      store_no_scale(settings.fp32_min, of.number, ranges);
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
+                      const int64_t* counts, const uint32_t* packed, const uint16_t* ranges, const float* all_codes,
+                      const __grid_constant__ Affine affine, T* out) {
+  __shared__ Streams streams;
+  __shared__ Workspace workspaces[kGroupsOfBlock];
+  share_streams(streams, uniform, counts);
+  Workspace& own = workspaces[threadIdx.x / kSide];
+  const uint64_t seed = load_seed(ranges + uniform.groups * columns(streams.fp32_min));
+#pragma unroll 1
+  for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
+    const LocatedGroup of = locate(streams, map, pair);
+    const Stream& stream = streams.of[of.stream];
+    const int m = of.length;
+    const GroupScale found = load_scale(ranges, streams.fp32_min, m > 0 ? of.number : 0);
+    const uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, stream.bits);
+    uint32_t draws[kSide], codes[kSide];
+    unpack_codes(read_planes({words, m, lane_of(of.first), stream.bits}, larger(stream.bits)), codes);
+    draw_column(draws, seed, shared_counter(of.number));
+    const float* levels = unbiased_code(all_codes, stream.bits).levels;
+    float values[kSide];
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) values[j] = levels[row_of(draws[j], stream.bits) + static_cast<int>(codes[j])];
+
+    put_random_of_group(own, seed, of.number);
+    if (all(m == kFullGroup)) {
+      transform_stage<kSide / 2>(values);
+      rotate_back(values, own, own.random, found.scale);
+    } else {
+      put_column(values, own);
+      rotate_back_in_memory(own, own.random, m, found.scale, false);
+      get_row(values, own);
+    }
+#pragma unroll
+    for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];
+    store_row(values, affine, out, place_of(of, streams, order), m, own);
+  }
+}
+
+}  // namespace
+
+void quantize_unbiased(const Quantized& of, const float* codes, const void* x, int dtype, const Normalization& normalization,
+                       const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
+  const DeviceScope scope(device);
+  const bool whole = clear(of, packed, ranges, stream);
+  // A copy without groups has a seed nevertheless.
+  const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
+  const Streams uniform = uniform_streams(of);
+  with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    launch(quantize_kernel<T>, device, stream, pairs, kLaunchedBlocks, uniform, group_map(uniform, of.counts), of.order,
+           of.counts, static_cast<const T*>(x), normalization, address_of(seed), seed.number, codes, whole,
+           reinterpret_cast<uint32_t*>(packed), ranges);
+  });
+}
+
+void dequantize_unbiased(const Quantized& of, const float* codes, const int32_t* packed, const uint16_t* ranges,
+                         const Affine& affine, void* out, int dtype, int device, void* stream) {
+  if (of.groups <= 0) return;
+  const DeviceScope scope(device);
+  const Streams uniform = uniform_streams(of);
+  with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,
+           group_map(uniform, of.counts), of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, codes,
+           affine, static_cast<T*>(out));
+  });
+}
+
+}  // namespace fewbit::cuda

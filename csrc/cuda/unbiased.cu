@@ -29,36 +29,62 @@ __device__ void draw_column(uint32_t* draws, uint64_t seed, uint64_t counter) {
   }
 }
 
-// Returns the random numbers of a row. The words of 16 counters at a time are in shared memory. An even lane needs those of the
-// first 16 counters, an odd lane the others.
-__device__ void draw_row(uint32_t* draws, Workspace& own, uint64_t seed, uint64_t counter) {
+// The random numbers of a group: the words of its counters, which four words belong to each.
+struct alignas(16) Draws {
+  uint32_t words[4 * kDrawCounters];
+
+  // Every lane of the group calls it.
+  __device__ void fill(uint64_t seed, uint64_t counter) {
 #pragma unroll 1
-  for (int side = 0; side < 2; ++side) {
-    put_random(own, seed, counter + static_cast<unsigned>(side * kSide + lane_of_group()));
-    if (lane_of_group() % 2 != side) continue;
-#pragma unroll
-    for (int k = 0; k < kSide; ++k) draws[k] = half_of(own.random + 4 * k, lane_of_group() / 2);
+    for (int i = lane_of_group(); i < kDrawCounters; i += kSide) {
+      const PhiloxWords random = philox_words(seed, counter + static_cast<unsigned>(i));
+      uint4 vector;
+      vector.x = random.words[0], vector.y = random.words[1], vector.z = random.words[2], vector.w = random.words[3];
+      reinterpret_cast<uint4*>(words)[i] = vector;
+    }
+  }
+
+  // Returns the number of element i.
+  __device__ uint32_t of(int i) const { return half_of(words + 4 * (i % kDrawCounters), i / kDrawCounters); }
+};
+
+// The shared memory of a group that is quantized, in addition to its Workspace.
+struct Drawn {
+  Draws shared, own;
+  alignas(16) uint8_t codes[kFullGroup];
+};
+
+// Rotates a column of a group of m elements. The rotated numbers are in `own.numbers`, with zeros where no elements are.
+__device__ void rotate_into_memory(float* values, Workspace& own, uint64_t seed, int64_t number, int m) {
+  put_random_of_group(own, seed, number);
+  if (all(m == kFullGroup)) {
+    rotate(values, own, own.random);
+    put_row(values, own);
+  } else {
+    put_column(values, own);
+    rotate_in_memory(own, own.random, m, false);
   }
 }
 
-// Rotates a column of a group of m elements into a row, which has zeros where no elements are.
-__device__ void rotate_once(float* values, Workspace& own, uint64_t seed, int64_t number, int m) {
-  put_random_of_group(own, seed, number);
-  if (all(m == kFullGroup)) return rotate(values, own, own.random);
-  put_column(values, own);
-  rotate_in_memory(own, own.random, m, false);
-  get_row(values, own);
-}
-
-__device__ float greatest_of_group(const float* values) {
+__device__ float greatest_of_group(Workspace& own) {
   float greatest = 0.0f;
-#pragma unroll
-  for (int k = 0; k < kSide; ++k) greatest = fmaxf(greatest, fabsf(values[k]));
+#pragma unroll 1
+  for (int i = lane_of_group(); i < kFullGroup; i += kSide) greatest = fmaxf(greatest, fabsf(own.at(i)));
 #pragma unroll
   for (int step = kSide / 2; step > 0; step /= 2) {
     greatest = fmaxf(greatest, float_of(__shfl_xor_sync(kAllLanes, bits_of(greatest), step)));
   }
   return greatest;
+}
+
+// Returns the planes of 16 codes in a row.
+__device__ Planes planes_of(const uint8_t* codes) {
+  const uint4 four = *reinterpret_cast<const uint4*>(codes);
+  const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+  uint32_t row[kSide];
+#pragma unroll
+  for (int k = 0; k < kSide; ++k) row[k] = words[k / 4] >> (k % 4 * 8) & 0xFFu;
+  return pack_codes(row);
 }
 
 template <class T>
@@ -69,8 +95,10 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
                     uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ Workspace workspaces[kGroupsOfBlock];
+  __shared__ Drawn all_drawn[kGroupsOfBlock];
   share_streams(streams, uniform, counts);
   Workspace& own = workspaces[threadIdx.x / kSide];
+  Drawn& drawn = all_drawn[threadIdx.x / kSide];
   const CopySettings settings = {streams.fp32_min, false};
   const uint64_t seed = seed_from(seed_address, seed_number);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -83,26 +111,25 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const GroupElements<T> elements(x, normalization, place_of(of, streams, order), of.length);
     float values[kSide];
     const Remainders found = remainders_of(values, elements, settings, own);
-    rotate_once(values, own, seed, of.number, of.length);
+    rotate_into_memory(values, own, seed, of.number, of.length);
 
     const UnbiasedCode code = unbiased_code(all_codes, stream.bits);
     const float rms = root_mean_square(found.energy, of.length);
-    const uint16_t scale = unbiased_scale(greatest_of_group(values), code.inverse_limit, rms, found.factor);
+    const uint16_t scale = unbiased_scale(greatest_of_group(own), code.inverse_limit, rms, found.factor);
     const float inverse = inverse_scale(scale, found.factor);
-    uint32_t draws[kSide], codes[kSide];
-    draw_row(draws, own, seed, shared_counter(of.number));
-#pragma unroll
-    for (int k = 0; k < kSide; ++k) codes[k] = static_cast<uint32_t>(row_of(draws[k], stream.bits));
-    draw_row(draws, own, seed, own_counter(of.number));
-#pragma unroll
-    for (int k = 0; k < kSide; ++k) {
-      const int row = static_cast<int>(codes[k]);
-      codes[k] = static_cast<uint32_t>(draw_code(code, stream.bits, row, values[k] * inverse, draws[k]));
+    drawn.shared.fill(seed, shared_counter(of.number));
+    drawn.own.fill(seed, own_counter(of.number));
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane_of_group(); i < kFullGroup; i += kSide) {
+      const int row = row_of(drawn.shared.of(i), stream.bits);
+      drawn.codes[i] = static_cast<uint8_t>(draw_code(code, stream.bits, row, own.at(i) * inverse, drawn.own.of(i)));
     }
+    __syncwarp();
     const bool are_values = has_values(found.energy, found.mean), has_codes = are_values && found.energy > 0.0f;
     uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, stream.bits);
     const GroupToPack to = {words, of.length, lane_of(of.first), stream.bits};
-    store_planes(pack_codes(codes), to, larger(stream.bits), whole, has_codes);
+    store_planes(planes_of(drawn.codes + kSide * lane_of_group()), to, larger(stream.bits), whole, has_codes);
     if (lane_of_group() > 0 || of.length == 0) continue;
     if (are_values) {
       store_scale(found.mean, has_codes ? scale : uint16_t{0}, settings.fp32_min, of.number, ranges);

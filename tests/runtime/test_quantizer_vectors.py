@@ -146,7 +146,7 @@ def squares(rows, group_size, kind):
     of_group = {
         "uniform": lambda cut: len(cut) * (cut.max() - cut.min()) ** 2,
         "rotated": energy,
-            "unbiased": energy,
+        "unbiased": energy,
         "masked": lambda cut: energy(cut[cut != 0]) * (cut != 0).sum() / len(cut),
     }[kind]
     result = []

@@ -20,16 +20,16 @@ from fewbit.table.staircase import build_staircase, draw_codes
 
 def copied(backend, x, bits, seed=0, group_size=256, fp32_min=True):
     """Return the values of an unbiased copy, float64."""
-    packed, ranges, _ = quantize(
-        backend, x, bits, group_size, fp32_min, seed=seed, kind="unbiased"
-    )
+    packed, ranges, _ = quantize(backend, x, bits, group_size, fp32_min, seed=seed, kind="unbiased")
     return dequantize(backend, packed, ranges, x, bits, group_size, kind="unbiased").double()
 
 
 def draws_of(backend, x, bits, seeds=8, rows=64, **settings):
     """Return independent copies of one sample: of several seeds, and as several samples, (seeds * rows, n)."""
     many = x.expand(rows, -1).contiguous()
-    return torch.cat([copied(backend, many, bits, 1000 * bits + i, **settings) for i in range(seeds)])
+    return torch.cat(
+        [copied(backend, many, bits, 1000 * bits + i, **settings) for i in range(seeds)]
+    )
 
 
 def check_mean(errors, x):
@@ -151,7 +151,9 @@ def test_codes_are_those_of_the_staircase(bits):
     limit = 1 / code.inverse_limit
     z, noise = rng.uniform(-limit, limit, 10000), rng.random(10000)
     shared = rng.integers(0, len(code.levels), 10000)
-    above = z[:, None] > (code.means + noise[:, None, None] * code.gaps)[range(10000), shared][:, :-1]
+    above = (
+        z[:, None] > (code.means + noise[:, None, None] * code.gaps)[range(10000), shared][:, :-1]
+    )
     assert (above.sum(1) == draw_codes(code.levels, z, shared, noise)).mean() > 0.9999
 
 

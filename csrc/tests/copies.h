@@ -108,13 +108,15 @@ std::vector<T> elements_of(const Case& c) {
 // oracle(TestedGroup, const uint16_t* ranges) checks a group's row of the ranges and returns an ExpectedCopy. is_fused: with
 // normalization, and an affine map unless samples are mixed.
 template <class T, DType DTYPE, class Oracle>
-void test_case(const Kernels& kernels, CopyKind kind, const Oracle& oracle, const Case& c, bool is_fused) {
+void test_case(const Kernels& kernels, CopyKind kind, const Oracle& oracle, const Case& c, bool is_fused,
+               const float* codes) {
   using N = Number<T, DTYPE>;
   const int64_t n = c.samples * c.features;
   Exact<T> x(elements_of<T, DTYPE>(c));
   std::vector<uint8_t> widths;
   for (int64_t i = 0; i < c.samples; ++i) widths.push_back(static_cast<uint8_t>(c.mixed ? any_bits() : c.bits));
   const uint64_t seed = generator();
+  const Coding coding(seed, codes);
   const StreamPlan plan = plan_streams(c.samples, c.features, c.group_size, c.fp32_min, c.bits,
                                        c.mixed ? widths.data() : nullptr);
   const Streams& streams = plan.streams;
@@ -128,9 +130,9 @@ void test_case(const Kernels& kernels, CopyKind kind, const Oracle& oracle, cons
   Exact<uint16_t> ranges(streams.groups * columns(c.fp32_min));
   for (int64_t i = 0; i < streams.words; ++i) packed[i] = 0xA5A5A5A5u;
   const Extent extent =
-      quantize(kernels, kind, plan, x.data(), DTYPE, normalization, seed, packed.data(), ranges.data(), c.threads);
+      quantize(kernels, kind, plan, x.data(), DTYPE, normalization, coding, packed.data(), ranges.data(), c.threads);
   Exact<T> out(n);
-  dequantize(kernels, kind, plan, packed.data(), ranges.data(), seed, affine, out.data(), DTYPE, c.threads);
+  dequantize(kernels, kind, plan, packed.data(), ranges.data(), coding, affine, out.data(), DTYPE, c.threads);
   Exact<float> squares_of_groups(streams.groups);
   if (!c.mixed) squares(kernels, kind, streams, x.data(), DTYPE, normalization, squares_of_groups.data(), c.threads);
 
@@ -183,13 +185,15 @@ void test_case(const Kernels& kernels, CopyKind kind, const Oracle& oracle, cons
                 : extent.least == least && extent.greatest == greatest);
 }
 
+// codes: those of unbiased copies.
 template <class Oracle>
-void test_all_types(const Kernels& kernels, CopyKind kind, const Oracle& oracle, const Case& c) {
+void test_all_types(const Kernels& kernels, CopyKind kind, const Oracle& oracle, const Case& c,
+                    const float* codes = nullptr) {
   for (const bool is_fused : {false, true}) {
-    test_case<float, DType::float32>(kernels, kind, oracle, c, is_fused);
-    test_case<double, DType::float64>(kernels, kind, oracle, c, is_fused);
-    test_case<uint16_t, DType::float16>(kernels, kind, oracle, c, is_fused);
-    test_case<uint16_t, DType::bfloat16>(kernels, kind, oracle, c, is_fused);
+    test_case<float, DType::float32>(kernels, kind, oracle, c, is_fused, codes);
+    test_case<double, DType::float64>(kernels, kind, oracle, c, is_fused, codes);
+    test_case<uint16_t, DType::float16>(kernels, kind, oracle, c, is_fused, codes);
+    test_case<uint16_t, DType::bfloat16>(kernels, kind, oracle, c, is_fused, codes);
   }
 }
 

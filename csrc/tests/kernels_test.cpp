@@ -24,6 +24,7 @@ using namespace fewbit;
 
 void test_quantizer(const Kernels& kernels);    // quantizer_test.cpp
 void test_rotated(const Kernels& kernels);      // rotated_test.cpp
+void test_unbiased(const Kernels& kernels);     // rotated_test.cpp
 void test_fixed_point(const Kernels& kernels);  // fixed_point_test.cpp
 
 namespace {
@@ -246,6 +247,7 @@ int main() {
     test_kernels(*kernels_of(isa));
     test_quantizer(*kernels_of(isa));
     test_rotated(*kernels_of(isa));
+    test_unbiased(*kernels_of(isa));
     test_fixed_point(*kernels_of(isa));
     std::printf("%s: passed\n", isa.c_str());
   }

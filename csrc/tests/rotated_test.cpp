@@ -1,12 +1,15 @@
-// Tests of rotated and masked copies of every instruction set, against a transcription of docs/concepts/quantizer.md that computes one
+// Tests of rotated, masked and unbiased copies of every instruction set, against a transcription of docs/concepts/quantizer.md that computes one
 // number at a time.
 
+#include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "../common/normal_levels.h"
 #include "../common/philox.h"
 #include "../common/rotate.h"
+#include "../common/unbiased.h"
 #include "../cpu/quantizer.h"
 #include "checks.h"
 #include "copies.h"
@@ -210,6 +213,93 @@ ExpectedCopy copy_of(const TestedGroup& group, bool is_masked, const uint16_t* r
   return copy;
 }
 
+// -- unbiased copies ---------------------------------------------------------------------------------------------
+
+// Random codes of all numbers of bits, as the kernels read them.
+struct RandomCodes {
+  Exact<float> all;
+
+  RandomCodes() : all(kUnbiasedFloats) {
+    for (int bits = 1; bits <= 8; ++bits) make(bits, all.data() + 8 + 3 * code_sizes_before(bits));
+  }
+
+ private:
+  // Walks the states of the code by ascending slopes.
+  void make(int bits, float* levels) {
+    const int size = code_size(bits), columns = 1 << bits, rows = size / columns;
+    std::normal_distribution<float> normal;
+    for (int i = 0; i < size; ++i) levels[i] = normal(generator);
+    std::vector<std::pair<double, int>> transitions;
+    double mean = 0.0;
+    for (int row = 0; row < rows; ++row) {
+      float* own = levels + row * columns;
+      std::sort(own, own + columns);
+      mean += own[0];
+      for (int c = 0; c < columns - 1; ++c) {
+        transitions.emplace_back(static_cast<double>(own[c]) + own[c + 1], row * columns + c);
+      }
+    }
+    std::sort(transitions.begin(), transitions.end());
+    mean /= rows;
+    for (const auto& [slope, i] : transitions) {
+      const double gap = (static_cast<double>(levels[i + 1]) - levels[i]) / rows;
+      levels[size + i] = static_cast<float>(mean);
+      levels[2 * size + i] = static_cast<float>(gap);
+      mean += gap;
+    }
+    all[bits - 1] = static_cast<float>(1.0 / std::fabs(mean));
+  }
+};
+
+// Returns the random number of element i, whose group has 32 counters from this one on.
+uint32_t draw_of_element(uint64_t seed, uint64_t counter, size_t i) {
+  return philox_words(seed, counter + i % 32).words[i / 64] >> (i / 32 % 2 * 16) & 0xFFFFu;
+}
+
+// Checks the mean and the scale of a group, and returns its copy.
+ExpectedCopy unbiased_copy_of(const TestedGroup& group, const float* all, const uint16_t* ranges) {
+  const Numbers& x = group.elements;
+  const GroupScale stored = load_scale(ranges, group.fp32_min, group.number);
+  ExpectedCopy copy{std::vector<int>(x.size(), 0), Numbers(x.size(), NAN), energy_of_copy(x, false)};
+  Rescued of(x, group.fp32_min, false);
+  if (!of.has_values()) {
+    CHECK(std::isnan(stored.mean) && std::isnan(stored.scale));
+    return copy;
+  }
+  CHECK(equal(stored.mean, of.mean));
+  if (of.energy == 0.0f) {
+    CHECK(equal(stored.scale, 0.0f) && !stored.is_twice);
+    copy.values.assign(x.size(), of.mean);
+    return copy;
+  }
+  const Randoms randoms{group.seed, group.number};
+  const Rotations rotations{randoms, x.size(), false};
+  rotations.apply(of.v.data());
+  float unit = 0.0f;
+  for (const float number : of.v) unit = std::fmax(unit, std::fabs(number) * all[group.bits - 1]);
+  unit = std::fmax(unit, std::sqrt(of.energy / static_cast<float>(x.size())));
+  const float exact = std::fmin(unit * (1 / of.u), std::ldexp(255.0f, 120));
+  float scale = float_of(bits_of(exact) & 0xFFFF0000u);
+  if (scale < exact) scale = float_of(bits_of(scale) + 0x10000u);
+  CHECK(equal(stored.scale, scale) && !stored.is_twice);
+  const float inverse = 1 / (scale * of.u);
+  const int size = code_size(group.bits), columns = 1 << group.bits;
+  const float* levels = all + 8 + 3 * code_sizes_before(group.bits);
+  const uint64_t counter = (uint64_t{1} << 62) + 64 * static_cast<uint64_t>(group.number);
+  Numbers y;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const float* row = levels + static_cast<int>(draw_of_element(group.seed, counter, i)) % (size / columns) * columns;
+    const float own = std::ldexp(static_cast<float>(2 * draw_of_element(group.seed, counter + 32, i) + 1), -17);
+    int code = 0;
+    for (int c = 0; c < columns - 1; ++c) code += of.v[i] * inverse > row[size + c] + own * row[2 * size + c];
+    copy.codes[i] = code;
+    y.push_back(row[code]);
+  }
+  rotations.undo(y.data(), scale);
+  for (size_t i = 0; i < x.size(); ++i) copy.values[i] = of.mean + y[i];
+  return copy;
+}
+
 void test_seed_rows() {
   const uint64_t seed = 0xFEDCBA9876543210u;
   const uint16_t two[4] = {0x3210, 0x7654, 0xBA98, 0xFEDC}, three[6] = {0x3210, 0x7654, 0xBA98, 0xFEDC, 0, 0};
@@ -247,4 +337,21 @@ void test_rotated(const Kernels& kernels) {
     test({9, 8001, 256, true, 2, false, Look::offset, 4});
     test_forward(kernels, kind, kFullGroup);
   }
+}
+
+void test_unbiased(const Kernels& kernels) {
+  RandomCodes codes;
+  const auto oracle = [&](const TestedGroup& group, const uint16_t* ranges) {
+    return unbiased_copy_of(group, codes.all.data(), ranges);
+  };
+  const auto test = [&](const Case& c) { test_all_types(kernels, CopyKind::unbiased, oracle, c, codes.all.data()); };
+  const int sizes[] = {32, 64, 96, 128, 224, 256};
+  for (int64_t features = 0; features <= 600; features += features < 70 ? 3 : 29) {
+    test({3, features, sizes[generator() % 6], any_bool(), any_bits(), any_bool(), any_look(), 1});
+  }
+  for (int bits = 1; bits <= 8; ++bits) test({2, 1030, 256, any_bool(), bits, false, Look::normal, 1});
+  for (int look = 0; look <= static_cast<int>(Look::last); ++look) {
+    test({3, 300, 256, look % 2 == 0, any_bits(), false, static_cast<Look>(look), 1});
+  }
+  test({1001, 67, 256, false, 3, true, Look::normal, 3});
 }

@@ -125,6 +125,7 @@ def energies(cut, exists, is_masked=False):
 
 
 def remainders(cut, exists, fp32_mean, is_masked) -> Remainders:
+    """Return groups without their means. The arguments are those of `quantize_groups`."""
     there = padded(exists)
     lengths = there.sum(1)
     x = torch.where(there, padded(cut), 0.0)
@@ -191,6 +192,14 @@ def sign_words(seed, first_group, count):
 
 
 def rotated(values, lengths, words, is_twice):
+    """Rotate groups.
+
+    Args:
+        values: (groups, 256) float32, with zeros where no elements are.
+        lengths: (groups,) int64, the number of elements of each group.
+        words: the signs, the result of `sign_words`.
+        is_twice: (groups,) bool, whether a group is rotated twice although its length is a power of two.
+    """
     once = _rotate(values, lengths, words[:, :2])
     twice = _rotate(_moved(once, lengths, 1), lengths, words[:, 2:])
     return torch.where(_second(lengths, is_twice), twice, once)
@@ -232,6 +241,7 @@ def _rotate(values, lengths, signs):
 
 
 def rotated_back(values, lengths, words, is_twice, scale):
+    """Undo the rotations of `rotated`, and multiply by the scale of each group, (groups,) float32."""
     once = _rotate_back(values, lengths, words[:, 2:], torch.ones_like(scale))
     y = torch.where(_second(lengths, is_twice), _moved(once, lengths, -1), values)
     return _rotate_back(y, lengths, words[:, :2], scale)

@@ -33,6 +33,9 @@ class FakeCuda(TorchDispatchMode):
     Args:
         monkeypatch: pytest's fixture, which undoes the changes of torch in the end.
         seed: the seed of `Recorder`.
+
+    Attributes:
+        launches: the names of the kernels and transfers so far. An operation of torch counts as one kernel.
     """
 
     def __init__(self, monkeypatch, seed: int = 0):
@@ -40,6 +43,7 @@ class FakeCuda(TorchDispatchMode):
         self.recorder = Recorder(seed)
         self.faults = self.recorder.faults
         self._blocks = {}  # {address of a storage: its block}
+        self.launches = []
         self._is_in_kernel = False
         self._engine = None  # during a backward pass
         self._switches = [(0, self.recorder.default)]  # (number of the next node, current stream)
@@ -192,6 +196,8 @@ class FakeCuda(TorchDispatchMode):
         new = [x for s, x in results.items() if s not in seen and s not in self._blocks]
         if results and not new and not written:
             return  # a view, or one of fewbit's torch ops, whose kernel has been recorded
+        if is_here and not name.startswith(("empty", "new_empty")):
+            self.launches.append(name)
         stream = self.recorder.host
         if is_here:
             stream = self._engine.stream_for(inputs) if self._engine else self.recorder.current
@@ -208,6 +214,7 @@ class FakeCuda(TorchDispatchMode):
     def _transfer(self, source, target, non_blocking: bool) -> None:
         """Record a copy between the device and the host."""
         recorder, stream = self.recorder, self.recorder.current
+        self.launches.append("transfer")
         recorder.issue(stream)
         for x, is_write in ((source, False), (target, True)):
             block = self.block(x)
@@ -264,7 +271,7 @@ class _Kernels:
             if name == "quantize":
                 result = result._replace(spread=None)  # the host would have to wait for it
             out = inspect.signature(function).bind(*args, **kwargs).arguments.get("out")
-            cuda.run(name, _tensors((args, kwargs)), _tensors(out), result, True)
+            cuda.run(f"fewbit.{name}", _tensors((args, kwargs)), _tensors(out), result, True)
             return result
 
         return kernel

@@ -29,6 +29,7 @@ from fewbit.runtime.quantizers.normalized import (
     dequantize_scaled,
     input_gradient,
     save_copies,
+    zero_means,
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 from fewbit.runtime.saved.single_backward import once_differentiable
@@ -205,8 +206,7 @@ class _BatchNorm(Function):
             size = ctx.spec.size
             x = dequantize_scaled(ctx, tensors, _of_channels(rstd, ctx.view, size), ctx.dtype)
             mask = [needs_x and len(tensors) == ctx.spec.count, needs_weight, needs_bias]
-            means = torch.zeros_like(rstd)
-            statistics = weight, None, None, means, rstd, True, ctx.eps, mask
+            statistics = weight, None, None, zero_means(rstd), rstd, True, ctx.eps, mask
             if ctx.implementation is None:
                 grads = torch.ops.aten.native_batch_norm_backward(
                     grad, _as(x, ctx.view), *statistics
@@ -357,7 +357,7 @@ class _SyncBatchNorm(Function):
         if tensors:
             x = ctx.spec.dequantize(tensors).div_(per_channel(rstd, grad.dim()))
             x = _in_torch_format(x.to(ctx.dtype))
-        context.saved_tensors = x, weight, torch.zeros_like(rstd), rstd, count
+        context.saved_tensors = x, weight, zero_means(rstd), rstd, count
         context.process_group, context.needs_input_grad = ctx.process_group, ctx.needs_input_grad
         return TorchSyncBatchNorm.backward(context, grad)
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fewbit.runtime import backends
+from fewbit.runtime.quantizers import normalized
 
 DEVICE = torch.device("cuda:0")
 _CPU = torch.device("cpu")
@@ -47,6 +48,7 @@ class FakeCuda(TorchDispatchMode):
         self._is_in_kernel = False
         self._engine = None  # during a backward pass
         self._switches = [(0, self.recorder.default)]  # (number of the next node, current stream)
+        normalized._zeros.cache_clear()  # of another fake device
         self._patch(monkeypatch)
 
     def _patch(self, monkeypatch) -> None:
@@ -180,6 +182,21 @@ class FakeCuda(TorchDispatchMode):
             self.recorder.host_waits(name, self.recorder.current.clock)
         return result
 
+    def kernel(self, name: str, function):
+        """Return a function that computes what `function` does, in one kernel. The kernel may write an argument `out`."""
+
+        def kernel(*args, **kwargs):
+            self._is_in_kernel = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._is_in_kernel = False
+            out = inspect.signature(function).bind(*args, **kwargs).arguments.get("out")
+            self.run(name, _tensors((args, kwargs)), _tensors(out), result, True)
+            return result
+
+        return kernel
+
     def run(self, name: str, inputs, written, result, is_here: bool, home=None) -> None:
         """Record an operation.
 
@@ -260,20 +277,9 @@ class _Kernels:
         return None  # no such kernel on CUDA
 
     def __getattr__(self, name):
-        cuda, function = self._cuda, getattr(self._cpu, name)
-
-        def kernel(*args, **kwargs):
-            cuda._is_in_kernel = True
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                cuda._is_in_kernel = False
-            if name == "quantize":
-                result = result._replace(spread=None)  # the host would have to wait for it
-            out = inspect.signature(function).bind(*args, **kwargs).arguments.get("out")
-            cuda.run(f"fewbit.{name}", _tensors((args, kwargs)), _tensors(out), result, True)
-            return result
-
+        kernel = self._cuda.kernel(f"fewbit.{name}", getattr(self._cpu, name))
+        if name == "quantize":  # the host would have to wait for the spread
+            return lambda *args, **kwargs: kernel(*args, **kwargs)._replace(spread=None)
         return kernel
 
 

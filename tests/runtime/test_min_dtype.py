@@ -364,7 +364,9 @@ def test_from_ranges_as_from_the_tensor(start, minimum):
         x = spread(start, part * EIGHT_STEPS[start])
         if minimum == "bfloat16" and x.min() < 0 and torch.frexp(x.min())[0] < -0.99:
             continue  # rounded down to the next power of two, whose steps are twice as large
-        assert is_large(ranges_of(x, minimum), KIND) == expected == is_wide(Quantizer(2).quantize(x))
+        assert (
+            is_large(ranges_of(x, minimum), KIND) == expected == is_wide(Quantizer(2).quantize(x))
+        )
     for x in (torch.zeros(3, 70), spread(0.0, 1.0), spread(-1.0, 2.0), LARGE * math.nan):
         assert not is_large(ranges_of(x, minimum), KIND)
 

@@ -9,12 +9,15 @@ expectation, and y is linear in x~. Values of y that are computed from the copy 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.fingerprint import Content
+from fewbit.runtime.interop.cuda_streams import stream_of
+from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, unsharded
 
 
@@ -130,6 +133,23 @@ def dequantize_scaled(ctx, saved, rstd, dtype):
     """
     deviation = rstd.to(ctx.spec.dtype).reciprocal()
     return ctx.spec.dequantize(saved[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
+
+
+def zero_means(rstd):
+    """Return zeros in the shape of rstd, the means in calls of torch's backward functions, which only read them.
+
+    On a GPU, launching the kernel that fills them takes longer than the kernel. Zeros are therefore shared by all
+    backward passes that run in one stream. A CUDA graph, which may use its memory at any time, gets zeros of its own.
+    """
+    is_shared = is_plain(rstd) and rstd.is_cuda and not torch.cuda.is_current_stream_capturing()
+    if not is_shared:
+        return torch.zeros_like(rstd)
+    return _zeros(rstd.shape, rstd.dtype, rstd.device, stream_of(rstd))
+
+
+@lru_cache(maxsize=16)
+def _zeros(shape, dtype, device, stream):
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def input_gradient(g, first, second, rstd, dims, centered=True):

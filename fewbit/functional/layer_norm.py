@@ -385,9 +385,13 @@ class _GroupNorm(Function):
         ctx.bias_dtype = bias.dtype if needs_bias else None
         saved_tensors = ()
         if needs_x or needs_weight:
-            placed = [_of_groups(stat, ctx.sizes, x.dim()) for stat in (mean, rstd)]
-            inner = ctx.sizes[2] if x.is_contiguous() else None
-            saved, tensors = save_copies(ctx, x, *placed, inner, copies, quantizer)
+            # A policy may choose a codec of images, which needs x in its own shape.
+            has_policy = quantizer.context is not None and quantizer.context.policy is not None
+            ctx.by_group = x.is_contiguous() and is_plain(x) and not has_policy
+            rows = x.view(n, num_groups, -1) if ctx.by_group else x
+            inner = math.prod(rows.shape[2:]) if x.is_contiguous() else None
+            placed = [_placed(ctx, stat, x.dim()) for stat in (mean, rstd)]
+            saved, tensors = save_copies(ctx, rows, *placed, inner, copies, quantizer)
             y, saved_tensors = saved.tie(y), (rstd, weight, *tensors)
         ctx.save_for_backward(*saved_tensors)
         return y
@@ -399,8 +403,9 @@ class _GroupNorm(Function):
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
             rstd, weight, *tensors = ctx.saved_tensors
-            placed = _of_groups(rstd, ctx.sizes, grad.dim())
+            placed = _placed(ctx, rstd, grad.dim())
             x = dequantize_scaled(ctx, tensors, placed, grad.dtype)
+            x = x.view(grad.shape) if ctx.by_group else x
             format = torch.contiguous_format if is_batched(grad) else ctx.format
             # If the input's gradient is not requested, torch's channels-last kernel writes to address 0.
             mask = True, needs_weight, needs_bias and weight is not None
@@ -426,14 +431,17 @@ class _GroupNorm(Function):
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
 
-def _of_groups(statistic, sizes, dims):
-    """Repeat a statistic (N, groups) for every channel, so that it broadcasts to an input of `dims` dimensions.
+def _placed(ctx, statistic, dims):
+    """Return a statistic (N, groups) so that it broadcasts to the quantized tensor.
 
-    `sizes` is (N, C, elements per channel, groups).
+    This tensor is the input, which has `dims` dimensions, or if `ctx.by_group` the input as (N, groups, elements).
     """
-    n, c, _, num_groups = sizes
-    statistic = statistic.view(n, num_groups, 1).expand(n, num_groups, c // num_groups)
-    return statistic.reshape(n, c, *[1] * (dims - 2))
+    n, c, _, num_groups = ctx.sizes
+    statistic = statistic.view(n, num_groups, 1)
+    if ctx.by_group:
+        return statistic
+    repeated = statistic.expand(n, num_groups, c // num_groups)
+    return repeated.reshape(n, c, *[1] * (dims - 2))
 
 
 def _group_gradient(sizes, grad, first, second, rstd, weight):

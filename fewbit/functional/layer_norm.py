@@ -40,12 +40,12 @@ from fewbit.runtime.interop.tensor_kinds import check_tensors, is_batched, is_pl
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import preactivation
 from fewbit.runtime.quantizers.normalized import (
+    constant_like,
     dequantize_copies,
     dequantize_scaled,
     input_gradient,
     save_copies,
     share_result,
-    zero_means,
 )
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
@@ -297,7 +297,7 @@ class _LayerNorm(Function):
             mask = needs_x and has_one_copy, needs_weight, needs_bias and scale is not None
             # torch reads only the shape, the dtype and the device of the bias, and the weight has the same.
             grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-                grad, x, ctx.shape, zero_means(rstd), rstd, scale, scale, mask
+                grad, x, ctx.shape, constant_like(rstd, 0.0), rstd, scale, scale, mask
             )
             if needs_x and not has_one_copy:
                 dims = tuple(range(-len(ctx.shape), 0))
@@ -412,7 +412,7 @@ class _GroupNorm(Function):
             grad_x, grad_weight, grad_bias = torch.ops.aten.native_group_norm_backward(
                 grad.contiguous(memory_format=format),
                 x.contiguous(memory_format=format),
-                zero_means(rstd),
+                constant_like(rstd, 0.0),
                 rstd,
                 weight,
                 *ctx.sizes,

@@ -48,7 +48,7 @@ class FakeCuda(TorchDispatchMode):
         self._is_in_kernel = False
         self._engine = None  # during a backward pass
         self._switches = [(0, self.recorder.default)]  # (number of the next node, current stream)
-        normalized._zeros.cache_clear()  # of another fake device
+        normalized._constant.cache_clear()  # of another fake device
         self._patch(monkeypatch)
 
     def _patch(self, monkeypatch) -> None:

@@ -20,6 +20,9 @@ from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, unsharded
 
+MOST_SHARED = 2**14
+"""The largest number of elements of a shared constant. If more, the time of a launch does not matter."""
+
 
 class AffineResultSpec(NamedTuple):
     """The spec of a norm's result y, which is computed from a copy of the norm's normalized input x~.
@@ -135,21 +138,23 @@ def dequantize_scaled(ctx, saved, rstd, dtype):
     return ctx.spec.dequantize(saved[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
 
 
-def zero_means(rstd):
-    """Return zeros in the shape of rstd, the means in calls of torch's backward functions, which only read them.
+def constant_like(statistic, value: float):
+    """Return a tensor like `statistic` that is filled with a value, for torch's functions, which only read it.
 
-    On a GPU, launching the kernel that fills them takes longer than the kernel. Zeros are therefore shared by all
-    backward passes that run in one stream. A CUDA graph, which may use its memory at any time, gets zeros of its own.
+    On a GPU, launching the kernel that fills the tensor takes longer than the kernel. The tensor is therefore shared by
+    all backward passes that run in one stream, unless it is large. A CUDA graph, which may use its memory at any time,
+    gets its own.
     """
-    is_shared = is_plain(rstd) and rstd.is_cuda and not torch.cuda.is_current_stream_capturing()
-    if not is_shared:
-        return torch.zeros_like(rstd)
-    return _zeros(rstd.shape, rstd.dtype, rstd.device, stream_of(rstd))
+    is_shared = statistic.is_cuda and is_plain(statistic) and statistic.numel() <= MOST_SHARED
+    if not is_shared or torch.cuda.is_current_stream_capturing():
+        return torch.full_like(statistic, value)
+    place = statistic.shape, value, statistic.dtype, statistic.device, stream_of(statistic)
+    return _constant(*place)
 
 
-@lru_cache(maxsize=16)
-def _zeros(shape, dtype, device, stream):
-    return torch.zeros(shape, dtype=dtype, device=device)
+@lru_cache(maxsize=256)
+def _constant(shape, value, dtype, device, stream):
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
 def input_gradient(g, first, second, rstd, dims, centered=True):

@@ -354,7 +354,7 @@ class _RMSNorm(Function):
         if len(tensors) == ctx.spec.count and _is_fused(grad, weight):
             x = dequantize_scaled(ctx, tensors, rstd, grad.dtype)
             grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
-                grad, x, ctx.shape, rstd, weight, (needs_x, needs_weight)
+                grad.contiguous(), x, ctx.shape, rstd, weight, (needs_x, needs_weight)
             )
             return grad_x, None, grad_weight, None, None, None
         first, second = dequantize_copies(ctx, tensors)

@@ -385,9 +385,7 @@ class _GroupNorm(Function):
         ctx.bias_dtype = bias.dtype if needs_bias else None
         saved_tensors = ()
         if needs_x or needs_weight:
-            # A policy may choose a codec of images, which needs x in its own shape.
-            has_policy = quantizer.context is not None and quantizer.context.policy is not None
-            ctx.by_group = x.is_contiguous() and is_plain(x) and not has_policy
+            ctx.by_group = x.is_contiguous() and is_plain(x) and not _has_policy(quantizer)
             rows = x.view(n, num_groups, -1) if ctx.by_group else x
             inner = math.prod(rows.shape[2:]) if x.is_contiguous() else None
             placed = [_placed(ctx, stat, x.dim()) for stat in (mean, rstd)]
@@ -429,6 +427,11 @@ class _GroupNorm(Function):
             grad_bias = sums.over_channels(grad) if grad_bias is None else grad_bias
             grad_bias = grad_bias.to(ctx.bias_dtype)
         return grad_x, None, grad_weight, grad_bias, None, None, None
+
+
+def _has_policy(quantizer) -> bool:
+    """Return whether a policy may choose a codec of images, which needs the input in its own shape."""
+    return quantizer.context is not None and quantizer.context.policy is not None
 
 
 def _placed(ctx, statistic, dims):

@@ -25,8 +25,8 @@ from fewbit.functional.layer_norm import (
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.normalized import (
+    constant_like,
     dequantize_copies,
-    dequantize_scaled,
     input_gradient,
     save_copies,
 )
@@ -204,10 +204,10 @@ class _BatchNorm(Function):
         if needs_x or needs_weight:
             rstd, weight, reserve, *tensors = ctx.saved_tensors
             size = ctx.spec.size
-            x = dequantize_scaled(ctx, tensors, _of_channels(rstd, ctx.view, size), ctx.dtype)
+            x = ctx.spec.dequantize(tensors[: ctx.spec.count], ctx.dtype)
             mask = [needs_x and len(tensors) == ctx.spec.count, needs_weight, needs_bias]
-            means = torch.zeros_like(rstd)
-            statistics = weight, None, None, means, rstd, True, ctx.eps, mask
+            scale, zeros, ones = _as_normalized(weight, rstd)
+            statistics = scale, None, None, zeros, ones, True, ctx.eps, mask
             if ctx.implementation is None:
                 grads = torch.ops.aten.native_batch_norm_backward(
                     grad, _as(x, ctx.view), *statistics
@@ -228,6 +228,17 @@ class _BatchNorm(Function):
             grad_bias = sums.over_channels(grad)
         grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
         return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
+
+
+def _as_normalized(weight, rstd):
+    """Return (weight, means, reciprocal standard deviations) for torch's backward functions of normalized inputs.
+
+    The gradients for the normalized input x~, with weight * rstd in place of the weight, are those for the norm's input. So
+    x~ need not be divided by rstd.
+    """
+    rstd = rstd.to(torch.promote_types(rstd.dtype, torch.float32))
+    scale = weighted(rstd, weight)
+    return scale, constant_like(scale, 0.0), constant_like(scale, 1.0)
 
 
 def _as(x, view):
@@ -293,8 +304,8 @@ def sync_batch_norm(
 
     The function saves the normalized input quantized, a reciprocal standard deviation for each channel, and the number
     of elements of each process. Gradients are as exact as those of `batch_norm` with `copies=1`. torch's own functions
-    compute the forward and the backward pass. In place of the input, the backward pass gets an approximation that is
-    computed from the dequantized normalized input.
+    compute the forward and the backward pass. In place of the input, the backward pass gets the dequantized normalized
+    input.
 
     Args:
         input: (N, C, *), on a device for which torch implements SyncBatchNorm.
@@ -356,9 +367,8 @@ class _SyncBatchNorm(Function):
         # If only the bias needs a gradient, only the input's shape matters.
         x = grad.new_zeros(()).expand(ctx.size)
         if tensors:
-            x = ctx.spec.dequantize(tensors).div_(per_channel(rstd, grad.dim()))
-            x = _in_torch_format(x.to(ctx.dtype))
-        context.saved_tensors = x, weight, torch.zeros_like(rstd), rstd, count
+            x = _in_torch_format(ctx.spec.dequantize(tensors, ctx.dtype))
+        context.saved_tensors = x, *_as_normalized(weight, rstd), count
         context.process_group, context.needs_input_grad = ctx.process_group, ctx.needs_input_grad
         return TorchSyncBatchNorm.backward(context, grad)
 

@@ -36,10 +36,11 @@ from fewbit.config import DEFAULT_BITS, GROUP_SIZE, check_copies
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import in_float32
 from fewbit.runtime.interop.original_functions import functional as torch_functional
-from fewbit.runtime.interop.tensor_kinds import check_tensors, is_batched
+from fewbit.runtime.interop.tensor_kinds import check_tensors, is_batched, is_plain
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import preactivation
 from fewbit.runtime.quantizers.normalized import (
+    constant_like,
     dequantize_copies,
     dequantize_scaled,
     input_gradient,
@@ -57,6 +58,10 @@ __all__ = ["group_norm", "layer_norm", "rms_norm"]
 
 _RMS_NORM_IS_CAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 """True if autocast makes torch's rms_norm compute in float32 on CUDA. In torch 2.11 it does not."""
+_HAS_RMS_NORM_BACKWARD = hasattr(torch.ops.aten, "_fused_rms_norm_backward") and (
+    torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm_backward", "CUDA")
+)
+"""True if torch computes the backward of RMS norm on CUDA in one operation."""
 
 
 def layer_norm(
@@ -293,7 +298,7 @@ class _LayerNorm(Function):
             mask = needs_x and has_one_copy, needs_weight, needs_bias and scale is not None
             # torch reads only the shape, the dtype and the device of the bias, and the weight has the same.
             grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-                grad, x, ctx.shape, torch.zeros_like(rstd), rstd, scale, scale, mask
+                grad, x, ctx.shape, constant_like(rstd, 0.0), rstd, scale, scale, mask
             )
             if needs_x and not has_one_copy:
                 dims = tuple(range(-len(ctx.shape), 0))
@@ -325,6 +330,12 @@ def _fused_rms_norm(x, shape, weight, eps):
     return y.to(x.dtype), rstd.to(computed)
 
 
+def _is_fused(grad, weight) -> bool:
+    """Return whether torch's kernel computes the backward of RMS norm. It needs one dtype, as the forward's does."""
+    is_cuda = _HAS_RMS_NORM_BACKWARD and grad.is_cuda and is_plain(grad)
+    return is_cuda and (weight is None or weight.dtype == grad.dtype)
+
+
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, shape, weight, eps, copies, quantizer):
@@ -341,6 +352,12 @@ class _RMSNorm(Function):
     def backward(ctx, grad):
         rstd, weight, *tensors = ctx.saved_tensors
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
+        if len(tensors) == ctx.spec.count and _is_fused(grad, weight):
+            x = dequantize_scaled(ctx, tensors, rstd, grad.dtype)
+            grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
+                grad.contiguous(), x, ctx.shape, rstd, weight, (needs_x, needs_weight)
+            )
+            return grad_x, None, grad_weight, None, None, None
         first, second = dequantize_copies(ctx, tensors)
         grad = grad.to(rstd.dtype)
         grad_x = grad_weight = None
@@ -369,9 +386,11 @@ class _GroupNorm(Function):
         ctx.bias_dtype = bias.dtype if needs_bias else None
         saved_tensors = ()
         if needs_x or needs_weight:
-            placed = [_of_groups(stat, ctx.sizes, x.dim()) for stat in (mean, rstd)]
-            inner = ctx.sizes[2] if x.is_contiguous() else None
-            saved, tensors = save_copies(ctx, x, *placed, inner, copies, quantizer)
+            ctx.by_group = x.is_contiguous() and is_plain(x) and not _has_policy(quantizer)
+            rows = x.view(n, num_groups, -1) if ctx.by_group else x
+            inner = math.prod(rows.shape[2:]) if x.is_contiguous() else None
+            placed = [_placed(ctx, stat, x.dim()) for stat in (mean, rstd)]
+            saved, tensors = save_copies(ctx, rows, *placed, inner, copies, quantizer)
             y, saved_tensors = saved.tie(y), (rstd, weight, *tensors)
         ctx.save_for_backward(*saved_tensors)
         return y
@@ -383,15 +402,16 @@ class _GroupNorm(Function):
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
             rstd, weight, *tensors = ctx.saved_tensors
-            placed = _of_groups(rstd, ctx.sizes, grad.dim())
+            placed = _placed(ctx, rstd, grad.dim())
             x = dequantize_scaled(ctx, tensors, placed, grad.dtype)
+            x = x.view(grad.shape) if ctx.by_group else x
             format = torch.contiguous_format if is_batched(grad) else ctx.format
             # If the input's gradient is not requested, torch's channels-last kernel writes to address 0.
-            mask = True, needs_weight, False
-            grad_x, grad_weight, _ = torch.ops.aten.native_group_norm_backward(
+            mask = True, needs_weight, needs_bias and weight is not None
+            grad_x, grad_weight, grad_bias = torch.ops.aten.native_group_norm_backward(
                 grad.contiguous(memory_format=format),
                 x.contiguous(memory_format=format),
-                torch.zeros_like(rstd),
+                constant_like(rstd, 0.0),
                 rstd,
                 weight,
                 *ctx.sizes,
@@ -405,18 +425,27 @@ class _GroupNorm(Function):
             grad_x = grad_x.to(ctx.dtype) if needs_x else None
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
-            grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
+            grad_bias = sums.over_channels(grad) if grad_bias is None else grad_bias
+            grad_bias = grad_bias.to(ctx.bias_dtype)
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
 
-def _of_groups(statistic, sizes, dims):
-    """Repeat a statistic (N, groups) for every channel, so that it broadcasts to an input of `dims` dimensions.
+def _has_policy(quantizer) -> bool:
+    """Return whether a policy may choose a codec of images, which needs the input in its own shape."""
+    return quantizer.context is not None and quantizer.context.policy is not None
 
-    `sizes` is (N, C, elements per channel, groups).
+
+def _placed(ctx, statistic, dims):
+    """Return a statistic (N, groups) so that it broadcasts to the quantized tensor.
+
+    This tensor is the input, which has `dims` dimensions, or if `ctx.by_group` the input as (N, groups, elements).
     """
-    n, c, _, num_groups = sizes
-    statistic = statistic.view(n, num_groups, 1).expand(n, num_groups, c // num_groups)
-    return statistic.reshape(n, c, *[1] * (dims - 2))
+    n, c, _, num_groups = ctx.sizes
+    statistic = statistic.view(n, num_groups, 1)
+    if ctx.by_group:
+        return statistic
+    repeated = statistic.expand(n, num_groups, c // num_groups)
+    return repeated.reshape(n, c, *[1] * (dims - 2))
 
 
 def _group_gradient(sizes, grad, first, second, rstd, weight):

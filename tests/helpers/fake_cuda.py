@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fewbit.runtime import backends
+from fewbit.runtime.quantizers import normalized
 
 DEVICE = torch.device("cuda:0")
 _CPU = torch.device("cpu")
@@ -33,6 +34,9 @@ class FakeCuda(TorchDispatchMode):
     Args:
         monkeypatch: pytest's fixture, which undoes the changes of torch in the end.
         seed: the seed of `Recorder`.
+
+    Attributes:
+        launches: the names of the kernels and transfers so far. An operation of torch counts as one kernel.
     """
 
     def __init__(self, monkeypatch, seed: int = 0):
@@ -40,9 +44,11 @@ class FakeCuda(TorchDispatchMode):
         self.recorder = Recorder(seed)
         self.faults = self.recorder.faults
         self._blocks = {}  # {address of a storage: its block}
+        self.launches = []
         self._is_in_kernel = False
         self._engine = None  # during a backward pass
         self._switches = [(0, self.recorder.default)]  # (number of the next node, current stream)
+        normalized._constant.cache_clear()  # of another fake device
         self._patch(monkeypatch)
 
     def _patch(self, monkeypatch) -> None:
@@ -176,6 +182,21 @@ class FakeCuda(TorchDispatchMode):
             self.recorder.host_waits(name, self.recorder.current.clock)
         return result
 
+    def kernel(self, name: str, function):
+        """Return a function that computes what `function` does, in one kernel. The kernel may write an argument `out`."""
+
+        def kernel(*args, **kwargs):
+            self._is_in_kernel = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._is_in_kernel = False
+            out = inspect.signature(function).bind(*args, **kwargs).arguments.get("out")
+            self.run(name, _tensors((args, kwargs)), _tensors(out), result, True)
+            return result
+
+        return kernel
+
     def run(self, name: str, inputs, written, result, is_here: bool, home=None) -> None:
         """Record an operation.
 
@@ -192,6 +213,8 @@ class FakeCuda(TorchDispatchMode):
         new = [x for s, x in results.items() if s not in seen and s not in self._blocks]
         if results and not new and not written:
             return  # a view, or one of fewbit's torch ops, whose kernel has been recorded
+        if is_here and not name.startswith(("empty", "new_empty")):
+            self.launches.append(name)
         stream = self.recorder.host
         if is_here:
             stream = self._engine.stream_for(inputs) if self._engine else self.recorder.current
@@ -208,6 +231,7 @@ class FakeCuda(TorchDispatchMode):
     def _transfer(self, source, target, non_blocking: bool) -> None:
         """Record a copy between the device and the host."""
         recorder, stream = self.recorder, self.recorder.current
+        self.launches.append("transfer")
         recorder.issue(stream)
         for x, is_write in ((source, False), (target, True)):
             block = self.block(x)
@@ -253,20 +277,9 @@ class _Kernels:
         return None  # no such kernel on CUDA
 
     def __getattr__(self, name):
-        cuda, function = self._cuda, getattr(self._cpu, name)
-
-        def kernel(*args, **kwargs):
-            cuda._is_in_kernel = True
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                cuda._is_in_kernel = False
-            if name == "quantize":
-                result = result._replace(spread=None)  # the host would have to wait for it
-            out = inspect.signature(function).bind(*args, **kwargs).arguments.get("out")
-            cuda.run(name, _tensors((args, kwargs)), _tensors(out), result, True)
-            return result
-
+        kernel = self._cuda.kernel(f"fewbit.{name}", getattr(self._cpu, name))
+        if name == "quantize":  # the host would have to wait for the spread
+            return lambda *args, **kwargs: kernel(*args, **kwargs)._replace(spread=None)
         return kernel
 
 

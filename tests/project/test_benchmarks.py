@@ -39,3 +39,9 @@ def test_the_arm_with_one_range_for_each_tensor_saves_one_range():
         2 * 8,
     )  # a byte for each element; (minimum, step) in float32 for each input
     assert saved.total == codes + one_range
+
+
+def test_the_page_has_the_estimates_for_fused_passes(capsys):
+    import_module("fused_passes").main()
+    page = (BENCHMARKS.parent / "docs" / "gpu.md").read_text()
+    assert capsys.readouterr().out in page

@@ -217,6 +217,10 @@ def ranges_of(x, minimum="float32", kind="uniform"):
     return Quantizer(2, min_dtype=minimum, kind=kind).quantize(x).tensors[1]
 
 
+def is_large(ranges, kind):
+    return offset.is_large(offset.extremes_of(ranges, kind), kind)
+
+
 KIND = "uniform"
 LARGE, SMALL = spread(1000.0, 1.0), spread(0.0, 1.0)
 
@@ -361,12 +365,19 @@ def test_from_ranges_as_from_the_tensor(start, minimum):
         if minimum == "bfloat16" and x.min() < 0 and torch.frexp(x.min())[0] < -0.99:
             continue  # rounded down to the next power of two, whose steps are twice as large
         assert (
-            bool(offset.is_large(ranges_of(x, minimum), KIND))
-            == expected
-            == is_wide(Quantizer(2).quantize(x))
+            is_large(ranges_of(x, minimum), KIND) == expected == is_wide(Quantizer(2).quantize(x))
         )
     for x in (torch.zeros(3, 70), spread(0.0, 1.0), spread(-1.0, 2.0), LARGE * math.nan):
-        assert not offset.is_large(ranges_of(x, minimum), KIND)
+        assert not is_large(ranges_of(x, minimum), KIND)
+
+
+def test_groups_that_differ():
+    """The greatest range is added to the greatest minimum, even if they belong to two groups."""
+    x = spread(1000.0, 1.0)
+    for shift, extent, expected in ((0, 1, True), (0, 40, False), (40, 1, False), (20, 20, False)):
+        x[1] = spread(1000.0, float(extent))[1]
+        x[2] = spread(1000.0, 1.0)[2] + shift
+        assert is_large(ranges_of(x), KIND) == expected, (shift, extent)
 
 
 @pytest.mark.parametrize("minimum", ["bfloat16", "float32"])
@@ -375,9 +386,9 @@ def test_from_means_and_scales(start, minimum):
     """A rotated copy has no extremes. 5 scales are 1.7 times the range of these evenly spread numbers."""
     for part, expected in ((0.0, True), (0.05, True), (0.2, True), (1.01, False), (9.0, False)):
         ranges = ranges_of(spread(start, part * EIGHT_STEPS[start]), minimum, "rotated")
-        assert bool(offset.is_large(ranges, "rotated")) == expected, part
+        assert is_large(ranges, "rotated") == expected, part
     for x in (torch.zeros(3, 70), spread(0.0, 1.0), spread(-1.0, 2.0), LARGE * math.nan):
-        assert not offset.is_large(ranges_of(x, minimum, "rotated"), "rotated")
+        assert not is_large(ranges_of(x, minimum, "rotated"), "rotated")
 
 
 def test_a_layer_on_every_device(device):

@@ -21,6 +21,7 @@ from fewbit.runtime.format import fingerprint  # noqa: E402
 from fewbit.runtime.graph import compressor  # noqa: E402
 from fewbit.runtime.interop import cuda_streams  # noqa: E402
 from fewbit.runtime.probes import variance_probe  # noqa: E402
+from fewbit.runtime.quantizers import normalized  # noqa: E402
 from fewbit.runtime.saved import assignment  # noqa: E402
 from fewbit.runtime.saved.offload import Offload  # noqa: E402
 from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes  # noqa: E402
@@ -304,6 +305,33 @@ def test_a_copy_to_the_host_that_is_dropped(cuda, monkeypatch, holds):
     with torch.cuda.stream(side):
         zeros()
     assert (cuda.faults == []) == holds
+
+
+@pytest.mark.parametrize("by_stream", [True, False])
+def test_constants_that_backward_passes_share(cuda, monkeypatch, by_stream):
+    if not by_stream:
+        monkeypatch.setattr(normalized, "stream_of", lambda x: 0)
+    found = []
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            found += [normalized.constant_like(zeros(), 1.0) for _ in range(2)]
+            found[-1].clone()
+    assert found[0] is found[1] and (found[1] is not found[2]) == by_stream
+    assert (cuda.faults == []) == by_stream
+
+
+def test_large_constants_are_not_shared(cuda):
+    x = torch.zeros(normalized.MOST_SHARED + 1, device=DEVICE)
+    assert normalized.constant_like(x, 1.0) is not normalized.constant_like(x, 1.0)
+
+
+def test_a_capture_gets_constants_of_its_own(cuda):
+    x = zeros()
+    shared = normalized.constant_like(x, 1.0)
+    with cuda.capture():
+        own = normalized.constant_like(x, 1.0)
+    assert own is not shared and normalized.constant_like(x, 1.0) is shared
+    assert own.tolist() == shared.tolist() == [1.0] * 8
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.runtime.backends.reference_quantizer import squares
 from fewbit.runtime.format.distortion import distortion, relative_distortion
-from fewbit.runtime.probes.variance_probe import MOST_EARLIER, VarianceProbe
+from fewbit.runtime.probes.backward_graph import MOST_EARLIER
+from fewbit.runtime.probes.variance_probe import VarianceProbe
 from fewbit.runtime.saved.assignment import TensorSlot
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")

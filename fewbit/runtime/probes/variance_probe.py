@@ -22,24 +22,13 @@ used for the noise of the upper layer, because this noise can be far from random
 norm changes the gradient of the convolution below by a multiple of the convolution's result in each channel. Instead,
 the lower layer runs its backward with this very change as the incoming gradient.
 
-Noise from different sources is uncorrelated, so sums of squares add up along the graph. Let S(node) be the sum of
-squares that noise in the incoming gradient of a node causes at all parameters below, divided by the sum of squares of
-the noise itself. Then
-
-    S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
-
-and the variance that rounding the slot adds in all is  sum of own[p] + sum of out[e] S(node below e)
-(docs/guides/controller.md). This variance is measured at two *levels*. Level 1 stands for rounding to 1 bit. It is measured
-separately, because the noise of 1 bit differs most from that of other numbers of bits. Level 2 stands for rounding to
-the slot's own bits, but at least 2. From the variance at level 2 follows that at other bits, by the distortion of the
-slot's kind of copies (`runtime/format/distortion.py`).
+`measurements.py` computes from these numbers the variance that rounding each slot adds to the gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
 
@@ -48,22 +37,13 @@ import torch
 from fewbit.runtime.format.distortion import relative_distortion
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.cuda_streams import AsyncHostCopy, hold_for_stream
-from fewbit.runtime.probes.norms import by_edge, is_dense, norm, squared
+from fewbit.runtime.probes.backward_graph import bottom_up, is_function, number_below
+from fewbit.runtime.probes.measurements import LEVELS, Node, Noise, variances
+from fewbit.runtime.probes.norms import by_edge, is_dense, norm
 from fewbit.runtime.probes.restoring import OBSERVED, Restoring
 
 SPREAD = 16
 """The number of entries of `RoundingEffect.spread`."""
-LEVELS = (1, 2)
-"""The levels at which rounding is measured, see the top of this file.
-
-Each level is also the number of bits whose noise is drawn. Noise of more than 2 bits is noise of 2 bits, made smaller.
-"""
-MOST_EARLIER = 1024
-"""At most this many nodes are followed that are older than the forward pass.
-
-Nodes below those count as if they had no parameters.
-"""
-_PARAMETER, _NOTHING = -1, -2  # stand for what is below an edge, if that is no node
 
 
 @dataclass
@@ -100,52 +80,6 @@ class RoundingEffect:
     is_known: bool = True
 
 
-@dataclass
-class _Noise:
-    """The changes that noise in a slot makes to the gradients that leave a node through its edges.
-
-    Args:
-        name: the name of the slot: the layer's name and the number of the layer's input.
-        level: the level of the noise, see `LEVELS`.
-        scale: the factor by which the sum of squared changes is multiplied: 1 / relative_distortion(kind, bits), which
-            is 1 at level 1.
-        norms: for each edge the norm of the change, 0-D float32, or None if there is no change to measure.
-        is_own: whether the node is the layer that saved the slot. If so, edges to a layer that is probed itself do not
-            count, because the change is handed to that layer (`_Node.handed`).
-    """
-
-    name: tuple[str, int]
-    level: int
-    scale: float
-    norms: list[torch.Tensor | None]
-    is_own: bool
-
-
-@dataclass
-class _Node:
-    """A node of the autograd graph.
-
-    Args:
-        below: for each edge the number of the node below the edge, or _PARAMETER or _NOTHING.
-        exists: for each input of the node whether the input has an edge.
-        is_layer: whether the node is a torch.autograd.Function.
-        arriving: the norm of the incoming gradient, 0-D float32.
-        leaving: for each edge the norm of the gradient that leaves through it.
-        handed: changes of the incoming gradient by noise in the layer above: (slot's name, level, scale, change).
-        noise: the changes that noise makes to the gradients on the edges.
-        is_probed: whether `VarianceProbe.probe` has measured the node.
-    """
-
-    below: list[int]
-    exists: list[bool]
-    is_layer: bool
-    arriving: torch.Tensor | None = None
-    leaving: list[torch.Tensor | None] = field(default_factory=list)
-    handed: list[tuple] = field(default_factory=list)
-    noise: list[_Noise] = field(default_factory=list)
-    is_probed: bool = False
-
-
 class VarianceProbe:
     """The probe of one forward pass and of the backward pass through this forward pass.
 
@@ -165,7 +99,7 @@ class VarianceProbe:
         self._reached_within = (
             set()
         )  # names of slots that a backward pass reached before the forward pass was over
-        self._nodes: list[_Node] = []
+        self._nodes: list[Node] = []
         self._hooks = []  # on the nodes
         self._is_open = True
         self._is_watching = False
@@ -232,42 +166,17 @@ class VarianceProbe:
         if not self._can_measure(tensors):
             return
         roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-        reached, numbers, entered = self._reached(roots), {}, set()
-        waiting = [(node, False) for node in roots if node in reached]
-        while waiting:
-            node, is_below_done = waiting.pop()
+        numbers = {}
+        for node in bottom_up(roots, self._start):
+            numbers[node] = len(self._nodes)
             following = [child for child, _ in node.next_functions]
-            if is_below_done:
-                numbers[node] = len(self._nodes)
-                below = [_below(child, numbers) for child in following if child is not None]
-                exists = [child is not None for child in following]
-                self._nodes.append(_Node(below, exists, _is_function(node)))
-                self._attach(node, numbers[node])
-            elif node not in entered:
-                entered.add(node)
-                waiting.append((node, True))
-                waiting += [(child, False) for child in following if child in reached]
-
-    def _reached(self, roots) -> set:
-        """Return the nodes that can be reached from `roots`, without leaves.
-
-        Of the nodes that were made before the forward pass, only the nearest MOST_EARLIER are included.
-        """
-        reached, waiting, earlier = set(), deque(roots), 0
-        while waiting:
-            node = waiting.popleft()
-            if node in reached:
-                continue
-            if node._sequence_nr() < self._start:
-                earlier += 1
-                if earlier > MOST_EARLIER:
-                    continue
-            reached.add(node)
-            waiting += [child for child, _ in node.next_functions if _is_inner(child)]
-        return reached
+            below = [number_below(child, numbers) for child in following if child is not None]
+            exists = [child is not None for child in following]
+            self._nodes.append(Node(below, exists, is_function(node)))
+            self._attach(node, numbers[node])
 
     def _attach(self, node, number) -> None:
-        if _is_function(node):
+        if is_function(node):
             # Other probes may follow this node too, if it is older than this forward pass.
             others = (entry for entry in getattr(node, OBSERVED, ()) if entry[0]._is_open)
             setattr(node, OBSERVED, (*others, (self, number)))
@@ -339,7 +248,7 @@ class VarianceProbe:
                 del change
                 norms = [norm([grad]) for grad in passed]
                 del passed
-                node.noise.append(_Noise(name, level, scale, norms, False))
+                node.noise.append(Noise(name, level, scale, norms, False))
             carried = Restoring().run(backward, context, self._with_signs(*grads))
             node.leaving = [norm([grad]) for grad in by_edge(context, carried)]
             node.arriving, node.is_probed = norm(grads), True
@@ -361,7 +270,7 @@ class VarianceProbe:
                 noise = change.bfloat16() if change.dtype == torch.float32 else change
                 self._nodes[below].handed.append((slot.name, level, scale, noise))
             del change
-        node.noise.append(_Noise(slot.name, level, scale, norms, True))
+        node.noise.append(Noise(slot.name, level, scale, norms, True))
 
     def _ends(self) -> None:
         """Note that a backward pass has ended."""
@@ -435,10 +344,7 @@ class VarianceProbe:
         return AsyncHostCopy([*self._measured(), *chain(*self._spreads.values())])
 
     def _measured(self):
-        for node in self._nodes:
-            norms = [node.arriving, *node.leaving]
-            norms += [found for noise in node.noise for found in noise.norms]
-            yield from (found for found in norms if found is not None)
+        return chain.from_iterable(node.norms() for node in self._nodes)
 
     def is_there(self) -> bool:
         """Return whether the measurements are on the host, so that `results` would not wait."""
@@ -466,21 +372,8 @@ class VarianceProbe:
         # A backward pass in another thread may have measured more after the copy was started.
         if self.is_void or any(id(found) not in host for found in self._measured()):
             return {}
-        sums = {(name, level): 0.0 for name in self.slots for level in LEVELS}
-        below = []  # S of each node; a node comes after all nodes below it
-        for node in self._nodes:
-            at = [float(n == _PARAMETER) if n < 0 else below[n] for n in node.below]
-            arriving = squared(host, node.arriving)
-            passed = sum(squared(host, a) * b for a, b in zip(node.leaving, at, strict=False))
-            below.append(passed / arriving if arriving > 0 else 0.0)
-            taken = [n >= 0 and self._nodes[n].is_probed for n in node.below]
-            for noise in node.noise:
-                sums[noise.name, noise.level] += noise.scale * sum(
-                    squared(host, a) * b
-                    for a, b, is_taken in zip(noise.norms, at, taken, strict=True)
-                    if not (noise.is_own and is_taken)
-                )
-        if not all(map(math.isfinite, (*below, *sums.values()))):
+        sums = variances(self._nodes, self.slots, host)
+        if sums is None:
             return {}
         found = {}
         for name, seen in self.slots.items():
@@ -540,21 +433,3 @@ def _difference(exact, noisy):
     if exact is None or noisy is None or exact.is_sparse:
         return None
     return noisy - exact
-
-
-def _is_function(node) -> bool:
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def _is_inner(node) -> bool:
-    return node is not None and not _is_leaf(node)
-
-
-def _is_leaf(node) -> bool:
-    return not _is_function(node) and hasattr(node, "variable")
-
-
-def _below(node, numbers) -> int:
-    if _is_leaf(node):
-        return _PARAMETER if isinstance(node.variable, torch.nn.Parameter) else _NOTHING
-    return numbers.get(node, _NOTHING)

@@ -9,13 +9,19 @@ expectation, and y is linear in x~. Values of y that are computed from the copy 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.fingerprint import Content
+from fewbit.runtime.interop.cuda_streams import stream_of
+from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, unsharded
+
+MOST_SHARED = 2**14
+"""The largest number of elements of a shared constant. If more, the time of a launch does not matter."""
 
 
 class AffineResultSpec(NamedTuple):
@@ -130,6 +136,25 @@ def dequantize_scaled(ctx, saved, rstd, dtype):
     """
     deviation = rstd.to(ctx.spec.dtype).reciprocal()
     return ctx.spec.dequantize(saved[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
+
+
+def constant_like(statistic, value: float):
+    """Return a tensor like `statistic` that is filled with a value, for torch's functions, which only read it.
+
+    On a GPU, launching the kernel that fills the tensor takes longer than the kernel. The tensor is therefore shared by
+    all backward passes that run in one stream, unless it is large. A CUDA graph, which may use its memory at any time,
+    gets its own.
+    """
+    is_shared = statistic.is_cuda and is_plain(statistic) and statistic.numel() <= MOST_SHARED
+    if not is_shared or torch.cuda.is_current_stream_capturing():
+        return torch.full_like(statistic, value)
+    place = statistic.shape, value, statistic.dtype, statistic.device, stream_of(statistic)
+    return _constant(*place)
+
+
+@lru_cache(maxsize=256)
+def _constant(shape, value, dtype, device, stream):
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
 def input_gradient(g, first, second, rstd, dims, centered=True):

@@ -137,7 +137,7 @@ class Probe(Protocol):
             rows: the dequantized values, (samples, features).
             slot: the slot of the dequantized tensor.
             level: the number of bits whose rounding errors the noise imitates, one of
-                `fewbit.runtime.probes.variance_probe.LEVELS`.
+                `fewbit.runtime.probes.measurements.LEVELS`.
         """
 
 

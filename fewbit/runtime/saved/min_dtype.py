@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 from fewbit.config import UNIFORM
-from fewbit.runtime.backends.reference_quantizer import limits_of
-from fewbit.runtime.format.groups import STEPS, seed_rows
+from fewbit.runtime.format.groups import seed_rows
+from fewbit.runtime.ops.quantizer_ops import is_offset
 
 
 class MinDtypeSelector:
@@ -32,7 +32,7 @@ class MinDtypeSelector:
     def __init__(self):
         self.is_large = False
         self._count = 0
-        self._pending = None  # (answer in pinned memory, event after which the answer is complete)
+        self._pending = None  # (extremes in pinned memory, kind of the copy, event after which they are complete)
 
     def __getstate__(self):
         return {"is_large": self.is_large, "_count": self._count, "_pending": None}
@@ -41,8 +41,9 @@ class MinDtypeSelector:
         """Return whether the next tensor gets float32 minimums, by the latest answer that has arrived from the GPU."""
         if self._pending is None or torch.cuda.is_current_stream_capturing():
             return self.is_large
-        if self._pending[1].query():
-            self.is_large, self._pending = bool(self._pending[0]), None
+        extremes, kind, event = self._pending
+        if event.query():
+            self.is_large, self._pending = is_large(extremes, kind), None
         return self.is_large
 
     def ask(self, ranges: torch.Tensor, kind: str) -> None:
@@ -58,28 +59,43 @@ class MinDtypeSelector:
         if self._count & (self._count - 1) and self._count % self.EVERY:
             return
         with torch.cuda.device(ranges.device):
-            answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-            answer.copy_(is_large(ranges, kind), non_blocking=True)
+            extremes = torch.empty(
+                2, ranges.shape[1], dtype=ranges.dtype, device="cpu", pin_memory=True
+            )
+            extremes.copy_(extremes_of(ranges, kind), non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._pending = answer, event
+        self._pending = extremes, kind, event
 
 
-def is_large(ranges: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return whether a tensor's elements are so far from zero that it needs float32 minimums, as a 0-D bool tensor.
+def extremes_of(ranges: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the least and the greatest entry of each column of a copy's ranges, (2, 2 or 3) bfloat16.
 
-    It does if the greatest element minus the least element is less than 8 times the spacing of bfloat16 numbers at the
-    least element. A rotated copy has no extremes. They are estimated as the groups' means minus and plus 2.5 scales.
+    One kernel computes them, because launches take longer than the work that is left for the host.
 
     Args:
-        ranges: the ranges of the tensor's copy, (rows, 2 or 3) bfloat16 (docs/concepts/quantizer.md).
+        ranges: the ranges of the copy, (rows, 2 or 3) bfloat16 (docs/concepts/quantizer.md).
         kind: the kind of the copy.
     """
-    minimum, extent = limits_of(ranges[: len(ranges) - seed_rows(kind)])
-    if kind != UNIFORM:
-        scale = extent.abs()  # 0.8 to 1.2 times the standard deviation of its group
-        minimum, extent = minimum - 2.5 * scale, 5 * scale
-    least, greatest = minimum.min(), (minimum + extent).max()
-    exponent = torch.frexp(least)[1] - 1
-    step = torch.ldexp(torch.ones_like(least), exponent - 7)
-    return (least != 0) & (greatest - least < STEPS * step)
+    found = ranges.new_empty(2, ranges.shape[1])
+    torch.aminmax(ranges[: len(ranges) - seed_rows(kind)], dim=0, out=(found[0], found[1]))
+    return found
+
+
+def is_large(extremes: torch.Tensor, kind: str) -> bool:
+    """Return whether a tensor's elements are so far from zero that it needs float32 minimums.
+
+    It does if the greatest element minus the least element is less than 8 times the spacing of bfloat16 numbers at the
+    least element. The greatest element is estimated as the greatest minimum plus the greatest range of a group, which is
+    at least as much. A rotated copy has no extremes. They are estimated as the least mean minus 2.5 times the greatest
+    scale, and the greatest mean plus as much. Of a float32 minimum or mean, only the upper half counts.
+
+    Args:
+        extremes: the result of `extremes_of`, on the host.
+        kind: the kind of the copy.
+    """
+    (least, least_extent, *_), (greatest, greatest_extent, *_) = extremes.tolist()
+    if kind == UNIFORM:
+        return is_offset(least, greatest + greatest_extent)
+    scale = max(abs(least_extent), abs(greatest_extent))  # 0.8 to 1.2 standard deviations
+    return is_offset(least - 2.5 * scale, greatest + 2.5 * scale)

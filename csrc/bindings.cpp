@@ -284,7 +284,7 @@ class Entry {
 
   // Returns the codes of unbiased copies; null for other kinds.
   const float* levels(const Buffer& levels, fewbit::CopyKind kind) const {
-    if (kind != fewbit::CopyKind::unbiased) return nullptr;
+    if (!is_unbiased(kind)) return nullptr;
     return exactly<const float>("levels", levels, fewbit::kUnbiasedFloats, 0);
   }
 
@@ -332,8 +332,8 @@ QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size
   if (group_size < fewbit::kBlock || group_size > fewbit::kMostGroupSize || group_size % fewbit::kBlock != 0) {
     refuse("group_size", "a multiple of 32 from 32 to 65536", std::to_string(group_size));
   }
-  if (kind < 0 || kind > 3) {
-    refuse("kind", "0 (uniform), 1 (rotated), 2 (masked) or 3 (unbiased)", std::to_string(kind));
+  if (kind < 0 || kind > 4) {
+    refuse("kind", "0 (uniform), 1 (rotated), 2 (masked), 3 (unbiased) or 4 (masked, unbiased)", std::to_string(kind));
   }
   if (kind != 0 && group_size > fewbit::kFullGroup) {
     refuse("group_size", "at most 256 unless the copy is uniform", std::to_string(group_size));
@@ -790,11 +790,11 @@ struct Cuda {
     if (shape.kind == fewbit::CopyKind::uniform) {
       fewbit::cuda::quantize(of, from, item_of(dtype), normalization, key, words_at(copy.packed), copy.ranges, device,
                              stream_at(stream));
-    } else if (shape.kind == fewbit::CopyKind::unbiased) {
-      fewbit::cuda::quantize_unbiased(of, codes, from, item_of(dtype), normalization, key, words_at(copy.packed),
+    } else if (is_unbiased(shape.kind)) {
+      fewbit::cuda::quantize_unbiased(of, is_masked(shape.kind), codes, from, item_of(dtype), normalization, key, words_at(copy.packed),
                                       copy.ranges, device, stream_at(stream));
     } else {
-      fewbit::cuda::quantize_rotated(of, shape.kind == fewbit::CopyKind::masked, from, item_of(dtype), normalization, key,
+      fewbit::cuda::quantize_rotated(of, is_masked(shape.kind), from, item_of(dtype), normalization, key,
                                      words_at(copy.packed), copy.ranges, device, stream_at(stream));
     }
   }
@@ -838,7 +838,7 @@ struct Cuda {
     if (shape.kind == fewbit::CopyKind::uniform) {
       fewbit::cuda::squares(streams, from, item_of(dtype), normalization, to, device, stream_at(stream));
     } else {
-      fewbit::cuda::squares_rotated(streams, shape.kind == fewbit::CopyKind::masked, from, item_of(dtype), normalization, to,
+      fewbit::cuda::squares_rotated(streams, is_masked(shape.kind), from, item_of(dtype), normalization, to,
                                     device, stream_at(stream));
     }
   }
@@ -854,7 +854,7 @@ struct Cuda {
     const auto [of, copy] = quantized(entry, shape, bits, order, counts, packed, ranges);
     const float* const codes = entry.levels(levels, shape.kind);
     py::gil_scoped_release release;
-    if (shape.kind == fewbit::CopyKind::unbiased) {
+    if (is_unbiased(shape.kind)) {
       fewbit::cuda::dequantize_unbiased(of, codes, words_at(copy.packed), copy.ranges, affine, address_of<void>(out),
                                         item_of(dtype), device, stream_at(stream));
       return;
@@ -1055,7 +1055,7 @@ PYBIND11_MODULE(_kernels, module) {
            py::arg("seed"), py::arg("levels"), py::arg("packed"), py::arg("ranges"), py::arg("threads"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
            "Quantize x to packed codes and ranges, and return its (least, greatest) element. widths: a uint8 for each "
-           "sample, or None: bits for all. kind: 0 (uniform), 1 (rotated), 2 (masked) or 3 (unbiased). levels: the codes of "
+           "sample, or None: bits for all. kind: 0 (uniform), 1 (rotated), 2 (masked), 3 (unbiased) or 4 (masked, unbiased). levels: the codes of "
            "unbiased copies, or None for other kinds. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner "
            "% their length.")
       .def("squares", &Cpu::squares, py::arg("x"), py::arg("samples"), py::arg("features"),

@@ -29,6 +29,7 @@ extern const QuantizerKernels uniform_kernels;       // quantize.cpp
 extern const QuantizerKernels rotated_kernels;       // rotated.cpp
 extern const QuantizerKernels masked_kernels;        // rotated.cpp
 extern const QuantizerKernels unbiased_kernels;      // rotated.cpp
+extern const QuantizerKernels masked_unbiased_kernels;  // rotated.cpp
 extern const FixedPointKernels fixed_point_kernels;  // fixed_point.cpp
 
 namespace {
@@ -451,7 +452,8 @@ void unpack(const uint32_t* packed, int64_t begin, int64_t end, int bits, uint8_
 }  // namespace
 
 const Kernels kernels = {FEWBIT_STRING(FEWBIT_NAMESPACE), pack, unpack, encode, decode_mul, forward,
-                         &uniform_kernels, &rotated_kernels, &masked_kernels, &unbiased_kernels, &fixed_point_kernels};
+                         &uniform_kernels, &rotated_kernels, &masked_kernels, &unbiased_kernels, &masked_unbiased_kernels,
+                         &fixed_point_kernels};
 
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

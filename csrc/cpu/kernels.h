@@ -23,7 +23,10 @@ struct Spread {
 };
 
 // The kinds of copies that the group quantizer makes.
-enum class CopyKind { uniform, rotated, masked, unbiased };
+enum class CopyKind { uniform, rotated, masked, unbiased, masked_unbiased };
+
+constexpr bool is_masked(CopyKind kind) { return kind == CopyKind::masked || kind == CopyKind::masked_unbiased; }
+constexpr bool is_unbiased(CopyKind kind) { return kind == CopyKind::unbiased || kind == CopyKind::masked_unbiased; }
 
 // The group quantizer (docs/concepts/quantizer.md), for copies of one kind. Each function works on the groups [begin, end) of all
 // streams. order: the samples by stream; null if they are in order already. Pointers are aligned to one element. `ranges` does
@@ -75,6 +78,7 @@ struct Kernels {
   const QuantizerKernels* rotated;
   const QuantizerKernels* masked;
   const QuantizerKernels* unbiased;
+  const QuantizerKernels* masked_unbiased;
   const FixedPointKernels* fixed_point;
 
   const QuantizerKernels& quantizer(CopyKind kind) const {
@@ -85,8 +89,10 @@ struct Kernels {
         return *rotated;
       case CopyKind::masked:
         return *masked;
-      default:
+      case CopyKind::unbiased:
         return *unbiased;
+      default:
+        return *masked_unbiased;
     }
   }
 };

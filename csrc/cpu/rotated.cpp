@@ -40,6 +40,7 @@ inline namespace FEWBIT_NAMESPACE {
 extern const QuantizerKernels rotated_kernels;
 extern const QuantizerKernels masked_kernels;
 extern const QuantizerKernels unbiased_kernels;
+extern const QuantizerKernels masked_unbiased_kernels;
 
 namespace {
 
@@ -323,6 +324,7 @@ void dequantize(const Streams& streams, const int64_t* order, const uint32_t* pa
 const QuantizerKernels rotated_kernels = {quantize<RotatedCodes, false>, squares<false>, dequantize<RotatedCodes>};
 const QuantizerKernels masked_kernels = {quantize<RotatedCodes, true>, squares<true>, dequantize<RotatedCodes>};
 const QuantizerKernels unbiased_kernels = {quantize<UnbiasedCodes, false>, squares<false>, dequantize<UnbiasedCodes>};
+const QuantizerKernels masked_unbiased_kernels = {quantize<UnbiasedCodes, true>, squares<true>, dequantize<UnbiasedCodes>};
 
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

@@ -110,7 +110,7 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
 
 // Do the same for exactly unbiased copies, whose sums of squares are those of rotated ones. codes: kUnbiasedFloats numbers in device
 // memory (common/unbiased.h).
-void quantize_unbiased(const Quantized& of, const float* codes, const void* x, int dtype, const Normalization& normalization,
+void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, const void* x, int dtype, const Normalization& normalization,
                        const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream);
 void dequantize_unbiased(const Quantized& of, const float* codes, const int32_t* packed, const uint16_t* ranges,
                          const Affine& affine, void* out, int dtype, int device, void* stream);

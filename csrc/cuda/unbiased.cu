@@ -91,7 +91,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
-                    const int64_t* seed_address, int64_t seed_number, const float* all_codes, bool whole, uint32_t* packed,
+                    const int64_t* seed_address, int64_t seed_number, bool is_masked, const float* all_codes, bool whole, uint32_t* packed,
                     uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ Workspace workspaces[kGroupsOfBlock];
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   share_streams(streams, uniform, counts);
   Workspace& own = workspaces[threadIdx.x / kSide];
   Drawn& drawn = all_drawn[threadIdx.x / kSide];
-  const CopySettings settings = {streams.fp32_min, false};
+  const CopySettings settings = {streams.fp32_min, is_masked};
   const uint64_t seed = seed_from(seed_address, seed_number);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_seed(seed, streams.fp32_min, ranges + uniform.groups * columns(streams.fp32_min));
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 }  // namespace
 
-void quantize_unbiased(const Quantized& of, const float* codes, const void* x, int dtype, const Normalization& normalization,
+void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, const void* x, int dtype, const Normalization& normalization,
                        const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
   const DeviceScope scope(device);
   const bool whole = clear(of, packed, ranges, stream);
@@ -191,7 +191,7 @@ void quantize_unbiased(const Quantized& of, const float* codes, const void* x, i
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     launch(quantize_kernel<T>, device, stream, pairs, kLaunchedBlocks, uniform, group_map(uniform, of.counts), of.order,
-           of.counts, static_cast<const T*>(x), normalization, address_of(seed), seed.number, codes, whole,
+           of.counts, static_cast<const T*>(x), normalization, address_of(seed), seed.number, is_masked, codes, whole,
            reinterpret_cast<uint32_t*>(packed), ranges);
   });
 }

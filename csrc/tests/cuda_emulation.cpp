@@ -114,7 +114,7 @@ const char* emulated_quantize(const void* x, int dtype, int64_t samples, int64_t
   const fewbit::cuda::Seed seed{seed_address, seed_number};
   return guarded([&] {
     if (kind == 0) return fewbit::cuda::quantize(of, x, dtype, by, seed, packed, ranges, 1, nullptr);
-    if (kind == 3) return fewbit::cuda::quantize_unbiased(of, codes, x, dtype, by, seed, packed, ranges, 1, nullptr);
+    if (kind >= 3) return fewbit::cuda::quantize_unbiased(of, kind == 4, codes, x, dtype, by, seed, packed, ranges, 1, nullptr);
     fewbit::cuda::quantize_rotated(of, kind == 2, x, dtype, by, seed, packed, ranges, 1, nullptr);
   });
 }
@@ -136,7 +136,7 @@ const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t 
   const fewbit::Normalization by{mean, rstd, {entries, inner}};
   return guarded([&] {
     if (kind == 0) return fewbit::cuda::squares(streams, x, dtype, by, out, 1, nullptr);
-    fewbit::cuda::squares_rotated(streams, kind == 2, x, dtype, by, out, 1, nullptr);
+    fewbit::cuda::squares_rotated(streams, kind == 2 || kind == 4, x, dtype, by, out, 1, nullptr);
   });
 }
 
@@ -148,7 +148,7 @@ const char* emulated_dequantize(const int32_t* packed, int64_t words, const uint
   const fewbit::Affine by{scale, shift, {entries, inner}};
   const auto dequantize = kind ? fewbit::cuda::dequantize_rotated : fewbit::cuda::dequantize;
   return guarded([&] {
-    if (kind == 3) {
+    if (kind >= 3) {
       return fewbit::cuda::dequantize_unbiased(of, codes, packed, ranges, by, out, dtype, 1, nullptr);
     }
     dequantize(of, packed, ranges, by, out, dtype, 1, nullptr);

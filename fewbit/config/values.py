@@ -18,14 +18,14 @@ GROUP_SIZE, LARGEST_GROUP, LARGEST_ROTATED_GROUP = 256, 1 << 16, 256
 BLOCK = 32
 """The number of elements whose codes are packed together. Group sizes are multiples of this number."""
 MIN_DTYPES = ("auto", "bfloat16", "float32")
-UNIFORM, ROTATED, MASKED, UNBIASED = "uniform", "rotated", "masked", "unbiased"
-KINDS = (ROTATED, UNIFORM, MASKED, UNBIASED)
+UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
+UNBIASED, MASKED_UNBIASED = "unbiased", "masked-unbiased"
+KINDS = (ROTATED, UNIFORM, MASKED, UNBIASED, MASKED_UNBIASED)
 """The kinds of quantized copies that layers save."""
 QUANTIZERS = (ROTATED, UNIFORM, UNBIASED)
-"""The kinds of quantized copies that a user can choose (docs/concepts/quantizer.md). The first one is the default of layers.
-
-`MASKED` copies are rotated copies of a ReLU's result. Layers choose them by themselves.
-"""
+"""The kinds of copies that a user can choose (docs/concepts/quantizer.md). The first one is the default of layers."""
+MASKED_KINDS = {ROTATED: MASKED, UNBIASED: MASKED_UNBIASED}
+"""The kind of the copy that layers make of a ReLU's result, for each kind that the user can choose and that is rotated."""
 
 
 def plain_number(value):
@@ -90,7 +90,7 @@ def check_quantizer(quantizer, name: str = "quantizer") -> str:
 
 def check_rotated_size(kind, group_size) -> None:
     """Raise InputError if copies of this kind are rotated and groups have more elements than are rotated together."""
-    if group_size > LARGEST_ROTATED_GROUP and kind in (ROTATED, MASKED, UNBIASED):
+    if group_size > LARGEST_ROTATED_GROUP and kind in KINDS and kind != UNIFORM:
         expected = f"at most {LARGEST_ROTATED_GROUP}"
         require(False, expected, f"group_size with {kind} copies", group_size)
 

@@ -60,7 +60,7 @@ class SlotVariance(Record):
         bits: bits per element.
         is_fixed: whether the user gave these bits.
         is_known: whether all gradients that depend on the slot were measured.
-        quantizer: the kind of the slot's copies, "uniform", "rotated", "masked" or "unbiased".
+        quantizer: the kind of the slot's copies, one of `fewbit.config.KINDS`.
         elements: the number of elements in one forward pass, of all processes.
         samples: the number of samples in one process among which the slot's bits are divided; 0 if all samples have the
             same bits.

@@ -25,7 +25,7 @@ class Allocated(NamedTuple):
         samples: The number of samples among which the bits are divided; 0 if all samples have the same bits.
         sensitivity: The variance that rounding adds to the gradient of all parameters, divided by the relative
             distortion of the bits: the variance that rounding to 1 bit would add if the distortion alone determined it.
-        quantizer: The kind of the tensor's copies, "uniform", "rotated", "masked" or "unbiased".
+        quantizer: The kind of the tensor's copies, one of `fewbit.config.KINDS`.
     """
 
     name: str

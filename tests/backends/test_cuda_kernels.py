@@ -17,7 +17,7 @@ from quantized import possible_sizes
 from fewbit import functions
 from fewbit.catalog import store
 from fewbit.catalog.unbiased_codes import packed_codes
-from fewbit.config import MASKED, ROTATED, UNBIASED, UNIFORM
+from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNBIASED, UNIFORM
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.reference_bits import philox_words
 from fewbit.runtime.format import groups
@@ -35,7 +35,7 @@ except ImportError:
 CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which((sysconfig.get_config_var("CXX") or "c++").split()[0])
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # by number
-KINDS = (UNIFORM, ROTATED, MASKED, UNBIASED)  # by number
+KINDS = (UNIFORM, ROTATED, MASKED, UNBIASED, MASKED_UNBIASED)  # by number
 FUSED = DTYPES[0], DTYPES[2], DTYPES[3]
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 GUARD = 64  # bytes on both sides of an array that must not change
@@ -357,7 +357,9 @@ def _vectors(given):
 
 def _codes(kind):
     """Return the codes of unbiased copies, or a null pointer."""
-    return torch.from_numpy(packed_codes()) if kind == UNBIASED else _or_null(None)
+    return (
+        torch.from_numpy(packed_codes()) if kind in (UNBIASED, MASKED_UNBIASED) else _or_null(None)
+    )
 
 
 def _streams(widths):
@@ -649,7 +651,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 def compare_quantizer(
     cuda, x, bits, group_size, fp32_min, widths=None, words=None, offset=0, kind=UNIFORM
 ):
-    if kind == MASKED:  # about half of the elements are 0
+    if kind in (MASKED, MASKED_UNBIASED):  # about half of the elements are 0
         x = x.clamp(min=0)
     seed = -(2**62) + bits
     arguments = bits, group_size, fp32_min, widths, words

@@ -89,7 +89,7 @@ def dequantize(packed, ranges, shape, widths, group_size, kind="uniform"):
         for first, end in cuts:
             limits = _limits(ranges[number])
             if kind != "uniform":
-                naive = naive_unbiased if kind == "unbiased" else naive_rotated
+                naive = naive_unbiased if "unbiased" in kind else naive_rotated
                 values[first:end] = naive.dequantize_group(
                     codes[first:end], *limits, seed, number, bits
                 )
@@ -133,9 +133,9 @@ def _rotated_group(x, seed, number, bits, group_size, fp32_min, is_masked=False)
     return codes, _row_or_nan(*pair, fp32_min)
 
 
-def _unbiased_group(x, seed, number, bits, group_size, fp32_min):
+def _unbiased_group(x, seed, number, bits, group_size, fp32_min, is_masked=False):
     """Return the codes of a group of an exactly unbiased copy, and its row of the ranges."""
-    codes, *pair = naive_unbiased.quantize_group(x, seed, number, bits, fp32_min)
+    codes, *pair = naive_unbiased.quantize_group(x, seed, number, bits, fp32_min, is_masked)
     return codes, _row_or_nan(*pair, fp32_min)
 
 
@@ -144,6 +144,7 @@ GROUP_OF = {
     "rotated": _rotated_group,
     "masked": partial(_rotated_group, is_masked=True),
     "unbiased": _unbiased_group,
+    "masked-unbiased": partial(_unbiased_group, is_masked=True),
 }
 
 

@@ -13,15 +13,18 @@ from fewbit.catalog.normal_levels import unbiased_levels
 from fewbit.table import philox
 
 
-def quantize_group(x, seed, number, bits, fp32_min):
-    """Return the codes of a group, (mean, scale) as float32 with the bits that are stored, and (NaN, NaN) if not finite."""
+def quantize_group(x, seed, number, bits, fp32_min, is_masked=False):
+    """Return the codes of a group, (mean, scale) as float32 with the bits that are stored, and (NaN, NaN) if not finite.
+
+    If `is_masked`, elements that are 0 are left out.
+    """
     with np.errstate(all="ignore"):
-        return _quantize_group(x, seed, number, bits, fp32_min)
+        return _quantize_group(x, seed, number, bits, fp32_min, is_masked)
 
 
-def _quantize_group(x, seed, number, bits, fp32_min):
+def _quantize_group(x, seed, number, bits, fp32_min, is_masked):
     nothing = np.zeros(len(x), np.int64)
-    mean, v, energy, u = naive_rotated.remainders(x, fp32_min)
+    mean, v, energy, u = naive_rotated.remainders(x, fp32_min, is_masked)
     if not (np.isfinite(mean) and np.isfinite(energy)):
         return nothing, np.float32(np.nan), np.float32(np.nan)
     if energy == 0:

@@ -17,7 +17,9 @@ ISAS = _kernels.cpu_isas() if _kernels else ()
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 compiled = pytest.mark.skipif(_kernels is None, reason="fewbit was installed without kernels")
-kinds = pytest.mark.parametrize("kind", ["uniform", "rotated", "masked", "unbiased"])
+kinds = pytest.mark.parametrize(
+    "kind", ["uniform", "rotated", "masked", "unbiased", "masked-unbiased"]
+)
 DATA = (
     "normal",
     "offset",

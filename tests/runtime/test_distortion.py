@@ -8,7 +8,7 @@ from samples import normal
 
 from fewbit.catalog.normal_levels import normal_error, unbiased_levels
 from fewbit.catalog.quantizers import unbiased_error
-from fewbit.config import MASKED, ROTATED, UNBIASED, UNIFORM
+from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNBIASED, UNIFORM
 from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
 from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.distortion import (
@@ -26,7 +26,7 @@ def errors2(x, bits, group_size, kind, draws=1, normalize=None):
     exact = x if normalize is None else (x - normalize[0]) * normalize[1]
     for seed in range(draws):
         found = restored(x, bits, group_size, kind, seed, normalize)
-        if kind == MASKED:
+        if kind in (MASKED, MASKED_UNBIASED):
             found *= x != 0  # the mask, which a layer has anyway
         total += (found - exact).double().square()
     return total / draws
@@ -118,6 +118,7 @@ def test_masked_copies(bits):
     """The errors of masked elements do not count."""
     x = normal((128, 256), scale=1.0).relu()
     assert 0.95 < ratio(x, bits, 256, MASKED, 2) < 1.05
+    assert 0.8 < ratio(x, bits, 256, MASKED_UNBIASED, 2) < 1.05
     assert ratio(x, bits, 256, ROTATED, 2) == pytest.approx(1, abs=0.05)
     assert squares(x, 256, kind=MASKED).sum() < 0.3 * squares(x, 256, kind=ROTATED).sum()
 
@@ -178,7 +179,7 @@ def test_unbiased_distortions():
     assert [distortion(UNBIASED, bits) for bits in BITS] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, MASKED, UNBIASED])
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, MASKED, UNBIASED, MASKED_UNBIASED])
 def test_each_bit_gains_less_than_the_bit_before(kind):
     """The division of bits needs this."""
     values = [distortion(kind, bits) for bits in BITS]

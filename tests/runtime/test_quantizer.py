@@ -59,7 +59,7 @@ def test_every_width(backend, dtype, fp32_min, kind):
 
 SIZES = [
     (kind, size)
-    for kind in ("uniform", "rotated", "masked", "unbiased")
+    for kind in ("uniform", "rotated", "masked", "unbiased", "masked-unbiased")
     for size in possible_sizes(kind, 32, 64, 96, 224, 256, 288, 1024)
 ]
 

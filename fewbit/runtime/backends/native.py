@@ -10,7 +10,7 @@ import torch
 
 from fewbit import _kernels
 from fewbit.catalog.unbiased_codes import packed_codes
-from fewbit.config import MASKED, MAX_BITS, MIN_BITS, ROTATED, UNBIASED, UNIFORM
+from fewbit.config import MASKED, MASKED_UNBIASED, MAX_BITS, MIN_BITS, ROTATED, UNBIASED, UNIFORM
 from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
@@ -22,7 +22,7 @@ from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
 _kernels.use_tensors(_DTYPES, check_dense)
-KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2, UNBIASED: 3}
+KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2, UNBIASED: 3, MASKED_UNBIASED: 4}
 """The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
 _UNUSED_BITS = 1
@@ -310,7 +310,7 @@ class Kernels:
 
 def levels_of(kind: str, device: torch.device) -> torch.Tensor | None:
     """Return the codes of unbiased copies as the kernels read them (`packed_codes`); None for other kinds of copies."""
-    return _unbiased_levels(device) if kind == UNBIASED else None
+    return _unbiased_levels(device) if kind in (UNBIASED, MASKED_UNBIASED) else None
 
 
 @lru_cache(maxsize=32)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from fewbit.config import MASKED, UNBIASED, UNIFORM, check_rotated_size
+from fewbit.config import MASKED_KINDS, MASKED_UNBIASED, UNBIASED, UNIFORM, check_rotated_size
 from fewbit.runtime.backends import reference_rotated, reference_unbiased
 from fewbit.runtime.backends.reference_bits import entries_of, pack, sixteen_bit_draws, unpack
 from fewbit.runtime.backends.results import QuantizedGroups
@@ -22,6 +22,7 @@ from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.layout import storage_order
 
 _MASK32 = 0xFFFFFFFF
+_MASKED = MASKED_KINDS.values()
 _BLOCK = 256  # this many elements get their random numbers from one run of counters
 
 
@@ -51,7 +52,7 @@ def quantize(
         normalize: None to quantize x itself. (mean, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed in
             float32. If mean is None, nothing is subtracted. mean and rstd are 1-D contiguous float32 vectors. Element
             number e, in storage order, has entry i = (e div inner) mod (number of entries).
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
 
     Returns:
         The packed codes, the ranges, and the smallest and largest element as two 0-D float32 tensors.
@@ -104,7 +105,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
         x: a dense tensor of a floating dtype, with samples outermost in storage.
         group_size: the number of elements in a group.
         normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
 
     Returns:
         (N,) float32; NaN for a sample with an element that is not finite.
@@ -120,7 +121,8 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
     per_row = -(-features // group_size)
     if kind != UNIFORM:
         cut, exists = _cut_rows(rows, group_size)
-        return reference_rotated.energies(cut, exists, kind == MASKED).view(samples, per_row).sum(1)
+        energies = reference_rotated.energies(cut, exists, kind in _MASKED)
+        return energies.view(samples, per_row).sum(1)
     last = rows[:, -1:].expand(samples, per_row * group_size - features)
     cut = torch.cat([rows, last], 1).view(samples, per_row, group_size)
     length = torch.full((per_row,), float(group_size), device=rows.device)
@@ -153,7 +155,7 @@ def dequantize(
             rounding. If scale or shift is None, that step is left out. Element number e, in storage order, has entry
             i = (e div inner) mod (number of entries). Must be None if `widths` is given and samples have fewer than 64
             features: groups then contain samples that do not lie side by side.
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
     """
     check_rotated_size(kind, group_size)
     entry = Entry("dequantize", out)
@@ -228,11 +230,9 @@ def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
         The packed codes and the ranges.
     """
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
-    groups_of = cut, exists, seed, bits, fp32_min, first_group
-    if kind == UNBIASED:
-        codes, minimum, extent = reference_unbiased.quantize_groups(*groups_of)
-    elif kind != UNIFORM:
-        codes, minimum, extent = reference_rotated.quantize_groups(*groups_of, kind == MASKED)
+    if kind != UNIFORM:
+        groups_of = cut, exists, seed, bits, fp32_min, first_group, kind in _MASKED
+        codes, minimum, extent = _reference(kind).quantize_groups(*groups_of)
     else:
         codes, minimum, extent = _uniform(
             cut, exists, seed, bits, fp32_min, first_group, group_size
@@ -242,6 +242,11 @@ def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
     if fp32_min:
         columns.append(_lower(minimum))
     return packed, torch.stack(columns, 1).view(torch.bfloat16)
+
+
+def _reference(kind):
+    """Return the module that quantizes and restores the groups of copies that are not uniform."""
+    return reference_unbiased if kind in (UNBIASED, MASKED_UNBIASED) else reference_rotated
 
 
 def _uniform(cut, exists, seed, bits, fp32_min, first_group, group_size):
@@ -299,8 +304,7 @@ def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, f
     if kind != UNIFORM:
         cut = cut.to(torch.int64)
         groups_of = cut, exists, minimum, extent, seed, bits, first_group
-        reference = reference_unbiased if kind == UNBIASED else reference_rotated
-        return reference.restore_groups(*groups_of)[exists].view(samples, features)
+        return _reference(kind).restore_groups(*groups_of)[exists].view(samples, features)
     part = cut * torch.tensor(1.0 / (2**bits - 1), dtype=torch.float32, device=cut.device)
     values = minimum[:, None] + extent[:, None] * part
     return values[exists].view(samples, features)

@@ -26,10 +26,10 @@ _FIRST_COUNTER, _COUNTERS = 2**62, 64  # of the first group, and of each group
 _OWN = 32  # a group's shared random numbers come from its first 32 counters, the encoder's own from the others
 
 
-def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group):
+def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked=False):
     """Quantize groups, see `reference_rotated.quantize_groups`. Scales are never negative."""
     code = _code(bits, cut.device)
-    left = remainders(cut, exists, fp32_mean, is_masked=False)
+    left = remainders(cut, exists, fp32_mean, is_masked)
     never = torch.zeros(len(cut), dtype=torch.bool, device=cut.device)
     words = sign_words(seed, first_group, len(cut))
     y = rotated(left.values, left.lengths, words, never)

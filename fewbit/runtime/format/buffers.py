@@ -98,7 +98,7 @@ class Entry:
             shape: The shape of the quantized tensor.
             widths: (N,) uint8, the bits per element of each sample, or None. With widths, `packed` and `ranges` may be
                 larger than needed.
-            kind: The kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+            kind: The kind of the copy, one of `fewbit.config.KINDS`.
         """
         samples, features = groups.samples_of(shape)
         if ranges.dim() != 2 or ranges.shape[1] not in (

@@ -18,7 +18,7 @@ variance D / (1 - D) (EDEN, Vargaftik et al., ICML 2022). The random rounding of
 variance, which matters from 7 bits on. The actual variance differs a little from the sum of both. Rotated numbers have
 shorter tails than normal numbers, so the variance of a group of n elements is lower by up to the share 4.5 / n. The
 levels are rounded to multiples of a power of two, which adds at most 0.11 % (docs/concepts/theory/rounding.md). In a *masked*
-copy, the distortion is that of rotated copies.
+copy, the distortion is that of rotated or unbiased copies.
 
 In an *unbiased* copy, `squares` is that of a rotated copy. The variance of an element depends on its rotated value, so
 the distortion is not the same for all data. The returned distortion is that of groups of 256 normal numbers. No data
@@ -33,7 +33,7 @@ import math
 from functools import cache
 
 from fewbit.catalog.normal_levels import normal_error
-from fewbit.config import MAX_BITS, MIN_BITS, UNBIASED, UNIFORM
+from fewbit.config import MASKED_UNBIASED, MAX_BITS, MIN_BITS, UNBIASED, UNIFORM
 
 BITS = range(MIN_BITS, MAX_BITS + 1)
 """The possible numbers of bits per element."""
@@ -65,7 +65,7 @@ def distortion(kind: str, bits: float) -> float:
     """Return the factor by which `squares` has to be multiplied to get the variance of rounding.
 
     Args:
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
         bits: the bits per element, 1 to 8. If this is not a whole number, some samples have the next lower and others
             the next higher whole number of bits. The result is then the average of their distortions.
     """
@@ -76,7 +76,7 @@ def relative_distortion(kind: str, bits: float) -> float:
     """Return the variance of rounding to `bits`, divided by the variance of rounding to 1 bit.
 
     Args:
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
         bits: the bits per element, 1 to 8, as in `distortion`.
     """
     return distortion(kind, bits) / distortion(kind, MIN_BITS)
@@ -90,7 +90,7 @@ def largest_distortion(kind: str, bits: int) -> float:
     whose distortion is smaller for some data.
 
     Args:
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
         bits: the bits per element, a whole number from 1 to 8.
     """
     return _step2(bits) / 4.0 if kind == UNIFORM else distortion(kind, bits)
@@ -100,7 +100,7 @@ def largest_distortion(kind: str, bits: int) -> float:
 def _distortions(kind: str) -> tuple[float, ...]:
     if kind == UNIFORM:
         return tuple(_step2(bits) / 6.0 for bits in BITS)
-    if kind == UNBIASED:
+    if kind in (UNBIASED, MASKED_UNBIASED):
         return _UNBIASED_DISTORTIONS
     errors = map(normal_error, BITS)
     return tuple(error / (1.0 - error) + _SCALE_VARIANCE for error in errors)

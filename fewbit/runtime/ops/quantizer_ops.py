@@ -52,7 +52,7 @@ def quantize(
         widths: (N,) uint8, the bits per element of each sample, or None.
         words: only if `widths` is given: the number of int32 words to allocate for the codes, at least
             `groups.mixed_words`.
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
     """
     source = x if layout.is_by_sample(x) else x.detach().contiguous()
     return _quantize(source, seed, bits, group_size, fp32_min, widths, words, normalize, kind)
@@ -86,7 +86,7 @@ def quantize_samples(
         group_size: the number of elements in a group.
         fp32_min: whether groups have float32 minimums, or None, see `quantize`.
         normalize: how to normalize x first, or None, see `quantize`.
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
 
     Returns:
         packed and ranges, the results of `quantize`; widths, (samples,) uint8, the bits per element of each sample; and
@@ -133,7 +133,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
         x: a floating tensor for which `layout.is_by_sample(x)` is true.
         group_size: the number of elements in a group.
         normalize: how to normalize x first, or None, see `quantize`.
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
     """
     check_rotated_size(kind, group_size)
     return backends.of(x).squares(x, group_size, normalize, kind)
@@ -192,7 +192,7 @@ def dequantize_samples(
         stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
         dtype: the dtype of the values.
         affine: a linear map to apply to the values, or None, see `dequantize`.
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
     """
     check_rotated_size(kind, group_size)
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
@@ -226,7 +226,7 @@ def dequantize(
         widths: (N,) uint8, the bits per element of each sample, or None.
         affine: None, or (scale, shift, inner), a linear map to apply to the values, see
             `reference_quantizer.dequantize`.
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
     """
     check_rotated_size(kind, group_size)
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)

@@ -20,7 +20,7 @@ import torch
 from fewbit.config import (
     DEFAULT_BITS,
     GROUP_SIZE,
-    MASKED,
+    MASKED_KINDS,
     ROTATED,
     UNIFORM,
     check_bits,
@@ -203,8 +203,7 @@ class Quantizer:
         saved = cache.get(content, key)
         activation = cache.record_consumer(content, self)
         if saved is None:
-            is_rotated = self.kind_of(usual) == ROTATED
-            mask = cache.get_mask(content) if is_rotated else None
+            mask = cache.get_mask(content) if self.kind_of(usual) in MASKED_KINDS else None
             made_by = {"activation": activation, "usual": usual, "mask": mask}
             saved = self._quantize(x, x.dtype, slot, **made_by)
             cache.put(content, key, saved)
@@ -276,7 +275,8 @@ class Quantizer:
             usual: the kind of the copy if the quantizer has no kind.
             mask: the `Mask` that says where x is 0, or None.
         """
-        kind = MASKED if mask is not None else self.kind_of(usual)
+        kind = self.kind_of(usual)
+        kind = kind if mask is None else MASKED_KINDS[kind]
         if not is_plain(x):
             return self._quantize_traced(x, kind)
         fp32_min, ask = self._fp32_min_of(x)
@@ -396,8 +396,8 @@ class Quantizer:
         seed = self.context.seed_of_result(y, self.key)
         fp32_min, ask = self._fp32_min_of(y)
         kind = self.kind_of(ROTATED)
-        is_masked = kind == ROTATED and encoding is not None
-        kind = MASKED if is_masked else kind
+        is_masked = kind in MASKED_KINDS and encoding is not None
+        kind = MASKED_KINDS[kind] if is_masked else kind
         made = run(seed, self.bits, self.group_size, bool(fp32_min), kind)
         if made is None:
             return None

@@ -32,7 +32,7 @@ class QuantizedTensorSpec(NamedTuple):
         size, stride, dtype: the size, strides and dtype of the dequantized values.
         samples: the number of samples if each sample has its own number of bits, else None.
         slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
-        kind: the kind of the copy, "uniform", "rotated", "masked" or "unbiased".
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
         mask: in a masked copy, the encoding of the mask (`saved/cache.py`), whose packed codes are the last saved
             tensor; else None.
     """

@@ -62,15 +62,14 @@ FEWBIT_HD inline uint16_t unbiased_scale(float greatest, float inverse_limit, fl
 // Returns the number by which rotated numbers are multiplied before they are encoded.
 FEWBIT_HD inline float inverse_scale(uint16_t scale, float u) { return 1.0f / (float_of(uint32_t{scale} << 16) * u); }
 
-// Returns the code of z, a number in units of the scale. row: that of the shared random number. own: the encoder's 16 random bits.
-FEWBIT_HD inline int draw_code(const UnbiasedCode& code, int bits, int row, float z, uint32_t own) {
-  const float share = static_cast<float>(static_cast<int32_t>(2 * own + 1)) * 0x1p-17f;
-  int place = row;
-  for (int step = 1 << (bits - 1); step > 0; step /= 2) {
-    const int above = place + step - 1;
-    if (z > code.means[above] + share * code.gaps[above]) place += step;
-  }
-  return place - row;
+// Returns a number in (0, 1) from the encoder's 16 random bits.
+FEWBIT_HD inline float own_share(uint32_t own) { return static_cast<float>(static_cast<int32_t>(2 * own + 1)) * 0x1p-17f; }
+
+// Does a step of a binary search for the code of z, a number in units of the scale. place: that of the least possible code. It moves
+// on by `step` codes if the code is that large. The outcome is random, so a branch would often be predicted wrongly.
+FEWBIT_HD inline int next_place(const UnbiasedCode& code, int place, int step, float z, float share) {
+  const int above = place + step - 1;
+  return place + step * static_cast<int>(z > code.means[above] + share * code.gaps[above]);
 }
 
 }  // namespace FEWBIT_NAMESPACE

@@ -60,11 +60,20 @@ class UnbiasedCodes {
   static void draw(const float* y, int blocks, const UnbiasedCode& code, float inverse, const Draws& shared,
                    const Draws& own, uint32_t* words) {
     for (int block = 0; block < blocks; ++block, y += kBlock, words += BITS) {
-      uint8_t codes[kBlock];
+      // A step for all numbers of the block after the other: they are independent, so no operation has to wait for the one before.
+      int rows[kBlock], places[kBlock];
+      float z[kBlock], shares[kBlock];
       for (int i = 0; i < kBlock; ++i) {
-        const int row = row_of(shared.of(block, i), BITS);
-        codes[i] = static_cast<uint8_t>(draw_code(code, BITS, row, y[i] * inverse, own.of(block, i)));
+        rows[i] = places[i] = row_of(shared.of(block, i), BITS);
+        z[i] = y[i] * inverse;
+        shares[i] = own_share(own.of(block, i));
       }
+#pragma GCC unroll 8
+      for (int step = 1 << (BITS - 1); step > 0; step /= 2) {
+        for (int i = 0; i < kBlock; ++i) places[i] = next_place(code, places[i], step, z[i], shares[i]);
+      }
+      uint8_t codes[kBlock];
+      for (int i = 0; i < kBlock; ++i) codes[i] = static_cast<uint8_t>(places[i] - rows[i]);
       pack_block<BITS>(codes, words);
     }
   }

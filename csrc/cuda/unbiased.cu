@@ -123,7 +123,10 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll 1
     for (int i = lane_of_group(); i < kFullGroup; i += kSide) {
       const int row = row_of(drawn.shared.of(i), stream.bits);
-      drawn.codes[i] = static_cast<uint8_t>(draw_code(code, stream.bits, row, own.at(i) * inverse, drawn.own.of(i)));
+      const float z = own.at(i) * inverse, share = own_share(drawn.own.of(i));
+      int place = row;
+      for (int step = 1 << (stream.bits - 1); step > 0; step /= 2) place = next_place(code, place, step, z, share);
+      drawn.codes[i] = static_cast<uint8_t>(place - row);
     }
     __syncwarp();
     const bool are_values = has_values(found.energy, found.mean), has_codes = are_values && found.energy > 0.0f;

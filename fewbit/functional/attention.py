@@ -54,11 +54,13 @@ from torch.library import register_fake
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.errors import InputError
+from fewbit.functional import attention_blocks
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
+from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops.library import define
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.parallel.context_parallel import exchanging_attention
@@ -340,6 +342,10 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
         state: the state of torch's generator before the forward pass, or None without dropout.
     """
     query = inputs[0]
+    if autocast is None and _fits_blocks(inputs, grads, how):
+        with bypass():
+            found = attention_blocks.gradients(*inputs[:3], *grads, how.is_causal, how.scale)
+        return [x for x, is_needed in zip(found, needs[:3], strict=True) if is_needed]
     inputs = [
         x if x is None else x.detach().requires_grad_(is_needed)
         for x, is_needed in zip(inputs, needs, strict=True)
@@ -357,6 +363,16 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
         return [None] * len(wanted)
     outputs, grads = zip(*used, strict=True)
     return list(torch.autograd.grad(outputs, wanted, grads, materialize_grads=True))
+
+
+def _fits_blocks(inputs, grads, how: How) -> bool:
+    """Return whether `attention_blocks` computes the gradients. The arguments are those of `_gradients`."""
+    *factors, mask, bias = inputs
+    is_usual = how == How(is_causal=how.is_causal, scale=how.scale)
+    if not is_usual or mask is not None or bias is not None or grads[0] is None:
+        return False
+    tensors = *factors, grads[0]
+    return all(map(is_plain, tensors)) and attention_blocks.fits(*tensors)
 
 
 def _autocast(x) -> torch.dtype | None:

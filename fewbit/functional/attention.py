@@ -4,7 +4,8 @@ torch saves query, key, value, the output and, for each query, the log-sum-exp o
 kernel for a call (because of dropout on the CPU, or a mask that needs a gradient), it saves matrices of L x S elements,
 for L queries and S keys. fewbit saves quantized copies of query q, key k and value v. The backward pass of fewbit's
 function dequantizes q^, k^ and v^ from these copies, runs torch's own attention again on q^, k^ and v^, and
-differentiates that run.
+differentiates that run. On the CPU, the gradients of most calls in float32 are computed without a second run, by the
+same formula (`attention_blocks.py`).
 
 Before k and v are quantized, their means over the keys are subtracted. These means are not saved (`_without_mean`).
 
@@ -331,7 +332,7 @@ def _value_copy(value, others, how: How, quantizer: Quantizer):
 
 
 def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Tensor]:
-    """Return the gradients of those inputs that need one, by differentiating torch's own attention.
+    """Return the gradients of those inputs that need one, from `attention_blocks` or by differentiating torch's attention.
 
     Args:
         inputs: query, key, value, mask and position bias.

@@ -17,8 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-_BLOCK = 2**18
-"""The number of probabilities in a block. So few stay in the caches, and in memory that the allocator reuses."""
+_BLOCK = 2**17
+"""The number of probabilities in a block, for each thread. So few stay in the thread's caches."""
 _QUERIES = 128
 """The number of queries in a block. Causal attention leaves out the keys after the last of them."""
 _LEAST = 2**16
@@ -59,7 +59,7 @@ def gradients(
     q, k, v, g = (x.reshape(-1, *x.shape[-2:]) for x in (*inputs, grad))
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     heads, length, _ = q.shape
-    step = max(1, _BLOCK // (min(length, _QUERIES) * k.shape[1]))
+    step = max(1, _BLOCK * torch.get_num_threads() // (min(length, _QUERIES) * k.shape[1]))
     for first in range(0, length, _QUERIES):
         rows = slice(first, min(first + _QUERIES, length))
         keys = min(rows.stop, k.shape[1]) if is_causal else k.shape[1]

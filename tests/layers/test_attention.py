@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fewbit.convert.functions import FunctionMode, FunctionQuantizers
 from fewbit.errors import GradientError
-from fewbit.functional import attention_blocks
 from fewbit.functional.attention import (
     How,
     _attend,
+    _fits_blocks,
     attention,
     scaled_dot_product_attention,
 )
@@ -159,14 +159,15 @@ needs_mkl = pytest.mark.skipif(
 @pytest.mark.parametrize("name", BLOCKS)
 def test_gradients_from_blocks(name, monkeypatch):
     """On the CPU, float32 gradients of calls that are not small are computed from blocks of probabilities."""
-    monkeypatch.setattr(attention_blocks, "_BLOCK", 2**15)  # so that there are several blocks of heads
+    # So that there are several blocks of heads.
+    monkeypatch.setattr("fewbit.functional.attention._BLOCK", 2**15)
     query, keys, values, options = BLOCKS[name]
     tensors = inputs(query=query, keys=keys, values=values)
     quantizer = Remembering(4)
     y = scaled_dot_product_attention(*tensors, quantizer=quantizer, **options)
     grad = normal(y.shape, scale=1.0, seed=7)
     restored = [kept.spec.dequantize(kept.tensors) for kept in quantizer.kept]
-    assert attention_blocks.fits(*restored, grad)
+    assert _fits_blocks((*restored, None, None), (grad,), How(**options))
     exact = [x.double().requires_grad_() for x in restored]
     expected = torch_f.scaled_dot_product_attention(*exact, **options)
     theirs = torch.autograd.grad(expected, exact, grad.double())
@@ -182,11 +183,17 @@ def test_which_gradients_come_from_blocks():
     """Other calls run torch's own function again, as small ones do."""
     tensors = [x.detach() for x in inputs(query=(2, 4, 150, 16), keys=150)]
     query, key, value = tensors
-    assert attention_blocks.fits(*tensors, query)
-    assert not attention_blocks.fits(*tensors, query.double())
-    assert not attention_blocks.fits(*(x.bfloat16() for x in (*tensors, query)))
-    assert not attention_blocks.fits(query, key[:, :1], value[:, :1], query)
-    assert not attention_blocks.fits(*(x[..., :20, :] for x in (*tensors, query)))
+
+    def fits(*factors, grad=query, **options):
+        return _fits_blocks((*factors, None, None), (grad,), How(**options))
+
+    assert fits(*tensors)
+    assert not fits(*tensors, repeats=2)
+    assert not fits(*tensors, grad=query.double())
+    assert not fits(*(x.bfloat16() for x in tensors), grad=query.bfloat16())
+    assert not fits(query, key[:, :1], value[:, :1], enable_gqa=True)
+    assert not fits(query, key[:, :1], value[:, :1])
+    assert not fits(*(x[..., :20, :] for x in tensors), grad=query[..., :20, :])
     for options in ({"attn_mask": torch.ones(150, 150).tril() > 0}, {"dropout_p": 0.3}):
         wanted = [x.clone().requires_grad_() for x in tensors]
         quantizer = Remembering(4)

@@ -132,11 +132,17 @@ def times(case, settings, steps):
 
 # An operation belongs to the first subject that contains a beginning of the operation's name.
 SUBJECTS = {
-    "attention": ("aten::_scaled_dot", "_Attention", "ScaledDot"),
+    "attention": (
+        "aten::_scaled_dot",
+        "_Attention",
+        "ScaledDot",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_softmax",
+    ),
     "products and convolutions": (
         "aten::mm",
         "aten::addmm",
-        "aten::bmm",
         "aten::convolution",
         "aten::mkldnn",
         "aten::_convolution",

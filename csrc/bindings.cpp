@@ -1095,7 +1095,8 @@ PYBIND11_MODULE(_kernels, module) {
       "checksum",
       [](uintptr_t address, int64_t bytes, int threads) {
         check_threads(threads);
-        return fewbit::checksum(reinterpret_cast<const void*>(address), bytes, threads);
+        static const fewbit::Kernels& kernels = *fewbit::kernels_of(fewbit::cpu_isas().front());
+        return fewbit::checksum(kernels, reinterpret_cast<const void*>(address), bytes, threads);
       },
       py::arg("address"), py::arg("bytes"), py::arg("threads"), "Return a checksum of memory.");
   module.def("packed_words", [](int64_t n, int bits) {

@@ -5,7 +5,9 @@
 
 namespace fewbit {
 
-// Returns the checksum of `bytes` bytes. It does not depend on `threads`.
-uint64_t checksum(const void* data, int64_t bytes, int threads);
+struct Kernels;
+
+// Returns the checksum of `bytes` bytes. It does not depend on `kernels` and `threads`.
+uint64_t checksum(const Kernels& kernels, const void* data, int64_t bytes, int threads);
 
 }  // namespace fewbit

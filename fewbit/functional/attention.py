@@ -4,7 +4,8 @@ torch saves query, key, value, the output and, for each query, the log-sum-exp o
 kernel for a call (because of dropout on the CPU, or a mask that needs a gradient), it saves matrices of L x S elements,
 for L queries and S keys. fewbit saves quantized copies of query q, key k and value v. The backward pass of fewbit's
 function dequantizes q^, k^ and v^ from these copies, runs torch's own attention again on q^, k^ and v^, and
-differentiates that run.
+differentiates that run. On the CPU, the gradients of most calls in float32 are computed without a second run
+(`_gradients_from_blocks`).
 
 Before k and v are quantized, their means over the keys are subtracted. These means are not saved (`_without_mean`).
 
@@ -59,6 +60,7 @@ from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
+from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops.library import define
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.parallel.context_parallel import exchanging_attention
@@ -330,7 +332,7 @@ def _value_copy(value, others, how: How, quantizer: Quantizer):
 
 
 def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Tensor]:
-    """Return the gradients of those inputs that need one, by differentiating torch's own attention.
+    """Return the gradients of those inputs that need one, from blocks or by differentiating torch's own attention.
 
     Args:
         inputs: query, key, value, mask and position bias.
@@ -341,6 +343,10 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
         state: the state of torch's generator before the forward pass, or None without dropout.
     """
     query = inputs[0]
+    if autocast is None and _fits_blocks(inputs, grads, how):
+        with bypass():
+            found = _gradients_from_blocks(*inputs[:3], *grads, how.is_causal, how.scale)
+        return [x for x, is_needed in zip(found, needs[:3], strict=True) if is_needed]
     inputs = [
         x if x is None else x.detach().requires_grad_(is_needed)
         for x, is_needed in zip(inputs, needs, strict=True)
@@ -386,6 +392,76 @@ def _choosing(x, needs):
     drop = lambda tensor: None  # noqa: E731
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop):
         yield
+
+
+# -- gradients from blocks -------------------------------------------------------------------------
+
+_BLOCK = 2**17
+"""The number of probabilities in a block, for each thread. So few stay in the thread's caches."""
+_BLOCK_QUERIES = 128
+"""The number of queries in a block. Causal attention leaves out the keys after the last of them."""
+_LEAST_PROBABILITIES = 2**16
+"""Calls with fewer probabilities get their gradients from torch's own function, bit for bit."""
+
+
+def _fits_blocks(inputs, grads, how: How) -> bool:
+    """Return whether `_gradients_from_blocks` computes the gradients. The arguments are those of `_gradients`."""
+    query, key, value, mask, bias = inputs
+    is_usual = how == How(is_causal=how.is_causal, scale=how.scale)
+    if not is_usual or mask is not None or bias is not None or grads[0] is None:
+        return False
+    tensors = query, key, value, grads[0]
+    if not all(is_plain(x) and x.is_cpu and x.dtype == torch.float32 for x in tensors):
+        return False
+    is_usual = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    count = math.prod(query.shape[:-1]) * key.shape[-2]
+    # The block's products have been compared with torch's own function only with MKL.
+    return is_usual and count >= _LEAST_PROBABILITIES and torch.backends.mkl.is_available()
+
+
+def _gradients_from_blocks(query, key, value, grad, is_causal: bool, scale: float | None):
+    """Return the gradients of query, key and value, computed from blocks of the matrix of probabilities.
+
+    With the scores S, the probabilities P and the gradient g of the result,
+
+        S = scale q transpose(k)     P = softmax(S)     D = g transpose(v)     T = P (D - sum(P D))
+        gradient of q = scale T k    gradient of k = scale transpose(T) q      gradient of v = transpose(P) g
+
+    The products P D and P (D - ...) are those of elements, and the sum runs over the keys of a query. These are five
+    matrix products and one exponential of each score. If torch's attention runs again and is differentiated, it computes
+    seven products and two exponentials, and its products take longer than those of MKL.
+
+    Args:
+        query: (..., L, E) float32, on the CPU.
+        key: (..., S, E) float32.
+        value: (..., S, Ev) float32.
+        grad: the gradient of the result, (..., L, Ev) float32.
+        is_causal: as in torch.
+        scale: as in torch.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    inputs = query, key, value
+    q, k, v, g = (x.reshape(-1, *x.shape[-2:]) for x in (*inputs, grad))
+    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    heads, length, _ = q.shape
+    size = min(length, _BLOCK_QUERIES) * k.shape[1]
+    step = max(1, _BLOCK * torch.get_num_threads() // size)
+    for first in range(0, length, _BLOCK_QUERIES):
+        rows = slice(first, min(first + _BLOCK_QUERIES, length))
+        keys = min(rows.stop, k.shape[1]) if is_causal else k.shape[1]
+        mask = q.new_zeros(rows.stop - first, keys)
+        if is_causal:
+            mask = mask.fill_(-math.inf).triu_(first + 1)
+        for head in range(0, heads, step):
+            some = slice(head, head + step)
+            q_, g_, k_, v_ = q[some, rows], g[some, rows], k[some, :keys], v[some, :keys]
+            scores = torch.baddbmm(mask, q_, k_.mT, beta=int(is_causal), alpha=scale)
+            p = torch.softmax(scores, -1)
+            of_v[some, :keys].baddbmm_(p.mT, g_)
+            t = torch._softmax_backward_data(torch.bmm(g_, v_.mT), p, -1, p.dtype)
+            torch.baddbmm(of_q[some, rows], t, k_, beta=0, alpha=scale, out=of_q[some, rows])
+            of_k[some, :keys].baddbmm_(t.mT, q_, alpha=scale)
+    return tuple(x.view(like.shape) for x, like in zip((of_q, of_k, of_v), inputs, strict=True))
 
 
 # -- under a compiler ------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from fewbit.errors import GradientError
 from fewbit.functional.attention import (
     How,
     _attend,
+    _fits_blocks,
     attention,
     scaled_dot_product_attention,
 )
@@ -137,6 +138,76 @@ def test_the_backward_pass_is_that_of_the_restored_tensors(device, options, auto
     ours = torch.autograd.grad(y, tensors, grad)
     theirs = torch.autograd.grad(expected, restored, grad)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+BLOCKS = {
+    # The shape of the query, the number of keys, the features of a value, and the settings of the call
+    "plain": ((2, 4, 150, 16), 150, 16, {}),
+    "causal": ((2, 4, 150, 16), 150, 16, {"is_causal": True}),
+    "fewer keys, causal": ((2, 4, 300, 16), 60, 24, {"is_causal": True}),
+    "more keys, causal": ((2, 4, 60, 16), 300, 8, {"is_causal": True}),
+    "three dimensions": ((5, 150, 16), 140, 16, {"scale": 0.7}),
+}
+
+
+needs_mkl = pytest.mark.skipif(
+    not torch.backends.mkl.is_available(), reason="blocks are only faster with MKL"
+)
+
+
+@needs_mkl
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gradients_from_blocks(name, monkeypatch):
+    """On the CPU, float32 gradients of calls that are not small are computed from blocks of probabilities."""
+    # So that there are several blocks of heads.
+    monkeypatch.setattr("fewbit.functional.attention._BLOCK", 2**15)
+    query, keys, values, options = BLOCKS[name]
+    tensors = inputs(query=query, keys=keys, values=values)
+    quantizer = Remembering(4)
+    y = scaled_dot_product_attention(*tensors, quantizer=quantizer, **options)
+    grad = normal(y.shape, scale=1.0, seed=7)
+    restored = [kept.spec.dequantize(kept.tensors) for kept in quantizer.kept]
+    assert _fits_blocks((*restored, None, None), (grad,), How(**options))
+    exact = [x.double().requires_grad_() for x in restored]
+    expected = torch_f.scaled_dot_product_attention(*exact, **options)
+    theirs = torch.autograd.grad(expected, exact, grad.double())
+    ours = torch.autograd.grad(y, tensors, grad, retain_graph=True)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5 * float(b.abs().max()))
+    (of_key,) = torch.autograd.grad(y, tensors[1], grad)
+    assert torch.equal(of_key, ours[1])
+
+
+@needs_mkl
+def test_which_gradients_come_from_blocks():
+    """Other calls run torch's own function again, as small ones do."""
+    tensors = [x.detach() for x in inputs(query=(2, 4, 150, 16), keys=150)]
+    query, key, value = tensors
+
+    def fits(*factors, grad=query, **options):
+        return _fits_blocks((*factors, None, None), (grad,), How(**options))
+
+    assert fits(*tensors)
+    assert not fits(*tensors, repeats=2)
+    assert not fits(*tensors, grad=query.double())
+    assert not fits(*(x.bfloat16() for x in tensors), grad=query.bfloat16())
+    assert not fits(query, key[:, :1], value[:, :1], enable_gqa=True)
+    assert not fits(query, key[:, :1], value[:, :1])
+    assert not fits(*(x[..., :20, :] for x in tensors), grad=query[..., :20, :])
+    for options in ({"attn_mask": torch.ones(150, 150).tril() > 0}, {"dropout_p": 0.3}):
+        wanted = [x.clone().requires_grad_() for x in tensors]
+        quantizer = Remembering(4)
+        torch.manual_seed(3)
+        y = scaled_dot_product_attention(*wanted, quantizer=quantizer, **options)
+        restored = [kept.spec.dequantize(kept.tensors).requires_grad_() for kept in quantizer.kept]
+        torch.manual_seed(3)
+        expected = torch_f.scaled_dot_product_attention(*restored, **options)
+        pairs = zip(
+            torch.autograd.grad(y, wanted, query),
+            torch.autograd.grad(expected, restored, query),
+            strict=True,
+        )
+        assert all(torch.equal(a, b) for a, b in pairs)
 
 
 class Remembering(Quantizer):

@@ -82,6 +82,16 @@ __device__ inline GroupPlace place_of(const LocatedGroup& of, const Streams& str
   return GroupPlace(streams, streams.of[of.stream], order, {of.first, sample, of.length});
 }
 
+// Returns true if a group has 256 elements, as other groups of the tensor, that lie side by side. begin: their place in the tensor.
+__device__ inline bool is_full_at(int64_t& begin, const LocatedGroup& of, const Streams& streams, const int64_t* order) {
+  begin = of.first;
+  if (of.length != kDrawBlock || streams.group_size != kDrawBlock) return false;
+  if (!order) return true;
+  const GroupPlace place = place_of(of, streams, order);
+  begin = place.of(0);
+  return place.contiguous();
+}
+
 inline int64_t pair_count(int64_t groups) { return groups / 2 + groups % 2; }
 
 // The first of the pairs of groups that a warp takes. The shuffle tells the compiler that lanes have the same number.

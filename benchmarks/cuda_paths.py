@@ -83,17 +83,8 @@ LOOPS = (
         "rotated_dequantize",
         "dequantize_kernel<Bfloat16>",
         (
-            (
-                "rotated_dequantize.cu",
-                "transposed_planes(exchange_planes(group.word(lane / 2, 2 * pair + lane % 2)))",
-            ),
-            ("rotated_dequantize.cu", "if (shift == 0) return *from;"),
-            ("rotated_dequantize.cu", "const CodeLevels::Pair pair = pairs[entry];"),
-            (
-                "rotated_dequantize.cu",
-                "for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];",
-            ),
-            ("rotated_dequantize.cu", "to[place] = staged[place + place / 4];"),
+            ("hadamard.h", "const uint4 four = *reinterpret_cast<const uint4*>(first);"),
+            ("rotated_dequantize.cu", "to[i * kApart] = {words"),
         ),
         ("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),
         8,

@@ -1,4 +1,5 @@
-// The dequantizer of rotated copies: two groups a warp.
+// The dequantizer of rotated copies: two groups a warp. Most groups are full, aligned, rotated once, and have codes of few bits.
+// They are transformed by products of matrices, one group after the other. All others are transformed as in rotation.h.
 
 #include <type_traits>
 
@@ -6,6 +7,7 @@
 #include "common/rotate.h"
 #include "cuda/dispatch.h"
 #include "cuda/groups.h"
+#include "cuda/hadamard.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/rotation.h"
@@ -22,18 +24,10 @@ constexpr int kCountersAhead = 2, kTurns = kSide / kCountersAhead;
 
 // The levels in shared memory, by code.
 struct CodeLevels {
-  static constexpr int kFewBits = 2;  // the most bits of `pairs`
-
   float signed_levels[2 << kMaxBits];  // those of `bits` bits begin at first(bits)
 
-  // The first stage of the transform of two numbers a and b: a + b and a - b. The entry's bits are the even plane's bits of a
-  // and b, followed by the odd plane's.
-  struct alignas(8) Pair {
-    float sum, difference;
-  };
-  Pair pairs[kFewBits][16];
-
   __host__ __device__ static constexpr int first(int bits) { return (1 << bits) - 2; }
+  __device__ const float* of(int bits) const { return signed_levels + first(bits); }
 };
 
 __device__ inline float signed_level(int code, int bits) {
@@ -42,18 +36,12 @@ __device__ inline float signed_level(int code, int bits) {
   return code >= half ? -level : level;
 }
 
-// Fills the tables. Every thread of a block calls it.
+// Fills the table. Every thread of a block calls it.
 __device__ void fill(CodeLevels& levels) {
   for (int i = threadIdx.x; i < CodeLevels::first(kMaxBits + 1); i += kThreads) {
     int bits = 1;
     while (i >= CodeLevels::first(bits + 1)) ++bits;
     levels.signed_levels[i] = signed_level(i - CodeLevels::first(bits), bits);
-  }
-  for (int i = threadIdx.x; i < CodeLevels::kFewBits * 16; i += kThreads) {
-    const int bits = i / 16 + 1, mask = (1 << bits) - 1;
-    const float a = signed_level(((i & 1) | (i >> 1 & 2)) & mask, bits);
-    const float b = signed_level(((i >> 1 & 1) | (i >> 2 & 2)) & mask, bits);
-    levels.pairs[bits - 1][i % 16] = {a + b, a - b};
   }
 }
 
@@ -89,20 +77,8 @@ __device__ Planes read_planes(const PackedGroup& group, int most_bits) {
   return planes;
 }
 
-// Returns a column of levels of codes with 1 or 2 bits, after the first stage of the transform.
-__device__ void decode_few(float* values, uint32_t planes, const CodeLevels::Pair* pairs) {
-  const Octet entries = transposed({planes, 0});
-#pragma unroll
-  for (int j = 0; j < kSide / 2; ++j) {
-    const uint32_t entry = (j < 4 ? entries.low : entries.high) >> (j % 4 * 8) & 0xFFu;
-    const CodeLevels::Pair pair = pairs[entry];
-    values[j] = pair.sum;
-    values[j + kSide / 2] = pair.difference;
-  }
-}
-
 // Returns a column of levels.
-__device__ void decode_many(float* values, const Planes& planes, const float* signed_levels) {
+__device__ void decode(float* values, const Planes& planes, const float* signed_levels) {
   uint32_t codes[kSide];
   unpack_codes(planes, codes);
 #pragma unroll
@@ -129,22 +105,34 @@ __device__ void read_four(float* values, const float* vector, int64_t entry, flo
   values[0] = float_of(four.x), values[1] = float_of(four.y), values[2] = float_of(four.z), values[3] = float_of(four.w);
 }
 
-// Applies the affine map to a row of a full group whose elements lie side by side, if the group has one entry, or if neighbors
-// have neighboring entries that can be read four at a time. If not, it returns false.
-__device__ bool map_row(float* values, const Affine& affine, const Entries& entries) {
+// Returns true if neighbors have neighboring entries that can be read four at a time. place: that of the group.
+__device__ bool are_fours(const Affine& affine, const Entries& entries, int64_t place) {
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.scale) | reinterpret_cast<uintptr_t>(affine.shift);
+  return entries.are_neighbors(4) && (affine.index.count | place) % 4 == 0 && addresses % sizeof(uint4) == 0;
+}
+
+// Returns true if map_neighbors can apply the affine map, if there is one, to a full group whose elements lie side by side.
+__device__ bool can_map(const Affine& affine, int64_t place) {
+  if (!affine.exists()) return true;
+  const Entries entries(affine.index, place);
+  return entries.are_one(kFullGroup) || are_fours(affine, entries, place);
+}
+
+// Applies the affine map, if there is one, to neighbors from element `first` of the group on.
+template <int Length>
+__device__ void map_neighbors(float* values, const Affine& affine, int64_t place, int first) {
+  if (!affine.exists()) return;
+  const Entries entries(affine.index, place);
   if (all(entries.are_one(kFullGroup))) {
     const int64_t entry = entries.of(0);
     const float scale = scale_at(affine, entry), shift = shift_at(affine, entry);
 #pragma unroll
-    for (int k = 0; k < kSide; ++k) values[k] = values[k] * scale + shift;
-    return true;
+    for (int k = 0; k < Length; ++k) values[k] = values[k] * scale + shift;
+    return;
   }
-  int64_t entry = entries.of(lane_of_group() * kSide);
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.scale) | reinterpret_cast<uintptr_t>(affine.shift);
-  const bool in_fours = entries.are_neighbors(4) && (affine.index.count | entry) % 4 == 0 && addresses % sizeof(uint4) == 0;
-  if (!all(in_fours)) return false;
+  int64_t entry = entries.of(first);
 #pragma unroll
-  for (int k = 0; k < kSide; k += 4) {
+  for (int k = 0; k < Length; k += 4) {
     float scales[4], shifts[4];
     read_four(scales, affine.scale, entry, 1.0f);
     read_four(shifts, affine.shift, entry, -0.0f);
@@ -152,7 +140,16 @@ __device__ bool map_row(float* values, const Affine& affine, const Entries& entr
     for (int i = 0; i < 4; ++i) values[k + i] = values[k + i] * scales[i] + shifts[i];
     entry = entries.after(entry, 4);
   }
-  return true;
+}
+
+// Rounds neighbors to T.
+template <class T, int Length>
+__device__ void narrow(uint32_t* words, const float* values) {
+#pragma unroll
+  for (int k = 0; k < Length; k += 2) {
+    const float low = representable<T>(values[k]), high = representable<T>(values[k + 1]);
+    set_pair<T>(words, k, static_cast<Wide<T>>(low), static_cast<Wide<T>>(high));
+  }
 }
 
 // The registers that a row of T fills, and its vectors of 16 bytes.
@@ -200,14 +197,11 @@ __device__ void store_row(float* values, const Affine& affine, T* out, const Gro
                           Workspace& own) {
   const bool are_neighbors = m == kFullGroup && place.contiguous();
   T* const first = out + (are_neighbors ? place.of(0) : 0);
-  const bool is_aligned = all(are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0);
-  if (is_aligned && (!affine.exists() || map_row(values, affine, {affine.index, place.of(0)}))) {
+  const bool is_aligned = are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0;
+  if (all(is_aligned && can_map(affine, place.of(0)))) {
+    map_neighbors<kSide>(values, affine, place.of(0), lane_of_group() * kSide);
     uint32_t words[kRowWords<T>];
-#pragma unroll
-    for (int k = 0; k < kSide; k += 2) {
-      const float low = representable<T>(values[k]), high = representable<T>(values[k + 1]);
-      set_pair<T>(words, k, static_cast<Wide<T>>(low), static_cast<Wide<T>>(high));
-    }
+    narrow<T, kSide>(words, values);
     return store_vectors(words, first, own);
   }
   put_row(values, own);
@@ -216,6 +210,63 @@ __device__ void store_row(float* values, const Affine& affine, T* out, const Gro
   for (int i = lane_of_group(); i < m; i += kSide) {
     const float x = affine.exists() ? mapped(own.at(i), affine, entries.of(i)) : own.at(i);
     store_one(representable<T>(x), out + place.of(i));
+  }
+}
+
+// -- products of matrices --------------------------------------------------------------------------------
+
+// The elements of a lane in a group that is transformed by products.
+constexpr int kNeighbors = kFullGroup / 32;
+
+// Returns the number that the lanes of the i-th group have.
+__device__ inline float of_group(float own, int i) { return float_of(__shfl_sync(kAllLanes, bits_of(own), i * kSide, 32)); }
+__device__ inline int64_t of_group(int64_t own, int i) {
+  const uint32_t low = __shfl_sync(kAllLanes, static_cast<uint32_t>(own), i * kSide, 32);
+  const uint32_t high = __shfl_sync(kAllLanes, static_cast<uint32_t>(own >> 32), i * kSide, 32);
+  return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
+}
+
+// Writes the neighbors of a lane, which fill vectors. Two lanes exchange halves of float32, so that each access fills sectors.
+template <class T>
+__device__ void store_neighbors(float* values, T* out) {
+  const int lane = threadIdx.x % 32;
+  constexpr int kVectors = kNeighbors * sizeof(T) / sizeof(uint4);
+  uint32_t words[4 * kVectors];
+  narrow<T, kNeighbors>(words, values);
+  auto* to = reinterpret_cast<uint4*>(out) + lane * kVectors;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t got = __shfl_xor_sync(kAllLanes, lane % 2 ? words[i] : words[i + 4], 1);
+      (lane % 2 ? words[i] : words[i + 4]) = got;
+    }
+    to -= lane % 2;
+  }
+  constexpr int kApart = sizeof(T) == 4 ? 2 : 1;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    to[i * kApart] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+  }
+}
+
+// Dequantizes the groups of a warp by products. signs: those of the first group, sizeof(Workspace) before those of the second.
+// words: the codes of the first group, followed by those of the second one.
+template <class T>
+__device__ void dequantize_pair(const GroupScale& found, const uint32_t* words, int bits, const float* signed_levels,
+                                const uint8_t* signs, const Affine& affine, T* out, int64_t begin) {
+  const uint32_t part = part_of_transform();
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float mean = of_group(found.mean, i), factor = of_group(found.scale * inverse_root(kFullGroup), i);
+    const int64_t place = of_group(begin, i);
+    float values[kNeighbors];
+    transform(values, read_levels(words + i * (kFullGroup / kBlock) * bits, bits, signed_levels), part);
+    const uint32_t negative = signs[i * sizeof(Workspace) + lane];
+#pragma unroll
+    for (int k = 0; k < kNeighbors; ++k) values[k] = mean + values[k] * (negative & (1u << k) ? -factor : factor);
+    map_neighbors<kNeighbors>(values, affine, place, lane * kNeighbors);
+    store_neighbors(values, out + place);
   }
 }
 
@@ -240,22 +291,31 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const int m = of.length, bits = stream.bits, most_bits = larger(bits);
     const GroupScale found = load_scale(ranges, streams.fp32_min, m > 0 ? of.number : 0);
     const uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
+    const bool are_full = all(m == kFullGroup);
+    const bool are_once = are_full && !any(found.is_twice);
+    if (are_once && turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
+    const int place_of_signs = 4 * kCountersAhead * turn;
+    turn = are_once ? (turn + 1) % kTurns : 0;
+    if (kHasProducts && are_once && most_bits <= kMostProductBits) {
+      int64_t begin = 0;
+      bool is_quick = bits == most_bits && is_full_at(begin, of, streams, order) && of.first % kBlock == 0;
+      const auto addresses = reinterpret_cast<uintptr_t>(words) | reinterpret_cast<uintptr_t>(out + begin);
+      is_quick = is_quick && addresses % sizeof(uint4) == 0 && can_map(affine, begin);
+      if (all(is_quick)) {
+        const Workspace& first = workspaces[threadIdx.x / 32 * 2];
+        const auto* signs = reinterpret_cast<const uint8_t*>(first.random + place_of_signs);
+        words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
+        dequantize_pair(found, words, bits, levels.of(bits), signs, affine, out, begin);
+        continue;
+      }
+    }
     const Planes planes = read_planes({words, m, lane_of(of.first), bits}, most_bits);
     float values[kSide];
-    const bool are_full = all(m == kFullGroup);
-    if (are_full && !any(found.is_twice)) {
-      if (most_bits <= CodeLevels::kFewBits) {
-        decode_few(values, planes.pairs[0], levels.pairs[bits - 1]);
-      } else {
-        decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
-        transform_stage<kSide / 2>(values);
-      }
-      if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
-      rotate_back(values, own, own.random + 4 * kCountersAhead * turn, found.scale);
-      turn = (turn + 1) % kTurns;
+    decode(values, planes, levels.of(bits));
+    if (are_once) {
+      transform_stage<kSide / 2>(values);
+      rotate_back(values, own, own.random + place_of_signs, found.scale);
     } else {
-      turn = 0;
-      decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
       put_random_of_group(own, seed, of.number);
       if (are_full) {
         rotate_full_back(values, own, own.random, found.scale, found.is_twice);

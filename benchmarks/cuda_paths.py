@@ -83,8 +83,9 @@ LOOPS = (
         "rotated_dequantize",
         "dequantize_kernel<Bfloat16>",
         (
-            ("hadamard.h", "const uint4 four = *reinterpret_cast<const uint4*>(first);"),
+            ("hadamard.h", "four = *reinterpret_cast<const uint4*>(first);"),
             ("rotated_dequantize.cu", "to[i * kApart] = {words"),
+            ("rotated_dequantize.cu", "dequantize_pair<false>("),
         ),
         ("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),
         8,

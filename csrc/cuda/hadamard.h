@@ -83,12 +83,12 @@ __device__ inline uint32_t two_planes(uint32_t even0, uint32_t odd0, uint32_t ev
 // Returns the levels of codes with up to 2 bits.
 __device__ inline Pairs levels_of(uint32_t codes, int bits) {
   const uint32_t levels = bits == 2 ? kLowByte | kHighByte << 8 : kOneByte | (kOneByte | 0x80u) << 8;
-  const uint32_t bytes = levels | (levels | 0x8080u) << 16;
+  const uint32_t bytes = levels | (levels | 0x8080u) << 16, mask = bits == 2 ? 0x3030u : 0x1010u;
   Pairs pairs;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t shifted = i < 2 ? codes << (4 - 2 * i) : codes >> (2 * i - 4);
-    pairs.of[i] = __byte_perm(bytes, 0, (shifted & 0x3030u) | 0x0404u);
+    pairs.of[i] = __byte_perm(bytes, 0, (shifted & mask) | 0x0404u);  // 4 selects a zero
   }
   return pairs;
 }
@@ -107,14 +107,16 @@ __device__ inline Pairs levels_of(uint32_t low, uint32_t high, const float* sign
 // Reads the levels of a group. words: those of the group, aligned to 16 bytes.
 __device__ inline Pairs read_levels(const uint32_t* words, int bits, const float* signed_levels) {
   const uint32_t* first = words + threadIdx.x % 4 * 2 * bits;
-  if (bits == 2) {
-    const uint4 four = *reinterpret_cast<const uint4*>(first);
-    return levels_of(two_planes(four.x, four.y, four.z, four.w), bits);
-  }
   const uint32_t* second = first + bits;
-  if (bits == 1) return levels_of(two_planes(*first, 0, *second, 0), bits);
-  const uint32_t high = two_planes(first[2], bits > 3 ? first[3] : 0u, second[2], bits > 3 ? second[3] : 0u);
-  return levels_of(two_planes(first[0], first[1], second[0], second[1]), high, signed_levels);
+  uint4 four;  // planes 0 and 1 of both blocks
+  if (bits == 2) {
+    four = *reinterpret_cast<const uint4*>(first);
+  } else {
+    four = {first[0], bits > 1 ? first[1] : 0u, second[0], bits > 1 ? second[1] : 0u};
+  }
+  const uint32_t low = two_planes(four.x, four.y, four.z, four.w);
+  if (bits <= 2) return levels_of(low, bits);
+  return levels_of(low, two_planes(first[2], bits > 3 ? first[3] : 0u, second[2], bits > 3 ? second[3] : 0u), signed_levels);
 }
 
 }  // namespace fewbit::cuda

@@ -118,10 +118,9 @@ __device__ bool can_map(const Affine& affine, int64_t place) {
   return entries.are_one(kFullGroup) || are_fours(affine, entries, place);
 }
 
-// Applies the affine map, if there is one, to neighbors from element `first` of the group on.
+// Applies the affine map to neighbors from element `first` of the group on.
 template <int Length>
 __device__ void map_neighbors(float* values, const Affine& affine, int64_t place, int first) {
-  if (!affine.exists()) return;
   const Entries entries(affine.index, place);
   if (all(entries.are_one(kFullGroup))) {
     const int64_t entry = entries.of(0);
@@ -199,7 +198,7 @@ __device__ void store_row(float* values, const Affine& affine, T* out, const Gro
   T* const first = out + (are_neighbors ? place.of(0) : 0);
   const bool is_aligned = are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0;
   if (all(is_aligned && can_map(affine, place.of(0)))) {
-    map_neighbors<kSide>(values, affine, place.of(0), lane_of_group() * kSide);
+    if (affine.exists()) map_neighbors<kSide>(values, affine, place.of(0), lane_of_group() * kSide);
     uint32_t words[kRowWords<T>];
     narrow<T, kSide>(words, values);
     return store_vectors(words, first, own);
@@ -251,12 +250,11 @@ __device__ void store_neighbors(float* values, T* out) {
 
 // Dequantizes the groups of a warp by products. signs: those of the first group, sizeof(Workspace) before those of the second.
 // words: the codes of the first group, followed by those of the second one.
-template <class T>
+template <bool Mapped, class T>
 __device__ void dequantize_pair(const GroupScale& found, const uint32_t* words, int bits, const float* signed_levels,
-                                const uint8_t* signs, const Affine& affine, T* out, int64_t begin) {
-  const uint32_t part = part_of_transform();
+                                const uint8_t* signs, const Affine& affine, T* out, int64_t begin, uint32_t part) {
   const int lane = threadIdx.x % 32;
-#pragma unroll
+#pragma unroll (Mapped ? 1 : 2)
   for (int i = 0; i < 2; ++i) {
     const float mean = of_group(found.mean, i), factor = of_group(found.scale * inverse_root(kFullGroup), i);
     const int64_t place = of_group(begin, i);
@@ -265,7 +263,7 @@ __device__ void dequantize_pair(const GroupScale& found, const uint32_t* words, 
     const uint32_t negative = signs[i * sizeof(Workspace) + lane];
 #pragma unroll
     for (int k = 0; k < kNeighbors; ++k) values[k] = mean + values[k] * (negative & (1u << k) ? -factor : factor);
-    map_neighbors<kNeighbors>(values, affine, place, lane * kNeighbors);
+    if (Mapped) map_neighbors<kNeighbors>(values, affine, place, lane * kNeighbors);
     store_neighbors(values, out + place);
   }
 }
@@ -278,10 +276,13 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   __shared__ Streams streams;
   __shared__ CodeLevels levels;
   __shared__ Workspace workspaces[kGroupsOfBlock];
+  __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   fill(levels);
+  if (threadIdx.x == 0) seed = load_seed(ranges + uniform.groups * columns(uniform.fp32_min));
   share_streams(streams, uniform, counts);
   Workspace& own = workspaces[threadIdx.x / kSide];
-  const uint64_t seed = load_seed(ranges + uniform.groups * columns(streams.fp32_min));
+  // The shuffle keeps the compiler from computing the part again in each turn.
+  const uint32_t part = __shfl_xor_sync(kAllLanes, part_of_transform(), 0);
 
   int turn = 0;  // the place of the next group's random words; 0: there are none yet
 #pragma unroll 1
@@ -291,31 +292,34 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const int m = of.length, bits = stream.bits, most_bits = larger(bits);
     const GroupScale found = load_scale(ranges, streams.fp32_min, m > 0 ? of.number : 0);
     const uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
-    const bool are_full = all(m == kFullGroup);
-    const bool are_once = are_full && !any(found.is_twice);
-    if (are_once && turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
-    const int place_of_signs = 4 * kCountersAhead * turn;
-    turn = are_once ? (turn + 1) % kTurns : 0;
-    if (kHasProducts && are_once && most_bits <= kMostProductBits) {
-      int64_t begin = 0;
-      bool is_quick = bits == most_bits && is_full_at(begin, of, streams, order) && of.first % kBlock == 0;
-      const auto addresses = reinterpret_cast<uintptr_t>(words) | reinterpret_cast<uintptr_t>(out + begin);
-      is_quick = is_quick && addresses % sizeof(uint4) == 0 && can_map(affine, begin);
-      if (all(is_quick)) {
-        const Workspace& first = workspaces[threadIdx.x / 32 * 2];
-        const auto* signs = reinterpret_cast<const uint8_t*>(first.random + place_of_signs);
-        words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
-        dequantize_pair(found, words, bits, levels.of(bits), signs, affine, out, begin);
-        continue;
+    int64_t begin = 0;
+    bool is_quick = kHasProducts && !found.is_twice && bits == most_bits && bits <= kMostProductBits;
+    is_quick = is_quick && is_full_at(begin, of, streams, order) && of.first % kBlock == 0;
+    const auto addresses = reinterpret_cast<uintptr_t>(words) | reinterpret_cast<uintptr_t>(out + begin);
+    is_quick = is_quick && addresses % sizeof(uint4) == 0 && can_map(affine, begin);
+    if (all(is_quick)) {
+      if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
+      const auto* signs = reinterpret_cast<const uint8_t*>(workspaces[threadIdx.x / 32 * 2].random + 4 * kCountersAhead * turn);
+      turn = (turn + 1) % kTurns;
+      words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
+      if (affine.exists()) {
+        dequantize_pair<true>(found, words, bits, levels.of(bits), signs, affine, out, begin, part);
+      } else {
+        dequantize_pair<false>(found, words, bits, levels.of(bits), signs, affine, out, begin, part);
       }
+      continue;
     }
     const Planes planes = read_planes({words, m, lane_of(of.first), bits}, most_bits);
     float values[kSide];
     decode(values, planes, levels.of(bits));
-    if (are_once) {
+    const bool are_full = all(m == kFullGroup);
+    if (are_full && !any(found.is_twice)) {
+      if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
       transform_stage<kSide / 2>(values);
-      rotate_back(values, own, own.random + place_of_signs, found.scale);
+      rotate_back(values, own, own.random + 4 * kCountersAhead * turn, found.scale);
+      turn = (turn + 1) % kTurns;
     } else {
+      turn = 0;
       put_random_of_group(own, seed, of.number);
       if (are_full) {
         rotate_full_back(values, own, own.random, found.scale, found.is_twice);

@@ -95,22 +95,13 @@ LOOPS = (
         "rotated_quantize",
         "quantize_kernel<Bfloat16>",
         (
-            ("rotated_groups.h", "read_neighbors(values, x_ + place_.of(0));"),
-            ("rotated_quantize.cu", "rotate(values, by.own, words);"),
-            (
-                "rotated_quantize.cu",
-                "store_scale(found.mean, scale, settings.fp32_min, of.number, ranges);",
-            ),
+            ("rotated_quantize.cu", "read_neighbors(values, x + begin);"),
+            ("rotated_groups.h", "values[j] = as_float(from[j * kSide + lane_of_group()]);"),
             ("rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;"),
-            (
-                "rotation.h",
-                "*reinterpret_cast<uint4*>(own.numbers + lane_of_group() * Workspace::kRow + k) = vector;",
-            ),
-            ("rotated_quantize.cu", "y[k] = magnitude * (is_above ? kHigh : low);"),
-            (
-                "rotated_quantize.cu",
-                "if (block * kBlock < to.m && plane < to.bits) to.words[block * to.bits + plane] = word;",
-            ),
+            ("rotated_quantize.cu", "rotate(values, by.own, words);"),
+            ("rotated_quantize.cu", "const uint32_t word = exchange_planes(planes.pairs[0]);"),
+            ("rotated_quantize.cu", "return sum_of_group(y);"),
+            ("rotate.h", "const float exact = energy / inner"),
         ),
         ("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),
         4,
@@ -208,7 +199,7 @@ def shortest(blocks, following, marks: list[set[tuple[str, int]]]) -> list[int]:
 
 def lines_with(mark: tuple[str, str]) -> set[tuple[str, int]]:
     name, part = mark
-    text = (cuda_instructions.CSRC / "cuda" / name).read_text().splitlines()
+    text = next(cuda_instructions.CSRC.glob(f"c*/{name}")).read_text().splitlines()
     found = {(name, number) for number, line in enumerate(text, 1) if part in line}
     if not found:
         raise SystemExit(f"{name} has no line with: {part}")

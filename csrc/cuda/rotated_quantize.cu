@@ -31,11 +31,11 @@ __device__ Planes encode_few(float* y, int bits, float rms) {
   uint32_t above = 0, negative = 0;
 #pragma unroll
   for (int k = kSide - 1; k >= 0; --k) {
-    const float magnitude = fabsf(y[k]);
-    const bool is_above = magnitude > threshold;
-    if (is_above) above |= 1u << k;
+    // The sign of the level is its bit of the plane, so that one instruction moves it.
+    const float level = fabsf(y[k]) > threshold ? -kHigh : low;
+    above = __funnelshift_l(bits_of(level), above, 1);
     negative = __funnelshift_l(bits_of(y[k]), negative, 1);
-    y[k] = magnitude * (is_above ? kHigh : low);
+    y[k] = fabsf(y[k]) * fabsf(level);
   }
   return {{bits == 2 ? above | negative << kSide : negative}};
 }
@@ -106,6 +106,13 @@ __device__ void store_planes(const Planes& planes, const PackedGroup& to, int mo
   }
 }
 
+// Writes the codes of a full group of 1 or 2 bits, if no block has elements of two groups.
+__device__ void store_few(const Planes& planes, uint32_t* words, int bits) {
+  const int lane = lane_of_group();
+  const uint32_t word = exchange_planes(planes.pairs[0]);
+  if (lane % 2 < bits) words[lane / 2 * bits + lane % 2] = word;
+}
+
 // -- groups ----------------------------------------------------------------------------------------------
 
 // The state with which a block quantizes groups.
@@ -119,14 +126,20 @@ struct Quantizer {
   uint32_t* packed;
   uint16_t* ranges;
 
-  // Encodes a row, writes the codes, and returns the sum of the group's magnitudes times their levels.
-  __device__ float encode(float* y, const LocatedGroup& of, const Remainders& found, bool has_codes) const {
+  // Encodes a row, writes the codes, and returns the sum of the group's magnitudes times their levels. are_full: both groups of
+  // the warp have 256 elements, and values.
+  __device__ float encode(float* y, const LocatedGroup& of, const Remainders& found, bool are_full) const {
     const Stream& stream = streams.of[of.stream];
     const int bits = stream.bits, most_bits = larger(bits);
     const float rms = root_mean_square(found.energy, of.length);
-    const Planes planes = most_bits <= 2 ? encode_few(y, bits, rms) : encode_many(y, bits, most_bits, rms, own, table);
     uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
-    store_planes(planes, {words, of.length, lane_of(of.first), bits}, most_bits, whole, has_codes);
+    if (are_full && whole && most_bits <= 2) {
+      store_few(encode_few(y, bits, rms), words, bits);
+    } else {
+      const bool has_codes = has_values(found.energy, found.mean) && found.energy > 0.0f;
+      const Planes planes = encode_many(y, bits, most_bits, rms, own, table);
+      store_planes(planes, {words, of.length, lane_of(of.first), bits}, most_bits, whole, has_codes);
+    }
     put_row(y, own);
     get_column(y, own);
     return sum_of_group(y);
@@ -189,10 +202,18 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     };
     float values[kSide];
     Remainders found;
-    const bool are_full = elements().read_full(values, by.own) && remainders_of_full(found, values, settings);
+    int64_t begin = 0;
+    bool are_full = all(is_full_at(begin, of, streams, order));
+    if (are_full) {
+      if (normalization.exists()) {
+        elements().read_full(values, by.own);
+      } else {
+        read_neighbors(values, x + begin);
+      }
+      are_full = remainders_of_full(found, values, settings);
+    }
     if (!are_full) found = remainders_of(values, elements(), settings, by.own);
-    const bool has_spike = is_spiky(found);
-    const bool has_codes = are_full || (has_values(found.energy, found.mean) && found.energy > 0.0f);
+    const bool has_spike = is_spiky(found, values);
     uint32_t rounding;
     if (are_full && !any(has_spike)) {
       if (turn == 0) put_random_ahead<kCountersAhead>(by.own, seed, of.number);
@@ -204,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       turn = 0;
       rounding = rotate_any(values, by, of, are_full, has_spike);
     }
-    const float inner = by.encode(values, of, found, has_codes);
+    const float inner = by.encode(values, of, found, are_full);
     by.store(of, found, inner, rounding, has_spike);
   }
 }

@@ -75,8 +75,9 @@ __device__ inline void get_row(float* values, const Workspace& own) {
   }
 }
 
-// Returns the sum of a group in all its lanes. column: zeros where no elements are.
-__device__ inline float sum_of_group(const float* column) {
+// Returns the sum of a group in all its lanes. column: zeros where no elements are. quads: set to the greatest of the sums of four
+// numbers of this lane, unless it is null.
+__device__ inline float sum_of_group(const float* column, float* quads = nullptr) {
   float sums[kSide / 2];
 #pragma unroll
   for (int j = 0; j < kSide / 2; ++j) sums[j] = column[j] + column[j + kSide / 2];
@@ -84,6 +85,7 @@ __device__ inline float sum_of_group(const float* column) {
   for (int half = kSide / 4; half > 0; half /= 2) {
 #pragma unroll
     for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
+    if (half == kSide / 4 && quads) *quads = fmaxf(fmaxf(sums[0], sums[1]), fmaxf(sums[2], sums[3]));
   }
   float sum = sums[0];
 #pragma unroll

@@ -40,14 +40,14 @@ class Loop:
         source: the file in csrc/cuda.
         kernel: the readable name of the kernel.
         through: pairs of a file and a part of a line; the path runs an instruction of each.
-        seldom: such a line, which the loop runs once in `period` turns.
+        seldom: more such lines, which the loop runs once in `period` turns.
     """
 
     name: str
     source: str
     kernel: str
     through: tuple[tuple[str, str], ...]
-    seldom: tuple[str, str] | None = None
+    seldom: tuple[tuple[str, str], ...] = ()
     period: int = 1
 
 
@@ -87,7 +87,7 @@ LOOPS = (
             ("rotated_dequantize.cu", "to[i * kApart] = {words"),
             ("rotated_dequantize.cu", "dequantize_pair<false>("),
         ),
-        ("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),
+        (("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),),
         8,
     ),
     Loop(
@@ -98,13 +98,17 @@ LOOPS = (
             ("rotated_quantize.cu", "read_neighbors(values, x + begin);"),
             ("rotated_groups.h", "values[j] = as_float(from[j * kSide + lane_of_group()]);"),
             ("rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;"),
-            ("rotated_quantize.cu", "rotate(values, by.own, words);"),
+            ("rotated_quantize.cu", "rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);"),
             ("rotated_quantize.cu", "const uint32_t word = exchange_planes(planes.pairs[0]);"),
             ("rotated_quantize.cu", "return sum_of_group(y);"),
-            ("rotate.h", "const float exact = energy / inner"),
+            ("rotated_quantize.cu", "pending[0] = found.energy, pending[1] = found.mean, pending[2] = inner;"),
         ),
-        ("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),
-        4,
+        (
+            ("rotated_quantize.cu", "by.store_kept(turn, pair);"),
+            ("rotate.h", "const float exact = energy / inner"),
+            ("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),
+        ),
+        5,
     ),
 )
 _LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
@@ -207,13 +211,11 @@ def lines_with(mark: tuple[str, str]) -> set[tuple[str, int]]:
 
 
 def count(loop: Loop, text: str) -> tuple[float, list[Instruction]]:
-    """Return the instructions of a lane in a turn of the loop, and those of a turn without the seldom line."""
+    """Return the instructions of a lane in a turn of the loop, and those of a turn without the seldom lines."""
     blocks, following = blocks_of(text, loop.kernel)
     marks = [lines_with(mark) for mark in loop.through]
     path = [one for block in shortest(blocks, following, marks) for one in blocks[block]]
-    if loop.seldom is None:
-        return len(path), path
-    long = shortest(blocks, following, [*marks, lines_with(loop.seldom)])
+    long = shortest(blocks, following, [*marks, *map(lines_with, loop.seldom)])
     more = sum(len(blocks[block]) for block in long) - len(path)
     return len(path) + more / loop.period, path
 

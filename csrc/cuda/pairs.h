@@ -19,6 +19,12 @@ constexpr int kSide = 16;  // lanes that work on a group, which has 256 elements
 constexpr int kGroupsOfBlock = kThreads / kSide;
 
 __device__ inline int lane_of_group() { return threadIdx.x % kSide; }
+
+// Returns the same. What depends on it is not computed before a loop, in registers that the loop needs, because shuffles are not.
+__device__ inline int lane_of_group_now() {
+  return static_cast<int>(__shfl_xor_sync(kAllLanes, static_cast<uint32_t>(lane_of_group()), 0));
+}
+
 __device__ inline bool any(bool condition) { return __any_sync(kAllLanes, condition) != 0; }
 __device__ inline bool all(bool condition) { return __all_sync(kAllLanes, condition) != 0; }
 

@@ -170,11 +170,13 @@ __device__ Remainders remainders_of(float* values, const GroupElements<T>& eleme
   return found;
 }
 
+// Returns true if an element of the warp's two groups may have more than an eighth of its group's energy. A sum of squares is at
+// least as great as each of them, even if it is rounded.
+__device__ inline bool may_be_spiky(const Remainders& of) { return any(of.quads * 8.0f > of.energy); }
+
 // Returns true if one element has more than an eighth of the group's energy. It compares squares, whose order is that of the
-// magnitudes. A sum of squares is at least as great as each of them, even if it is rounded, so most groups need no more than the
-// sums.
+// magnitudes.
 __device__ inline bool is_spiky(const Remainders& of, const float* values) {
-  if (!any(of.quads * 8.0f > of.energy)) return false;
   float greatest = 0.0f;
 #pragma unroll
   for (int j = 0; j < kSide; ++j) greatest = fmaxf(greatest, values[j] * values[j]);

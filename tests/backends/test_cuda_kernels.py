@@ -817,6 +817,17 @@ def test_warps_take_several_groups_and_tiles(cuda):
 
 
 @kinds
+def test_warps_take_several_full_groups(cuda, kind):
+    """More pairs of full groups than warps, some of which have a spike, or numbers that are not finite."""
+    x = torch.from_numpy(np.random.default_rng(1).normal(0, 1, (1301, 256))).to(torch.bfloat16)
+    x[700::90, 7] = 100.0
+    x[901::140, 3] = torch.inf
+    with device_of(cuda, 1):
+        for bits in (2, 3):
+            compare_quantizer(cuda, x, bits, 256, bits == 3, kind=kind)
+
+
+@kinds
 def test_several_widths_without_room_stop_the_kernel(cuda, kind):
     """Only the device knows how many words mixed widths take, so the kernel itself has to check the room."""
     x, seed = torch.linspace(-1, 1, 300).view(3, 100), torch.tensor([5])

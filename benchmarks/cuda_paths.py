@@ -1,6 +1,6 @@
 """Instructions for each element on the path that a kernel's loop takes for full and aligned groups. No GPU is needed.
 
-    python benchmarks/cuda_paths.py                        # sm_90, bfloat16: about 20 seconds
+    python benchmarks/cuda_paths.py                        # sm_90: about a minute
     python benchmarks/cuda_paths.py --lines rotated        # also by source line, for kernels whose name has this word
 
 nvcc compiles each source with line numbers, and nvdisasm disassembles the result. The path is the shortest cycle of the control
@@ -25,6 +25,7 @@ import cuda_instructions
 import harness
 
 ARCHITECTURE = 90
+TYPES = "float", "Bfloat16"
 PER_LANE = 16
 """Elements of a lane in a loop."""
 CALL = 10_000
@@ -38,7 +39,7 @@ class Loop:
     Args:
         name: what the loop does.
         source: the file in csrc/cuda.
-        kernel: the readable name of the kernel.
+        kernel: the readable name of the kernel, with {} for the element type.
         through: pairs of a file and a part of a line; the path runs an instruction of each.
         seldom: more such lines, which the loop runs once in `period` turns.
     """
@@ -62,7 +63,7 @@ LOOPS = (
     Loop(
         "uniform: dequantize",
         "dequantize",
-        "dequantize_kernel<Bfloat16, false>",
+        "dequantize_kernel<{}, false>",
         (
             ("dequantize.cu", "uint32_t byte = plane < bits"),
             ("dequantize.cu", "const Octet codes = has_high"),
@@ -72,7 +73,7 @@ LOOPS = (
     Loop(
         "uniform: quantize",
         "quantize",
-        "quantize_kernel<Bfloat16, false>",
+        "quantize_kernel<{}, false>",
         (
             ("quantize.cu", "const uint32_t low = exchange_bytes<1>(planes.low, lane);"),
             ("quantize.cu", "words[counter + counter / 8] = vector;"),
@@ -81,7 +82,7 @@ LOOPS = (
     Loop(
         "rotated: dequantize",
         "rotated_dequantize",
-        "dequantize_kernel<Bfloat16>",
+        "dequantize_kernel<{}>",
         (
             ("hadamard.h", "four = *reinterpret_cast<const uint4*>(first);"),
             ("rotated_dequantize.cu", "to[i * kApart] = {words"),
@@ -93,15 +94,21 @@ LOOPS = (
     Loop(
         "rotated: quantize",
         "rotated_quantize",
-        "quantize_kernel<Bfloat16>",
+        "quantize_kernel<{}>",
         (
             ("rotated_quantize.cu", "read_neighbors(values, x + begin);"),
             ("rotated_groups.h", "values[j] = as_float(from[j * kSide + lane_of_group()]);"),
             ("rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;"),
-            ("rotated_quantize.cu", "rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);"),
+            (
+                "rotated_quantize.cu",
+                "rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);",
+            ),
             ("rotated_quantize.cu", "const uint32_t word = exchange_planes(planes.pairs[0]);"),
             ("rotated_quantize.cu", "return sum_of_group(y);"),
-            ("rotated_quantize.cu", "pending[0] = found.energy, pending[1] = found.mean, pending[2] = inner;"),
+            (
+                "rotated_quantize.cu",
+                "pending[0] = found.energy, pending[1] = found.mean, pending[2] = inner;",
+            ),
         ),
         (
             ("rotated_quantize.cu", "by.store_kept(turn, pair);"),
@@ -210,9 +217,9 @@ def lines_with(mark: tuple[str, str]) -> set[tuple[str, int]]:
     return found
 
 
-def count(loop: Loop, text: str) -> tuple[float, list[Instruction]]:
+def count(loop: Loop, text: str, dtype: str) -> tuple[float, list[Instruction]]:
     """Return the instructions of a lane in a turn of the loop, and those of a turn without the seldom lines."""
-    blocks, following = blocks_of(text, loop.kernel)
+    blocks, following = blocks_of(text, loop.kernel.format(dtype))
     marks = [lines_with(mark) for mark in loop.through]
     path = [one for block in shortest(blocks, following, marks) for one in blocks[block]]
     long = shortest(blocks, following, [*marks, *map(lines_with, loop.seldom)])
@@ -241,12 +248,17 @@ def main():
     for loop in LOOPS:
         if arguments.lines and arguments.lines not in loop.name:
             continue
-        instructions, path = count(loop, disassemble(loop.source, tools))
-        rows.append({"kernel": loop.name, "instructions": instructions / PER_LANE})
-        print(f"{loop.name:30}{instructions:8.1f} a lane {instructions / PER_LANE:8.2f} an element")
-        if arguments.lines:
-            print_lines(path)
-            print(Counter(one.operation for one in path).most_common(60))
+        text = disassemble(loop.source, tools)
+        for dtype in TYPES:
+            instructions, path = count(loop, text, dtype)
+            each = instructions / PER_LANE
+            rows.append(
+                {"kernel": loop.name, "dtype": dtype.lower(), "instructions": round(each, 2)}
+            )
+            print(f"{loop.name:22}{dtype:10}{instructions:8.1f} a lane {each:8.2f} an element")
+            if arguments.lines:
+                print_lines(path)
+                print(Counter(one.operation for one in path).most_common(60))
     if not arguments.lines:
         harness.save("cuda_paths", {"nvcc": cuda_instructions.version(tools[0])}, rows)
 

@@ -46,6 +46,18 @@ __device__ inline uint32_t fma_rn_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
   return pair;
 }
+
+// Multiply a matrix of 16 x 16 numbers by one of 16 x 8, all in float16. The PTX manual says which of them a lane has.
+__device__ inline void mma_m16n8k16_f16(uint32_t* product, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%8, %8};"
+      : "=r"(product[0]), "=r"(product[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0u));
+}
+__device__ inline void mma_m16n8k16_f32(float* product, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+      : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
 }  // namespace ptx
 #endif
 #elif FEWBIT_PAIR_INSTRUCTIONS

@@ -19,6 +19,12 @@ constexpr int kSide = 16;  // lanes that work on a group, which has 256 elements
 constexpr int kGroupsOfBlock = kThreads / kSide;
 
 __device__ inline int lane_of_group() { return threadIdx.x % kSide; }
+
+// Returns the same. What depends on it is not computed before a loop, in registers that the loop needs, because shuffles are not.
+__device__ inline int lane_of_group_now() {
+  return static_cast<int>(__shfl_xor_sync(kAllLanes, static_cast<uint32_t>(lane_of_group()), 0));
+}
+
 __device__ inline bool any(bool condition) { return __any_sync(kAllLanes, condition) != 0; }
 __device__ inline bool all(bool condition) { return __all_sync(kAllLanes, condition) != 0; }
 
@@ -80,6 +86,16 @@ __device__ inline LocatedGroup locate(const Streams& streams, const GroupMap& ma
 __device__ inline GroupPlace place_of(const LocatedGroup& of, const Streams& streams, const int64_t* order) {
   const int64_t sample = order && by_sample(streams) ? quotient(of.first, streams.features) : 0;
   return GroupPlace(streams, streams.of[of.stream], order, {of.first, sample, of.length});
+}
+
+// Returns true if a group has 256 elements, as other groups of the tensor, that lie side by side. begin: their place in the tensor.
+__device__ inline bool is_full_at(int64_t& begin, const LocatedGroup& of, const Streams& streams, const int64_t* order) {
+  begin = of.first;
+  if (of.length != kDrawBlock || streams.group_size != kDrawBlock) return false;
+  if (!order) return true;
+  const GroupPlace place = place_of(of, streams, order);
+  begin = place.of(0);
+  return place.contiguous();
 }
 
 inline int64_t pair_count(int64_t groups) { return groups / 2 + groups % 2; }

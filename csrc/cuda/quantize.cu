@@ -220,13 +220,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   const Quantizer by = {streams, seed_from(seed_address, seed_number), whole, packed, ranges};
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
-    bool is_full = of.length == kDrawBlock && streams.group_size == kDrawBlock && of.first % kBlock == 0;
-    int64_t begin = of.first;  // the place of the group's first element in x
-    if (order && is_full) {
-      const GroupPlace place = place_of(of, streams, order);
-      is_full = place.contiguous();
-      begin = place.of(0);
-    }
+    int64_t begin = 0;
+    bool is_full = is_full_at(begin, of, streams, order) && of.first % kBlock == 0;
     const T* const from = x + begin;
     is_full = is_full && reinterpret_cast<uintptr_t>(from) % sizeof(uint4) == 0;
     float mean = 0.0f, rstd = 1.0f;

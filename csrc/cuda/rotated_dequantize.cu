@@ -1,9 +1,11 @@
-// The dequantizer of rotated copies: two groups a warp.
+// The dequantizer of rotated copies: two groups a warp. Most groups are full, aligned, rotated once, and have codes of few bits.
+// They are transformed by products of matrices, one group after the other. All others are transformed as in rotation.h.
 
 #include "common/normal_levels.h"
 #include "common/rotate.h"
 #include "cuda/dispatch.h"
 #include "cuda/groups.h"
+#include "cuda/hadamard.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/rotated_planes.h"
@@ -22,18 +24,10 @@ constexpr int kCountersAhead = 2, kTurns = kSide / kCountersAhead;
 
 // The levels in shared memory, by code.
 struct CodeLevels {
-  static constexpr int kFewBits = 2;  // the most bits of `pairs`
-
   float signed_levels[2 << kMaxBits];  // those of `bits` bits begin at first(bits)
 
-  // The first stage of the transform of two numbers a and b: a + b and a - b. The entry's bits are the even plane's bits of a
-  // and b, followed by the odd plane's.
-  struct alignas(8) Pair {
-    float sum, difference;
-  };
-  Pair pairs[kFewBits][16];
-
   __host__ __device__ static constexpr int first(int bits) { return (1 << bits) - 2; }
+  __device__ const float* of(int bits) const { return signed_levels + first(bits); }
 };
 
 __device__ inline float signed_level(int code, int bits) {
@@ -42,41 +36,79 @@ __device__ inline float signed_level(int code, int bits) {
   return code >= half ? -level : level;
 }
 
-// Fills the tables. Every thread of a block calls it.
+// Fills the table. Every thread of a block calls it.
 __device__ void fill(CodeLevels& levels) {
   for (int i = threadIdx.x; i < CodeLevels::first(kMaxBits + 1); i += kThreads) {
     int bits = 1;
     while (i >= CodeLevels::first(bits + 1)) ++bits;
     levels.signed_levels[i] = signed_level(i - CodeLevels::first(bits), bits);
   }
-  for (int i = threadIdx.x; i < CodeLevels::kFewBits * 16; i += kThreads) {
-    const int bits = i / 16 + 1, mask = (1 << bits) - 1;
-    const float a = signed_level(((i & 1) | (i >> 1 & 2)) & mask, bits);
-    const float b = signed_level(((i >> 1 & 1) | (i >> 2 & 2)) & mask, bits);
-    levels.pairs[bits - 1][i % 16] = {a + b, a - b};
-  }
 }
 
 // -- codes -----------------------------------------------------------------------------------------------
 
-// Returns a column of levels of codes with 1 or 2 bits, after the first stage of the transform.
-__device__ void decode_few(float* values, uint32_t planes, const CodeLevels::Pair* pairs) {
-  const Octet entries = transposed({planes, 0});
-#pragma unroll
-  for (int j = 0; j < kSide / 2; ++j) {
-    const uint32_t entry = (j < 4 ? entries.low : entries.high) >> (j % 4 * 8) & 0xFFu;
-    const CodeLevels::Pair pair = pairs[entry];
-    values[j] = pair.sum;
-    values[j + kSide / 2] = pair.difference;
-  }
-}
-
 // Returns a column of levels.
-__device__ void decode_many(float* values, const Planes& planes, const float* signed_levels) {
+__device__ void decode(float* values, const Planes& planes, const float* signed_levels) {
   uint32_t codes[kSide];
   unpack_codes(planes, codes);
 #pragma unroll
   for (int j = 0; j < kSide; ++j) values[j] = signed_levels[codes[j]];
+}
+
+// -- products of matrices --------------------------------------------------------------------------------
+
+// The elements of a lane in a group that is transformed by products.
+constexpr int kNeighbors = kFullGroup / 32;
+
+// Returns the number that the lanes of the i-th group have.
+__device__ inline float of_group(float own, int i) { return float_of(__shfl_sync(kAllLanes, bits_of(own), i * kSide, 32)); }
+__device__ inline int64_t of_group(int64_t own, int i) {
+  const uint32_t low = __shfl_sync(kAllLanes, static_cast<uint32_t>(own), i * kSide, 32);
+  const uint32_t high = __shfl_sync(kAllLanes, static_cast<uint32_t>(own >> 32), i * kSide, 32);
+  return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
+}
+
+// Writes the neighbors of a lane, which fill vectors. Two lanes exchange halves of float32, so that each access fills sectors.
+template <class T>
+__device__ void store_neighbors(float* values, T* out) {
+  const int lane = threadIdx.x % 32;
+  constexpr int kVectors = kNeighbors * sizeof(T) / sizeof(uint4);
+  uint32_t words[4 * kVectors];
+  narrow<T, kNeighbors>(words, values);
+  auto* to = reinterpret_cast<uint4*>(out) + lane * kVectors;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t got = __shfl_xor_sync(kAllLanes, lane % 2 ? words[i] : words[i + 4], 1);
+      (lane % 2 ? words[i] : words[i + 4]) = got;
+    }
+    to -= lane % 2;
+  }
+  constexpr int kApart = sizeof(T) == 4 ? 2 : 1;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    to[i * kApart] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+  }
+}
+
+// Dequantizes the groups of a warp by products. signs: those of the first group, sizeof(Workspace) before those of the second.
+// words: the codes of the first group, followed by those of the second one.
+template <bool Mapped, class T>
+__device__ void dequantize_pair(const GroupScale& found, const uint32_t* words, int bits, const float* signed_levels,
+                                const uint8_t* signs, const Affine& affine, T* out, int64_t begin, uint32_t part) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll (Mapped ? 1 : 2)
+  for (int i = 0; i < 2; ++i) {
+    const float mean = of_group(found.mean, i), factor = of_group(found.scale * inverse_root(kFullGroup), i);
+    const int64_t place = of_group(begin, i);
+    float values[kNeighbors];
+    transform(values, read_levels(words + i * (kFullGroup / kBlock) * bits, bits, signed_levels), part);
+    const uint32_t negative = signs[i * sizeof(Workspace) + lane];
+#pragma unroll
+    for (int k = 0; k < kNeighbors; ++k) values[k] = mean + values[k] * (negative & (1u << k) ? -factor : factor);
+    if (Mapped) map_neighbors<kNeighbors>(values, affine, place, lane * kNeighbors);
+    store_neighbors(values, out + place);
+  }
 }
 
 template <class T>
@@ -87,10 +119,13 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   __shared__ Streams streams;
   __shared__ CodeLevels levels;
   __shared__ Workspace workspaces[kGroupsOfBlock];
+  __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   fill(levels);
+  if (threadIdx.x == 0) seed = load_seed(ranges + uniform.groups * columns(uniform.fp32_min));
   share_streams(streams, uniform, counts);
   Workspace& own = workspaces[threadIdx.x / kSide];
-  const uint64_t seed = load_seed(ranges + uniform.groups * columns(streams.fp32_min));
+  // The shuffle keeps the compiler from computing the part again in each turn.
+  const uint32_t part = __shfl_xor_sync(kAllLanes, part_of_transform(), 0);
 
   int turn = 0;  // the place of the next group's random words; 0: there are none yet
 #pragma unroll 1
@@ -100,22 +135,34 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const int m = of.length, bits = stream.bits, most_bits = larger(bits);
     const GroupScale found = load_scale(ranges, streams.fp32_min, m > 0 ? of.number : 0);
     const uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
+    int64_t begin = 0;
+    bool is_quick = kHasProducts && !found.is_twice && bits == most_bits && bits <= kMostProductBits;
+    is_quick = is_quick && is_full_at(begin, of, streams, order) && of.first % kBlock == 0;
+    const auto addresses = reinterpret_cast<uintptr_t>(words) | reinterpret_cast<uintptr_t>(out + begin);
+    is_quick = is_quick && addresses % sizeof(uint4) == 0 && can_map(affine, begin);
+    if (all(is_quick)) {
+      if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
+      const auto* signs = reinterpret_cast<const uint8_t*>(workspaces[threadIdx.x / 32 * 2].random + 4 * kCountersAhead * turn);
+      turn = (turn + 1) % kTurns;
+      words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
+      if (affine.exists()) {
+        dequantize_pair<true>(found, words, bits, levels.of(bits), signs, affine, out, begin, part);
+      } else {
+        dequantize_pair<false>(found, words, bits, levels.of(bits), signs, affine, out, begin, part);
+      }
+      continue;
+    }
     const Planes planes = read_planes({words, m, lane_of(of.first), bits}, most_bits);
     float values[kSide];
+    decode(values, planes, levels.of(bits));
     const bool are_full = all(m == kFullGroup);
     if (are_full && !any(found.is_twice)) {
-      if (most_bits <= CodeLevels::kFewBits) {
-        decode_few(values, planes.pairs[0], levels.pairs[bits - 1]);
-      } else {
-        decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
-        transform_stage<kSide / 2>(values);
-      }
       if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
+      transform_stage<kSide / 2>(values);
       rotate_back(values, own, own.random + 4 * kCountersAhead * turn, found.scale);
       turn = (turn + 1) % kTurns;
     } else {
       turn = 0;
-      decode_many(values, planes, levels.signed_levels + CodeLevels::first(bits));
       put_random_of_group(own, seed, of.number);
       if (are_full) {
         rotate_full_back(values, own, own.random, found.scale, found.is_twice);

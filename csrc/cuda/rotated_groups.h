@@ -29,14 +29,8 @@ class GroupElements {
 
   __device__ int length() const { return length_; }
 
-  // Reads a column and normalizes it if both groups of the warp have 256 elements that lie side by side. If not, it returns
-  // false.
-  __device__ bool read_full(float* values, Workspace& own) const {
-    if (!all(length_ == kFullGroup && place_.contiguous())) return false;
-    if (!by_.exists()) {
-      read_neighbors(values, x_ + place_.of(0));
-      return true;
-    }
+  // Reads a column and normalizes it, if both groups of the warp have 256 elements that lie side by side.
+  __device__ void read_full(float* values, Workspace& own) const {
     const Entries entries(by_.index, place_.of(0));
     if (all(entries.are_one(kFullGroup))) {
       read_neighbors(values, x_ + place_.of(0));
@@ -55,7 +49,6 @@ class GroupElements {
     } else {
       read_one_by_one(values, own, entries);
     }
-    return true;
   }
 
   // Reads a column and normalizes it. It has zeros where no elements are.
@@ -97,7 +90,7 @@ struct Remainders {
   float mean;      // as it is stored
   float factor;
   float energy;    // of the remainders
-  float greatest;  // the greatest square of a remainder in this lane
+  float quads;     // the greatest of the sums of four squares in this lane
 };
 
 // The settings of a copy.
@@ -130,16 +123,12 @@ __device__ inline void subtract(float* values, float mean, int m, bool is_masked
   }
 }
 
-// Computes `energy` and `greatest` from a column of remainders.
+// Computes `energy` and `quads` from a column of remainders.
 __device__ inline void find_squares(Remainders& to, const float* values) {
   float squares[kSide];
-  to.greatest = 0.0f;
 #pragma unroll
-  for (int j = 0; j < kSide; ++j) {
-    squares[j] = values[j] * values[j];
-    to.greatest = fmaxf(to.greatest, squares[j]);
-  }
-  to.energy = sum_of_group(squares);
+  for (int j = 0; j < kSide; ++j) squares[j] = values[j] * values[j];
+  to.energy = sum_of_group(squares, &to.quads);
 }
 
 // Computes the remainders of a full group. Afterwards `values` is a column of them. It returns false if one of the warp's two
@@ -181,8 +170,17 @@ __device__ Remainders remainders_of(float* values, const GroupElements<T>& eleme
   return found;
 }
 
+// Returns true if an element of the warp's two groups may have more than an eighth of its group's energy. A sum of squares is at
+// least as great as each of them, even if it is rounded.
+__device__ inline bool may_be_spiky(const Remainders& of) { return any(of.quads * 8.0f > of.energy); }
+
 // Returns true if one element has more than an eighth of the group's energy. It compares squares, whose order is that of the
 // magnitudes.
-__device__ inline bool is_spiky(const Remainders& of) { return any_of_group(of.greatest * 8.0f > of.energy); }
+__device__ inline bool is_spiky(const Remainders& of, const float* values) {
+  float greatest = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) greatest = fmaxf(greatest, values[j] * values[j]);
+  return any_of_group(greatest * 8.0f > of.energy);
+}
 
 }  // namespace fewbit::cuda

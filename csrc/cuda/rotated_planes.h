@@ -69,6 +69,13 @@ __device__ inline void store_planes(const Planes& planes, const GroupToPack& to,
   }
 }
 
+// Writes the codes of a full group of 1 or 2 bits, if no block has elements of two groups.
+__device__ inline void store_few(const Planes& planes, uint32_t* words, int bits) {
+  const int lane = lane_of_group();
+  const uint32_t word = exchange_planes(planes.pairs[0]);
+  if (lane % 2 < bits) words[lane / 2 * bits + lane % 2] = word;
+}
+
 // The codes of a group.
 struct PackedGroup {
   const uint32_t* words;  // begins with the block of the first element

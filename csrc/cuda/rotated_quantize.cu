@@ -18,8 +18,8 @@ namespace {
 // Lanes look up levels by codes of their own, for which constant memory would be slow.
 __device__ const NormalLevels kLevelsOnDevice = kNormalLevels;
 
-// A group needs the two counters of its signs and that of its scale, whose place is the third. A fourth lane has nothing to do.
-constexpr int kCountersAhead = 4, kTurns = kSide / kCountersAhead, kPlaceOfScale = 2;
+// A group needs the two counters of its signs and that of its scale, whose place is the third. The last lane has nothing to do.
+constexpr int kCountersAhead = 3, kTurns = kSide / kCountersAhead, kPlaceOfScale = 2;
 
 // -- codes -----------------------------------------------------------------------------------------------
 
@@ -32,11 +32,11 @@ __device__ Planes encode_few(float* y, int bits, float rms) {
   uint32_t above = 0, negative = 0;
 #pragma unroll
   for (int k = kSide - 1; k >= 0; --k) {
-    const float magnitude = fabsf(y[k]);
-    const bool is_above = magnitude > threshold;
-    if (is_above) above |= 1u << k;
+    // The sign of the level is its bit of the plane, so that one instruction moves it.
+    const float level = fabsf(y[k]) > threshold ? -kHigh : low;
+    above = __funnelshift_l(bits_of(level), above, 1);
     negative = __funnelshift_l(bits_of(y[k]), negative, 1);
-    y[k] = magnitude * (is_above ? kHigh : low);
+    y[k] = fabsf(y[k]) * fabsf(level);
   }
   return {{bits == 2 ? above | negative << kSide : negative}};
 }
@@ -72,38 +72,66 @@ struct Quantizer {
   const Streams& streams;
   const NormalLevels& table;
   Workspace& own;
-  uint64_t seed;
+  const uint64_t& seed;
   CopySettings settings;
   bool whole;  // no block of elements belongs to two groups
   uint32_t* packed;
   uint16_t* ranges;
 
-  // Encodes a row, writes the codes, and returns the sum of the group's magnitudes times their levels.
-  __device__ float encode(float* y, const LocatedGroup& of, const Remainders& found, bool has_codes) const {
+  // Encodes a row, writes the codes, and returns the sum of the group's magnitudes times their levels. are_full: both groups of
+  // the warp have 256 elements, and values.
+  __device__ float encode(float* y, const LocatedGroup& of, const Remainders& found, bool are_full) const {
     const Stream& stream = streams.of[of.stream];
-    const int bits = stream.bits, most_bits = larger(bits);
-    const float rms = root_mean_square(found.energy, of.length);
-    const Planes planes = most_bits <= 2 ? encode_few(y, bits, rms) : encode_many(y, bits, most_bits, rms, own, table);
+    const int bits = stream.bits;
     uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
-    store_planes(planes, {words, of.length, lane_of(of.first), bits}, most_bits, whole, has_codes);
+    if (are_full && whole && all(bits <= 2)) {
+      store_few(encode_few(y, bits, root_mean_square(found.energy, kFullGroup)), words, bits);
+    } else {
+      const int most_bits = larger(bits);
+      const float rms = root_mean_square(found.energy, of.length);
+      const bool has_codes = has_values(found.energy, found.mean) && found.energy > 0.0f;
+      const Planes planes = encode_many(y, bits, most_bits, rms, own, table);
+      store_planes(planes, {words, of.length, lane_of(of.first), bits}, most_bits, whole, has_codes);
+    }
     put_row(y, own);
     get_column(y, own);
     return sum_of_group(y);
   }
 
   // Writes mean and scale.
-  __device__ void store(const LocatedGroup& of, const Remainders& found, float inner, uint32_t rounding,
-                        bool has_spike) const {
-    if (lane_of_group() > 0 || of.length == 0) return;
-    if (!has_values(found.energy, found.mean)) return store_no_scale(settings.fp32_min, of.number, ranges);
+  __device__ void store(int64_t number, const Remainders& found, float inner, uint32_t rounding, bool has_spike) const {
+    if (!has_values(found.energy, found.mean)) return store_no_scale(settings.fp32_min, number, ranges);
     const uint16_t scale = stored_scale(found.energy, inner, found.factor, rounding, has_spike);
-    store_scale(found.mean, scale, settings.fp32_min, of.number, ranges);
+    store_scale(found.mean, scale, settings.fp32_min, number, ranges);
+  }
+
+  static constexpr int kPending = 3;  // numbers of a group
+  static_assert(kPending * kTurns <= kSide);
+
+  // Keeps what `store` needs for a full group whose factor is 1 and which is rotated once.
+  __device__ void keep(int turn, const Remainders& found, float inner) const {
+    float* const pending = own.pending + kPending * turn;
+    pending[0] = found.energy, pending[1] = found.mean, pending[2] = inner;
+  }
+
+  // Writes mean and scale of the last `turns` groups, in a lane for each. A lane after the other would take more instructions.
+  // pair: that after the last of these groups.
+  __device__ void store_kept(int turns, int64_t pair) const {
+    __syncwarp();
+    const int turn = lane_of_group_now();
+    if (turn < turns) {
+      const float* const pending = own.pending + kPending * turn;
+      const Remainders found = {kFullGroup, pending[1], 1.0f, pending[0], 0.0f};
+      const int64_t number = 2 * (pair - (turns - turn) * pairs_apart()) + threadIdx.x / kSide % 2;
+      store(number, found, pending[2], own.random[4 * (kCountersAhead * turn + kPlaceOfScale)], false);
+    }
+    __syncwarp();
   }
 };
 
-// Rotates any group: a column becomes a row. are_full: both groups of the warp have 256 elements. Returns the word by which the
-// group's scale is rounded.
-__device__ uint32_t rotate_any(float* values, const Quantizer& by, const LocatedGroup& of, bool are_full, bool has_spike) {
+// Rotates any group: a column becomes a row. are_full: both groups of the warp have 256 elements. The group's random words stay in
+// its workspace.
+__device__ void rotate_any(float* values, const Quantizer& by, const LocatedGroup& of, bool are_full, bool has_spike) {
   Workspace& own = by.own;
   put_random_of_group(own, by.seed, of.number);
   if (are_full) {
@@ -113,13 +141,13 @@ __device__ uint32_t rotate_any(float* values, const Quantizer& by, const Located
     rotate_in_memory(own, own.random, of.length, has_spike);
     get_row(values, own);
   }
-  return own.random[4 * kRoundingCounter];
 }
 
 // -- kernels ---------------------------------------------------------------------------------------------
 
+// Float64, which fills two registers, gets more of them.
 template <class T>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
                     const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
@@ -130,17 +158,18 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   for (int i = threadIdx.x; i < static_cast<int>(sizeof table / sizeof(float)); i += kThreads) {
     reinterpret_cast<float*>(&table)[i] = reinterpret_cast<const float*>(&kLevelsOnDevice)[i];
   }
+  __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
+  if (threadIdx.x == 0) seed = seed_from(seed_address, seed_number);
   share_streams(streams, uniform, counts);
-  const CopySettings settings = {streams.fp32_min, is_masked};
-  const uint64_t seed = seed_from(seed_address, seed_number);
+  const CopySettings settings = {uniform.fp32_min, is_masked};
   const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    store_seed(seed, streams.fp32_min, ranges + uniform.groups * columns(streams.fp32_min));
+    store_seed(seed, uniform.fp32_min, ranges + uniform.groups * columns(uniform.fp32_min));
   }
 
-  int turn = 0;  // the place of the next group's random words; 0: there are none yet
+  int turn = 0;  // groups whose scales are kept; the next group's random words follow theirs, unless there are none
 #pragma unroll 1
-  for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
+  for (int64_t pair = first_pair_of_warp();; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
     // Made again where it is needed, which takes fewer registers.
     const auto elements = [&] {
@@ -148,23 +177,37 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     };
     float values[kSide];
     Remainders found;
-    const bool are_full = elements().read_full(values, by.own) && remainders_of_full(found, values, settings);
-    if (!are_full) found = remainders_of(values, elements(), settings, by.own);
-    const bool has_spike = is_spiky(found);
-    const bool has_codes = are_full || (has_values(found.energy, found.mean) && found.energy > 0.0f);
-    uint32_t rounding;
-    if (are_full && !any(has_spike)) {
-      if (turn == 0) put_random_ahead<kCountersAhead>(by.own, seed, of.number);
-      const uint32_t* words = by.own.random + 4 * kCountersAhead * turn;
-      turn = (turn + 1) % kTurns;
-      rounding = words[4 * kPlaceOfScale];
-      rotate(values, by.own, words);
-    } else {
-      turn = 0;
-      rounding = rotate_any(values, by, of, are_full, has_spike);
+    int64_t begin = 0;
+    bool are_full = all(is_full_at(begin, of, streams, order));
+    if (are_full) {
+      if (normalization.exists()) {
+        elements().read_full(values, by.own);
+      } else {
+        read_neighbors(values, x + begin);
+      }
+      are_full = remainders_of_full(found, values, settings);
     }
-    const float inner = by.encode(values, of, found, has_codes);
-    by.store(of, found, inner, rounding, has_spike);
+    if (!are_full && 2 * pair < streams.groups) found = remainders_of(values, elements(), settings, by.own);
+    const bool is_quick = are_full && !may_be_spiky(found);
+    if (turn == kTurns || !is_quick) {
+      by.store_kept(turn, pair);
+      if (2 * pair >= streams.groups) break;
+      turn = 0;
+    }
+    bool has_spike = false;
+    if (is_quick) {
+      if (turn == 0) put_random_ahead<kCountersAhead>(by.own, seed, of.number);
+      rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);
+    } else {
+      has_spike = is_spiky(found, values);
+      rotate_any(values, by, of, are_full, has_spike);
+    }
+    const float inner = by.encode(values, of, found, are_full);
+    if (is_quick) {
+      by.keep(turn++, found, inner);
+    } else if (lane_of_group() == 0 && of.length > 0) {
+      by.store(of.number, found, inner, by.own.random[4 * kRoundingCounter], has_spike);
+    }
   }
 }
 

@@ -35,7 +35,7 @@ struct alignas(16) Workspace {
 
   float numbers[kSide * kRow];
   uint32_t random[4 * kSide];  // the four Philox words of each lane's counter
-  uint32_t unused[16];         // lets the workspaces of the two groups of a warp begin in different banks
+  float pending[kSide];        // for the caller; the workspaces of a warp's two groups begin in different banks
 
   __device__ float& at(int i) { return numbers[i / kSide * kRow + i % kSide]; }
 };
@@ -75,8 +75,9 @@ __device__ inline void get_row(float* values, const Workspace& own) {
   }
 }
 
-// Returns the sum of a group in all its lanes. column: zeros where no elements are.
-__device__ inline float sum_of_group(const float* column) {
+// Returns the sum of a group in all its lanes. column: zeros where no elements are. quads: set to the greatest of the sums of four
+// numbers of this lane, unless it is null.
+__device__ inline float sum_of_group(const float* column, float* quads = nullptr) {
   float sums[kSide / 2];
 #pragma unroll
   for (int j = 0; j < kSide / 2; ++j) sums[j] = column[j] + column[j + kSide / 2];
@@ -84,6 +85,7 @@ __device__ inline float sum_of_group(const float* column) {
   for (int half = kSide / 4; half > 0; half /= 2) {
 #pragma unroll
     for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
+    if (half == kSide / 4 && quads) *quads = fmaxf(fmaxf(sums[0], sums[1]), fmaxf(sums[2], sums[3]));
   }
   float sum = sums[0];
 #pragma unroll
@@ -130,11 +132,11 @@ __device__ inline void put_random_of_group(Workspace& own, uint64_t seed, int64_
 }
 
 // Writes the words that the next groups of these lanes need, if the groups are full and are rotated once: Counters counters
-// each for 16 / Counters groups. The first two counters are those of the signs. A third one is that of the scale. number: that
+// each for 16 / Counters groups, those of turn t from word 4 * Counters * t on. The first two counters are those of the signs. A third one is that of the scale. number: that
 // of the first of these groups.
 template <int Counters>
 __device__ inline void put_random_ahead(Workspace& own, uint64_t seed, int64_t number) {
-  const int turn = lane_of_group() / Counters, k = lane_of_group() % Counters;
+  const int lane = lane_of_group_now(), turn = lane / Counters, k = lane % Counters;
   const int64_t group = number + 2 * turn * pairs_apart();
   put_random(own, seed, group_counter(group) + static_cast<unsigned>(k < 2 ? k : kRoundingCounter));
 }

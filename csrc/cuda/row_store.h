@@ -32,22 +32,33 @@ __device__ inline void read_four(float* values, const float* vector, int64_t ent
   values[0] = float_of(four.x), values[1] = float_of(four.y), values[2] = float_of(four.z), values[3] = float_of(four.w);
 }
 
-// Applies the affine map to a row of a full group whose elements lie side by side, if the group has one entry, or if neighbors
-// have neighboring entries that can be read four at a time. If not, it returns false.
-__device__ inline bool map_row(float* values, const Affine& affine, const Entries& entries) {
+// Returns true if neighbors have neighboring entries that can be read four at a time. place: that of the group.
+__device__ inline bool are_fours(const Affine& affine, const Entries& entries, int64_t place) {
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.scale) | reinterpret_cast<uintptr_t>(affine.shift);
+  return entries.are_neighbors(4) && (affine.index.count | place) % 4 == 0 && addresses % sizeof(uint4) == 0;
+}
+
+// Returns true if map_neighbors can apply the affine map, if there is one, to a full group whose elements lie side by side.
+__device__ inline bool can_map(const Affine& affine, int64_t place) {
+  if (!affine.exists()) return true;
+  const Entries entries(affine.index, place);
+  return entries.are_one(kFullGroup) || are_fours(affine, entries, place);
+}
+
+// Applies the affine map to neighbors from element `first` of the group on.
+template <int Length>
+__device__ void map_neighbors(float* values, const Affine& affine, int64_t place, int first) {
+  const Entries entries(affine.index, place);
   if (all(entries.are_one(kFullGroup))) {
     const int64_t entry = entries.of(0);
     const float scale = scale_at(affine, entry), shift = shift_at(affine, entry);
 #pragma unroll
-    for (int k = 0; k < kSide; ++k) values[k] = values[k] * scale + shift;
-    return true;
+    for (int k = 0; k < Length; ++k) values[k] = values[k] * scale + shift;
+    return;
   }
-  int64_t entry = entries.of(lane_of_group() * kSide);
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.scale) | reinterpret_cast<uintptr_t>(affine.shift);
-  const bool in_fours = entries.are_neighbors(4) && (affine.index.count | entry) % 4 == 0 && addresses % sizeof(uint4) == 0;
-  if (!all(in_fours)) return false;
+  int64_t entry = entries.of(first);
 #pragma unroll
-  for (int k = 0; k < kSide; k += 4) {
+  for (int k = 0; k < Length; k += 4) {
     float scales[4], shifts[4];
     read_four(scales, affine.scale, entry, 1.0f);
     read_four(shifts, affine.shift, entry, -0.0f);
@@ -55,7 +66,16 @@ __device__ inline bool map_row(float* values, const Affine& affine, const Entrie
     for (int i = 0; i < 4; ++i) values[k + i] = values[k + i] * scales[i] + shifts[i];
     entry = entries.after(entry, 4);
   }
-  return true;
+}
+
+// Rounds neighbors to T.
+template <class T, int Length>
+__device__ void narrow(uint32_t* words, const float* values) {
+#pragma unroll
+  for (int k = 0; k < Length; k += 2) {
+    const float low = representable<T>(values[k]), high = representable<T>(values[k + 1]);
+    set_pair<T>(words, k, static_cast<Wide<T>>(low), static_cast<Wide<T>>(high));
+  }
 }
 
 // The registers that a row of T fills, and its vectors of 16 bytes.
@@ -103,14 +123,11 @@ __device__ void store_row(float* values, const Affine& affine, T* out, const Gro
                           Workspace& own) {
   const bool are_neighbors = m == kFullGroup && place.contiguous();
   T* const first = out + (are_neighbors ? place.of(0) : 0);
-  const bool is_aligned = all(are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0);
-  if (is_aligned && (!affine.exists() || map_row(values, affine, {affine.index, place.of(0)}))) {
+  const bool is_aligned = are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0;
+  if (all(is_aligned && can_map(affine, place.of(0)))) {
+    if (affine.exists()) map_neighbors<kSide>(values, affine, place.of(0), lane_of_group() * kSide);
     uint32_t words[kRowWords<T>];
-#pragma unroll
-    for (int k = 0; k < kSide; k += 2) {
-      const float low = representable<T>(values[k]), high = representable<T>(values[k + 1]);
-      set_pair<T>(words, k, static_cast<Wide<T>>(low), static_cast<Wide<T>>(high));
-    }
+    narrow<T, kSide>(words, values);
     return store_vectors(words, first, own);
   }
   put_row(values, own);

@@ -698,14 +698,13 @@ def test_full_groups(cuda, dtype, kind):
     """Two groups of 256 elements that share a warp: of one tensor, of samples of several widths, and across samples."""
     rng = np.random.default_rng(DTYPES.index(dtype))
     for bits in range(1, 9):
-        for offset, (samples, features) in enumerate(((3, 512), (5, 256), (80, 32))):
-            x = inputs(
-                samples * features, dtype, random_encoding(2, 3), seed=bits, offset=offset % 2
-            )
+        shapes = (0, 3, 512), (1, 5, 256), (0, 80, 32), (0, 3, 776)
+        for offset, samples, features in shapes:
+            x = inputs(samples * features, dtype, random_encoding(2, 3), seed=bits, offset=offset)
             # Every third group has numbers that are not finite.
             plain = x.nan_to_num(0, 9, -9).clamp(-9, 9)
             x = torch.where(torch.arange(len(x)) // 256 % 3 > 0, plain, x).view(samples, features)
-            compare_quantizer(cuda, x, bits, 256, bits % 2 == 0, offset=offset % 2, kind=kind)
+            compare_quantizer(cuda, x, bits, 256, bits % 2 == 0, offset=offset, kind=kind)
             widths = torch.from_numpy(rng.integers(1, 9, samples, np.uint8))
             words = groups.mixed_words(widths.tolist(), features)
             compare_quantizer(cuda, x, 1, 256, bits % 2 == 1, widths, words, kind=kind)
@@ -825,6 +824,17 @@ def test_warps_take_several_groups_and_tiles(cuda):
         compare_squares(cuda, x.to(torch.float16), 64)
         packed = cuda.encode(tiles, encoding)
     assert torch.equal(packed, reference.encode(tiles, encoding, None))
+
+
+@kinds
+def test_warps_take_several_full_groups(cuda, kind):
+    """More pairs of full groups than warps, some of which have a spike, or numbers that are not finite."""
+    x = torch.from_numpy(np.random.default_rng(1).normal(0, 1, (1301, 256))).to(torch.bfloat16)
+    x[700::90, 7] = 100.0
+    x[901::140, 3] = torch.inf
+    with device_of(cuda, 1):
+        for bits in (2, 3):
+            compare_quantizer(cuda, x, bits, 256, bits == 3, kind=kind)
 
 
 @kinds

@@ -31,6 +31,12 @@ def counting(monkeypatch):
     return import_module("cuda_instructions")
 
 
+@pytest.fixture
+def paths(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module("cuda_paths")
+
+
 def test_instructions_are_counted_by_kernel(counting):
     found = counting._instructions(CODE)
     ops = found["_Zkernel"]
@@ -42,6 +48,34 @@ def test_instructions_are_counted_by_kernel(counting):
 def test_names_are_readable(counting):
     mangled = "_ZN6fewbit4cuda12_GLOBAL__N_111pack_kernelINS0_8Bfloat16EEEvPKjl"
     assert counting._readable(mangled) == "pack_kernel<Bfloat16>"
+
+
+LOOP = """
+.text._Z6kernelv:
+	//## File "/csrc/cuda/a.cu", line 1
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_1:
+	//## File "/csrc/common/b.h", line 7 inlined at "/csrc/cuda/a.cu", line 2
+	//## File "/csrc/cuda/a.cu", line 2
+        /*0010*/                   LDG.E R6, desc[UR6][R6.64] ;
+        /*0020*/              @!P1 BRA `(.L_x_2) ;
+	//## File "/csrc/cuda/a.cu", line 3
+        /*0030*/                   IADD3 R6, R6, R6, RZ ;
+        /*0040*/                   IADD3 R6, R6, R6, RZ ;
+.L_x_2:
+	//## File "/csrc/cuda/a.cu", line 4
+        /*0050*/                   STG.E desc[UR6][R6.64], R6 ;
+        /*0060*/               @P0 BRA `(.L_x_1) ;
+        /*0070*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize("lines, instructions", [((), 4), ((("a.cu", 3),), 6)])
+def test_the_shortest_path_runs_the_given_lines(paths, lines, instructions):
+    blocks, following = paths.blocks_of(LOOP, "kernel")
+    marks = [{("b.h", 7)}, {("a.cu", 4)}, *({line} for line in lines)]
+    path = paths.shortest(blocks, following, marks)
+    assert sum(len(blocks[block]) for block in path) == instructions
 
 
 @pytest.mark.slow

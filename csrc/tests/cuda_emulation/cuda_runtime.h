@@ -176,6 +176,51 @@ inline uint32_t __ballot_sync(unsigned mask, int predicate) {
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xFFFFFFFFu; }
 
+namespace cuda_emulation::ptx {
+
+// Returns the number in row `row` and column `column` of the product of two matrices that the lanes of a warp hold, as the PTX
+// manual's figures for mma.m16n8k16 show. The sum is in double, so it is exact for the numbers that the tests use.
+class Product {
+ public:
+  Product(const uint32_t* a, const uint32_t* b) {
+    for (int i = 0; i < 6; ++i) {
+      const unsigned self = current;
+      const int slot = fibers[self].shuffles++ & 1;
+      fibers[self].slots[slot] = i < 4 ? a[i] : b[i - 4];
+      pause(State::at_shuffle);
+      for (unsigned lane = 0; lane < 32; ++lane) registers_[i][lane] = fibers[self / 32 * 32 + lane].slots[slot];
+    }
+  }
+
+  // Returns the i-th of the four numbers of this lane: two neighbors in a row, then those eight rows below.
+  double of(int i) const {
+    const unsigned lane = current % 32, row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    double sum = 0.0;
+    for (unsigned k = 0; k < 16; ++k) sum += a(row, k) * b(k, column);
+    return sum;
+  }
+
+ private:
+  double a(unsigned row, unsigned k) const {
+    return half(registers_[row / 8 + k / 8 * 2][row % 8 * 4 + k % 8 / 2], k);
+  }
+  double b(unsigned k, unsigned column) const { return half(registers_[4 + k / 8][column * 4 + k % 8 / 2], k); }
+  static double half(uint32_t pair, unsigned k) { return widen(kFloat16, pair >> k % 2 * 16 & 0xFFFFu); }
+
+  uint32_t registers_[6][32];
+};
+
+inline void mma_m16n8k16_f16(uint32_t* product, const uint32_t* a, const uint32_t* b) {
+  const Product of(a, b);
+  for (int i = 0; i < 2; ++i) product[i] = narrow(kFloat16, of.of(2 * i)) | narrow(kFloat16, of.of(2 * i + 1)) << 16;
+}
+inline void mma_m16n8k16_f32(float* product, const uint32_t* a, const uint32_t* b) {
+  const Product of(a, b);
+  for (int i = 0; i < 4; ++i) product[i] = static_cast<float>(of.of(i));
+}
+
+}  // namespace cuda_emulation::ptx
+
 // Lets all lanes arrive, as a shuffle does.
 inline void __syncwarp() { __shfl_xor_sync(0xFFFFFFFFu, 0, 0); }
 

@@ -8,14 +8,23 @@ import torch
 from expectation import pooled_z, z_score
 from groups_of_numbers import GROUPS, one_group
 from quantized import dequantize, inputs, quantize
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fewbit
 import fewbit.functional as F
 from fewbit.catalog.normal_levels import unbiased_levels
 from fewbit.catalog.unbiased_codes import packed_codes, unbiased_code
-from fewbit.errors import InputError
+from fewbit.errors import FewbitError, InputError
+from fewbit.runtime import backends
+from fewbit.runtime.backends import reference_unbiased
 from fewbit.runtime.format.distortion import distortion
+from fewbit.runtime.ops import quantizer_ops
 from fewbit.table.staircase import build_staircase, draw_codes
+
+try:
+    from fewbit.runtime.backends import native
+except ImportError:
+    native = None
 
 
 def copied(backend, x, bits, seed=0, group_size=256, fp32_min=True):
@@ -164,6 +173,45 @@ def test_codes_are_packed_as_the_kernels_read_them():
     levels = np.float32(unbiased_levels(2))
     np.testing.assert_array_equal(packed[8 + 3 * 128 :][: levels.size], levels.ravel())
     assert len(packed) == 8 + 3 * sum(np.size(unbiased_levels(bits)) for bits in range(1, 9))
+
+
+# -- codes on a device ---------------------------------------------------------------------------------------
+
+
+def test_codes_that_are_made_while_a_compiler_traces(backend):
+    """They are no fake tensors, so that later copies can use them."""
+    x = inputs((2, 256), torch.float32)
+    expected = copied(backend, x, 2)
+    for cache in (reference_unbiased._code, *([native._unbiased_levels] if native else [])):
+        cache.cache_clear()
+    with FakeTensorMode():
+        backends.prepare(torch.device(backend.device))
+    assert torch.equal(copied(backend, x, 2), expected)
+
+
+@pytest.mark.skipif(native is None, reason="fewbit was installed without kernels")
+def test_a_capture_without_a_step_before_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        FewbitError, match="^the codes of unbiased copies are not on cuda:7 yet: run a step there"
+    ):
+        native.levels_of("unbiased", torch.device("cuda:7"))
+
+
+@pytest.mark.parametrize(
+    "kind, expected", [("unbiased", 2), ("masked-unbiased", 2), ("rotated", 0)]
+)
+def test_a_compiler_prepares_the_device(kind, expected, monkeypatch):
+    """Otherwise, the codes would be in the memory of the first CUDA graph."""
+    devices = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backends, "prepare", devices.append)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 256, device="cuda")
+        seed = torch.empty(1, dtype=torch.int64, device="cuda")
+        packed, ranges, _ = quantizer_ops.quantize_op(x, x.stride(), seed, 2, 256, False, kind)
+        quantizer_ops.dequantize_op(packed, ranges, 2, 256, (2, 256), (256, 1), x.dtype, kind)
+    assert [device.type for device in devices] == ["cuda"] * expected
 
 
 # -- settings ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fewbit import _kernels
 from fewbit.catalog.unbiased_codes import packed_codes
@@ -55,6 +56,10 @@ class Kernels:
         self._where = where
         self._streams = streams
         self.name = name
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the tensors that the kernels keep on a device, see `reference.prepare`."""
+        levels_of(UNBIASED, device)
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
         """Pack codes as bit-planes, see `reference.pack`."""
@@ -315,7 +320,12 @@ def levels_of(kind: str, device: torch.device) -> torch.Tensor | None:
 
 @lru_cache(maxsize=32)
 def _unbiased_levels(device):
-    return torch.from_numpy(packed_codes()).to(device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise FewbitError(
+            f"the codes of unbiased copies are not on {device} yet: run a step there before capturing a CUDA graph"
+        )
+    with unset_fake_temporarily():  # a compiler may be tracing
+        return torch.from_numpy(packed_codes()).to(device)
 
 
 def _element(tensor, like):

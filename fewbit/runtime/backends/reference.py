@@ -18,6 +18,7 @@ from fewbit.runtime.backends.reference_fixed_point import (
     mask_fixed,
 )
 from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
+from fewbit.runtime.backends.reference_unbiased import prepare
 from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.buffers import Entry
@@ -36,6 +37,7 @@ __all__ = [
     "mask_fixed",
     "name",
     "pack",
+    "prepare",
     "quantize",
     "share_bits",
     "squares",

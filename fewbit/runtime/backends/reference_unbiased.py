@@ -10,8 +10,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fewbit.catalog.unbiased_codes import unbiased_code
+from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.runtime.backends.reference_bits import sixteen_bit_draws
 from fewbit.runtime.backends.reference_rotated import (
     MOST_SCALE,
@@ -22,7 +24,7 @@ from fewbit.runtime.backends.reference_rotated import (
     sign_words,
 )
 
-_FIRST_COUNTER, _COUNTERS = 2**62, 64  # of the first group, and of each group
+_FIRST_COUNTER, _COUNTERS = 2**62, 64  # group g has 64 counters, from 2**62 + 64 g on
 _OWN = 32  # a group's shared random numbers come from its first 32 counters, the encoder's own from the others
 
 
@@ -33,7 +35,7 @@ def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked=F
     never = torch.zeros(len(cut), dtype=torch.bool, device=cut.device)
     words = sign_words(seed, first_group, len(cut))
     y = rotated(left.values, left.lengths, words, never)
-    # The greatest number has to be at most the code's limit, in units of the scale.
+    # Divided by the scale, no number may exceed the limit T of the code.
     least_scale = torch.where(padded(exists), y.abs(), 0.0).amax(1) * code.inverse_limit
     rms = (left.energy / left.lengths.to(torch.float32)).sqrt()
     scale = torch.maximum(rms, least_scale) * (1.0 / left.factor)
@@ -91,9 +93,18 @@ def _up(scale):
     return (bits & 0xFFFF0000).to(torch.int32).view(torch.float32)
 
 
+def prepare(device):
+    """Make the codes of all numbers of bits on a device."""
+    for bits in range(MIN_BITS, MAX_BITS + 1):
+        _code(bits, device)
+
+
 @lru_cache(maxsize=32)
 def _code(bits, device):
     """Return the code of `unbiased_code` with tensors instead of arrays."""
     code = unbiased_code(bits)
-    arrays = {name: torch.tensor(getattr(code, name), device=device) for name in code._fields[1:]}
+    with unset_fake_temporarily():  # a compiler may be tracing
+        arrays = {
+            name: torch.tensor(getattr(code, name), device=device) for name in code._fields[1:]
+        }
     return code._replace(**arrays)

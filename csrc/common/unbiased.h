@@ -16,7 +16,7 @@ namespace fewbit {
 // where T is the greatest number that can be encoded. The arrays of each number of bits follow.
 constexpr int kUnbiasedFloats = kMaxBits + 3 * 8320;
 
-// The code of a number of bits. Each array has a row of 2^bits numbers for each value of the shared random number.
+// The code for one number of bits. Each array has a row of 2^bits numbers for each value of the shared random number.
 struct UnbiasedCode {
   float inverse_limit;
   const float* levels;
@@ -41,7 +41,7 @@ FEWBIT_HD inline UnbiasedCode unbiased_code(const float* all, int bits) {
   return {all[bits - 1], levels, levels + code_size(bits), levels + 2 * code_size(bits)};
 }
 
-// The first of a group's counters for its shared random numbers, and for the encoder's own ones. Each has kDrawCounters counters.
+// The first counter of a group's shared random numbers, and of the encoder's own. Each of these two runs has kDrawCounters counters.
 FEWBIT_HD constexpr uint64_t shared_counter(int64_t group) {
   return (uint64_t{1} << 62) + static_cast<uint64_t>(2 * kDrawCounters * group);
 }
@@ -65,8 +65,8 @@ FEWBIT_HD inline float inverse_scale(uint16_t scale, float u) { return 1.0f / (f
 // Returns a number in (0, 1) from the encoder's 16 random bits.
 FEWBIT_HD inline float own_share(uint32_t own) { return static_cast<float>(static_cast<int32_t>(2 * own + 1)) * 0x1p-17f; }
 
-// Does a step of a binary search for the code of z, a number in units of the scale. place: that of the least possible code. It moves
-// on by `step` codes if the code is that large. The outcome is random, so a branch would often be predicted wrongly.
+// Does a step of a binary search for the code of z, a number in units of the scale. place: the index of the lowest code that
+// is still possible. Returns place + step if the code is at least `step` higher, else place. The outcome is random, so a branch would often be predicted wrongly.
 FEWBIT_HD inline int next_place(const UnbiasedCode& code, int place, int step, float z, float share) {
   const int above = place + step - 1;
   return place + step * static_cast<int>(z > code.means[above] + share * code.gaps[above]);

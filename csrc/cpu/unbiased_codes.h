@@ -35,7 +35,7 @@ class UnbiasedCodes {
     return scale;
   }
 
-  // Dequantizes the m numbers of a group to `out`, followed by any numbers up to whole blocks.
+  // Dequantizes the m numbers of a group to `out`. What follows, up to whole blocks, is undefined.
   void restore(const uint32_t* words, int m, int64_t number, const GroupScale& group, Signs& signs, float* out) const {
     alignas(64) float y[kFullGroup];
     of_bits_.look_up(words, blocks_of(m), code_, Draws(keys_, shared_counter(number)), y);
@@ -60,7 +60,8 @@ class UnbiasedCodes {
   static void draw(const float* y, int blocks, const UnbiasedCode& code, float inverse, const Draws& shared,
                    const Draws& own, uint32_t* words) {
     for (int block = 0; block < blocks; ++block, y += kBlock, words += BITS) {
-      // A step for all numbers of the block after the other: they are independent, so no operation has to wait for the one before.
+      // One step of the search for all numbers of the block, then the next step: the numbers are independent, so the processor need
+      // not wait for a result.
       int rows[kBlock], places[kBlock];
       float z[kBlock], shares[kBlock];
       for (int i = 0; i < kBlock; ++i) {

@@ -19,7 +19,7 @@ namespace {
 // Returns the 16-bit number with this index, 0 to 7, of a counter's words.
 __device__ uint32_t half_of(const uint32_t* words, int index) { return words[index / 2] >> (index % 2 * 16) & 0xFFFFu; }
 
-// Returns the random numbers of a column, of which element i has number i / 32 of counter i % 32. counter: the first of the group.
+// Fills `draws` with the random numbers of a column. Element i of the group has number i / 32 of counter i % 32. counter: the first of the group.
 __device__ void draw_column(uint32_t* draws, uint64_t seed, uint64_t counter) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
@@ -29,7 +29,7 @@ __device__ void draw_column(uint32_t* draws, uint64_t seed, uint64_t counter) {
   }
 }
 
-// The random numbers of a group: the words of its counters, which four words belong to each.
+// The random numbers of a group: four words for each counter.
 struct alignas(16) Draws {
   uint32_t words[4 * kDrawCounters];
 

@@ -23,7 +23,7 @@ from fewbit.table.staircase import build_staircase
 
 
 class UnbiasedCode(NamedTuple):
-    """The code of one number of bits.
+    """The code for one number of bits.
 
     Attributes:
         inverse_limit: 1 / T, rounded to float32. The code is unbiased for numbers from -T to T, where T is the mean of
@@ -44,8 +44,8 @@ class UnbiasedCode(NamedTuple):
 def unbiased_code(bits: int) -> UnbiasedCode:
     """Return the code of a number of bits, from the shipped table of the function `value`.
 
-    Means and gaps belong to the levels after these have been rounded to float32. So rounding the levels makes the code
-    no less unbiased.
+    Means and gaps belong to the levels after these have been rounded to float32. So the code with
+    rounded levels is still exactly unbiased.
 
     Args:
         bits: the bits of a code, 1 to 8.

@@ -28,7 +28,8 @@ DRAWN = Encoding.of(load_table("gelu", 2, objective="unbiased"))
 N, BITS, CHANNELS = 225, 3, 3
 WORDS = packed_words(N, BITS)
 SEED = np.array([5], np.int64)
-UNIFORM_COPY = 0  # the number of the kind
+UNIFORM_COPY, UNBIASED_COPY = 0, 3  # the numbers of the kinds
+LEVELS = 8 + 3 * 8320  # numbers in the codes of unbiased copies
 SHAPE = {"samples": 3, "features": 75, "group_size": 256}
 MIXED = np.array([2, 4, 4], np.uint8)
 MIXED_WORDS = packed_words(75, 2) + packed_words(150, 4)
@@ -79,18 +80,28 @@ def good_calls():
         "forward_quantized": function
         | {"table": TABLE, "x": floats(N), "y": floats(N), "codes": words(), "seed": None}
         | {**SHAPE, "bits": BITS, "fp32_min": False, "kind": UNIFORM_COPY, "quantizer_seed": SEED}
+        | {"levels": None}
         | {"packed": words(), "ranges": ranges()}
         | threads,
-        "quantize": {"x": floats(N), **SHAPE, **rounded, "seed": SEED}
+        "quantize": {"x": floats(N), **SHAPE, **rounded, "seed": SEED, "levels": None}
         | {"packed": words(), "ranges": ranges(), **vectors}
         | threads,
-        "quantize mixed": {"x": floats(N), **SHAPE, **mixed, "seed": SEED} | room | threads,
+        "quantize mixed": {"x": floats(N), **SHAPE, **mixed, "seed": SEED, "levels": None}
+        | room
+        | threads,
+        "quantize unbiased": {"x": floats(N), **SHAPE, **rounded, "kind": UNBIASED_COPY}
+        | {"seed": SEED, "levels": floats(LEVELS), "packed": words(), "ranges": ranges(5)}
+        | threads,
         "squares": {"x": floats(N), **SHAPE, "kind": UNIFORM_COPY, "out": floats(3), **vectors}
         | threads,
         "dequantize": {"packed": words(), "ranges": ranges(), **rounded, **SHAPE, "out": floats(N)}
+        | {"levels": None}
         | affine
         | threads,
-        "dequantize mixed": room | mixed | SHAPE | {"out": floats(N)} | threads,
+        "dequantize unbiased": {"packed": words(), "ranges": ranges(5), **rounded, **SHAPE}
+        | {"kind": UNBIASED_COPY, "levels": floats(LEVELS), "out": floats(N)}
+        | threads,
+        "dequantize mixed": room | mixed | SHAPE | {"levels": None, "out": floats(N)} | threads,
         "grid_fixed": {"gamma": floats(4), "beta": floats(4), "bits": BITS, "grid": floats(28)}
         | threads,
         "encode_fixed": {"x": floats(N), "y": floats(N), **fixed, "packed": words()}
@@ -202,10 +213,10 @@ def test_the_message():
             (
                 name,
                 {"group_size": 288, "kind": kind},
-                "group_size: expected at most 256 with rotated and masked copies, got 288",
+                "group_size: expected at most 256 unless the copy is uniform, got 288",
             )
             for name in ("quantize", "squares", "dequantize", "forward_quantized")
-            for kind in (1, 2)
+            for kind in (1, 2, 3, 4)
         ),
         ("quantize", {"bits": 0}, "bits: expected 1 to 8, got 0"),
         ("quantize", {"inner": 0}, r"quantize: rstd: expected entries \* inner to divide .*"),
@@ -214,7 +225,12 @@ def test_the_message():
         ("dequantize", {"bits": 9}, "bits: expected 1 to 8, got 9"),
         ("dequantize", {"fp32_min": True}, "dequantize: ranges: expected 9 bfloat16 .*, got 6 .*"),
         ("dequantize", {"kind": 1}, "dequantize: ranges: expected 10 bfloat16 .*, got 6 .*"),
-        ("quantize", {"kind": 3}, "kind: expected 0 .*, got 3"),
+        ("quantize", {"kind": 5}, "kind: expected 0 .*, got 5"),
+        (
+            "quantize unbiased",
+            {"levels": None},
+            "quantize: levels: expected 24968 float32 .*, got none",
+        ),
         (
             "quantize mixed",
             {"widths": np.array([2, 0, 1], np.uint8)},

@@ -20,7 +20,7 @@ shorter tails than normal numbers, so the variance of a group of n elements is l
 levels are rounded to multiples of a power of two, which adds at most 0.11 % (docs/concepts/theory/rounding.md). In a *masked*
 copy, the distortion is that of rotated or unbiased copies.
 
-In an *unbiased* copy, `squares` is that of a rotated copy. The variance of an element depends on its rotated value, so
+For an *unbiased* copy, `squares` is computed as for a rotated copy. The variance of an element depends on its rotated value, so
 the distortion is not the same for all data. The returned distortion is that of groups of 256 normal numbers. No data
 has a distortion that is more than a few percent larger, because rotated numbers have tails that are no heavier than
 those of normal numbers. Groups in which one element has almost all energy have a distortion that is up to a quarter
@@ -86,8 +86,8 @@ def largest_distortion(kind: str, bits: int) -> float:
     """Return an upper bound on the distortion, for any data.
 
     Uniform copies reach the bound if every element lies in the middle between the values of two neighboring codes.
-    Rotated copies have the same distortion for all data, so their bound is `distortion`. So is that of unbiased copies,
-    whose distortion is smaller for some data.
+    Rotated copies have the same distortion for all data, so their bound is `distortion`. So is that of unbiased copies:
+    some data has a smaller distortion, and no data has one that is more than a few percent larger.
 
     Args:
         kind: the kind of the copy, one of `fewbit.config.KINDS`.

@@ -33,7 +33,7 @@ constexpr bool is_unbiased(CopyKind kind) { return kind == CopyKind::unbiased ||
 
 // The group quantizer (docs/concepts/quantizer.md), for copies of one kind. Each function works on the groups [begin, end) of all
 // streams. order: the samples by stream; null if they are in order already. Pointers are aligned to one element. `ranges` does
-// not have the rows of a rotated copy's seed.
+// not have the rows of the seed.
 struct QuantizerKernels {
   // Quantizes. Words may share blocks with those of other calls (word_writer.h). `spread` is extended by the elements.
   void (*quantize)(const Streams& streams, const int64_t* order, const void* x, DType dtype,

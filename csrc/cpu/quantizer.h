@@ -27,7 +27,8 @@ struct Extent {
   float least, greatest;
 };
 
-// Writes all words and ranges of the streams, but not the seed of a rotated copy, and returns the extent of the elements that are quantized.
+// Writes all words and ranges of the streams, but not the rows of the seed, and returns the extent of the elements that are
+// quantized.
 Extent quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const void* x, DType dtype,
                 const Normalization& normalization, const Coding& coding, uint32_t* packed, uint16_t* ranges, int threads);
 

@@ -272,14 +272,14 @@ def _uniform(cut, exists, seed, bits, fp32_min, first_group, group_size):
 
 
 def _seed_rows(seed, columns):
-    """Return the rows of `ranges` that have the seed of a rotated copy, (2, columns) bfloat16."""
+    """Return the rows of `ranges` that have the seed of a copy, (2, columns) bfloat16."""
     words = torch.zeros(groups.SEED_ROWS * columns, dtype=torch.int16, device=seed.device)
     words[:4] = seed.view(torch.int16)
     return words.view(groups.SEED_ROWS, columns).view(torch.bfloat16)
 
 
 def seed_of(ranges):
-    """Return the seed of a rotated copy, (1,) int64, from the last rows of its ranges."""
+    """Return the seed of a copy that is not uniform, (1,) int64, from the last rows of its ranges."""
     words = ranges[-groups.SEED_ROWS :].contiguous().view(torch.int16).view(-1)
     return words[:4].clone().view(torch.int64)
 
@@ -295,7 +295,7 @@ def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, f
         samples: the number of samples.
         features: the number of elements of a sample.
         kind: the kind of the copy.
-        seed: the seed of a rotated copy.
+        seed: the seed of the copy; None if it is uniform.
         first_group: the number of the first group.
     """
     codes = unpack(packed, bits, samples * features).view(samples, features)

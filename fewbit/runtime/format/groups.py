@@ -24,7 +24,7 @@ there are 2 columns.
 LEAST_ELEMENTS = 1024
 """Tensors of functions and of checkpointed regions with fewer elements stay exact."""
 SEED_ROWS = 2
-"""The number of rows at the end of the `ranges` of a rotated copy that have the copy's seed."""
+"""The number of rows at the end of `ranges` that have the copy's seed, unless the copy is uniform."""
 STEPS = 8
 """Minimums are float32 if a tensor's range is below this many distances between bfloat16 numbers at the minimum."""
 
@@ -88,7 +88,7 @@ def quantized_bytes(
     """Return the bytes of the quantized copy of a tensor.
 
     The codes of n elements take 4 * bits * ceil(n / 32) bytes. Each group takes 4 bytes, or 6 with float32 minimums. The
-    seed of a rotated copy takes as much as two groups.
+    seed takes as much as two groups; uniform copies have none.
     """
     samples, features = samples_of(shape)
     groups = group_count(samples, features, group_size) + seed_rows(kind)

@@ -21,7 +21,7 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, unsharded
 
 MOST_SHARED = 2**14
-"""The largest number of elements of a shared constant. If more, the time of a launch does not matter."""
+"""The largest number of elements of a shared constant. For larger tensors, filling takes longer than the launch."""
 
 
 class AffineResultSpec(NamedTuple):
@@ -142,8 +142,8 @@ def constant_like(statistic, value: float):
     """Return a tensor like `statistic` that is filled with a value, for torch's functions, which only read it.
 
     On a GPU, launching the kernel that fills the tensor takes longer than the kernel. The tensor is therefore shared by
-    all backward passes that run in one stream, unless it is large. A CUDA graph, which may use its memory at any time,
-    gets its own.
+    all backward passes that run in one stream, unless it is large. A capture gets a tensor of its own, because its graph
+    may be replayed at any time.
     """
     is_shared = statistic.is_cuda and is_plain(statistic) and statistic.numel() <= MOST_SHARED
     if not is_shared or torch.cuda.is_current_stream_capturing():

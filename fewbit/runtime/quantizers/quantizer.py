@@ -1,7 +1,7 @@
 """The group quantizer of a layer: `quantize` makes a copy of a tensor in the forward pass.
 
 A *copy* is the quantized form of a tensor that a layer saves: codes of a few bits, and two numbers for each group of
-elements. Copies are rotated or uniform (docs/concepts/quantizer.md). `QuantizedTensorSpec.dequantize` computes approximate
+elements. There are several kinds of copies (docs/concepts/quantizer.md). `QuantizedTensorSpec.dequantize` computes approximate
 values from a copy in the backward pass.
 
 A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots in training. A

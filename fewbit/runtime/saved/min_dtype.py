@@ -86,9 +86,9 @@ def is_large(extremes: torch.Tensor, kind: str) -> bool:
     """Return whether a tensor's elements are so far from zero that it needs float32 minimums.
 
     It does if the greatest element minus the least element is less than 8 times the spacing of bfloat16 numbers at the
-    least element. The greatest element is estimated as the greatest minimum plus the greatest range of a group, which is
-    at least as much. A rotated copy has no extremes. They are estimated as the least mean minus 2.5 times the greatest
-    scale, and the greatest mean plus as much. Of a float32 minimum or mean, only the upper half counts.
+    least element. The greatest element is estimated as the greatest minimum plus the greatest range of a group. This
+    estimate is never below the greatest element. Copies of other kinds have no extremes. They are estimated as the least
+    mean minus 2.5 times the greatest scale, and the greatest mean plus 2.5 times the greatest scale. Of a float32 minimum or mean, only the upper half counts.
 
     Args:
         extremes: the result of `extremes_of`, on the host.

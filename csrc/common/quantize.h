@@ -24,8 +24,7 @@ struct VectorIndex {
   int64_t count = 1, inner = 1;
 };
 
-// What the codes of a copy depend on besides the elements. codes: those of exactly unbiased copies (unbiased.h); null for other
-// kinds.
+// The seed of a copy, and the table of its codes. codes: the table of exactly unbiased copies (unbiased.h); null for other kinds.
 struct Coding {
   uint64_t seed;
   const float* codes;

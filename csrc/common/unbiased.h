@@ -65,8 +65,9 @@ FEWBIT_HD inline float inverse_scale(uint16_t scale, float u) { return 1.0f / (f
 // Returns a number in (0, 1) from the encoder's 16 random bits.
 FEWBIT_HD inline float own_share(uint32_t own) { return static_cast<float>(static_cast<int32_t>(2 * own + 1)) * 0x1p-17f; }
 
-// Does a step of a binary search for the code of z, a number in units of the scale. place: the index of the lowest code that
-// is still possible. Returns place + step if the code is at least `step` higher, else place. The outcome is random, so a branch would often be predicted wrongly.
+// Does a step of a binary search for the code of z, a number in units of the scale. place: the index of the lowest code that is
+// still possible. Returns place + step if the code is at least `step` higher, else place. The outcome is random, so a branch would
+// often be predicted wrongly.
 FEWBIT_HD inline int next_place(const UnbiasedCode& code, int place, int step, float z, float share) {
   const int above = place + step - 1;
   return place + step * static_cast<int>(z > code.means[above] + share * code.gaps[above]);

@@ -24,7 +24,7 @@ class RotatedCodes {
     return stored_scale(of.energy, inner, of.factor, signs.rounding(group), of.is_twice());
   }
 
-  // Dequantizes the m numbers of a group to `out`, followed by any numbers up to whole blocks.
+  // Dequantizes the m numbers of a group to `out`. What follows, up to whole blocks, is undefined.
   void restore(const uint32_t* words, int m, int64_t number, const GroupScale& group, Signs& signs, float* out) const {
     if (m == kFullGroup && !group.is_twice) {
       return kernels_.restore_full_group(words, signs.first(number), group.mean, group.scale, out);

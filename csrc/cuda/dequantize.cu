@@ -84,7 +84,7 @@ __device__ void store_run(const float* values, T* out, bool vectors, int exist) 
   }
 }
 
-// What the groups of a launch have in common.
+// The data that all groups of a launch share.
 template <class T>
 struct Dequantizer {
   const Streams& streams;

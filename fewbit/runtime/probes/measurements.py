@@ -1,4 +1,4 @@
-"""What a probe measures at the nodes of the autograd graph, and the variances that follow from these numbers.
+"""The numbers that a probe measures at the nodes of the autograd graph, and the variances that follow from them.
 
 `variance_probe.py` explains the numbers own, out and gain. Noise from different sources is uncorrelated, so sums of squares
 add up along the graph. Let S(node) be the sum of squares that noise in the incoming gradient of a node causes at all

@@ -11,12 +11,6 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 # The sources of the compiled kernels.
 KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
-# The tests that `make gpu` runs on the GPU, as other targets do on the CPU.
-CUDA_TESTS := $(addprefix tests/backends/,test_backends.py test_ops.py) \
-	$(addprefix tests/layers/,test_functional.py test_autograd.py test_modules.py test_layers.py test_attention.py test_gated.py test_pooling.py test_dropout.py test_small_layers.py) \
-	$(addprefix tests/runtime/,test_compile.py test_quantizer.py test_quantizer_vectors.py test_quantizer_fused.py test_quantizer_promises.py test_rotated.py test_saved_tensors.py test_min_dtype.py test_bit_sharing.py test_variance_probe.py test_offload.py) \
-	$(addprefix tests/compress/,test_allocator.py)
-
 .PHONY: demo test test-all slow dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize docs clean
 
 demo: $(VENV)/installed
@@ -90,8 +84,8 @@ benchmarks: $(VENV)/installed-tests $(VENV)/installed-benchmarks
 # For a machine with a GPU; CONTRIBUTING.md says what must be installed there. Each part is made to take less than 8 minutes, and
 # writes results as it goes. `make gpu` runs all parts, even if one fails, and fails if one did.
 # Results are written to $$OUT if set, else to benchmarks/results and build/gpu.
-GPU_PYTEST = OMP_NUM_THREADS=4 $(PYTHON) -m pytest -m cuda -W default --continue-on-collection-errors -rfE \
-	$$($(PYTHON) -c 'import xdist' 2> /dev/null && echo "--numprocesses 4 --dist worksteal")
+GPU_PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m cuda -W default --continue-on-collection-errors -rfE \
+	$$($(PYTHON) -c 'import xdist' 2> /dev/null && echo "--numprocesses logical --maxprocesses 12 --dist worksteal")
 GPU_RESULTS = $${OUT:-build/gpu}
 
 gpu:
@@ -110,7 +104,7 @@ gpu-test:
 	@mkdir -p $(GPU_RESULTS)
 	@failed=0; \
 	$(GPU_PYTEST) --junit-xml=$(GPU_RESULTS)/every_half.xml tests/backends/test_every_half.py || failed=1; \
-	$(GPU_PYTEST) --junit-xml=$(GPU_RESULTS)/tests.xml $(CUDA_TESTS) || failed=1; \
+	$(GPU_PYTEST) --junit-xml=$(GPU_RESULTS)/tests.xml --ignore tests/backends/test_every_half.py tests || failed=1; \
 	if command -v compute-sanitizer > /dev/null; then \
 		compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -m cuda -W default tests/backends/test_ops.py || failed=1; \
 	fi; \

@@ -30,7 +30,7 @@ import harness
 import torch
 
 import fewbit
-from fewbit.config import MASKED, ROTATED, UNIFORM
+from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNBIASED, UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.format.encoding import Encoding, packed_words
 
@@ -135,7 +135,7 @@ def quantize(kind, bits, axis=None):
 
     def case(backend, x):
         seed = torch.tensor([7], device=x.device)
-        x = x.clamp(min=0) if kind == MASKED else x
+        x = x.clamp(min=0) if kind in (MASKED, MASKED_UNBIASED) else x
         widths = words = None
         if bits is None:
             widths = torch.arange(len(x), device=x.device).remainder(3).add(1).to(torch.uint8)
@@ -229,6 +229,11 @@ CASES = {
     "rotated dequantize, 4 bits": dequantize(ROTATED, 4),
     "rotated dequantize scaled rows, 2 bits": dequantize(ROTATED, 2, "rows"),
     "rotated dequantize scaled features, 2 bits": dequantize(ROTATED, 2, "features"),
+    "unbiased quantize, 2 bits": quantize(UNBIASED, 2),
+    "unbiased quantize, 4 bits": quantize(UNBIASED, 4),
+    "masked unbiased quantize, 2 bits": quantize(MASKED_UNBIASED, 2),
+    "unbiased dequantize, 2 bits": dequantize(UNBIASED, 2),
+    "unbiased dequantize, 4 bits": dequantize(UNBIASED, 4),
     "encode fixed point, 4 bits": fixed_point("encode", 4),
     "decode fixed point, 4 bits": fixed_point("decode", 4),
     "mask fixed point, 4 bits": fixed_point("mask", 4),

@@ -387,7 +387,7 @@ def measure(case, settings, options):
     row |= {f"{name}_bytes": value for name, value in peaks.items()}
     row |= speed(device, training, batch, steps)
     if options["search"]:
-        row |= search(device, training, settings, steps)
+        row |= search(device, training, settings, steps, options["memory"])
     return row
 
 
@@ -403,15 +403,16 @@ def speed(device, training, batch, steps, prefix=""):
     }
 
 
-def search(device, training, settings, steps):
+def search(device, training, settings, steps, memory):
     tries = {}
 
     def attempt(batch, call):
-        """Return what `call` returns with a batch of this size, or None if memory runs out."""
+        """Return what `call` returns and the peaks of memory for a batch of this size, or None if memory runs out."""
         try:
             training.take(batch)
-            with device.peak():
-                return call()
+            with device.peak() as peaks:
+                result = call()
+            return result, peaks
         except Exception as error:
             # The traceback of the error holds the step's tensors until this block ends, so memory is freed after it.
             if not is_out_of_memory(error):
@@ -422,17 +423,17 @@ def search(device, training, settings, steps):
             device.clear()
         return None
 
-    def fits(batch):
+    def peak_of(batch):
         def twice():
             # The second step runs in memory that the first has fragmented.
             training.step()
             training.step()
-            return True
 
-        tries[batch] = bool(attempt(batch, twice))
-        return tries[batch]
+        done = attempt(batch, twice)
+        tries[batch] = done is not None
+        return done and done[1].get("reserved", done[1]["allocated"])
 
-    batch, bounded = largest(fits, settings["batch"], settings["most"])
+    batch, bounded = largest(peak_of, settings["batch"], settings["most"], memory)
     row = {"tries": len(tries)}
     timed = None
     # Longer runs can still fail in fragmented memory. Then a slightly smaller batch is tried.
@@ -444,32 +445,44 @@ def search(device, training, settings, steps):
         if timed is not None:
             break
         batch, bounded = batch - max(1, batch // 32), True
-    return row | {"largest_batch": batch, "largest_is_a_bound": not bounded} | (timed or {})
+    return (
+        row
+        | {"largest_batch": batch, "largest_is_a_bound": not bounded}
+        | (timed[0] if timed else {})
+    )
 
 
-def largest(fits, first, most):
+def largest(peak_of, first, most, memory):
     """Return (the largest batch size that fits, to within a sixteenth; whether a larger one was found not to fit).
 
+    The peak of memory grows about linearly with the batch, so two sizes that fit tell which one to try next.
+
     Args:
-        fits: A function that returns whether a batch size fits.
+        peak_of: A function that returns the peak of memory for a batch size in bytes, or None if it does not fit.
         first: The first size to try.
         most: The largest size to try.
+        memory: The bytes that the process may take.
     """
-    good, bad, batch = 0, None, first
+    peaks, bad, batch = {0: 0}, None, first
     for _ in range(TRIES):
-        if fits(batch):
-            good = batch
-        else:
+        peak = peak_of(batch)
+        if peak is None:
             bad = batch
-        if bad is None:
-            if good >= most:
-                break
+        else:
+            peaks[batch] = peak
+        good = max(peaks)
+        if good >= most or (bad is not None and bad - good <= max(1, good // 16)):
+            break
+        if bad is not None:
+            batch = max(bad - max(1, bad // 16), good + 1)
+        elif len(peaks) == 2:
             batch = min(2 * good, most)
         else:
-            if bad - good <= max(1, good // 16):
-                break
-            batch = (good + bad) // 2
-    return good, bad is not None
+            before = sorted(peaks)[-2]
+            slope = (peaks[good] - peaks[before]) / (good - before)
+            more = (memory - peaks[good]) / slope if slope > 0 else good
+            batch = min(good + max(int(0.97 * more), 1, good // 16), most)
+    return max(peaks), bad is not None
 
 
 # -- Processes --------------------------------------------------------------------------------------

@@ -84,7 +84,9 @@ def checkpoint(
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return torch_checkpoint(function, *args, **options)
     region = _Region(function, args, bits, group_size)
-    result = torch_checkpoint(region, **options)
+    # torch restores the random states of the devices of the tensors that it is given, and would save the arguments.
+    devices = dict.fromkeys(x.device for x in args if isinstance(x, Tensor))
+    result = torch_checkpoint(region, *(torch.empty(0, device=each) for each in devices), **options)
     region.forget_arguments()
     return result
 
@@ -152,7 +154,7 @@ class _Region:
         """Forget the arguments themselves when the forward pass is done."""
         self._args = None
 
-    def __call__(self, **kwargs):
+    def __call__(self, *_, **kwargs):
         args = self._restored() if self._args is None else self._args
         return self._function(*args, **kwargs)
 

@@ -43,6 +43,14 @@ def pytest_configure(config):
         assert torch.get_num_threads() == config.option.threads
 
 
+@pytest.fixture(scope="session", autouse=True)
+def full_float32():
+    """On a GPU, let cuDNN compute in full float32: by default it rounds the factors of a convolution to TF32."""
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = False
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item):
     """Seed torch before each test, so that rounding at random does not depend on the tests before it."""

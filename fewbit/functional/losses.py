@@ -84,8 +84,6 @@ def cross_entropy(
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
-    if torch.is_autocast_enabled(input.device.type) and input.dtype.itemsize == 2:
-        input = input.float()  # as autocast does for torch's function
     options = ignore_index, reduction, label_smoothing
     return _CrossEntropy.apply(input, target, weight, options, quantizer)
 

@@ -10,10 +10,11 @@ are fused, and dropout is off. In every arm, the head and the loss of the langua
 checkpointed chunks, because the logits of 50257 words would otherwise take most of the memory.
 
 The arms are: exact; level L2 at 4 and 2 bits; levels L3 and L4 at 2 bits on average, which have adapted to the data before
-they are measured; few-bit activations alone; checkpointing of every block; torch.compile; fewbit.compile with 2 bits; and
-torch.compile with activation_memory_budget 0.5. Each arm runs in a process of its own, so that memory of other arms does not count. The processes are
-copies of a server that has imported torch. Before the arms run, gradients of L2 at 8 bits are compared with exact
-gradients. The arms run even if this check fails, and the program then ends with an error.
+they are measured; pre-activation blocks at 4 bits; few-bit activations alone; checkpointing of every block; exact training
+and L2 at 2 bits with the step in a CUDA graph; torch.compile; fewbit.compile with 2 bits; and torch.compile with
+activation_memory_budget 0.5. Each arm runs in a process of its own, so that memory of other arms does not count. The
+processes are copies of a server that has imported torch. Before the arms run, gradients of L2 at 8 bits are compared with
+exact gradients. The arms run even if this check fails, and the program then ends with an error.
 
 The memory of the device is capped (--memory), so that the search for the largest batch takes seconds. Peaks include
 the parameters, the gradients and the optimizer's state. On a CPU, the resident memory of the process is measured
@@ -159,7 +160,8 @@ def loss(case, forward, embedding, x, y):
         return F.cross_entropy(out.float(), y)
     hidden = out if isinstance(out, Tensor) else out.last_hidden_state
     parts = zip(hidden.flatten(0, 1).split(CHUNK), y.flatten().split(CHUNK), strict=True)
-    sums = (checkpoint(_chunk, *part, embedding, use_reentrant=False) for part in parts)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    sums = (checkpoint(_chunk, *part, embedding, **options) for part in parts)
     return sum(sums) / y.numel()
 
 
@@ -208,17 +210,26 @@ def level(name, bits, **options):
     return arm
 
 
+def preactivation(model):
+    fewbit.compress_(model, fewbit.PreActivationBits(4), verbose=False)
+    return model
+
+
 def activations(model):
     fewbit.replace_activations_(model, verbose=False)
     return model
 
 
 # An arm is a function that converts a model and returns the callable to train. Arms that compile take longest, so they are
-# last in case time runs out.
+# last in case time runs out. The step of an arm in CAPTURED is recorded in a CUDA graph, which the timed steps replay.
 COMPILING = {
     "torch.compile": torch.compile,
     "fewbit.compile 2 bits": compressed,
     "budget 0.5": compiled,
+}
+CAPTURED = {
+    "exact, CUDA graph": lambda model: model,
+    "L2 2 bits, CUDA graph": level("L2", 2),
 }
 ARMS = {
     "exact": lambda model: model,
@@ -226,8 +237,10 @@ ARMS = {
     "L2 2 bits": level("L2", 2),
     "L3 2 bits": level("L3", 2),
     "L4 2 bits": level("L4", 2),
+    "pre-activation 4 bits": preactivation,
     "activations": activations,
     "checkpointing": checkpointed,
+    **CAPTURED,
     **COMPILING,
 }
 
@@ -317,7 +330,8 @@ class Training:
         self.forward = arm(self.model)
         self.is_compiled = arm in COMPILING.values()
         if case == "gpt2":
-            self.optimizer = torch.optim.AdamW(self.parameters, 1e-4, fused=True)
+            options = {"fused": True, "capturable": arm in CAPTURED.values()}
+            self.optimizer = torch.optim.AdamW(self.parameters, 1e-4, **options)
         else:
             self.optimizer = torch.optim.SGD(self.parameters, 1e-2, momentum=0.9, fused=True)
         self.x = self.y = None
@@ -338,6 +352,14 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         self.backward()
         self.optimizer.step()
+
+    def capture(self):
+        """Record a step in a CUDA graph. From now on, `step` replays it."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        self.step = graph.replay
 
     def gradient(self, autocast):
         self.optimizer.zero_grad(set_to_none=True)
@@ -382,11 +404,12 @@ def measure(case, settings, options):
     device.clear()
     row["before_bytes"] = device.now()
     row["warm_up_s"] = time.perf_counter() - start
+    is_captured = options["arm"] in CAPTURED
     with device.peak() as peaks:
-        training.step()
+        training.capture() if is_captured else training.step()
     row |= {f"{name}_bytes": value for name, value in peaks.items()}
     row |= speed(device, training, batch, steps)
-    if options["search"]:
+    if options["search"] and not is_captured:
         row |= search(device, training, settings, steps, options["memory"])
     return row
 
@@ -595,7 +618,9 @@ def main():
         torch.set_num_threads(1)
     cases = CASES if device == "cuda" else TINY
     # On a CPU, compiling would take longer than all other arms, and tell nothing about a GPU.
-    arms = arguments.arms or [each for each in ARMS if device == "cuda" or each not in COMPILING]
+    arms = arguments.arms or [
+        each for each in ARMS if device == "cuda" or each not in {**COMPILING, **CAPTURED}
+    ]
     memory = arguments.memory or (2 if device == "cpu" else 12 if quick else 20)
     options = {
         "device": device,

@@ -169,22 +169,26 @@ float energy_of_copy(const Numbers& x, bool is_masked) {
   return is_masked ? energy * static_cast<float>(of.count) / static_cast<float>(x.size()) : energy;
 }
 
+// Checks the mean of a group, and returns whether the group has codes. If not, it also checks the scale and fills `copy`.
+bool check_codes_exist(const Rescued& of, const GroupScale& stored, ExpectedCopy& copy) {
+  if (!of.has_values()) {
+    CHECK(std::isnan(stored.mean) && std::isnan(stored.scale));
+    return false;
+  }
+  CHECK(equal(stored.mean, of.mean));
+  if (of.energy > 0.0f) return true;
+  CHECK(equal(stored.scale, 0.0f) && !stored.is_twice);
+  copy.values.assign(of.v.size(), of.mean);
+  return false;
+}
+
 // Checks the mean and the scale of a group, and returns its copy.
 ExpectedCopy copy_of(const TestedGroup& group, bool is_masked, const uint16_t* ranges) {
   const Numbers& x = group.elements;
   const GroupScale stored = load_scale(ranges, group.fp32_min, group.number);
   ExpectedCopy copy{std::vector<int>(x.size(), 0), Numbers(x.size(), NAN), energy_of_copy(x, is_masked)};
   Rescued of(x, group.fp32_min, is_masked);
-  if (!of.has_values()) {
-    CHECK(std::isnan(stored.mean) && std::isnan(stored.scale));
-    return copy;
-  }
-  CHECK(equal(stored.mean, of.mean));
-  if (of.energy == 0.0f) {
-    CHECK(equal(stored.scale, 0.0f) && !stored.is_twice);
-    copy.values.assign(x.size(), of.mean);
-    return copy;
-  }
+  if (!check_codes_exist(of, stored, copy)) return copy;
   float greatest = 0.0f;
   for (const float number : of.v) greatest = std::fmax(greatest, std::fabs(number));
   const bool is_spiky = greatest * greatest * 8.0f > of.energy;
@@ -262,16 +266,7 @@ ExpectedCopy unbiased_copy_of(const TestedGroup& group, const float* all, const 
   const GroupScale stored = load_scale(ranges, group.fp32_min, group.number);
   ExpectedCopy copy{std::vector<int>(x.size(), 0), Numbers(x.size(), NAN), energy_of_copy(x, false)};
   Rescued of(x, group.fp32_min, false);
-  if (!of.has_values()) {
-    CHECK(std::isnan(stored.mean) && std::isnan(stored.scale));
-    return copy;
-  }
-  CHECK(equal(stored.mean, of.mean));
-  if (of.energy == 0.0f) {
-    CHECK(equal(stored.scale, 0.0f) && !stored.is_twice);
-    copy.values.assign(x.size(), of.mean);
-    return copy;
-  }
+  if (!check_codes_exist(of, stored, copy)) return copy;
   const Randoms randoms{group.seed, group.number};
   const Rotations rotations{randoms, x.size(), false};
   rotations.apply(of.v.data());

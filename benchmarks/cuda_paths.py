@@ -96,7 +96,7 @@ LOOPS = (
         "rotated_quantize",
         "quantize_kernel<{}, true>",
         (
-            ("rotated_quantize.cu", "read_neighbors(values, x + number * kFullGroup);"),
+            ("rotated_quantize.cu", "read_neighbors(values, elements"),
             ("rotated_groups.h", "values[j] = as_float(from[j * kSide + lane_of_group()]);"),
             ("rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;"),
             (

@@ -213,17 +213,55 @@ __device__ void rotate_any(float* values, const Quantizer& by, const LocatedGrou
   }
 }
 
-// Quantizes plain groups from `pair` on, until a pair needs more than one rotation, or a factor, or is beyond the last one.
-// Returns the number of groups whose scales are kept.
+// Two groups of a plain tensor in shared memory, where they arrive while the warp works on the two groups before.
 template <class T>
-__device__ int quantize_plain(const Quantizer& by, const T* x, int64_t& pair, int64_t end, int bits) {
+struct alignas(16) Staged {
+  // float64 would take too much memory.
+  static constexpr bool kExists = FEWBIT_PAIR_INSTRUCTIONS && sizeof(T) < 8;
+  static constexpr int kVector = 16 / sizeof(T), kGroup = kExists ? kFullGroup + kSide : kVector;  // other banks for the second group
+
+  T elements[2 * kGroup];
+
+  // Begins to copy the elements of both groups. Every lane of the warp calls it.
+  __device__ void copy(const T* from) {
+#if FEWBIT_PAIR_INSTRUCTIONS
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) {
+      const int place = (i * 32 + threadIdx.x % 32) * kVector;
+      ptx::copy_async(elements + i * 32 * kVector / kFullGroup * kSide + place, from + place);
+    }
+#endif
+  }
+
+  // Waits for the copies and reads a column. Afterwards other elements may be copied.
+  __device__ void read(float* values) const {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    ptx::wait_for_copies();
+    __syncwarp();
+    read_neighbors(values, elements + threadIdx.x / kSide % 2 * kGroup);
+    __syncwarp();
+#endif
+  }
+};
+
+// Quantizes plain groups from `pair` on, until a pair needs more than one rotation, or a factor, or is beyond the last one. If
+// groups are staged, those of `pair` are, and afterwards those of the pair after it. Returns the number of groups whose scales are
+// kept.
+template <class T>
+__device__ int quantize_plain(const Quantizer& by, const T* x, int64_t& pair, int64_t end, int bits, Staged<T>& staged) {
   int turn = 0;
 #pragma unroll 1
   for (; pair < end; pair += pairs_apart()) {
     const int64_t number = 2 * pair + threadIdx.x / kSide % 2;
     float values[kSide];
     Remainders found;
-    read_neighbors(values, x + number * kFullGroup);
+    if constexpr (Staged<T>::kExists) {
+      staged.read(values);
+      const int64_t next = pair + pairs_apart();
+      if (next < end) staged.copy(x + next * (2 * kFullGroup));
+    } else {
+      read_neighbors(values, x + number * kFullGroup);
+    }
     if (!remainders_of_full(found, values, by.settings) || may_be_spiky(found)) break;
     if (turn == kTurns) {
       by.store_kept(turn, pair);
@@ -244,7 +282,7 @@ template <class T, bool Plain>
 constexpr int kBlocksOfQuantize = sizeof(T) == 8 ? 2 : Plain ? kPlainResidentBlocks : kResidentBlocks;
 
 // Plain: the groups are those of a plain tensor, codes have at most kMostBitsInRegisters bits and share no block with those of
-// another group, and nothing is normalized.
+// another group, nothing is normalized, and x is aligned to 16 bytes.
 template <class T, bool Plain>
 __global__ void __launch_bounds__(kThreads, kBlocksOfQuantize<T, Plain>)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* some_order,
@@ -254,6 +292,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfQuantize<T, Plain>)
   __shared__ Streams streams;
   __shared__ NormalLevels table;
   __shared__ Workspace workspaces[kGroupsOfBlock];
+  __shared__ Staged<T> staged[Plain ? kWarps : 1];
 #pragma unroll 1
   for (int i = threadIdx.x; i < static_cast<int>(sizeof table / sizeof(float)); i += kThreads) {
     reinterpret_cast<float*>(&table)[i] = reinterpret_cast<const float*>(&kLevelsOnDevice)[i];
@@ -272,10 +311,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfQuantize<T, Plain>)
 
   int turn = 0;  // groups whose scales are kept; the next group's random words follow theirs, unless there are none
   int64_t pair = first_pair_of_warp();
+  if constexpr (Plain && Staged<T>::kExists) {
+    if (pair < plain_pair_count(map)) staged[threadIdx.x / 32].copy(x + pair * (2 * kFullGroup));
+  }
 #pragma unroll 1
   for (;; pair += pairs_apart()) {
     if constexpr (Plain) {
-      turn = quantize_plain(by, x, pair, plain_pair_count(map), uniform.of[0].bits);
+      turn = quantize_plain(by, x, pair, plain_pair_count(map), uniform.of[0].bits, staged[threadIdx.x / 32]);
     }
     const LocatedGroup of = locate(streams, map, pair);
     // Made again where it is needed, which takes fewer registers.
@@ -349,7 +391,8 @@ void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dt
   const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
-  const bool is_plain = is_plain_tensor(of, map) && whole && of.bits <= kMostBitsInRegisters && !normalization.exists();
+  const bool is_plain = is_plain_tensor(of, map) && whole && of.bits <= kMostBitsInRegisters && !normalization.exists() &&
+                        reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0;
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto kernel = is_plain ? quantize_kernel<T, true> : quantize_kernel<T, false>;

@@ -158,20 +158,75 @@ inline PlainPairs plain_pairs(const Quantized& of, const GroupMap& groups, const
 // The ranges of a plain pair: `columns` words, which the two rows fill.
 struct PlainRanges {
   uint32_t words[3];
+  bool fp32_min;
 
-  __device__ PlainRanges(const uint16_t* ranges, bool fp32_min, int64_t pair) {
-    const uint32_t* row = reinterpret_cast<const uint32_t*>(ranges) + pair * columns(fp32_min);
-    words[0] = row[0], words[1] = row[1], words[2] = fp32_min ? row[2] : 0u;
-    if (fp32_min) return;
-    words[2] = words[1] >> 16, words[1] <<= 16;
-  }
-
-  __device__ bool is_once() const { return ((words[0] | words[2] << 16) & 0x80000000u) == 0; }
+  __device__ bool is_once() const { return ((words[0] | (fp32_min ? words[2] << 16 : words[1])) & 0x80000000u) == 0; }
   __device__ PairScale scale() const {
-    const float scales[2] = {float_of(words[0] & 0x7FFF0000u), float_of(words[2] << 16 & 0x7FFF0000u)};
-    return {{float_of(__byte_perm(words[0], words[1], 0x1054)), float_of(__byte_perm(words[1], words[2], 0x3276))},
-            {scales[0] * inverse_root(kFullGroup), scales[1] * inverse_root(kFullGroup)}};
+    uint32_t means[2] = {words[0] << 16, words[1] << 16}, scales[2] = {words[0], words[1]};
+    if (fp32_min) {
+      means[0] = __byte_perm(words[0], words[1], 0x1054), means[1] = __byte_perm(words[1], words[2], 0x3276);
+      scales[1] = words[2] << 16;
+    }
+    PairScale of;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      of.means[i] = float_of(means[i]), of.factors[i] = float_of(scales[i] & 0x7FFF0000u) * inverse_root(kFullGroup);
+    }
+    return of;
   }
+};
+
+// The codes of a pair in shared memory, where they arrive while the warp works on the pair before.
+struct alignas(16) PlainCodes {
+  uint32_t words[2][2 * kFullGroup / kBlock * kMostProductBits];  // alternately
+};
+
+// What a warp reads of plain pairs, each of which is loaded before the pair before it is dequantized.
+class PlainInput {
+ public:
+  __device__ PlainInput(PlainCodes& codes, const uint32_t* packed, const uint16_t* ranges, bool fp32_min, int bits)
+      : codes_(codes), packed_(packed), rows_(reinterpret_cast<const uint32_t*>(ranges)), bits_(bits), turn_(0) {
+    next_.fp32_min = fp32_min;
+  }
+
+  // Loads the first pair. Copies of a pair that was left out may be under way.
+  __device__ void begin(int64_t pair) {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    ptx::wait_for_copies();
+    __syncwarp();
+#endif
+    load(pair);
+  }
+
+  // Loads a pair, after words() of the pair before it.
+  __device__ void load(int64_t pair) {
+    const uint32_t* row = rows_ + pair * columns(next_.fp32_min);
+    next_.words[0] = row[0], next_.words[1] = row[1];
+    if (next_.fp32_min) next_.words[2] = row[2];
+#if FEWBIT_PAIR_INSTRUCTIONS
+    const int vector = threadIdx.x % 32, words = 2 * kFullGroup / kBlock * bits_;
+    if (4 * vector < words) ptx::copy_async(codes_.words[turn_] + 4 * vector, packed_ + pair * words + 4 * vector);
+#endif
+    turn_ ^= 1;
+  }
+
+  // Return what was loaded.
+  __device__ const PlainRanges& ranges() const { return next_; }
+  __device__ const uint32_t* words() const {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    ptx::wait_for_copies();
+    __syncwarp();
+#endif
+    return codes_.words[turn_ ^ 1];
+  }
+
+ private:
+  PlainCodes& codes_;
+  const uint32_t* const packed_;
+  const uint32_t* const rows_;
+  const int bits_;
+  int turn_;  // of the next pair
+  PlainRanges next_;
 };
 
 // Maps the neighbors of a lane in a plain group. They are multiplied before a number is added. group: its number.
@@ -204,6 +259,7 @@ __global__ void __launch_bounds__(kThreads, Plain ? kPlainResidentBlocks : kResi
   __shared__ Streams streams;
   __shared__ CodeLevels levels;
   __shared__ Workspace workspaces[kGroupsOfBlock];
+  __shared__ PlainCodes inputs[Plain ? kWarps : 1];
   __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   fill(levels);
   if (threadIdx.x == 0) seed = load_seed(ranges + uniform.groups * columns(uniform.fp32_min));
@@ -218,15 +274,19 @@ __global__ void __launch_bounds__(kThreads, Plain ? kPlainResidentBlocks : kResi
   int turn = 0;  // the place of the next group's random words; 0: there are none yet
 #pragma unroll 1
   for (int64_t pair = first_pair_of_warp();; pair += pairs_apart()) {
-    if constexpr (Plain) {
+    if constexpr (Plain && kHasProducts) {
+      const int bits = uniform.of[0].bits;
+      PlainInput input(inputs[threadIdx.x / 32], packed, ranges, uniform.fp32_min, bits);
+      if (pair < plain.count) input.begin(pair);
 #pragma unroll 1
       for (; pair < plain.count; pair += pairs_apart()) {
-        const PlainRanges found(ranges, uniform.fp32_min, pair);
+        const PlainRanges found = input.ranges();
+        const uint32_t* words = input.words();
+        const int64_t next = pair + pairs_apart();
+        if (next < plain.count) input.load(next);
         if (!found.is_once()) break;
         if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, 2 * pair + threadIdx.x / kSide % 2);
-        const int bits = uniform.of[0].bits;
         const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
-        const uint32_t* words = packed + pair * (2 * kFullGroup / kBlock) * bits;
         const auto dequantize = [&](int of_bits) {
           dequantize_pair(found.scale(), words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn, out, places, part,
                           [&](float* values, int i) { map_plain(values, plain, affine, static_cast<uint32_t>(2 * pair) + i); });

@@ -1,6 +1,8 @@
 // The dequantizer of rotated copies: two groups a warp. Most groups are full, aligned, rotated once, and have codes of few bits.
 // They are transformed by products of matrices, one group after the other. All others are transformed as in rotation.h.
 
+#include <type_traits>
+
 #include "common/normal_levels.h"
 #include "common/rotate.h"
 #include "cuda/dispatch.h"
@@ -99,26 +101,6 @@ struct PairScale {
 __device__ inline PairScale scale_of_pair(const GroupScale& own) {
   const float factor = own.scale * inverse_root(kFullGroup);
   return {{of_group(own.mean, 0), of_group(own.mean, 1)}, {of_group(factor, 0), of_group(factor, 1)}};
-}
-
-// Dequantizes the groups of a warp by products. words: the codes of the first group, followed by those of the second one. signs:
-// those of the first group, sizeof(Workspace) before those of the second one. places: those of the groups in `out`. map: changes
-// the neighbors of a lane in the i-th group.
-template <class T, class Map>
-__device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
-                                const uint8_t* signs, T* out, const int64_t* places, uint32_t part, const Map& map) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float values[kNeighbors];
-    transform(values, read_levels(words + i * (kFullGroup / kBlock) * bits, bits, signed_levels), part);
-    const uint32_t negative = signs[i * sizeof(Workspace) + threadIdx.x % 32];
-#pragma unroll
-    for (int k = 0; k < kNeighbors; ++k) {
-      values[k] = scale.means[i] + values[k] * (negative & (1u << k) ? -scale.factors[i] : scale.factors[i]);
-    }
-    map(values, i);
-    store_neighbors(values, out + places[i]);
-  }
 }
 
 // -- plain tensors ---------------------------------------------------------------------------------------
@@ -229,24 +211,63 @@ class PlainInput {
   PlainRanges next_;
 };
 
-// Maps the neighbors of a lane in a plain group. They are multiplied before a number is added. group: its number.
-__device__ inline void map_plain(float* values, const PlainPairs& plain, const Affine& affine, uint32_t group) {
-  if (plain.map == MapKind::none) return;
-  if (plain.map == MapKind::rows) {
-    const uint32_t row = plain.groups_per_entry.quotient(group), entry = row - plain.by_entries.quotient(row) * plain.entries;
-    const float scale = scale_at(affine, entry), shift = shift_at(affine, entry);
+// The numbers by which a lane maps its neighbors in a plain group. They are loaded before the neighbors are computed.
+template <MapKind Kind>
+class LaneMap {
+ public:
+  // group: its number.
+  __device__ LaneMap(const PlainPairs& plain, const Affine& affine, uint32_t group) {
+    const uint32_t number = Kind == MapKind::rows ? plain.groups_per_entry.quotient(group) : group * 32 + threadIdx.x % 32;
+    const uint32_t entry = number - plain.by_entries.quotient(number) * plain.entries;
+    if constexpr (Kind == MapKind::rows) {
+      scales_[0] = scale_at(affine, entry), shifts_[0] = shift_at(affine, entry);
+    } else {
 #pragma unroll
-    for (int k = 0; k < kNeighbors; ++k) values[k] = values[k] * scale + shift;
-    return;
+      for (int k = 0; k < kNumbers; k += 4) {
+        read_four(scales_ + k, affine.scale, entry * kNeighbors + k, 1.0f);
+        read_four(shifts_ + k, affine.shift, entry * kNeighbors + k, -0.0f);
+      }
+    }
   }
-  const uint32_t number = group * 32 + threadIdx.x % 32, entry = number - plain.by_entries.quotient(number) * plain.entries;
+
+  __device__ void apply(float* values) const {
 #pragma unroll
-  for (int k = 0; k < kNeighbors; k += 4) {
-    float scales[4], shifts[4];
-    read_four(scales, affine.scale, entry * kNeighbors + k, 1.0f);
-    read_four(shifts, affine.shift, entry * kNeighbors + k, -0.0f);
+    for (int k = 0; k < kNeighbors; ++k) values[k] = values[k] * scales_[k % kNumbers] + shifts_[k % kNumbers];
+  }
+
+ private:
+  static constexpr int kNumbers = Kind == MapKind::rows ? 1 : kNeighbors;
+  float scales_[kNumbers], shifts_[kNumbers];
+};
+
+template <>
+class LaneMap<MapKind::none> {
+ public:
+  __device__ LaneMap(const PlainPairs&, const Affine&, uint32_t) {}
+  __device__ void apply(float*) const {}
+};
+
+// -- pairs -----------------------------------------------------------------------------------------------
+
+// Dequantizes the groups of a warp by products. words: the codes of the first group, followed by those of the second one. signs:
+// those of the first group, sizeof(Workspace) before those of the second one. places: those of the groups in `out`. first: the
+// number of the first group, if there is a map.
+template <MapKind Kind, class T>
+__device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
+                                const uint8_t* signs, const PlainPairs& plain, const Affine& affine, uint32_t first, T* out,
+                                const int64_t* places, uint32_t part) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) values[k + i] = values[k + i] * scales[i] + shifts[i];
+  for (int i = 0; i < 2; ++i) {
+    const LaneMap<Kind> map(plain, affine, first + i);
+    float values[kNeighbors];
+    transform(values, read_levels(words + i * (kFullGroup / kBlock) * bits, bits, signed_levels), part);
+    const uint32_t negative = signs[i * sizeof(Workspace) + threadIdx.x % 32];
+#pragma unroll
+    for (int k = 0; k < kNeighbors; ++k) {
+      values[k] = scale.means[i] + values[k] * (negative & (1u << k) ? -scale.factors[i] : scale.factors[i]);
+    }
+    map.apply(values);
+    store_neighbors(values, out + places[i]);
   }
 }
 
@@ -287,14 +308,18 @@ __global__ void __launch_bounds__(kThreads, Plain ? kPlainResidentBlocks : kResi
         if (!found.is_once()) break;
         if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, 2 * pair + threadIdx.x / kSide % 2);
         const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
-        const auto dequantize = [&](int of_bits) {
-          dequantize_pair(found.scale(), words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn, out, places, part,
-                          [&](float* values, int i) { map_plain(values, plain, affine, static_cast<uint32_t>(2 * pair) + i); });
+        const auto dequantize = [&](auto map, int of_bits) {
+          dequantize_pair<decltype(map)::value>(found.scale(), words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn, plain,
+                                                affine, static_cast<uint32_t>(2 * pair), out, places, part);
         };
-        if (bits == 2) {
-          dequantize(2);  // the compiler knows the levels
+        // The compiler knows the levels of 2 bits.
+        const auto with_bits = [&](auto map) { bits == 2 ? dequantize(map, 2) : dequantize(map, bits); };
+        if (plain.map == MapKind::none) {
+          with_bits(std::integral_constant<MapKind, MapKind::none>());
+        } else if (plain.map == MapKind::rows) {
+          with_bits(std::integral_constant<MapKind, MapKind::rows>());
         } else {
-          dequantize(bits);
+          with_bits(std::integral_constant<MapKind, MapKind::features>());
         }
         turn = (turn + 1) % kTurns;
       }
@@ -313,8 +338,8 @@ __global__ void __launch_bounds__(kThreads, Plain ? kPlainResidentBlocks : kResi
       if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
       const int64_t places[] = {of_group(begin, 0), of_group(begin, 1)};
       words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
-      dequantize_pair(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn, out, places, part,
-                      [](float*, int) {});
+      dequantize_pair<MapKind::none>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn, plain, affine, 0,
+                                     out, places, part);
       turn = (turn + 1) % kTurns;
       continue;
     }

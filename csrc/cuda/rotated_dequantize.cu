@@ -271,9 +271,9 @@ __device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, i
   }
 }
 
-// Plain: the tensor has plain pairs.
+// Plain: the tensor has plain pairs. Float64 gets more registers.
 template <class T, bool Plain>
-__global__ void __launch_bounds__(kThreads, Plain ? kPlainResidentBlocks : kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, Plain && sizeof(T) < 8 ? kPlainResidentBlocks : kResidentBlocks)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* some_order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
                       const __grid_constant__ Affine affine, const __grid_constant__ PlainPairs plain, T* out) {
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, Plain ? kPlainResidentBlocks : kResi
       }
     }
     if (2 * pair >= streams.groups) break;
-    const LocatedGroup of = locate(streams, map, pair);
+    const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     const Stream& stream = streams.of[of.stream];
     const int m = of.length, bits = stream.bits, most_bits = larger(bits);
     const GroupScale found = load_scale(ranges, streams.fp32_min, m > 0 ? of.number : 0);

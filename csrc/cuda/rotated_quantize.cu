@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfQuantize<T, Plain>)
     if constexpr (Plain) {
       turn = quantize_plain(by, x, pair, plain_pair_count(map), uniform.of[0].bits, staged[threadIdx.x / 32]);
     }
-    const LocatedGroup of = locate(streams, map, pair);
+    const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     // Made again where it is needed, which takes fewer registers.
     const auto elements = [&] {
       return GroupElements<T>(x, normalization, place_of(of, streams, order), of.length);
@@ -355,8 +355,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfQuantize<T, Plain>)
     const float inner = by.encode(values, of, found, !Plain && are_full);
     if (is_quick) {
       by.keep(turn++, found, inner);
-    } else if (lane_of_group() == 0 && of.length > 0) {
-      by.store(of.number, found, inner, by.own.random[4 * kRoundingCounter], has_spike);
+    } else {
+      const int64_t number = 2 * pair + threadIdx.x / kSide % 2;  // made again, which takes fewer registers
+      const uint32_t random = by.own.random[4 * kRoundingCounter];
+      if (lane_of_group() == 0 && number < streams.groups) by.store(number, found, inner, random, has_spike);
     }
   }
 }

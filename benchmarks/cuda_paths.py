@@ -86,7 +86,10 @@ LOOPS = (
         (
             ("hadamard.h", "four = *reinterpret_cast<const uint4*>(first);"),
             ("rotated_dequantize.cu", "to[i * kApart] = {words"),
-            ("rotated_dequantize.cu", "with_bits(std::integral_constant<MapKind, MapKind::none>());"),
+            (
+                "rotated_dequantize.cu",
+                "with_bits(std::integral_constant<MapKind, MapKind::none>());",
+            ),
         ),
         (("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),),
         8,

@@ -273,8 +273,8 @@ __device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, i
 
 // Plain: the tensor has plain pairs. Float64 gets more registers.
 template <class T, bool Plain>
-__global__ void __launch_bounds__(kThreads, Plain && sizeof(T) < 8 ? kPlainResidentBlocks : kResidentBlocks)
-    dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* some_order,
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks)
+    dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
                       const __grid_constant__ Affine affine, const __grid_constant__ PlainPairs plain, T* out) {
   __shared__ Streams streams;
@@ -285,7 +285,6 @@ __global__ void __launch_bounds__(kThreads, Plain && sizeof(T) < 8 ? kPlainResid
   fill(levels);
   if (threadIdx.x == 0) seed = load_seed(ranges + uniform.groups * columns(uniform.fp32_min));
   share_streams(streams, uniform, Plain ? nullptr : counts);
-  const int64_t* const order = Plain ? nullptr : some_order;
   Workspace& own = workspaces[threadIdx.x / kSide];
   // The shuffle keeps the compiler from computing the part again in each turn.
   const uint32_t part = __shfl_xor_sync(kAllLanes, part_of_transform(), 0);
@@ -381,7 +380,7 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto kernel = plain.count > 0 ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
-    launch(kernel, device, stream, pair_count(of.groups), plain.count > 0 ? kPlainLaunchedBlocks : kLaunchedBlocks, uniform,
+    launch(kernel, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,
            map, of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine, plain,
            static_cast<T*>(out));
   });

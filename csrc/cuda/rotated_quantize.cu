@@ -277,17 +277,14 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, int64_t& pair, in
 
 // -- kernels ---------------------------------------------------------------------------------------------
 
-// Float64, which fills two registers, gets more of them, and so do tensors that are not plain.
-template <class T, bool Plain>
-constexpr int kBlocksOfQuantize = sizeof(T) == 8 ? 2 : Plain ? kPlainResidentBlocks : kResidentBlocks;
-
 // Plain: the groups are those of a plain tensor, codes have at most kMostBitsInRegisters bits and share no block with those of
-// another group, nothing is normalized, and x is aligned to 16 bytes.
+// another group, nothing is normalized or masked, and x is aligned to 16 bytes.
+// Float64, which fills two registers, gets more of them.
 template <class T, bool Plain>
-__global__ void __launch_bounds__(kThreads, kBlocksOfQuantize<T, Plain>)
-    quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* some_order,
-                    const int64_t* counts, const T* x, const __grid_constant__ Normalization some_normalization,
-                    const int64_t* seed_address, int64_t seed_number, bool is_masked, bool some_whole, uint32_t* packed,
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks)
+    quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
+                    const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
+                    const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed,
                     uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
@@ -300,11 +297,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfQuantize<T, Plain>)
   __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   if (threadIdx.x == 0) seed = seed_from(seed_address, seed_number);
   share_streams(streams, uniform, Plain ? nullptr : counts);
-  const int64_t* const order = Plain ? nullptr : some_order;
-  const Normalization normalization = Plain ? Normalization{nullptr, nullptr, {}} : some_normalization;
-  const bool whole = Plain || some_whole;
-  const CopySettings settings = {uniform.fp32_min, is_masked};
-  const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, whole, packed, ranges};
+  const CopySettings settings = {uniform.fp32_min, !Plain && is_masked};
+  const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, Plain || whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_seed(seed, uniform.fp32_min, ranges + uniform.groups * columns(uniform.fp32_min));
   }
@@ -322,12 +316,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfQuantize<T, Plain>)
     const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     // Made again where it is needed, which takes fewer registers.
     const auto elements = [&] {
-      return GroupElements<T>(x, normalization, place_of(of, streams, order), of.length);
+      return GroupElements<T>(x, normalization, place_of(of, streams, Plain ? nullptr : order), of.length);
     };
     float values[kSide];
     Remainders found;
     int64_t begin = 0;
-    bool are_full = all(is_full_at(begin, of, streams, order));
+    bool are_full = all(is_full_at(begin, of, streams, Plain ? nullptr : order));
     if (!Plain && are_full) {
       if (normalization.exists()) {
         elements().read_full(values, by.own);
@@ -393,12 +387,12 @@ void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dt
   const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
-  const bool is_plain = is_plain_tensor(of, map) && whole && of.bits <= kMostBitsInRegisters && !normalization.exists() &&
+  const bool is_plain = is_plain_tensor(of, map) && !is_masked && whole && of.bits <= kMostBitsInRegisters && !normalization.exists() &&
                         reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0;
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto kernel = is_plain ? quantize_kernel<T, true> : quantize_kernel<T, false>;
-    launch(kernel, device, stream, pairs, is_plain ? kPlainLaunchedBlocks : kLaunchedBlocks, uniform, map, of.order, of.counts,
+    launch(kernel, device, stream, pairs, kLaunchedBlocks, uniform, map, of.order, of.counts,
            static_cast<const T*>(x), normalization, address_of(seed), seed.number, is_masked, whole,
            reinterpret_cast<uint32_t*>(packed), ranges);
   });

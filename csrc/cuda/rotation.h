@@ -24,12 +24,9 @@ namespace fewbit::cuda {
 
 static_assert(kSide * kSide == kFullGroup);
 
-// The blocks that fit on a multiprocessor with 80 registers a thread, and the blocks that are launched for each: two full waves,
-// or three on a device whose shared memory has room for two blocks.
-constexpr int kResidentBlocks = 3, kLaunchedBlocks = 6;
-
-// The same for kernels of plain tensors, whose most frequent path needs 64 registers. More warps hide more latency.
-constexpr int kPlainResidentBlocks = 4, kPlainLaunchedBlocks = 8;
+// The blocks that fit on a multiprocessor with 64 registers a thread, and the blocks that are launched for each: two full waves,
+// or four on a device whose shared memory has room for two blocks. More warps hide more latency.
+constexpr int kResidentBlocks = 4, kLaunchedBlocks = 8;
 
 // The shared memory of the lanes that work on one group.
 struct alignas(16) Workspace {

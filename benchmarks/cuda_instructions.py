@@ -148,7 +148,9 @@ def main():
     harness.save("cuda_instructions", {"nvcc": version(tools[0]), "flags": " ".join(FLAGS)}, rows)
     if arguments.update:
         budgets = {
-            row["kernel"]: {name: row[name] for name in ("instructions", "registers")}
+            row["kernel"]: {
+                name: row[name] for name in ("instructions", "registers", "spilled_bytes")
+            }
             for row in rows
             if row["architecture"] == "sm_90"
         }

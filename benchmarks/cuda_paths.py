@@ -82,11 +82,14 @@ LOOPS = (
     Loop(
         "rotated: dequantize",
         "rotated_dequantize",
-        "dequantize_kernel<{}>",
+        "dequantize_kernel<{}, true>",
         (
             ("hadamard.h", "four = *reinterpret_cast<const uint4*>(first);"),
             ("rotated_dequantize.cu", "to[i * kApart] = {words"),
-            ("rotated_dequantize.cu", "dequantize_pair<false>("),
+            (
+                "rotated_dequantize.cu",
+                "with_bits(std::integral_constant<MapKind, MapKind::none>());",
+            ),
         ),
         (("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),),
         8,
@@ -94,16 +97,16 @@ LOOPS = (
     Loop(
         "rotated: quantize",
         "rotated_quantize",
-        "quantize_kernel<{}>",
+        "quantize_kernel<{}, true>",
         (
-            ("rotated_quantize.cu", "read_neighbors(values, x + begin);"),
+            ("rotated_quantize.cu", "read_neighbors(values, elements"),
             ("rotated_groups.h", "values[j] = as_float(from[j * kSide + lane_of_group()]);"),
             ("rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;"),
             (
                 "rotated_quantize.cu",
                 "rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);",
             ),
-            ("rotated_quantize.cu", "const uint32_t word = exchange_planes(planes.pairs[0]);"),
+            ("rotated_quantize.cu", "store_full<2>(encode_few(y, bits, rms), words, bits);"),
             ("rotated_quantize.cu", "return sum_of_group(y);"),
             (
                 "rotated_quantize.cu",

@@ -91,7 +91,12 @@ class Divisor {
 
   __device__ int64_t quotient(int64_t a) const {
     if (a >> 31 != 0) return a / by_;
-    return static_cast<uint32_t>(uint64_t{static_cast<uint32_t>(2 * a)} * factor_ >> 32) >> shift_;
+    return quotient(static_cast<uint32_t>(a));
+  }
+
+  // Does the same for a number below 2^31.
+  __device__ uint32_t quotient(uint32_t a) const {
+    return static_cast<uint32_t>(uint64_t{2 * a} * factor_ >> 32) >> shift_;
   }
 
  private:

@@ -58,6 +58,16 @@ __device__ inline void mma_m16n8k16_f32(float* product, const uint32_t* a, const
       : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
 }
+
+// Copies 16 bytes to shared memory without waiting for them. Both addresses are aligned to 16 bytes. A lane that has waited for its
+// copies sees them, and other lanes of the warp do after a __syncwarp.
+__device__ inline void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from)
+               : "memory");
+}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 #endif
 #elif FEWBIT_PAIR_INSTRUCTIONS

@@ -54,6 +54,14 @@ inline GroupMap group_map(const Streams& uniform, bool is_mixed) {
   return map;
 }
 
+// Returns true if a tensor is plain: its group g begins with element 256 g, and all groups have one width.
+inline bool is_plain_tensor(const Quantized& of, const GroupMap& map) {
+  return !of.counts && !of.order && map.is_flat && of.group_size == kDrawBlock;
+}
+
+// The number of pairs of full groups of such a tensor.
+__host__ __device__ inline int64_t plain_pair_count(const GroupMap& map) { return map.end / (2 * kDrawBlock); }
+
 // A group as its lanes see it.
 struct LocatedGroup {
   int64_t number;

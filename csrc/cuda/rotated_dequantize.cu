@@ -1,6 +1,8 @@
 // The dequantizer of rotated copies: two groups a warp. Most groups are full, aligned, rotated once, and have codes of few bits.
 // They are transformed by products of matrices, one group after the other. All others are transformed as in rotation.h.
 
+#include <type_traits>
+
 #include "common/normal_levels.h"
 #include "common/rotate.h"
 #include "cuda/dispatch.h"
@@ -91,65 +93,253 @@ __device__ void store_neighbors(float* values, T* out) {
   }
 }
 
-// Dequantizes the groups of a warp by products. signs: those of the first group, sizeof(Workspace) before those of the second.
-// words: the codes of the first group, followed by those of the second one.
-template <bool Mapped, class T>
-__device__ void dequantize_pair(const GroupScale& found, const uint32_t* words, int bits, const float* signed_levels,
-                                const uint8_t* signs, const Affine& affine, T* out, int64_t begin, uint32_t part) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll (Mapped ? 1 : 2)
+// The means of a warp's two groups, and the factors of their transforms.
+struct PairScale {
+  float means[2], factors[2];
+};
+
+__device__ inline PairScale scale_of_pair(const GroupScale& own) {
+  const float factor = own.scale * inverse_root(kFullGroup);
+  return {{of_group(own.mean, 0), of_group(own.mean, 1)}, {of_group(factor, 0), of_group(factor, 1)}};
+}
+
+// -- plain tensors ---------------------------------------------------------------------------------------
+
+// The entries of an affine map that the elements of plain groups have.
+enum class MapKind {
+  none,
+  rows,      // an entry for all elements of a group
+  features,  // neighboring entries for neighboring elements
+};
+
+// The first pairs of groups of a tensor, if their places, codes and entries need little arithmetic, which the host finds.
+struct PlainPairs {
+  int64_t count;  // 0 if there is none
+  MapKind map;
+  Divisor groups_per_entry;  // for rows
+  Divisor by_entries;        // for rows, and for features, of which a lane has eight
+  uint32_t entries;          // the divisor
+};
+
+inline PlainPairs plain_pairs(const Quantized& of, const GroupMap& groups, const void* packed,
+                              const void* ranges, const Affine& affine, const void* out) {
+  const VectorIndex& index = affine.index;
+  const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0; };
+  const bool has_rows = index.inner % kFullGroup == 0 && index.count >> 31 == 0;
+  const bool has_features = index.inner == 1 && index.count % kNeighbors == 0 && index.count >> 31 == 0 &&
+                            is_aligned(affine.scale) && is_aligned(affine.shift);
+  const bool is_plain = is_plain_tensor(of, groups) && of.bits <= kMostProductBits && is_aligned(packed) && is_aligned(ranges) &&
+                        is_aligned(out) && of.groups >> 26 == 0 && (!affine.exists() || has_rows || has_features);
+  if (!is_plain) return {0, MapKind::none, Divisor(1), Divisor(1), 1};
+  const MapKind map = !affine.exists() ? MapKind::none : has_rows ? MapKind::rows : MapKind::features;
+  const int64_t entries = map == MapKind::features ? index.count / kNeighbors : index.count;
+  return {plain_pair_count(groups), map, Divisor(map == MapKind::rows ? index.inner / kFullGroup : 1), Divisor(entries),
+          static_cast<uint32_t>(entries)};
+}
+
+// The ranges of a plain pair: `columns` words, which the two rows fill.
+struct PlainRanges {
+  uint32_t words[3];
+  bool fp32_min;
+
+  __device__ bool is_once() const { return ((words[0] | (fp32_min ? words[2] << 16 : words[1])) & 0x80000000u) == 0; }
+  __device__ PairScale scale() const {
+    uint32_t means[2] = {words[0] << 16, words[1] << 16}, scales[2] = {words[0], words[1]};
+    if (fp32_min) {
+      means[0] = __byte_perm(words[0], words[1], 0x1054), means[1] = __byte_perm(words[1], words[2], 0x3276);
+      scales[1] = words[2] << 16;
+    }
+    PairScale of;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      of.means[i] = float_of(means[i]), of.factors[i] = float_of(scales[i] & 0x7FFF0000u) * inverse_root(kFullGroup);
+    }
+    return of;
+  }
+};
+
+// The codes of a pair in shared memory, where they arrive while the warp works on the pair before.
+struct alignas(16) PlainCodes {
+  uint32_t words[2][2 * kFullGroup / kBlock * kMostProductBits];  // alternately
+};
+
+// What a warp reads of plain pairs, each of which is loaded before the pair before it is dequantized.
+class PlainInput {
+ public:
+  __device__ PlainInput(PlainCodes& codes, const uint32_t* packed, const uint16_t* ranges, bool fp32_min, int bits)
+      : codes_(codes), packed_(packed), rows_(reinterpret_cast<const uint32_t*>(ranges)), bits_(bits), turn_(0) {
+    next_.fp32_min = fp32_min;
+  }
+
+  // Loads the first pair. Copies of a pair that was left out may be under way.
+  __device__ void begin(int64_t pair) {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    ptx::wait_for_copies();
+    __syncwarp();
+#endif
+    load(pair);
+  }
+
+  // Loads a pair, after words() of the pair before it.
+  __device__ void load(int64_t pair) {
+    const uint32_t* row = rows_ + pair * columns(next_.fp32_min);
+    next_.words[0] = row[0], next_.words[1] = row[1];
+    if (next_.fp32_min) next_.words[2] = row[2];
+#if FEWBIT_PAIR_INSTRUCTIONS
+    const int vector = threadIdx.x % 32, words = 2 * kFullGroup / kBlock * bits_;
+    if (4 * vector < words) ptx::copy_async(codes_.words[turn_] + 4 * vector, packed_ + pair * words + 4 * vector);
+#endif
+    turn_ ^= 1;
+  }
+
+  // Return what was loaded.
+  __device__ const PlainRanges& ranges() const { return next_; }
+  __device__ const uint32_t* words() const {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    ptx::wait_for_copies();
+    __syncwarp();
+#endif
+    return codes_.words[turn_ ^ 1];
+  }
+
+ private:
+  PlainCodes& codes_;
+  const uint32_t* const packed_;
+  const uint32_t* const rows_;
+  const int bits_;
+  int turn_;  // of the next pair
+  PlainRanges next_;
+};
+
+// The numbers by which a lane maps its neighbors in a plain group. They are loaded before the neighbors are computed.
+template <MapKind Kind>
+class LaneMap {
+ public:
+  // group: its number.
+  __device__ LaneMap(const PlainPairs& plain, const Affine& affine, uint32_t group) {
+    const uint32_t number = Kind == MapKind::rows ? plain.groups_per_entry.quotient(group) : group * 32 + threadIdx.x % 32;
+    const uint32_t entry = number - plain.by_entries.quotient(number) * plain.entries;
+    if constexpr (Kind == MapKind::rows) {
+      scales_[0] = scale_at(affine, entry), shifts_[0] = shift_at(affine, entry);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kNumbers; k += 4) {
+        read_four(scales_ + k, affine.scale, entry * kNeighbors + k, 1.0f);
+        read_four(shifts_ + k, affine.shift, entry * kNeighbors + k, -0.0f);
+      }
+    }
+  }
+
+  __device__ void apply(float* values) const {
+#pragma unroll
+    for (int k = 0; k < kNeighbors; ++k) values[k] = values[k] * scales_[k % kNumbers] + shifts_[k % kNumbers];
+  }
+
+ private:
+  static constexpr int kNumbers = Kind == MapKind::rows ? 1 : kNeighbors;
+  float scales_[kNumbers], shifts_[kNumbers];
+};
+
+template <>
+class LaneMap<MapKind::none> {
+ public:
+  __device__ LaneMap(const PlainPairs&, const Affine&, uint32_t) {}
+  __device__ void apply(float*) const {}
+};
+
+// -- pairs -----------------------------------------------------------------------------------------------
+
+// Dequantizes the groups of a warp by products. words: the codes of the first group, followed by those of the second one. signs:
+// those of the first group, sizeof(Workspace) before those of the second one. places: those of the groups in `out`. first: the
+// number of the first group, if there is a map.
+template <MapKind Kind, class T>
+__device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
+                                const uint8_t* signs, const PlainPairs& plain, const Affine& affine, uint32_t first, T* out,
+                                const int64_t* places, uint32_t part) {
+#pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float mean = of_group(found.mean, i), factor = of_group(found.scale * inverse_root(kFullGroup), i);
-    const int64_t place = of_group(begin, i);
+    const LaneMap<Kind> map(plain, affine, first + i);
     float values[kNeighbors];
     transform(values, read_levels(words + i * (kFullGroup / kBlock) * bits, bits, signed_levels), part);
-    const uint32_t negative = signs[i * sizeof(Workspace) + lane];
+    const uint32_t negative = signs[i * sizeof(Workspace) + threadIdx.x % 32];
 #pragma unroll
-    for (int k = 0; k < kNeighbors; ++k) values[k] = mean + values[k] * (negative & (1u << k) ? -factor : factor);
-    if (Mapped) map_neighbors<kNeighbors>(values, affine, place, lane * kNeighbors);
-    store_neighbors(values, out + place);
+    for (int k = 0; k < kNeighbors; ++k) {
+      values[k] = scale.means[i] + values[k] * (negative & (1u << k) ? -scale.factors[i] : scale.factors[i]);
+    }
+    map.apply(values);
+    store_neighbors(values, out + places[i]);
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+// Plain: the tensor has plain pairs. Float64 gets more registers.
+template <class T, bool Plain>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
-                      const __grid_constant__ Affine affine, T* out) {
+                      const __grid_constant__ Affine affine, const __grid_constant__ PlainPairs plain, T* out) {
   __shared__ Streams streams;
   __shared__ CodeLevels levels;
   __shared__ Workspace workspaces[kGroupsOfBlock];
+  __shared__ PlainCodes inputs[Plain ? kWarps : 1];
   __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   fill(levels);
   if (threadIdx.x == 0) seed = load_seed(ranges + uniform.groups * columns(uniform.fp32_min));
-  share_streams(streams, uniform, counts);
+  share_streams(streams, uniform, Plain ? nullptr : counts);
   Workspace& own = workspaces[threadIdx.x / kSide];
   // The shuffle keeps the compiler from computing the part again in each turn.
   const uint32_t part = __shfl_xor_sync(kAllLanes, part_of_transform(), 0);
+  const auto* signs = reinterpret_cast<const uint8_t*>(workspaces[threadIdx.x / 32 * 2].random);
+  constexpr int kSignsOfTurn = 4 * kCountersAhead * sizeof(uint32_t);
 
   int turn = 0;  // the place of the next group's random words; 0: there are none yet
 #pragma unroll 1
-  for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
-    const LocatedGroup of = locate(streams, map, pair);
+  for (int64_t pair = first_pair_of_warp();; pair += pairs_apart()) {
+    if constexpr (Plain && kHasProducts) {
+      const int bits = uniform.of[0].bits;
+      PlainInput input(inputs[threadIdx.x / 32], packed, ranges, uniform.fp32_min, bits);
+      if (pair < plain.count) input.begin(pair);
+#pragma unroll 1
+      for (; pair < plain.count; pair += pairs_apart()) {
+        const PlainRanges found = input.ranges();
+        const uint32_t* words = input.words();
+        const int64_t next = pair + pairs_apart();
+        if (next < plain.count) input.load(next);
+        if (!found.is_once()) break;
+        if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, 2 * pair + threadIdx.x / kSide % 2);
+        const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
+        const auto dequantize = [&](auto map, int of_bits) {
+          dequantize_pair<decltype(map)::value>(found.scale(), words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn, plain,
+                                                affine, static_cast<uint32_t>(2 * pair), out, places, part);
+        };
+        // The compiler knows the levels of 2 bits.
+        const auto with_bits = [&](auto map) { bits == 2 ? dequantize(map, 2) : dequantize(map, bits); };
+        if (plain.map == MapKind::none) {
+          with_bits(std::integral_constant<MapKind, MapKind::none>());
+        } else if (plain.map == MapKind::rows) {
+          with_bits(std::integral_constant<MapKind, MapKind::rows>());
+        } else {
+          with_bits(std::integral_constant<MapKind, MapKind::features>());
+        }
+        turn = (turn + 1) % kTurns;
+      }
+    }
+    if (2 * pair >= streams.groups) break;
+    const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     const Stream& stream = streams.of[of.stream];
     const int m = of.length, bits = stream.bits, most_bits = larger(bits);
     const GroupScale found = load_scale(ranges, streams.fp32_min, m > 0 ? of.number : 0);
     const uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
     int64_t begin = 0;
-    bool is_quick = kHasProducts && !found.is_twice && bits == most_bits && bits <= kMostProductBits;
+    bool is_quick = kHasProducts && !Plain && !affine.exists() && !found.is_twice && bits == most_bits && bits <= kMostProductBits;
     is_quick = is_quick && is_full_at(begin, of, streams, order) && of.first % kBlock == 0;
     const auto addresses = reinterpret_cast<uintptr_t>(words) | reinterpret_cast<uintptr_t>(out + begin);
-    is_quick = is_quick && addresses % sizeof(uint4) == 0 && can_map(affine, begin);
-    if (all(is_quick)) {
+    if (all(is_quick && addresses % sizeof(uint4) == 0)) {
       if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
-      const auto* signs = reinterpret_cast<const uint8_t*>(workspaces[threadIdx.x / 32 * 2].random + 4 * kCountersAhead * turn);
-      turn = (turn + 1) % kTurns;
+      const int64_t places[] = {of_group(begin, 0), of_group(begin, 1)};
       words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
-      if (affine.exists()) {
-        dequantize_pair<true>(found, words, bits, levels.of(bits), signs, affine, out, begin, part);
-      } else {
-        dequantize_pair<false>(found, words, bits, levels.of(bits), signs, affine, out, begin, part);
-      }
+      dequantize_pair<MapKind::none>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn, plain, affine, 0,
+                                     out, places, part);
+      turn = (turn + 1) % kTurns;
       continue;
     }
     const Planes planes = read_planes({words, m, lane_of(of.first), bits}, most_bits);
@@ -185,10 +375,13 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
   if (of.groups <= 0) return;
   const DeviceScope scope(device);
   const Streams uniform = uniform_streams(of);
+  const GroupMap map = group_map(uniform, of.counts);
+  const PlainPairs plain = plain_pairs(of, map, packed, ranges, affine, out);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,
-           group_map(uniform, of.counts), of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine,
+    const auto kernel = plain.count > 0 ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
+    launch(kernel, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,
+           map, of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine, plain,
            static_cast<T*>(out));
   });
 }

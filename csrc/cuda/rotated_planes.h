@@ -69,11 +69,16 @@ __device__ inline void store_planes(const Planes& planes, const GroupToPack& to,
   }
 }
 
-// Writes the codes of a full group of 1 or 2 bits, if no block has elements of two groups.
-__device__ inline void store_few(const Planes& planes, uint32_t* words, int bits) {
+// Writes the codes of a full group of at most MostBits bits, if no block has elements of two groups.
+template <int MostBits>
+__device__ inline void store_full(const Planes& planes, uint32_t* words, int bits) {
   const int lane = lane_of_group();
-  const uint32_t word = exchange_planes(planes.pairs[0]);
-  if (lane % 2 < bits) words[lane / 2 * bits + lane % 2] = word;
+#pragma unroll
+  for (int pair = 0; pair < (MostBits + 1) / 2; ++pair) {
+    const uint32_t word = exchange_planes(planes.pairs[pair]);
+    const int plane = 2 * pair + lane % 2;
+    if (plane < bits) words[lane / 2 * bits + plane] = word;
+  }
 }
 
 // The codes of a group.

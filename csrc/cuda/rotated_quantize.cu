@@ -23,6 +23,8 @@ constexpr int kCountersAhead = 3, kTurns = kSide / kCountersAhead, kPlaceOfScale
 
 // -- codes -----------------------------------------------------------------------------------------------
 
+constexpr int kMostBitsInRegisters = 4;  // for which the thresholds of a group are in registers
+
 // Encodes a row of rotated numbers with 1 or 2 bits, and multiplies their magnitudes by the levels.
 __device__ Planes encode_few(float* y, int bits, float rms) {
   constexpr float kBreak = kNormalLevels.breaks[breaks_begin(2)];
@@ -39,6 +41,58 @@ __device__ Planes encode_few(float* y, int bits, float rms) {
     y[k] = fabsf(y[k]) * fabsf(level);
   }
   return {{bits == 2 ? above | negative << kSide : negative}};
+}
+
+// The breaks and levels of one number of bits.
+template <int Bits>
+struct FewLevels {
+  float breaks[(1 << (Bits - 1)) - 1] = {}, levels[1 << (Bits - 1)] = {};
+
+  constexpr FewLevels() {
+    for (int i = 0; i < (1 << (Bits - 1)) - 1; ++i) breaks[i] = kNormalLevels.breaks[breaks_begin(Bits) + i];
+    for (int i = 0; i < 1 << (Bits - 1); ++i) levels[i] = kNormalLevels.levels[levels_begin(Bits) + i];
+  }
+};
+
+// Does the same for 3 or 4 bits. Each comparison halves the levels that are left, and the thresholds between them.
+template <int Bits>
+__device__ Planes encode_some(float* y, float rms) {
+  constexpr int kHalf = 1 << (Bits - 1);
+  constexpr FewLevels<Bits> kTable;
+  uint32_t planes[Bits] = {};
+#pragma unroll
+  for (int k = kSide - 1; k >= 0; --k) {
+    float thresholds[kHalf - 1], levels[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf - 1; ++i) thresholds[i] = kTable.breaks[i] * rms;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) levels[i] = kTable.levels[i];
+    const float magnitude = fabsf(y[k]);
+    // The sign of a number that is chosen is the bit of the plane, so that one instruction moves it.
+#pragma unroll
+    for (int plane = Bits - 2; plane >= 0; --plane) {
+      const int step = 1 << plane;
+      const bool is_above = magnitude > fabsf(thresholds[step - 1]);
+      const int middle = step / 2 - 1;  // the next threshold
+#pragma unroll
+      for (int i = 0; i < step - 1; ++i) {
+        const float upper = thresholds[i + step];
+        thresholds[i] = is_above ? (i == middle ? -upper : upper) : thresholds[i];
+      }
+#pragma unroll
+      for (int i = 0; i < step; ++i) {
+        const float upper = levels[i + step];
+        levels[i] = is_above ? (step == 1 ? -upper : upper) : levels[i];
+      }
+      planes[plane] = __funnelshift_l(bits_of(step == 1 ? levels[0] : thresholds[step == 1 ? 0 : middle]), planes[plane], 1);
+    }
+    planes[Bits - 1] = __funnelshift_l(bits_of(y[k]), planes[Bits - 1], 1);
+    y[k] = magnitude * fabsf(levels[0]);
+  }
+  Planes all = {};
+#pragma unroll
+  for (int plane = 0; plane < Bits; ++plane) all.pairs[plane / 2] |= planes[plane] << (plane % 2 * kSide);
+  return all;
 }
 
 // Does the same for any bits. The thresholds of the group take the place of the numbers in shared memory.
@@ -85,13 +139,29 @@ struct Quantizer {
     const int bits = stream.bits;
     uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
     if (are_full && whole && all(bits <= 2)) {
-      store_few(encode_few(y, bits, root_mean_square(found.energy, kFullGroup)), words, bits);
+      store_full<2>(encode_few(y, bits, root_mean_square(found.energy, kFullGroup)), words, bits);
     } else {
       const int most_bits = larger(bits);
       const float rms = root_mean_square(found.energy, of.length);
       const bool has_codes = has_values(found.energy, found.mean) && found.energy > 0.0f;
       const Planes planes = encode_many(y, bits, most_bits, rms, own, table);
       store_planes(planes, {words, of.length, lane_of(of.first), bits}, most_bits, whole, has_codes);
+    }
+    put_row(y, own);
+    get_column(y, own);
+    return sum_of_group(y);
+  }
+
+  // Does the same for full groups of few bits, which no other group shares blocks with. words: those of the warp's first group.
+  __device__ float encode_full(float* y, const Remainders& found, uint32_t* words, int bits) const {
+    words += threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
+    const float rms = root_mean_square(found.energy, kFullGroup);
+    if (bits <= 2) {
+      store_full<2>(encode_few(y, bits, rms), words, bits);
+    } else if (bits == 3) {
+      store_full<3>(encode_some<3>(y, rms), words, 3);
+    } else {
+      store_full<4>(encode_some<4>(y, rms), words, 4);
     }
     put_row(y, own);
     get_column(y, own);
@@ -143,43 +213,116 @@ __device__ void rotate_any(float* values, const Quantizer& by, const LocatedGrou
   }
 }
 
+// Two groups of a plain tensor in shared memory, where they arrive while the warp works on the two groups before.
+template <class T>
+struct alignas(16) Staged {
+  // float64 would take too much memory.
+  static constexpr bool kExists = FEWBIT_PAIR_INSTRUCTIONS && sizeof(T) < 8;
+  static constexpr int kVector = 16 / sizeof(T), kGroup = kExists ? kFullGroup + kSide : kVector;  // other banks for the second group
+
+  T elements[2 * kGroup];
+
+  // Begins to copy the elements of both groups. Every lane of the warp calls it.
+  __device__ void copy(const T* from) {
+#if FEWBIT_PAIR_INSTRUCTIONS
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) {
+      const int place = (i * 32 + threadIdx.x % 32) * kVector;
+      ptx::copy_async(elements + i * 32 * kVector / kFullGroup * kSide + place, from + place);
+    }
+#endif
+  }
+
+  // Waits for the copies and reads a column. Afterwards other elements may be copied.
+  __device__ void read(float* values) const {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    ptx::wait_for_copies();
+    __syncwarp();
+    read_neighbors(values, elements + threadIdx.x / kSide % 2 * kGroup);
+    __syncwarp();
+#endif
+  }
+};
+
+// Quantizes plain groups from `pair` on, until a pair needs more than one rotation, or a factor, or is beyond the last one. If
+// groups are staged, those of `pair` are, and afterwards those of the pair after it. Returns the number of groups whose scales are
+// kept.
+template <class T>
+__device__ int quantize_plain(const Quantizer& by, const T* x, int64_t& pair, int64_t end, int bits, Staged<T>& staged) {
+  int turn = 0;
+#pragma unroll 1
+  for (; pair < end; pair += pairs_apart()) {
+    const int64_t number = 2 * pair + threadIdx.x / kSide % 2;
+    float values[kSide];
+    Remainders found;
+    if constexpr (Staged<T>::kExists) {
+      staged.read(values);
+      const int64_t next = pair + pairs_apart();
+      if (next < end) staged.copy(x + next * (2 * kFullGroup));
+    } else {
+      read_neighbors(values, x + number * kFullGroup);
+    }
+    if (!remainders_of_full(found, values, by.settings) || may_be_spiky(found)) break;
+    if (turn == kTurns) {
+      by.store_kept(turn, pair);
+      turn = 0;
+    }
+    if (turn == 0) put_random_ahead<kCountersAhead>(by.own, by.seed, number);
+    rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);
+    uint32_t* const words = by.packed + pair * (2 * kFullGroup / kBlock) * bits;
+    by.keep(turn++, found, by.encode_full(values, found, words, bits));
+  }
+  return turn;
+}
+
 // -- kernels ---------------------------------------------------------------------------------------------
 
+// Plain: the groups are those of a plain tensor, codes have at most kMostBitsInRegisters bits and share no block with those of
+// another group, nothing is normalized or masked, and x is aligned to 16 bytes.
 // Float64, which fills two registers, gets more of them.
-template <class T>
+template <class T, bool Plain>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
-                    const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
+                    const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed,
+                    uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
   __shared__ Workspace workspaces[kGroupsOfBlock];
+  __shared__ Staged<T> staged[Plain ? kWarps : 1];
 #pragma unroll 1
   for (int i = threadIdx.x; i < static_cast<int>(sizeof table / sizeof(float)); i += kThreads) {
     reinterpret_cast<float*>(&table)[i] = reinterpret_cast<const float*>(&kLevelsOnDevice)[i];
   }
   __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   if (threadIdx.x == 0) seed = seed_from(seed_address, seed_number);
-  share_streams(streams, uniform, counts);
-  const CopySettings settings = {uniform.fp32_min, is_masked};
-  const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, whole, packed, ranges};
+  share_streams(streams, uniform, Plain ? nullptr : counts);
+  const CopySettings settings = {uniform.fp32_min, !Plain && is_masked};
+  const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, Plain || whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_seed(seed, uniform.fp32_min, ranges + uniform.groups * columns(uniform.fp32_min));
   }
 
   int turn = 0;  // groups whose scales are kept; the next group's random words follow theirs, unless there are none
+  int64_t pair = first_pair_of_warp();
+  if constexpr (Plain && Staged<T>::kExists) {
+    if (pair < plain_pair_count(map)) staged[threadIdx.x / 32].copy(x + pair * (2 * kFullGroup));
+  }
 #pragma unroll 1
-  for (int64_t pair = first_pair_of_warp();; pair += pairs_apart()) {
-    const LocatedGroup of = locate(streams, map, pair);
+  for (;; pair += pairs_apart()) {
+    if constexpr (Plain) {
+      turn = quantize_plain(by, x, pair, plain_pair_count(map), uniform.of[0].bits, staged[threadIdx.x / 32]);
+    }
+    const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     // Made again where it is needed, which takes fewer registers.
     const auto elements = [&] {
-      return GroupElements<T>(x, normalization, place_of(of, streams, order), of.length);
+      return GroupElements<T>(x, normalization, place_of(of, streams, Plain ? nullptr : order), of.length);
     };
     float values[kSide];
     Remainders found;
     int64_t begin = 0;
-    bool are_full = all(is_full_at(begin, of, streams, order));
-    if (are_full) {
+    bool are_full = all(is_full_at(begin, of, streams, Plain ? nullptr : order));
+    if (!Plain && are_full) {
       if (normalization.exists()) {
         elements().read_full(values, by.own);
       } else {
@@ -187,8 +330,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
       }
       are_full = remainders_of_full(found, values, settings);
     }
-    if (!are_full && 2 * pair < streams.groups) found = remainders_of(values, elements(), settings, by.own);
-    const bool is_quick = are_full && !may_be_spiky(found);
+    const bool is_slow = Plain || !are_full;
+    if (is_slow && 2 * pair < streams.groups) found = remainders_of(values, elements(), settings, by.own);
+    const bool is_quick = !is_slow && !may_be_spiky(found);
     if (turn == kTurns || !is_quick) {
       by.store_kept(turn, pair);
       if (2 * pair >= streams.groups) break;
@@ -202,11 +346,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
       has_spike = is_spiky(found, values);
       rotate_any(values, by, of, are_full, has_spike);
     }
-    const float inner = by.encode(values, of, found, are_full);
+    const float inner = by.encode(values, of, found, !Plain && are_full);
     if (is_quick) {
       by.keep(turn++, found, inner);
-    } else if (lane_of_group() == 0 && of.length > 0) {
-      by.store(of.number, found, inner, by.own.random[4 * kRoundingCounter], has_spike);
+    } else {
+      const int64_t number = 2 * pair + threadIdx.x / kSide % 2;  // made again, which takes fewer registers
+      const uint32_t random = by.own.random[4 * kRoundingCounter];
+      if (lane_of_group() == 0 && number < streams.groups) by.store(number, found, inner, random, has_spike);
     }
   }
 }
@@ -240,11 +386,15 @@ void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dt
   // A copy without groups has a seed nevertheless.
   const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
   const Streams uniform = uniform_streams(of);
+  const GroupMap map = group_map(uniform, of.counts);
+  const bool is_plain = is_plain_tensor(of, map) && !is_masked && whole && of.bits <= kMostBitsInRegisters && !normalization.exists() &&
+                        reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0;
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(quantize_kernel<T>, device, stream, pairs, kLaunchedBlocks, uniform, group_map(uniform, of.counts), of.order,
-           of.counts, static_cast<const T*>(x), normalization, address_of(seed), seed.number, is_masked, whole, reinterpret_cast<uint32_t*>(packed),
-           ranges);
+    const auto kernel = is_plain ? quantize_kernel<T, true> : quantize_kernel<T, false>;
+    launch(kernel, device, stream, pairs, kLaunchedBlocks, uniform, map, of.order, of.counts,
+           static_cast<const T*>(x), normalization, address_of(seed), seed.number, is_masked, whole,
+           reinterpret_cast<uint32_t*>(packed), ranges);
   });
 }
 

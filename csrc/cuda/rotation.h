@@ -25,7 +25,7 @@ namespace fewbit::cuda {
 static_assert(kSide * kSide == kFullGroup);
 
 // The blocks that fit on a multiprocessor with 64 registers a thread, and the blocks that are launched for each: two full waves,
-// or four on a device whose shared memory has room for two blocks.
+// or four on a device whose shared memory has room for two blocks. More warps hide more latency.
 constexpr int kResidentBlocks = 4, kLaunchedBlocks = 8;
 
 // The shared memory of the lanes that work on one group.

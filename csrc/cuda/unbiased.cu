@@ -16,6 +16,9 @@
 namespace fewbit::cuda {
 namespace {
 
+// As in rotation.h, for kernels that need 80 registers.
+constexpr int kResident = 3, kLaunched = 6;
+
 // Returns the 16-bit number with this index, 0 to 7, of a counter's words.
 __device__ uint32_t half_of(const uint32_t* words, int index) { return words[index / 2] >> (index % 2 * 16) & 0xFFFFu; }
 
@@ -88,7 +91,7 @@ __device__ Planes planes_of(const uint8_t* codes) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, kResident)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
                     const int64_t* seed_address, int64_t seed_number, bool is_masked, const float* all_codes, bool whole, uint32_t* packed,
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, kResident)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges, const float* all_codes,
                       const __grid_constant__ Affine affine, T* out) {
@@ -193,7 +196,7 @@ void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, 
   const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(quantize_kernel<T>, device, stream, pairs, kLaunchedBlocks, uniform, group_map(uniform, of.counts), of.order,
+    launch(quantize_kernel<T>, device, stream, pairs, kLaunched, uniform, group_map(uniform, of.counts), of.order,
            of.counts, static_cast<const T*>(x), normalization, address_of(seed), seed.number, is_masked, codes, whole,
            reinterpret_cast<uint32_t*>(packed), ranges);
   });
@@ -206,7 +209,7 @@ void dequantize_unbiased(const Quantized& of, const float* codes, const int32_t*
   const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,
+    launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kLaunched, uniform,
            group_map(uniform, of.counts), of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, codes,
            affine, static_cast<T*>(out));
   });

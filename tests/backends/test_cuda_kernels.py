@@ -833,8 +833,13 @@ def test_warps_take_several_full_groups(cuda, kind):
     x[700::90, 7] = 100.0
     x[901::140, 3] = torch.inf
     with device_of(cuda, 1):
-        for bits in (2, 3):
+        for bits in (1, 2, 3, 4, 5):
             compare_quantizer(cuda, x, bits, 256, bits == 3, kind=kind)
+        compare_quantizer(cuda, x.float(), 2, 256, True, kind=kind)
+        rng = np.random.default_rng(2)
+        x = torch.from_numpy(rng.normal(3, 2, (1200, 256))).to(torch.bfloat16)
+        for inner, entries in ((256, 1200), (256, 5), (512, 3), (1, 256), (1, 24), (1, 9600)):
+            compare_with_vectors(cuda, x, 256, inner, entries, rng, kind)
 
 
 @kinds

@@ -1,4 +1,4 @@
-"""The CUDA kernels need no more instructions and registers than csrc/cuda/budgets.json allows, and spill no registers."""
+"""The CUDA kernels need no more instructions and registers than csrc/cuda/budgets.json allows."""
 
 import json
 from collections import Counter
@@ -92,4 +92,6 @@ def test_kernels_are_within_their_budgets(counting):
         row = rows[kernel]
         assert row["instructions"] <= MORE * budget["instructions"], kernel
         assert row["registers"] <= budget["registers"] + MORE_REGISTERS, kernel
-        assert not row["spilled_bytes"] and not row["local_accesses"], kernel
+        assert row["spilled_bytes"] <= budget["spilled_bytes"], kernel
+        # Anything else in local memory is a mistake: nvcc 13.0 once read from there what a pointer to global memory points to.
+        assert 4 * row["local_accesses"] <= row["spilled_bytes"], kernel

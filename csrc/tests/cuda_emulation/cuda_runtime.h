@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "pair_instructions.h"
@@ -54,6 +55,7 @@ struct Fiber {
   State state = State::done;
   int shuffles = 0;
   uint32_t slots[2] = {};  // the lane's values, alternately, so that a slow reader still finds the last one
+  std::vector<std::pair<void*, const void*>> copies;  // those that the lane has not waited for
 };
 
 inline std::vector<Fiber> fibers;
@@ -116,6 +118,7 @@ inline void run_block(unsigned threads) {
     makecontext(&fiber.context, enter, 0);
     fiber.state = State::ready;
     fiber.shuffles = 0;
+    fiber.copies.clear();
   }
   do {
     for (unsigned warp = 0; warp < threads; warp += 32) run_warp(warp);
@@ -217,6 +220,16 @@ inline void mma_m16n8k16_f16(uint32_t* product, const uint32_t* a, const uint32_
 inline void mma_m16n8k16_f32(float* product, const uint32_t* a, const uint32_t* b) {
   const Product of(a, b);
   for (int i = 0; i < 4; ++i) product[i] = static_cast<float>(of.of(i));
+}
+
+// A copy happens as late as it may.
+inline void copy_async(void* to, const void* from) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0) fail("a copy is not aligned");
+  fibers[current].copies.emplace_back(to, from);
+}
+inline void wait_for_copies() {
+  for (const auto& [to, from] : fibers[current].copies) std::memcpy(to, from, 16);
+  fibers[current].copies.clear();
 }
 
 }  // namespace cuda_emulation::ptx

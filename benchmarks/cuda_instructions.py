@@ -36,7 +36,7 @@ FLAGS = "-std=c++17", "-O3", "--fmad=false"
 """The flags of setup.py that change the machine code."""
 _USED = re.compile(
     r"Compiling entry function '(\w+)' for.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    r".*?Used (\d+) registers(?:, used \d+ barriers)?(?:, (\d+) bytes smem)?",
+    r".*?Used (\d+) registers(?:, used \d+ barriers)?(?:, \d+ bytes cumulative stack size)?(?:, (\d+) bytes smem)?",
     re.DOTALL,
 )
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.]*)")
@@ -149,7 +149,7 @@ def main():
     if arguments.update:
         budgets = {
             row["kernel"]: {
-                name: row[name] for name in ("instructions", "registers", "spilled_bytes")
+                name: row[name] for name in ("instructions", "registers", "stack_bytes")
             }
             for row in rows
             if row["architecture"] == "sm_90"

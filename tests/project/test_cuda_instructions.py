@@ -92,6 +92,6 @@ def test_kernels_are_within_their_budgets(counting):
         row = rows[kernel]
         assert row["instructions"] <= MORE * budget["instructions"], kernel
         assert row["registers"] <= budget["registers"] + MORE_REGISTERS, kernel
-        assert row["spilled_bytes"] <= budget["spilled_bytes"], kernel
-        # Anything else in local memory is a mistake: nvcc 13.0 once read from there what a pointer to global memory points to.
-        assert 4 * row["local_accesses"] <= row["spilled_bytes"], kernel
+        assert row["stack_bytes"] <= budget["stack_bytes"], kernel
+        # Without a stack, local memory holds nothing: nvcc 13.0 once read from there what a pointer to global memory points to.
+        assert row["stack_bytes"] or not row["local_accesses"], kernel

@@ -69,7 +69,8 @@ def _count_in(source: Path, architecture: int, tools, folder) -> list[dict]:
     binary = Path(folder, f"{source.stem}.cubin")
     arguments = *FLAGS, f"-I{CSRC}", f"-arch=sm_{architecture}", "-cubin", "-Xptxas=-v"
     compiled = _run(nvcc, *arguments, str(source), "-o", str(binary))
-    code = _instructions(_run(nvdisasm, "-c", str(binary)).stdout)
+    text = _run(nvdisasm, "-c", str(binary)).stdout
+    code, strays = _instructions(text), _stray_accesses(text)
     rows = []
     for name, stack, stores, loads, registers, shared in _USED.findall(compiled.stderr):
         ops = code[name]
@@ -85,6 +86,7 @@ def _count_in(source: Path, architecture: int, tools, folder) -> list[dict]:
                 "global_loads": _accesses(ops, "LDG"),
                 "global_stores": _accesses(ops, "STG"),
                 "local_accesses": sum(ops[op] for op in ops if op.startswith(("LDL", "STL"))),
+                "stray_accesses": strays[name],
             }
         )
     return rows
@@ -107,6 +109,21 @@ def _instructions(text: str) -> dict[str, Counter]:
         elif kernel is not None and (match := _INSTRUCTION.match(line)):
             if match[1] != "NOP":  # which only aligns the code
                 kernel[match[1]] += 1
+    return found
+
+
+def _stray_accesses(text: str) -> Counter:
+    """Return how often each kernel accesses local memory outside of its stack, to which register R1 points.
+
+    That is a mistake: nvcc 13.0 once read from local memory what a pointer to global memory points to.
+    """
+    found: Counter = Counter()
+    kernel = None
+    for line in text.splitlines():
+        if line.startswith(".text."):
+            kernel = line.removeprefix(".text.").rstrip(":")
+        elif (match := _INSTRUCTION.match(line)) and match[1].startswith(("LDL", "STL")):
+            found[kernel] += not re.search(r"\[R1[]+]", line)
     return found
 
 

@@ -496,7 +496,9 @@ def largest(peak_of, first, most, memory):
         good = max(peaks)
         if good >= most or (bad is not None and bad - good <= max(1, good // 16)):
             break
-        if bad is not None:
+        if good == 0:
+            batch = bad // 2
+        elif bad is not None:
             batch = max(bad - max(1, bad // 16), good + 1)
         elif len(peaks) == 2:
             batch = min(2 * good, most)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fewbit.config import (
@@ -66,7 +67,8 @@ def checkpoint(
         bits: the bits per element, 1 to 8. With fewer than 8 bits, look at the error of the gradients first
             (docs/concepts/layers.md).
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        preserve_rng_state: whether the recomputation draws the same random numbers as the forward pass, as in torch.
+        preserve_rng_state: whether the recomputation draws the same random numbers as the forward pass, as in torch. It must
+            be False while a CUDA graph is recorded.
         **kwargs: the keyword arguments of `function`, and the arguments `context_fn`, `determinism_check`, `debug` and
             `early_stop` of torch's function.
 
@@ -85,13 +87,18 @@ def checkpoint(
         return torch_checkpoint(function, *args, **options)
     region = _Region(function, args, bits, group_size)
     # torch restores the random states of the devices of the tensors that it is given, and would save the arguments.
-    devices = dict.fromkeys(x.device for x in args if isinstance(x, Tensor))
+    devices = dict.fromkeys(x.device for x in tree_leaves(args) if isinstance(x, Tensor))
     result = torch_checkpoint(region, *(torch.empty(0, device=each) for each in devices), **options)
     region.forget_arguments()
     return result
 
 
-def checkpoint_(model: nn.Module, bits: int = 8, group_size: int = GROUP_SIZE) -> None:
+def checkpoint_(
+    model: nn.Module,
+    bits: int = 8,
+    group_size: int = GROUP_SIZE,
+    preserve_rng_state: bool = True,
+) -> None:
     """Enable gradient checkpointing in a model of transformers, in place, with `checkpoint` in place of torch's function.
 
     The layers that ``model.gradient_checkpointing_enable()`` checkpoints (in new versions of transformers,
@@ -102,6 +109,7 @@ def checkpoint_(model: nn.Module, bits: int = 8, group_size: int = GROUP_SIZE) -
         model: the model.
         bits: as in `checkpoint`.
         group_size: as in `checkpoint`.
+        preserve_rng_state: as in `checkpoint`.
 
     Raises:
         InputError: `bits` or `group_size` is invalid, or the model has no method `gradient_checkpointing_enable`.
@@ -116,9 +124,14 @@ def checkpoint_(model: nn.Module, bits: int = 8, group_size: int = GROUP_SIZE) -
             "model.enable_gradient_checkpointing(fewbit.checkpoint)"
         )
     enable()
+    options = {
+        "bits": bits,
+        "group_size": group_size,
+        "preserve_rng_state": preserve_rng_state,
+    }
     for module in model.modules():
         if hasattr(module, CHECKPOINTING[1]):
-            setattr(module, CHECKPOINTING[1], partial(checkpoint, bits=bits, group_size=group_size))
+            setattr(module, CHECKPOINTING[1], partial(checkpoint, **options))
 
 
 def supports_checkpoints(model: nn.Module) -> bool:

@@ -219,7 +219,8 @@ class _CrossEntropy(Function):
             label_smoothing=smoothing,
         )
         ctx.dim = min(1, x.dim() - 1)
-        probabilities = torch_functional.softmax(x, ctx.dim)
+        # In autocast on a CPU, softmax would round to 16 bits, which rounds probabilities near 1 to 1.
+        probabilities = torch_functional.softmax(x, ctx.dim, dtype=loss.dtype)
         saved = quantizer.quantize(probabilities, shared=False, usual=UNIFORM)
         return copies.save(ctx, loss, (saved,), target, weight)
 

@@ -102,11 +102,18 @@ def test_the_input_is_freed():
     assert x.grad.isfinite().all()
 
 
-def test_dropout_is_drawn_again(device):
+@pytest.mark.parametrize("container", [list, tuple, lambda args: {"x": args[0]}, None])
+def test_dropout_is_drawn_again(device, container):
     """With 8 bits and one mask, a gradient of dropout's input is 0 exactly at the elements that were dropped."""
     torch.manual_seed(0)
     x = normal((64, WIDTH), device=device, scale=1.0).requires_grad_()
-    y = fewbit.checkpoint(lambda x: nn.functional.dropout(x.sin(), 0.5), x)
+
+    def region(x):
+        while not isinstance(x, torch.Tensor):
+            x = next(iter(x.values() if isinstance(x, dict) else x))
+        return nn.functional.dropout(x.sin(), 0.5)
+
+    y = fewbit.checkpoint(region, x if container is None else container([x]))
     y.sum().backward()
     assert torch.equal(x.grad == 0, y == 0)
 

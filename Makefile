@@ -118,7 +118,8 @@ gpu-kernels:
 
 gpu-training:
 	@failed=0; export PYTHONPATH=.; \
-	$(PYTHON) benchmarks/gpu_training.py --quick --seconds 320 || failed=1; \
+	$(PYTHON) benchmarks/gpu_training.py --quick --seconds 280 || failed=1; \
+	$(PYTHON) benchmarks/gpu_graphs.py || failed=1; \
 	$(PYTHON) benchmarks/gpu_compiled.py || failed=1; \
 	exit $$failed
 

@@ -11,6 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 # The sources of the compiled kernels.
 KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
+
 .PHONY: demo test test-all slow dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize docs clean
 
 demo: $(VENV)/installed

@@ -39,6 +39,8 @@ _USED = re.compile(
     r".*?Used (\d+) registers(?:, used \d+ barriers)?(?:, \d+ bytes cumulative stack size)?(?:, (\d+) bytes smem)?",
     re.DOTALL,
 )
+LOCAL = "LDL", "STL"
+_OF_STACK = re.compile(r"\[R1[]+]")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.]*)")
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
@@ -85,7 +87,7 @@ def _count_in(source: Path, architecture: int, tools, folder) -> list[dict]:
                 "spilled_bytes": int(stores) + int(loads),
                 "global_loads": _accesses(ops, "LDG"),
                 "global_stores": _accesses(ops, "STG"),
-                "local_accesses": sum(ops[op] for op in ops if op.startswith(("LDL", "STL"))),
+                "local_accesses": sum(ops[op] for op in ops if op.startswith(LOCAL)),
                 "stray_accesses": strays[name],
             }
         )
@@ -99,32 +101,35 @@ def _run(*command):
     return done
 
 
-def _instructions(text: str) -> dict[str, Counter]:
-    """Return {name of a kernel: {instruction with its modifiers: how often it occurs}} from nvdisasm's output."""
-    found: dict[str, Counter] = {}
-    kernel = None
+def _by_kernel(text: str) -> dict[str, list[tuple[str, str]]]:
+    """Return {name of a kernel: [(instruction with its modifiers, its line)]} from nvdisasm's output."""
+    found: dict[str, list] = {}
+    lines = None
     for line in text.splitlines():
         if line.startswith(".text."):
-            kernel = found.setdefault(line.removeprefix(".text.").rstrip(":"), Counter())
-        elif kernel is not None and (match := _INSTRUCTION.match(line)):
-            if match[1] != "NOP":  # which only aligns the code
-                kernel[match[1]] += 1
+            lines = found.setdefault(line.removeprefix(".text.").rstrip(":"), [])
+        elif lines is not None and (match := _INSTRUCTION.match(line)):
+            lines.append((match[1], line))
     return found
 
 
-def _stray_accesses(text: str) -> Counter:
+def _instructions(text: str) -> dict[str, Counter]:
+    """Return {name of a kernel: {instruction with its modifiers: how often it occurs}} from nvdisasm's output."""
+    return {
+        kernel: Counter(op for op, _ in lines if op != "NOP")  # which only aligns the code
+        for kernel, lines in _by_kernel(text).items()
+    }
+
+
+def _stray_accesses(text: str) -> dict[str, int]:
     """Return how often each kernel accesses local memory outside of its stack, to which register R1 points.
 
     That is a mistake: nvcc 13.0 once read from local memory what a pointer to global memory points to.
     """
-    found: Counter = Counter()
-    kernel = None
-    for line in text.splitlines():
-        if line.startswith(".text."):
-            kernel = line.removeprefix(".text.").rstrip(":")
-        elif (match := _INSTRUCTION.match(line)) and match[1].startswith(("LDL", "STL")):
-            found[kernel] += not re.search(r"\[R1[]+]", line)
-    return found
+    return {
+        kernel: sum(op.startswith(LOCAL) and not _OF_STACK.search(line) for op, line in lines)
+        for kernel, lines in _by_kernel(text).items()
+    }
 
 
 def _accesses(ops: Counter, start: str) -> str:
@@ -166,7 +171,7 @@ def main():
     if arguments.update:
         budgets = {
             row["kernel"]: {
-                name: row[name] for name in ("instructions", "registers", "stack_bytes")
+                name: row[name] for name in ("instructions", "registers", "local_accesses")
             }
             for row in rows
             if row["architecture"] == "sm_90"

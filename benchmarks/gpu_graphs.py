@@ -16,7 +16,7 @@ import harness
 import torch
 
 BATCHES = {"gpt2": (8, 24), "resnet50": (64, 256)}
-ARMS = "exact", "L2 2 bits", "exact, CUDA graph", "L2 2 bits, CUDA graph"
+ARMS = "exact", "L2 2 bits", *gpu_training.CAPTURED
 SECONDS = 60  # for one arm
 
 

@@ -621,7 +621,7 @@ def main():
     cases = CASES if device == "cuda" else TINY
     # On a CPU, compiling would take longer than all other arms, and tell nothing about a GPU.
     arms = arguments.arms or [
-        each for each in ARMS if device == "cuda" or each not in {**COMPILING, **CAPTURED}
+        each for each in ARMS if device == "cuda" or each not in (*COMPILING, *CAPTURED)
     ]
     memory = arguments.memory or (2 if device == "cpu" else 12 if quick else 20)
     options = {

@@ -124,14 +124,11 @@ def checkpoint_(
             "model.enable_gradient_checkpointing(fewbit.checkpoint)"
         )
     enable()
-    options = {
-        "bits": bits,
-        "group_size": group_size,
-        "preserve_rng_state": preserve_rng_state,
-    }
+    options = {"group_size": group_size, "preserve_rng_state": preserve_rng_state}
+    quantized = partial(checkpoint, bits=bits, **options)
     for module in model.modules():
         if hasattr(module, CHECKPOINTING[1]):
-            setattr(module, CHECKPOINTING[1], partial(checkpoint, **options))
+            setattr(module, CHECKPOINTING[1], quantized)
 
 
 def supports_checkpoints(model: nn.Module) -> bool:

@@ -163,7 +163,7 @@ struct alignas(16) PlainCodes {
   uint32_t words[2][2 * kFullGroup / kBlock * kMostProductBits];  // alternately
 };
 
-// What a warp reads of plain pairs, each of which is loaded before the pair before it is dequantized.
+// Loads the codes and ranges of plain pairs for a warp. Each pair is loaded before the warp dequantizes the pair before it.
 class PlainInput {
  public:
   __device__ PlainInput(PlainCodes& codes, const uint32_t* packed, const uint16_t* ranges, bool fp32_min, int bits)

@@ -45,20 +45,19 @@ __device__ inline bool can_map(const Affine& affine, int64_t place) {
   return entries.are_one(kFullGroup) || are_fours(affine, entries, place);
 }
 
-// Applies the affine map to neighbors from element `first` of the group on.
-template <int Length>
-__device__ void map_neighbors(float* values, const Affine& affine, int64_t place, int first) {
+// Applies the affine map to a row of neighbors, of which the first is element `first` of the group.
+__device__ inline void map_neighbors(float* values, const Affine& affine, int64_t place, int first) {
   const Entries entries(affine.index, place);
   if (all(entries.are_one(kFullGroup))) {
     const int64_t entry = entries.of(0);
     const float scale = scale_at(affine, entry), shift = shift_at(affine, entry);
 #pragma unroll
-    for (int k = 0; k < Length; ++k) values[k] = values[k] * scale + shift;
+    for (int k = 0; k < kSide; ++k) values[k] = values[k] * scale + shift;
     return;
   }
   int64_t entry = entries.of(first);
 #pragma unroll
-  for (int k = 0; k < Length; k += 4) {
+  for (int k = 0; k < kSide; k += 4) {
     float scales[4], shifts[4];
     read_four(scales, affine.scale, entry, 1.0f);
     read_four(shifts, affine.shift, entry, -0.0f);
@@ -125,7 +124,7 @@ __device__ void store_row(float* values, const Affine& affine, T* out, const Gro
   T* const first = out + (are_neighbors ? place.of(0) : 0);
   const bool is_aligned = are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0;
   if (all(is_aligned && can_map(affine, place.of(0)))) {
-    if (affine.exists()) map_neighbors<kSide>(values, affine, place.of(0), lane_of_group() * kSide);
+    if (affine.exists()) map_neighbors(values, affine, place.of(0), lane_of_group() * kSide);
     uint32_t words[kRowWords<T>];
     narrow<T, kSide>(words, values);
     return store_vectors(words, first, own);

@@ -16,7 +16,7 @@
 namespace fewbit::cuda {
 namespace {
 
-// As in rotation.h, for kernels that need 80 registers.
+// These kernels need 80 registers a thread, so fewer blocks fit on a multiprocessor than in rotation.h.
 constexpr int kResident = 3, kLaunched = 6;
 
 // Returns the 16-bit number with this index, 0 to 7, of a counter's words.

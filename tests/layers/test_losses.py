@@ -188,7 +188,7 @@ def test_autocast_of_confident_logits(device):
     logits.requires_grad_()
 
     def gradient(function, **options):
-        with torch.autocast(str(device), torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             loss = function(logits, target, **options)
         (grad,) = torch.autograd.grad(loss, logits)
         return float(grad.double().gather(1, target[:, None]).sum())
@@ -201,7 +201,7 @@ def test_autocast_of_confident_logits(device):
 def test_autocast(device):
     """Autocast computes the loss in float32, and the gradient has the dtype of the logits."""
     logits, target, _ = sample((64, CLASSES), torch.bfloat16, device)
-    with torch.autocast(device.type if hasattr(device, "type") else str(device), torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         loss, grad = gradient(F.cross_entropy, logits, target, bits=8)
         expected, wanted = gradient(torch_f.cross_entropy, logits, target)
     assert loss.dtype == torch.float32 and same(loss, expected) and grad.dtype == torch.bfloat16

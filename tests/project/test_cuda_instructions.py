@@ -104,5 +104,5 @@ def test_kernels_are_within_their_budgets(counting):
         row = rows[kernel]
         assert row["instructions"] <= MORE * budget["instructions"], kernel
         assert row["registers"] <= budget["registers"] + MORE_REGISTERS, kernel
-        assert row["stack_bytes"] <= budget["stack_bytes"], kernel
+        assert row["local_accesses"] <= budget["local_accesses"], kernel
         assert not row["stray_accesses"], kernel

@@ -59,6 +59,38 @@ class Instruction:
     """The file and the line, followed by those that the line is inlined at."""
 
 
+_SUBTRACT = "rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;"
+
+
+def _quantize_loop(name: str, *through: tuple[str, str]) -> Loop:
+    return Loop(
+        name,
+        "rotated_quantize",
+        "quantize_kernel<{}, true>",
+        (
+            *through,
+            ("rotated_quantize.cu", "read_neighbors(values, elements"),
+            ("rotated_groups.h", "values[j] = as_float(from[j * kSide + lane_of_group()]);"),
+            (
+                "rotated_quantize.cu",
+                "rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);",
+            ),
+            ("rotated_quantize.cu", "store_full<2>(encode_few(y, bits, rms), words, bits);"),
+            ("rotated_quantize.cu", "return sum_of_group(y);"),
+            (
+                "rotated_quantize.cu",
+                "pending[0] = found.energy, pending[1] = found.mean, pending[2] = inner;",
+            ),
+        ),
+        (
+            ("rotated_quantize.cu", "by.store_kept(turn, pair);"),
+            ("rotate.h", "const float exact = energy / inner"),
+            ("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),
+        ),
+        5,
+    )
+
+
 LOOPS = (
     Loop(
         "uniform: dequantize",
@@ -88,37 +120,23 @@ LOOPS = (
             ("rotated_dequantize.cu", "to[i * kApart] = {words"),
             (
                 "rotated_dequantize.cu",
-                "with_bits(std::integral_constant<MapKind, MapKind::none>());",
+                "with_bits(std::integral_constant<EntryKind, EntryKind::none>());",
             ),
         ),
         (("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),),
         8,
     ),
-    Loop(
-        "rotated: quantize",
-        "rotated_quantize",
-        "quantize_kernel<{}, true>",
-        (
-            ("rotated_quantize.cu", "read_neighbors(values, elements"),
-            ("rotated_groups.h", "values[j] = as_float(from[j * kSide + lane_of_group()]);"),
-            ("rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;"),
-            (
-                "rotated_quantize.cu",
-                "rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);",
-            ),
-            ("rotated_quantize.cu", "store_full<2>(encode_few(y, bits, rms), words, bits);"),
-            ("rotated_quantize.cu", "return sum_of_group(y);"),
-            (
-                "rotated_quantize.cu",
-                "pending[0] = found.energy, pending[1] = found.mean, pending[2] = inner;",
-            ),
-        ),
-        (
-            ("rotated_quantize.cu", "by.store_kept(turn, pair);"),
-            ("rotate.h", "const float exact = energy / inner"),
-            ("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),
-        ),
-        5,
+    _quantize_loop("rotated: quantize", _SUBTRACT),
+    _quantize_loop("masked: quantize", ("rotated_groups.h", "count += values[j] != 0.0f;")),
+    _quantize_loop(
+        "rotated: normalize rows and quantize",
+        _SUBTRACT,
+        ("rotated_quantize.cu", "values[j] = (values[j] - mean) * rstd;"),
+    ),
+    _quantize_loop(
+        "rotated: normalize columns and quantize",
+        _SUBTRACT,
+        ("rotated_quantize.cu", "if (entry >= end) entry -= end;"),
     ),
 )
 _LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
@@ -258,7 +276,7 @@ def main():
             rows.append(
                 {"kernel": loop.name, "dtype": dtype.lower(), "instructions": round(each, 2)}
             )
-            print(f"{loop.name:22}{dtype:10}{instructions:8.1f} a lane {each:8.2f} an element")
+            print(f"{loop.name:40}{dtype:10}{instructions:8.1f} a lane {each:8.2f} an element")
             if arguments.lines:
                 print_lines(path)
                 print(Counter(one.operation for one in path).most_common(60))

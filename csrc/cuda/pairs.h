@@ -62,6 +62,42 @@ inline bool is_plain_tensor(const Quantized& of, const GroupMap& map) {
 // The number of pairs of full groups of such a tensor.
 __host__ __device__ inline int64_t plain_pair_count(const GroupMap& map) { return map.end / (2 * kDrawBlock); }
 
+// The entries of a vector that the elements of a plain tensor have.
+enum class EntryKind {
+  none,
+  rows,      // one entry for all elements of a group
+  features,  // neighboring entries for neighboring elements
+};
+
+// How elements of a plain tensor find their entries with little arithmetic. The entries of features are counted in runs of
+// neighbors.
+struct PlainEntries {
+  EntryKind kind = EntryKind::none;
+  uint32_t count = 1;                      // of entries, or of runs
+  Divisor by_count = Divisor(1);
+  Divisor groups_per_entry = Divisor(1);  // for rows
+
+  // Returns the entry of a group's elements, for rows.
+  __device__ uint32_t of_group(uint32_t group) const { return of(groups_per_entry.quotient(group)); }
+
+  // Returns number % count. number: below 2^31.
+  __device__ uint32_t of(uint32_t number) const { return number - by_count.quotient(number) * count; }
+};
+
+// Finds the entries of a plain tensor, and returns false if their order is another one. exists: false if there is no vector.
+// run: the elements of a run.
+inline bool find_entries(PlainEntries& found, const VectorIndex& index, bool exists, int run) {
+  found = {};
+  if (!exists) return true;
+  if (index.count >> 31 != 0) return false;
+  if (index.inner % kDrawBlock == 0) {
+    found = {EntryKind::rows, static_cast<uint32_t>(index.count), Divisor(index.count), Divisor(index.inner / kDrawBlock)};
+  } else if (index.inner == 1 && index.count % run == 0) {
+    found = {EntryKind::features, static_cast<uint32_t>(index.count / run), Divisor(index.count / run), Divisor(1)};
+  }
+  return found.kind != EntryKind::none;
+}
+
 // A group as its lanes see it.
 struct LocatedGroup {
   int64_t number;

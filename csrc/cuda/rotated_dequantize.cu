@@ -105,36 +105,21 @@ __device__ inline PairScale scale_of_pair(const GroupScale& own) {
 
 // -- plain tensors ---------------------------------------------------------------------------------------
 
-// The entries of an affine map that the elements of plain groups have.
-enum class MapKind {
-  none,
-  rows,      // an entry for all elements of a group
-  features,  // neighboring entries for neighboring elements
-};
-
-// The first pairs of groups of a tensor, if their places, codes and entries need little arithmetic, which the host finds.
+// The first pairs of groups of a tensor, if their places, codes and entries need little arithmetic.
 struct PlainPairs {
-  int64_t count;  // 0 if there is none
-  MapKind map;
-  Divisor groups_per_entry;  // for rows
-  Divisor by_entries;        // for rows, and for features, of which a lane has eight
-  uint32_t entries;          // the divisor
+  int64_t count = 0;
+  PlainEntries entries;  // in runs of a lane's neighbors
 };
 
 inline PlainPairs plain_pairs(const Quantized& of, const GroupMap& groups, const void* packed,
                               const void* ranges, const Affine& affine, const void* out) {
-  const VectorIndex& index = affine.index;
   const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0; };
-  const bool has_rows = index.inner % kFullGroup == 0 && index.count >> 31 == 0;
-  const bool has_features = index.inner == 1 && index.count % kNeighbors == 0 && index.count >> 31 == 0 &&
-                            is_aligned(affine.scale) && is_aligned(affine.shift);
+  PlainPairs found = {};
   const bool is_plain = is_plain_tensor(of, groups) && of.bits <= kMostProductBits && is_aligned(packed) && is_aligned(ranges) &&
-                        is_aligned(out) && of.groups >> 26 == 0 && (!affine.exists() || has_rows || has_features);
-  if (!is_plain) return {0, MapKind::none, Divisor(1), Divisor(1), 1};
-  const MapKind map = !affine.exists() ? MapKind::none : has_rows ? MapKind::rows : MapKind::features;
-  const int64_t entries = map == MapKind::features ? index.count / kNeighbors : index.count;
-  return {plain_pair_count(groups), map, Divisor(map == MapKind::rows ? index.inner / kFullGroup : 1), Divisor(entries),
-          static_cast<uint32_t>(entries)};
+                        is_aligned(out) && of.groups >> 26 == 0 && is_aligned(affine.scale) && is_aligned(affine.shift) &&
+                        find_entries(found.entries, affine.index, affine.exists(), kNeighbors);
+  if (is_plain) found.count = plain_pair_count(groups);
+  return found;
 }
 
 // The ranges of a plain pair: `columns` words, which the two rows fill.
@@ -212,20 +197,20 @@ class PlainInput {
 };
 
 // The numbers by which a lane maps its neighbors in a plain group. They are loaded before the neighbors are computed.
-template <MapKind Kind>
+template <EntryKind Kind>
 class LaneMap {
  public:
   // group: its number.
-  __device__ LaneMap(const PlainPairs& plain, const Affine& affine, uint32_t group) {
-    const uint32_t number = Kind == MapKind::rows ? plain.groups_per_entry.quotient(group) : group * 32 + threadIdx.x % 32;
-    const uint32_t entry = number - plain.by_entries.quotient(number) * plain.entries;
-    if constexpr (Kind == MapKind::rows) {
+  __device__ LaneMap(const PlainEntries& entries, const Affine& affine, uint32_t group) {
+    if constexpr (Kind == EntryKind::rows) {
+      const uint32_t entry = entries.of_group(group);
       scales_[0] = scale_at(affine, entry), shifts_[0] = shift_at(affine, entry);
     } else {
+      const uint32_t entry = entries.of(group * 32 + threadIdx.x % 32) * kNeighbors;
 #pragma unroll
       for (int k = 0; k < kNumbers; k += 4) {
-        read_four(scales_ + k, affine.scale, entry * kNeighbors + k, 1.0f);
-        read_four(shifts_ + k, affine.shift, entry * kNeighbors + k, -0.0f);
+        read_four(scales_ + k, affine.scale, entry + k, 1.0f);
+        read_four(shifts_ + k, affine.shift, entry + k, -0.0f);
       }
     }
   }
@@ -236,14 +221,14 @@ class LaneMap {
   }
 
  private:
-  static constexpr int kNumbers = Kind == MapKind::rows ? 1 : kNeighbors;
+  static constexpr int kNumbers = Kind == EntryKind::rows ? 1 : kNeighbors;
   float scales_[kNumbers], shifts_[kNumbers];
 };
 
 template <>
-class LaneMap<MapKind::none> {
+class LaneMap<EntryKind::none> {
  public:
-  __device__ LaneMap(const PlainPairs&, const Affine&, uint32_t) {}
+  __device__ LaneMap(const PlainEntries&, const Affine&, uint32_t) {}
   __device__ void apply(float*) const {}
 };
 
@@ -252,13 +237,13 @@ class LaneMap<MapKind::none> {
 // Dequantizes the groups of a warp by products. words: the codes of the first group, followed by those of the second one. signs:
 // those of the first group, sizeof(Workspace) before those of the second one. places: those of the groups in `out`. first: the
 // number of the first group, if there is a map.
-template <MapKind Kind, class T>
+template <EntryKind Kind, class T>
 __device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
-                                const uint8_t* signs, const PlainPairs& plain, const Affine& affine, uint32_t first, T* out,
+                                const uint8_t* signs, const PlainEntries& entries, const Affine& affine, uint32_t first, T* out,
                                 const int64_t* places, uint32_t part) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const LaneMap<Kind> map(plain, affine, first + i);
+    const LaneMap<Kind> map(entries, affine, first + i);
     float values[kNeighbors];
     transform(values, read_levels(words + i * (kFullGroup / kBlock) * bits, bits, signed_levels), part);
     const uint32_t negative = signs[i * sizeof(Workspace) + threadIdx.x % 32];
@@ -308,17 +293,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks
         if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, 2 * pair + threadIdx.x / kSide % 2);
         const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
         const auto dequantize = [&](auto map, int of_bits) {
-          dequantize_pair<decltype(map)::value>(found.scale(), words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn, plain,
-                                                affine, static_cast<uint32_t>(2 * pair), out, places, part);
+          dequantize_pair<decltype(map)::value>(found.scale(), words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn,
+                                                plain.entries, affine, static_cast<uint32_t>(2 * pair), out, places, part);
         };
         // The compiler knows the levels of 2 bits.
         const auto with_bits = [&](auto map) { bits == 2 ? dequantize(map, 2) : dequantize(map, bits); };
-        if (plain.map == MapKind::none) {
-          with_bits(std::integral_constant<MapKind, MapKind::none>());
-        } else if (plain.map == MapKind::rows) {
-          with_bits(std::integral_constant<MapKind, MapKind::rows>());
+        if (plain.entries.kind == EntryKind::none) {
+          with_bits(std::integral_constant<EntryKind, EntryKind::none>());
+        } else if (plain.entries.kind == EntryKind::rows) {
+          with_bits(std::integral_constant<EntryKind, EntryKind::rows>());
         } else {
-          with_bits(std::integral_constant<MapKind, MapKind::features>());
+          with_bits(std::integral_constant<EntryKind, EntryKind::features>());
         }
         turn = (turn + 1) % kTurns;
       }
@@ -337,8 +322,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks
       if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
       const int64_t places[] = {of_group(begin, 0), of_group(begin, 1)};
       words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
-      dequantize_pair<MapKind::none>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn, plain, affine, 0,
-                                     out, places, part);
+      dequantize_pair<EntryKind::none>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn, plain.entries,
+                                     affine, 0, out, places, part);
       turn = (turn + 1) % kTurns;
       continue;
     }

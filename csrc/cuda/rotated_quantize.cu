@@ -244,11 +244,31 @@ struct alignas(16) Staged {
   }
 };
 
+// Normalizes a column of a plain group. entries: in runs of kSide.
+__device__ void normalize_plain(float* values, const Normalization& by, const PlainEntries& entries, uint32_t group) {
+  if (entries.kind == EntryKind::rows) {
+    const uint32_t entry = entries.of_group(group);
+    const float mean = mean_at(by, entry), rstd = by.rstd[entry];
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) values[j] = (values[j] - mean) * rstd;
+  } else {
+    const uint32_t end = entries.count * kSide;
+    uint32_t entry = entries.of(group * kSide) * kSide + lane_of_group();
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+      values[j] = (values[j] - mean_at(by, entry)) * by.rstd[entry];
+      entry += kSide;
+      if (entry >= end) entry -= end;
+    }
+  }
+}
+
 // Quantizes plain groups from `pair` on, until a pair needs more than one rotation, or a factor, or is beyond the last one. If
 // groups are staged, those of `pair` are, and afterwards those of the pair after it. Returns the number of groups whose scales are
 // kept.
 template <class T>
-__device__ int quantize_plain(const Quantizer& by, const T* x, int64_t& pair, int64_t end, int bits, Staged<T>& staged) {
+__device__ int quantize_plain(const Quantizer& by, const T* x, const Normalization& normalization, const PlainEntries& entries,
+                              int64_t& pair, int64_t end, int bits, Staged<T>& staged) {
   int turn = 0;
 #pragma unroll 1
   for (; pair < end; pair += pairs_apart()) {
@@ -262,6 +282,7 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, int64_t& pair, in
     } else {
       read_neighbors(values, x + number * kFullGroup);
     }
+    if (normalization.exists()) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
     if (!remainders_of_full(found, values, by.settings) || may_be_spiky(found)) break;
     if (turn == kTurns) {
       by.store_kept(turn, pair);
@@ -278,13 +299,13 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, int64_t& pair, in
 // -- kernels ---------------------------------------------------------------------------------------------
 
 // Plain: the groups are those of a plain tensor, codes have at most kMostBitsInRegisters bits and share no block with those of
-// another group, nothing is normalized or masked, and x is aligned to 16 bytes.
+// another group, and x is aligned to 16 bytes. entries: those of the normalization, in runs of kSide.
 // Float64, which fills two registers, gets more of them.
 template <class T, bool Plain>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
-                    const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed,
+                    const __grid_constant__ PlainEntries entries, const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed,
                     uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
@@ -297,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
   __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   if (threadIdx.x == 0) seed = seed_from(seed_address, seed_number);
   share_streams(streams, uniform, Plain ? nullptr : counts);
-  const CopySettings settings = {uniform.fp32_min, !Plain && is_masked};
+  const CopySettings settings = {uniform.fp32_min, is_masked};
   const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, Plain || whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_seed(seed, uniform.fp32_min, ranges + uniform.groups * columns(uniform.fp32_min));
@@ -311,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
 #pragma unroll 1
   for (;; pair += pairs_apart()) {
     if constexpr (Plain) {
-      turn = quantize_plain(by, x, pair, plain_pair_count(map), uniform.of[0].bits, staged[threadIdx.x / 32]);
+      turn = quantize_plain(by, x, normalization, entries, pair, plain_pair_count(map), uniform.of[0].bits, staged[threadIdx.x / 32]);
     }
     const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     // Made again where it is needed, which takes fewer registers.
@@ -387,13 +408,15 @@ void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dt
   const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
-  const bool is_plain = is_plain_tensor(of, map) && !is_masked && whole && of.bits <= kMostBitsInRegisters && !normalization.exists() &&
-                        reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0;
+  PlainEntries entries;
+  const bool is_plain = is_plain_tensor(of, map) && whole && of.bits <= kMostBitsInRegisters && of.groups >> 26 == 0 &&
+                        reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0 &&
+                        find_entries(entries, normalization.index, normalization.exists(), kSide);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto kernel = is_plain ? quantize_kernel<T, true> : quantize_kernel<T, false>;
     launch(kernel, device, stream, pairs, kLaunchedBlocks, uniform, map, of.order, of.counts,
-           static_cast<const T*>(x), normalization, address_of(seed), seed.number, is_masked, whole,
+           static_cast<const T*>(x), normalization, entries, address_of(seed), seed.number, is_masked, whole,
            reinterpret_cast<uint32_t*>(packed), ranges);
   });
 }

@@ -18,7 +18,7 @@ from fewbit import functions
 from fewbit.catalog import store
 from fewbit.catalog.unbiased_codes import packed_codes
 from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNBIASED, UNIFORM
-from fewbit.runtime.backends import reference
+from fewbit.runtime.backends import reference, reference_quantizer
 from fewbit.runtime.backends.reference_bits import philox_words
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.bit_sharing import gains_of
@@ -975,6 +975,45 @@ def test_squares_of_more_elements_than_an_int_counts(cuda):
     expected = squares_of_groups(x[None, -len(tail) :].clone(), 256)
     same(out[first:], expected[first - count :])
     assert (out[first:] > 0).all() and not out[first - 1000 : first].any()
+
+
+@kinds
+def test_groups_of_more_elements_than_an_int_counts(cuda, kind):
+    """The last block of a grid over 2**31 + 777 elements, in memory that exists only where it is touched."""
+    n, bits, seed = (1 << 31) + 777, 2, torch.tensor([-5])
+    count = groups.group_count(1, n, 256)
+    first = count // 2 // 8 * 16  # the first group of the last block
+    rows = count + groups.seed_rows(kind)
+    try:
+        spaces = [mmap.mmap(-1, size, flags=SPARSE) for size in (2 * n, n // 2, 4 * rows, 2 * n)]
+    except OSError:
+        pytest.skip("no address space for 9 GB")
+    dtypes = torch.bfloat16, torch.int32, torch.bfloat16, torch.bfloat16
+    x, packed, ranges, out = (
+        torch.frombuffer(space, dtype=dtype) for space, dtype in zip(spaces, dtypes, strict=True)
+    )
+    packed, ranges = packed[: packed_words(n, bits)], ranges.view(-1, 2)
+    begin, word = first * 256, first * 8 * bits
+    tail = torch.from_numpy(np.random.default_rng(0).normal(0, 1, n - begin)).to(x.dtype)
+    x[begin:] = tail.clamp(min=0) if kind in (MASKED, MASKED_UNBIASED) else tail
+    shape, of_kind = (_long(1), _long(n), 256), (KINDS.index(kind), _codes(kind))
+    streams = _streams(None)[1]
+    with device_of(cuda, 1 << 20, first // 16):
+        made = *_seed(seed), packed, _long(len(packed)), ranges, _long(count), *_vectors(None)
+        cuda.call("quantize", x, 3, *shape, bits, *streams, 0, *of_kind, *made)
+        if kind != UNIFORM:  # the first block writes them
+            ranges[count:].view(torch.int16).view(-1)[:4] = seed.view(torch.int16)
+        copy = packed, _long(len(packed)), ranges, _long(count), bits, *streams, 0, *of_kind
+        cuda.call("dequantize", *copy, *shape, out, 3, *_vectors(None))
+    given = seed, bits, 256, False, kind, first
+    expected = reference_quantizer._stream(x[begin:][None].float(), *given)
+    assert torch.equal(packed[word:], expected[0])
+    assert torch.equal(ranges[first:count].view(torch.int16), expected[1].view(torch.int16))
+    restored = reference_quantizer._restored(
+        *expected, bits, 256, 1, n - begin, kind, None if kind == UNIFORM else seed, first
+    )
+    same(out[begin:], restored[0].to(out.dtype))
+    assert not packed[word - 1000 : word].any() and not out[begin - 1000 : begin].any()
 
 
 def test_more_elements_than_an_int_counts(cuda, monkeypatch):

@@ -27,7 +27,8 @@ from quantized import (
     same,
 )
 
-from fewbit.runtime.backends import reference
+from fewbit.runtime import backends
+from fewbit.runtime.backends import reference, reference_quantizer
 
 if ISAS:
     from fewbit.runtime.backends import native
@@ -180,27 +181,53 @@ def test_room_beyond_the_codes_is_zero(backend, kind):
     assert np.array_equal(again.cpu().view(torch.int16).numpy().view(np.uint16), ranges)
 
 
+FEATURES, SAMPLES = 256, (1 << 23) + 5  # more elements than an int counts
+
+
 @pytest.mark.slow
 @compiled
 @kinds
 def test_more_elements_than_an_int_counts(kind):
-    """The last groups of more than 2**31 elements, in memory that exists only where it is touched."""
-    features, samples = 256, (1 << 23) + 5
-    n = samples * features
+    """In memory that exists only where it is touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     try:
-        space = mmap.mmap(-1, 2 * n, flags=flags)
+        space = mmap.mmap(-1, 2 * SAMPLES * FEATURES, flags=flags)
     except OSError:
         pytest.skip("no address space for 4 GB")
-    x = torch.frombuffer(space, dtype=torch.bfloat16).view(samples, features)
-    x[-9:] = inputs((9, features), torch.bfloat16)
-    kernels = native.cpu()
-    packed, ranges, _ = quantize(kernels, x, 1, kind=kind)
-    ranges = ranges[:samples]
-    group = naive.GROUP_OF[kind]
-    words = packed[-9 * features // 32 :]
+    x = torch.frombuffer(space, dtype=torch.bfloat16).view(SAMPLES, FEATURES)
+    check_last_groups(native.cpu(), x, 1, kind)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits", (2, 5))
+@kinds
+def test_more_elements_than_an_int_counts_on_a_gpu(kind, bits):
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GB of GPU memory")
+    x = torch.zeros(SAMPLES, FEATURES, dtype=torch.bfloat16, device="cuda")
+    packed, ranges = check_last_groups(backends.of(x), x, bits, kind)
+    restored = torch.empty_like(x)
+    backends.of(x).dequantize(packed, ranges, bits, FEATURES, restored, kind=kind)
+    assert not restored[:-9].any()
+    seed = None if kind == "uniform" else torch.tensor([SEED])
+    last = packed[-9 * FEATURES // 32 * bits :].cpu(), ranges[SAMPLES - 9 : SAMPLES].cpu()
+    expected = reference_quantizer._restored(
+        *last, bits, FEATURES, 9, FEATURES, kind, seed, SAMPLES - 9
+    )
+    same(restored[-9:].cpu(), expected.to(x.dtype))
+
+
+def check_last_groups(kernels, x, bits, kind):
+    """Quantize zeros, and nine groups after them, which are compared. x: (SAMPLES, FEATURES) zeros."""
+    last = inputs((9, FEATURES), x.dtype)
+    x[-9:] = last.to(x.device)
+    packed, ranges, _ = quantize(kernels, x, bits, kind=kind)
+    words = packed[-9 * FEATURES // 32 * bits :].cpu()
+    rows = ranges[:SAMPLES].cpu()
     for i in range(9):
-        codes, row = group(x[i - 9].to(torch.float32).numpy(), SEED, samples - 9 + i, 1, 256, False)
-        assert np.array_equal(naive._planes(codes, 1), words[8 * i : 8 * i + 8])
-        assert ranges[i - 9].tolist() == row
-    assert not packed[: -9 * features // 32].any() and not ranges[:-9].any()
+        given = SEED, SAMPLES - 9 + i, bits, FEATURES, False
+        codes, row = naive.GROUP_OF[kind](last[i].to(torch.float32).numpy(), *given)
+        assert np.array_equal(naive._planes(codes, bits), words[8 * bits * i :][: 8 * bits])
+        assert rows[i - 9].tolist() == row
+    assert not packed[: -9 * FEATURES // 32 * bits].any() and not rows[:-9].any()
+    return packed, ranges

@@ -16,7 +16,7 @@ from functools import cache
 
 from torch import Tensor, nn
 
-from fewbit.functional.attention import How, attention
+from fewbit.functional.attention.attention import How, attention
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 
 __all__ = ["install", "remove"]

@@ -11,7 +11,7 @@ Each file contains the functions for one kind of layer and their autograd Functi
 from types import FunctionType
 
 from fewbit.functional.activations import *  # noqa: F403
-from fewbit.functional.attention import *  # noqa: F403
+from fewbit.functional.attention.attention import *  # noqa: F403
 from fewbit.functional.batch_norm import *  # noqa: F403
 from fewbit.functional.convolution import *  # noqa: F403
 from fewbit.functional.dropout import *  # noqa: F403

@@ -48,6 +48,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.quantizers.softmax_copies import quantize_factor
 from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["geglu", "matmul", "mul", "reglu", "swiglu"]
@@ -167,7 +168,7 @@ class _Matmul(_Product):
     def forward(ctx, a, b, quantizer):
         with as_torch_casts():
             y = torch.matmul(a, b)
-        return _Product.save(ctx, y, a, b, quantizer.quantize_factor)
+        return _Product.save(ctx, y, a, b, partial(quantize_factor, quantizer))
 
     @staticmethod
     @once_differentiable

@@ -34,6 +34,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.quantizers.softmax_copies import quantize_softmax
 from fewbit.runtime.saved.single_backward import once_differentiable
 
 __all__ = ["log_softmax", "softmax"]
@@ -105,7 +106,7 @@ class _Softmax(Function):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.softmax(x, dim, dtype=dtype)
-        saved = quantizer.quantize_softmax(y)
+        saved = quantize_softmax(quantizer, y)
         ctx.spec, ctx.dim, ctx.dtype = saved.spec, dim, x.dtype
         ctx.save_for_backward(*saved.tensors)
         return saved.tie(y)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as torch_functional
 
 from fewbit import functional as F
-from fewbit.functional.attention import How, attention
+from fewbit.functional.attention.attention import How, attention
 from fewbit.nn.base import Quantized
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from fewbit.errors import FewbitError
-from fewbit.functional.attention import How
-from fewbit.functional.attention import _gradients_op as attention_gradients
+from fewbit.functional.attention.attention import How
+from fewbit.functional.attention.attention import _gradients_op as attention_gradients
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.ops import activation_ops

@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fewbit.convert.functions import FunctionMode, FunctionQuantizers
 from fewbit.errors import GradientError
-from fewbit.functional.attention import (
+from fewbit.functional.attention.attention import (
     How,
     _attend,
-    _fits_blocks,
     attention,
     scaled_dot_product_attention,
+    uses_blocks,
 )
 from fewbit.nn.attention import MultiheadAttention
 from fewbit.runtime.format.groups import quantized_bytes
@@ -160,14 +160,14 @@ needs_mkl = pytest.mark.skipif(
 def test_gradients_from_blocks(name, monkeypatch):
     """On the CPU, float32 gradients of calls that are not small are computed from blocks of probabilities."""
     # So that there are several blocks of heads.
-    monkeypatch.setattr("fewbit.functional.attention._BLOCK", 2**15)
+    monkeypatch.setattr("fewbit.functional.attention.blocks._BLOCK", 2**15)
     query, keys, values, options = BLOCKS[name]
     tensors = inputs(query=query, keys=keys, values=values)
     quantizer = Remembering(4)
     y = scaled_dot_product_attention(*tensors, quantizer=quantizer, **options)
     grad = normal(y.shape, scale=1.0, seed=7)
     restored = [kept.spec.dequantize(kept.tensors) for kept in quantizer.kept]
-    assert _fits_blocks((*restored, None, None), (grad,), How(**options))
+    assert uses_blocks((*restored, None, None), (grad,), How(**options))
     exact = [x.double().requires_grad_() for x in restored]
     expected = torch_f.scaled_dot_product_attention(*exact, **options)
     theirs = torch.autograd.grad(expected, exact, grad.double())
@@ -185,7 +185,7 @@ def test_which_gradients_come_from_blocks():
     query, key, value = tensors
 
     def fits(*factors, grad=query, **options):
-        return _fits_blocks((*factors, None, None), (grad,), How(**options))
+        return uses_blocks((*factors, None, None), (grad,), How(**options))
 
     assert fits(*tensors)
     assert not fits(*tensors, repeats=2)

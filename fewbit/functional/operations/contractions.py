@@ -20,6 +20,7 @@ from fewbit.runtime.interop.tensor_kinds import is_batched
 from fewbit.runtime.parallel.shards import is_distributed
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
+from fewbit.runtime.quantizers.softmax_copies import quantize_factor
 from fewbit.runtime.saved.single_backward import once_differentiable
 
 # torch < 2.10 has only the private function.
@@ -191,13 +192,14 @@ def _product(first: str, second: str, result: str, a: Tensor, b: Tensor) -> Tens
 def _saved(a: Tensor, b: Tensor, quantizer: Quantizer):
     """Return what is saved of both factors, as `copies.save` takes it."""
     if _is_parameter(a):
-        return copies.unquantized(a), quantizer.quantize_factor(b)
-    first = quantizer.quantize_factor(a)
+        return copies.unquantized(a), quantize_factor(quantizer, b)
+    first = quantize_factor(quantizer, a)
     if _is_parameter(b):
         return first, copies.unquantized(b)
     shares_memory = b.untyped_storage()._cdata == a.untyped_storage()._cdata
-    second = quantizer.quantize_independent(b, a) if shares_memory else quantizer.quantize_factor(b)
-    return first, second
+    if shares_memory:
+        return first, quantizer.quantize_independent(b, a)
+    return first, quantize_factor(quantizer, b)
 
 
 def _is_parameter(x: Tensor) -> bool:

@@ -197,7 +197,7 @@ class GraphCompressor:
             given = seed, bits, settings.group_size, settings.has_fp32_min(x), kind
             return in_storage_order(x, lambda x: copies.quantized(x, *given))
 
-        # `Quantizer.quantize_softmax` says why matrix products may use softmax's copy.
+        # `softmax_copies.quantize_softmax` says why matrix products may use softmax's copy.
         shared = context.cache.get_softmax(x) if is_matrix_product(argument.node) else None
         how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
         hold_for_stream((x,))  # the node may have run in another stream

@@ -170,30 +170,6 @@ class Quantizer:
             return self._quantize_or_share(x, shared, slot, usual)
         return in_storage_order(x, lambda x: self._quantize_or_share(x, shared, slot, usual))
 
-    def quantize_softmax(self, y: torch.Tensor) -> SavedTensors:
-        """Return a quantized copy of y, a result of softmax, which matrix products with the factor y may use as well.
-
-        If the other factor does not depend on y, this adds no bias: softmax multiplies the copy by the product's gradient
-        of y, which is computed without the copy.
-        """
-        saved = self.quantize(y, usual=UNIFORM)
-        # A policy measures the bits of every product by itself.
-        if self.context is not None and self._policy is None and is_eager(y):
-            self.context.cache.put_softmax(y, self.key, saved)
-        return saved
-
-    def quantize_factor(self, x: torch.Tensor) -> SavedTensors:
-        """Return softmax's copy of x if x is a view of a result of softmax, else make a copy with `quantize(x)`.
-
-        Matrix products call this method to save a factor.
-        """
-        if self.context is not None and is_eager(x):
-            saved = self.context.cache.get_softmax(x, self.key)
-            if saved is not None:
-                self.context.record_save()
-                return saved
-        return self.quantize(x)
-
     def _quantize_or_share(self, x, shared, slot, usual) -> SavedTensors:
         if not shared or self.context is None or not is_eager(x) or x.is_inference():
             return self._quantize(x, x.dtype, slot, usual=usual)

@@ -5,7 +5,7 @@ kernel for a call (because of dropout on the CPU, or a mask that needs a gradien
 for L queries and S keys. fewbit saves quantized copies of query q, key k and value v. The backward pass of fewbit's
 function dequantizes q^, k^ and v^ from these copies, runs torch's own attention again on q^, k^ and v^, and
 differentiates that run. On the CPU, the gradients of most calls in float32 are computed without a second run
-(`_gradients_from_blocks`).
+(`blocks.py`).
 
 Before k and v are quantized, their means over the keys are subtracted. These means are not saved (`_without_mean`).
 
@@ -55,12 +55,12 @@ from torch.library import register_fake
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.errors import InputError
+from fewbit.functional.attention import blocks
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
-from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops.library import define
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.parallel.context_parallel import exchanging_attention
@@ -92,9 +92,9 @@ def scaled_dot_product_attention(
     """Compute torch.nn.functional.scaled_dot_product_attention and save query, key and value quantized.
 
     The mean of a gradient over the random rounding differs from the exact gradient; the docstring of
-    `fewbit/functional/attention.py` says by how much. If only `value` needs a gradient, `value` is not saved, because
-    its gradient does not depend on `value`. With dropout, the state of torch's random generator is saved too (5056
-    bytes on the CPU, 16 on CUDA). The backward pass draws the same dropout mask from this state, without changing
+    `fewbit/functional/attention/attention.py` says by how much. If only `value` needs a gradient, `value` is not saved,
+    because its gradient does not depend on `value`. With dropout, the state of torch's random generator is saved too
+    (5056 bytes on the CPU, 16 on CUDA). The backward pass draws the same dropout mask from this state, without changing
     torch's generator.
 
     For nested tensors torch's own function runs. With dropout, torch's own function also runs under torch.compile,
@@ -343,9 +343,9 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
         state: the state of torch's generator before the forward pass, or None without dropout.
     """
     query = inputs[0]
-    if autocast is None and _fits_blocks(inputs, grads, how):
+    if autocast is None and uses_blocks(inputs, grads, how):
         with bypass():
-            found = _gradients_from_blocks(*inputs[:3], *grads, how.is_causal, how.scale)
+            found = blocks.gradients(*inputs[:3], *grads, how.is_causal, how.scale)
         return [x for x, is_needed in zip(found, needs[:3], strict=True) if is_needed]
     inputs = [
         x if x is None else x.detach().requires_grad_(is_needed)
@@ -364,6 +364,15 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
         return [None] * len(wanted)
     outputs, grads = zip(*used, strict=True)
     return list(torch.autograd.grad(outputs, wanted, grads, materialize_grads=True))
+
+
+def uses_blocks(inputs, grads, how: How) -> bool:
+    """Return whether `blocks.gradients` computes the gradients, for these arguments of `_gradients`."""
+    *factors, mask, bias = inputs
+    is_usual = how == How(is_causal=how.is_causal, scale=how.scale)
+    if not is_usual or mask is not None or bias is not None or grads[0] is None:
+        return False
+    return blocks.fits(*factors, grads[0])
 
 
 def _autocast(x) -> torch.dtype | None:
@@ -392,76 +401,6 @@ def _choosing(x, needs):
     drop = lambda tensor: None  # noqa: E731
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(drop, drop):
         yield
-
-
-# -- gradients from blocks -------------------------------------------------------------------------
-
-_BLOCK = 2**17
-"""The number of probabilities in a block, for each thread. So few stay in the thread's caches."""
-_BLOCK_QUERIES = 128
-"""The number of queries in a block. Causal attention leaves out the keys after the last of them."""
-_LEAST_PROBABILITIES = 2**16
-"""Calls with fewer probabilities get their gradients from torch's own function, bit for bit."""
-
-
-def _fits_blocks(inputs, grads, how: How) -> bool:
-    """Return whether `_gradients_from_blocks` computes the gradients. The arguments are those of `_gradients`."""
-    query, key, value, mask, bias = inputs
-    is_usual = how == How(is_causal=how.is_causal, scale=how.scale)
-    if not is_usual or mask is not None or bias is not None or grads[0] is None:
-        return False
-    tensors = query, key, value, grads[0]
-    if not all(is_plain(x) and x.is_cpu and x.dtype == torch.float32 for x in tensors):
-        return False
-    is_usual = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
-    count = math.prod(query.shape[:-1]) * key.shape[-2]
-    # The block's products have been compared with torch's own function only with MKL.
-    return is_usual and count >= _LEAST_PROBABILITIES and torch.backends.mkl.is_available()
-
-
-def _gradients_from_blocks(query, key, value, grad, is_causal: bool, scale: float | None):
-    """Return the gradients of query, key and value, computed from blocks of the matrix of probabilities.
-
-    With the scores S, the probabilities P and the gradient g of the result,
-
-        S = scale q transpose(k)     P = softmax(S)     D = g transpose(v)     T = P (D - sum(P D))
-        gradient of q = scale T k    gradient of k = scale transpose(T) q      gradient of v = transpose(P) g
-
-    The products P D and P (D - ...) are those of elements, and the sum runs over the keys of a query. These are five
-    matrix products and one exponential of each score. If torch's attention runs again and is differentiated, it computes
-    seven products and two exponentials, and its products take longer than those of MKL.
-
-    Args:
-        query: (..., L, E) float32, on the CPU.
-        key: (..., S, E) float32.
-        value: (..., S, Ev) float32.
-        grad: the gradient of the result, (..., L, Ev) float32.
-        is_causal: as in torch.
-        scale: as in torch.
-    """
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    inputs = query, key, value
-    q, k, v, g = (x.reshape(-1, *x.shape[-2:]) for x in (*inputs, grad))
-    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    heads, length, _ = q.shape
-    size = min(length, _BLOCK_QUERIES) * k.shape[1]
-    step = max(1, _BLOCK * torch.get_num_threads() // size)
-    for first in range(0, length, _BLOCK_QUERIES):
-        rows = slice(first, min(first + _BLOCK_QUERIES, length))
-        keys = min(rows.stop, k.shape[1]) if is_causal else k.shape[1]
-        mask = q.new_zeros(rows.stop - first, keys)
-        if is_causal:
-            mask = mask.fill_(-math.inf).triu_(first + 1)
-        for head in range(0, heads, step):
-            some = slice(head, head + step)
-            q_, g_, k_, v_ = q[some, rows], g[some, rows], k[some, :keys], v[some, :keys]
-            scores = torch.baddbmm(mask, q_, k_.mT, beta=int(is_causal), alpha=scale)
-            p = torch.softmax(scores, -1)
-            of_v[some, :keys].baddbmm_(p.mT, g_)
-            t = torch._softmax_backward_data(torch.bmm(g_, v_.mT), p, -1, p.dtype)
-            torch.baddbmm(of_q[some, rows], t, k_, beta=0, alpha=scale, out=of_q[some, rows])
-            of_k[some, :keys].baddbmm_(t.mT, q_, alpha=scale)
-    return tuple(x.view(like.shape) for x, like in zip((of_q, of_k, of_v), inputs, strict=True))
 
 
 # -- under a compiler ------------------------------------------------------------------------------

@@ -63,10 +63,11 @@ _SUBTRACT = "rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= fo
 
 
 def _quantize_loop(name: str, *through: tuple[str, str]) -> Loop:
+    is_changed = "true" if name != "rotated: quantize" else "false"
     return Loop(
         name,
         "rotated_quantize",
-        "quantize_kernel<{}, true>",
+        f"quantize_kernel<{{}}, true, {is_changed}>",
         (
             *through,
             ("rotated_quantize.cu", "read_neighbors(values, elements"),

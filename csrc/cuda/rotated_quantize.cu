@@ -175,6 +175,12 @@ struct Quantizer {
     store_scale(found.mean, scale, settings.fp32_min, number, ranges);
   }
 
+  // Does the same for a group whose random words are in its workspace. Every lane of the group calls it.
+  __device__ void store_now(int64_t number, const Remainders& found, float inner, bool has_spike) const {
+    const uint32_t random = own.random[4 * kRoundingCounter];
+    if (lane_of_group() == 0 && number < streams.groups) store(number, found, inner, random, has_spike);
+  }
+
   static constexpr int kPending = 3;  // numbers of a group
   static_assert(kPending * kTurns <= kSide);
 
@@ -265,8 +271,8 @@ __device__ void normalize_plain(float* values, const Normalization& by, const Pl
 
 // Quantizes plain groups from `pair` on, until a pair needs more than one rotation, or a factor, or is beyond the last one. If
 // groups are staged, those of `pair` are, and afterwards those of the pair after it. Returns the number of groups whose scales are
-// kept.
-template <class T>
+// kept. Changed: elements may be normalized or masked.
+template <bool Changed, class T>
 __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalization& normalization, const PlainEntries& entries,
                               int64_t& pair, int64_t end, int bits, Staged<T>& staged) {
   int turn = 0;
@@ -282,8 +288,9 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
     } else {
       read_neighbors(values, x + number * kFullGroup);
     }
-    if (normalization.exists()) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
-    if (!remainders_of_full(found, values, by.settings) || may_be_spiky(found)) break;
+    if (Changed && normalization.exists()) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
+    if (!remainders_of_full(found, values, by.settings)) break;
+    if (may_be_spiky(found) && any(is_spiky(found, values))) break;
     if (turn == kTurns) {
       by.store_kept(turn, pair);
       turn = 0;
@@ -299,9 +306,10 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
 // -- kernels ---------------------------------------------------------------------------------------------
 
 // Plain: the groups are those of a plain tensor, codes have at most kMostBitsInRegisters bits and share no block with those of
-// another group, and x is aligned to 16 bytes. entries: those of the normalization, in runs of kSide.
+// another group, and x is aligned to 16 bytes. entries: those of the normalization, in runs of kSide. Changed: elements may be
+// normalized or masked.
 // Float64, which fills two registers, gets more of them.
-template <class T, bool Plain>
+template <class T, bool Plain, bool Changed>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
@@ -318,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
   __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   if (threadIdx.x == 0) seed = seed_from(seed_address, seed_number);
   share_streams(streams, uniform, Plain ? nullptr : counts);
-  const CopySettings settings = {uniform.fp32_min, is_masked};
+  const CopySettings settings = {uniform.fp32_min, Changed && is_masked};
   const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, Plain || whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_seed(seed, uniform.fp32_min, ranges + uniform.groups * columns(uniform.fp32_min));
@@ -332,7 +340,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
 #pragma unroll 1
   for (;; pair += pairs_apart()) {
     if constexpr (Plain) {
-      turn = quantize_plain(by, x, normalization, entries, pair, plain_pair_count(map), uniform.of[0].bits, staged[threadIdx.x / 32]);
+      turn = quantize_plain<Changed>(by, x, normalization, entries, pair, plain_pair_count(map), uniform.of[0].bits, staged[threadIdx.x / 32]);
     }
     const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     // Made again where it is needed, which takes fewer registers.
@@ -343,17 +351,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
     Remainders found;
     int64_t begin = 0;
     bool are_full = all(is_full_at(begin, of, streams, Plain ? nullptr : order));
-    if (!Plain && are_full) {
-      if (normalization.exists()) {
+    if (are_full) {
+      if (Changed && normalization.exists()) {
         elements().read_full(values, by.own);
       } else {
         read_neighbors(values, x + begin);
       }
       are_full = remainders_of_full(found, values, settings);
     }
-    const bool is_slow = Plain || !are_full;
+    const bool is_slow = !are_full;
     if (is_slow && 2 * pair < streams.groups) found = remainders_of(values, elements(), settings, by.own);
-    const bool is_quick = !is_slow && !may_be_spiky(found);
+    const bool is_quick = !Plain && !is_slow && !may_be_spiky(found);
     if (turn == kTurns || !is_quick) {
       by.store_kept(turn, pair);
       if (2 * pair >= streams.groups) break;
@@ -367,13 +375,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
       has_spike = is_spiky(found, values);
       rotate_any(values, by, of, are_full, has_spike);
     }
-    const float inner = by.encode(values, of, found, !Plain && are_full);
+    const float inner = by.encode(values, of, found, are_full);
     if (is_quick) {
       by.keep(turn++, found, inner);
     } else {
-      const int64_t number = 2 * pair + threadIdx.x / kSide % 2;  // made again, which takes fewer registers
-      const uint32_t random = by.own.random[4 * kRoundingCounter];
-      if (lane_of_group() == 0 && number < streams.groups) by.store(number, found, inner, random, has_spike);
+      by.store_now(2 * pair + threadIdx.x / kSide % 2, found, inner, has_spike);  // the number takes fewer registers if made again
     }
   }
 }
@@ -414,7 +420,8 @@ void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dt
                         find_entries(entries, normalization.index, normalization.exists(), kSide);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto kernel = is_plain ? quantize_kernel<T, true> : quantize_kernel<T, false>;
+    const auto plain = is_masked || normalization.exists() ? quantize_kernel<T, true, true> : quantize_kernel<T, true, false>;
+    const auto kernel = is_plain ? plain : quantize_kernel<T, false, true>;
     launch(kernel, device, stream, pairs, kLaunchedBlocks, uniform, map, of.order, of.counts,
            static_cast<const T*>(x), normalization, entries, address_of(seed), seed.number, is_masked, whole,
            reinterpret_cast<uint32_t*>(packed), ranges);

@@ -206,28 +206,27 @@ def test_more_elements_than_an_int_counts_on_a_gpu(kind, bits):
         pytest.skip("needs 16 GB of GPU memory")
     x = torch.zeros(SAMPLES, FEATURES, dtype=torch.bfloat16, device="cuda")
     packed, ranges = check_last_groups(backends.of(x), x, bits, kind)
-    restored = torch.empty_like(x)
-    backends.of(x).dequantize(packed, ranges, bits, FEATURES, restored, kind=kind)
-    assert not restored[:-9].any()
+    backends.of(x).dequantize(packed, ranges, bits, FEATURES, x, None, None, kind)
+    assert not x[:-9].any()
+    last = packed[-9 * FEATURES // 32 * bits :].cpu(), ranges[: len(x)][-9:].cpu()
     seed = None if kind == "uniform" else torch.tensor([SEED])
-    last = packed[-9 * FEATURES // 32 * bits :].cpu(), ranges[SAMPLES - 9 : SAMPLES].cpu()
-    expected = reference_quantizer._restored(
-        *last, bits, FEATURES, 9, FEATURES, kind, seed, SAMPLES - 9
-    )
-    same(restored[-9:].cpu(), expected.to(x.dtype))
+    of = bits, FEATURES, 9, FEATURES, kind, seed, len(x) - 9
+    same(x[-9:].cpu(), reference_quantizer._restored(*last, *of).to(x.dtype))
 
 
 def check_last_groups(kernels, x, bits, kind):
-    """Quantize zeros, and nine groups after them, which are compared. x: (SAMPLES, FEATURES) zeros."""
+    """Put nine groups at the end of zeros, quantize all, and compare the codes and ranges of these groups with NumPy's."""
     last = inputs((9, FEATURES), x.dtype)
     x[-9:] = last.to(x.device)
-    packed, ranges, _ = quantize(kernels, x, bits, kind=kind)
-    words = packed[-9 * FEATURES // 32 * bits :].cpu()
-    rows = ranges[:SAMPLES].cpu()
+    seed = torch.tensor([SEED], device=x.device)
+    packed, ranges, _ = kernels.quantize(x, seed, bits, FEATURES, False, None, None, None, kind)
+    words = packed[-9 * FEATURES // 32 * bits :].cpu().numpy().view(np.uint32).reshape(9, -1)
+    rows = ranges[: len(x)].view(torch.int16)
+    last_rows = rows[-9:].cpu().numpy().view(np.uint16).tolist()
     for i in range(9):
-        given = SEED, SAMPLES - 9 + i, bits, FEATURES, False
+        given = SEED, len(x) - 9 + i, bits, FEATURES, False
         codes, row = naive.GROUP_OF[kind](last[i].to(torch.float32).numpy(), *given)
-        assert np.array_equal(naive._planes(codes, bits), words[8 * bits * i :][: 8 * bits])
-        assert rows[i - 9].tolist() == row
+        assert np.array_equal(naive._planes(codes, bits), words[i])
+        assert last_rows[i] == row
     assert not packed[: -9 * FEATURES // 32 * bits].any() and not rows[:-9].any()
     return packed, ranges

@@ -59,17 +59,14 @@ class Instruction:
     """The file and the line, followed by those that the line is inlined at."""
 
 
-_SUBTRACT = "rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;"
-
-
 def _quantize_loop(name: str, *through: tuple[str, str]) -> Loop:
-    is_changed = "true" if name != "rotated: quantize" else "false"
     return Loop(
         name,
         "rotated_quantize",
-        f"quantize_kernel<{{}}, true, {is_changed}>",
+        f"quantize_kernel<{{}}, true, {'true' if through else 'false'}>",
         (
             *through,
+            ("rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;"),
             ("rotated_quantize.cu", "read_neighbors(values, elements"),
             ("rotated_groups.h", "values[j] = as_float(from[j * kSide + lane_of_group()]);"),
             (
@@ -127,16 +124,13 @@ LOOPS = (
         (("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),),
         8,
     ),
-    _quantize_loop("rotated: quantize", _SUBTRACT),
-    _quantize_loop("masked: quantize", ("rotated_groups.h", "count += values[j] != 0.0f;")),
+    _quantize_loop("rotated: quantize"),
     _quantize_loop(
         "rotated: normalize rows and quantize",
-        _SUBTRACT,
         ("rotated_quantize.cu", "values[j] = (values[j] - mean) * rstd;"),
     ),
     _quantize_loop(
         "rotated: normalize columns and quantize",
-        _SUBTRACT,
         ("rotated_quantize.cu", "if (entry >= end) entry -= end;"),
     ),
 )

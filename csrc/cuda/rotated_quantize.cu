@@ -269,10 +269,10 @@ __device__ void normalize_plain(float* values, const Normalization& by, const Pl
   }
 }
 
-// Quantizes plain groups from `pair` on, until a pair needs more than one rotation, or a factor, or is beyond the last one. If
+// Quantizes plain groups from `pair` on, until a pair may need more than one rotation, or a factor, or is beyond the last one. If
 // groups are staged, those of `pair` are, and afterwards those of the pair after it. Returns the number of groups whose scales are
-// kept. Changed: elements may be normalized or masked.
-template <bool Changed, class T>
+// kept.
+template <bool Normalized, class T>
 __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalization& normalization, const PlainEntries& entries,
                               int64_t& pair, int64_t end, int bits, Staged<T>& staged) {
   int turn = 0;
@@ -288,9 +288,8 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
     } else {
       read_neighbors(values, x + number * kFullGroup);
     }
-    if (Changed && normalization.exists()) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
-    if (!remainders_of_full(found, values, by.settings)) break;
-    if (may_be_spiky(found) && any(is_spiky(found, values))) break;
+    if (Normalized) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
+    if (!remainders_of_full(found, values, by.settings) || may_be_spiky(found)) break;
     if (turn == kTurns) {
       by.store_kept(turn, pair);
       turn = 0;
@@ -306,10 +305,10 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
 // -- kernels ---------------------------------------------------------------------------------------------
 
 // Plain: the groups are those of a plain tensor, codes have at most kMostBitsInRegisters bits and share no block with those of
-// another group, and x is aligned to 16 bytes. entries: those of the normalization, in runs of kSide. Changed: elements may be
-// normalized or masked.
+// another group, nothing is masked, and x is aligned to 16 bytes. Normalized: elements are normalized, or may be unless Plain.
+// entries: those of the normalization, in runs of kSide.
 // Float64, which fills two registers, gets more of them.
-template <class T, bool Plain, bool Changed>
+template <class T, bool Plain, bool Normalized>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
@@ -326,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
   __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   if (threadIdx.x == 0) seed = seed_from(seed_address, seed_number);
   share_streams(streams, uniform, Plain ? nullptr : counts);
-  const CopySettings settings = {uniform.fp32_min, Changed && is_masked};
+  const CopySettings settings = {uniform.fp32_min, !Plain && is_masked};
   const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, Plain || whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_seed(seed, uniform.fp32_min, ranges + uniform.groups * columns(uniform.fp32_min));
@@ -340,7 +339,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
 #pragma unroll 1
   for (;; pair += pairs_apart()) {
     if constexpr (Plain) {
-      turn = quantize_plain<Changed>(by, x, normalization, entries, pair, plain_pair_count(map), uniform.of[0].bits, staged[threadIdx.x / 32]);
+      turn = quantize_plain<Normalized>(by, x, normalization, entries, pair, plain_pair_count(map), uniform.of[0].bits,
+                                        staged[threadIdx.x / 32]);
     }
     const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     // Made again where it is needed, which takes fewer registers.
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
     int64_t begin = 0;
     bool are_full = all(is_full_at(begin, of, streams, Plain ? nullptr : order));
     if (are_full) {
-      if (Changed && normalization.exists()) {
+      if (Normalized && normalization.exists()) {
         elements().read_full(values, by.own);
       } else {
         read_neighbors(values, x + begin);
@@ -415,12 +415,12 @@ void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dt
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
   PlainEntries entries;
-  const bool is_plain = is_plain_tensor(of, map) && whole && of.bits <= kMostBitsInRegisters && of.groups >> 26 == 0 &&
+  const bool is_plain = is_plain_tensor(of, map) && !is_masked && whole && of.bits <= kMostBitsInRegisters && of.groups >> 26 == 0 &&
                         reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0 &&
                         find_entries(entries, normalization.index, normalization.exists(), kSide);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto plain = is_masked || normalization.exists() ? quantize_kernel<T, true, true> : quantize_kernel<T, true, false>;
+    const auto plain = normalization.exists() ? quantize_kernel<T, true, true> : quantize_kernel<T, true, false>;
     const auto kernel = is_plain ? plain : quantize_kernel<T, false, true>;
     launch(kernel, device, stream, pairs, kLaunchedBlocks, uniform, map, of.order, of.counts,
            static_cast<const T*>(x), normalization, entries, address_of(seed), seed.number, is_masked, whole,

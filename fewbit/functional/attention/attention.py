@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, which saves only query, key and value, quantized.
+"""Scaled dot-product attention, which saves query, key and value quantized, and neither its output nor the probabilities.
 
 torch saves query, key, value, the output and, for each query, the log-sum-exp of its scores. If torch has no fused
 kernel for a call (because of dropout on the CPU, or a mask that needs a gradient), it saves matrices of L x S elements,
@@ -7,7 +7,8 @@ function dequantizes q^, k^ and v^ from these copies, runs torch's own attention
 differentiates that run. On the CPU, the gradients of most calls in float32 are computed without a second run
 (`blocks.py`).
 
-Before k and v are quantized, their means over the keys are subtracted. These means are not saved (`_without_mean`).
+Before k and v are quantized, their means over the keys are subtracted, except that of v if there is dropout. The means need
+not be saved, because no gradient depends on them (`_without_mean`).
 
 q^, k^ and v^ are rounded independently. The mean of each over the random rounding is exact in uniform copies, and
 nearly exact in rotated copies (docs/concepts/quantizer.md). The gradients are not linear in q^, k^ and v^, so the mean of a
@@ -38,7 +39,7 @@ The size of a bias is its norm divided by the norm of the exact gradient. For no
 16 queries and keys of 16 features, median of 96 random examples) the size at 2, 3 and 4 bits is 6.2, 1.6 and 0.4 % for
 query and key, and 3.4, 0.9 and 0.2 % for value. With uniform copies, the size is 24, 5 and 1.1 % for query and key, and
 14, 2.8 and 0.6 % for value. The bias is the mean of the error over many backward passes. The error of a single pass is
-much larger: for query and key, it is 67, 34 and 18 % at 2, 3 and 4 bits, and 1.2 % at 8 bits. With uniform copies, it
+much larger: for query and key of these random examples, it is 67, 34 and 18 % at 2, 3 and 4 bits, and 1.2 % at 8 bits. With uniform copies, it
 is 155, 60, 28 and 1.6 %. All these numbers grow with the size of the scores.
 """
 

@@ -9,7 +9,7 @@ import torch
 from fewbit.runtime.interop.tensor_kinds import is_plain
 
 _BLOCK = 2**17
-"""The number of probabilities in a block, for each thread. So few stay in the thread's caches."""
+"""The number of probabilities that a block should have for each thread, so that they stay in the thread's caches."""
 _BLOCK_QUERIES = 128
 """The number of queries in a block. Causal attention leaves out the keys after the last of them."""
 _LEAST_PROBABILITIES = 2**16

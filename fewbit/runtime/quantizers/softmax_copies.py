@@ -1,6 +1,7 @@
-"""The copy that softmax saves of its result, which matrix products with the result as a factor may use as well.
+"""The quantized copy that softmax saves of its result.
 
-The *cache* of a forward pass finds the copy by the factor, so softmax and the products need not know each other.
+If a matrix product uses this result as a factor, it saves no copy of its own, but shares that of softmax. It finds the copy in
+the *cache* of the forward pass (`saved/cache.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 def quantize_softmax(quantizer: Quantizer, y: torch.Tensor) -> SavedTensors:
     """Return a quantized copy of y, a result of softmax, which matrix products with the factor y may use as well.
 
-    If the other factor does not depend on y, this adds no bias: softmax multiplies the copy by the product's gradient
-    of y, which is computed without the copy.
+    If the other factor of a product does not depend on y, the shared copy adds no more bias than two copies would. In the
+    backward pass, softmax multiplies its copy of y by the gradient of y, and the product computes this gradient from the
+    other factor alone.
     """
     saved = quantizer.quantize(y, usual=UNIFORM)
     context = quantizer.context

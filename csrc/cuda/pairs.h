@@ -89,7 +89,7 @@ struct PlainEntries {
 inline bool find_entries(PlainEntries& found, const VectorIndex& index, bool exists, int run) {
   found = {};
   if (!exists) return true;
-  if (index.count >> 31 != 0) return false;
+  if (index.count >> 31 != 0 || index.count < 1 || index.inner < 1) return false;
   if (index.inner % kDrawBlock == 0) {
     found = {EntryKind::rows, static_cast<uint32_t>(index.count), Divisor(index.count), Divisor(index.inner / kDrawBlock)};
   } else if (index.inner == 1 && index.count % run == 0) {

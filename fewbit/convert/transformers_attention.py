@@ -184,7 +184,7 @@ def _attention_forward(
 
     attached = getattr(module, _ATTACHED, None)
     inputs = query, key, value, attention_mask, position_bias
-    unusual = any(kwargs.get(name) is not None for name in ("softcap", "cache"))
+    unusual = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "cache"))
     unusual = unusual or kwargs.get("output_attentions", False)
     repeats = getattr(module, "num_key_value_groups", 1)
     length = query.shape[2]

@@ -17,7 +17,7 @@ from torch import nn
 
 import fewbit
 from fewbit.convert import kinds
-from fewbit.convert.transformers_attention import install, remove
+from fewbit.convert.transformers_attention import _attention_forward, install, remove
 from fewbit.models.resnet import ResNet
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import quantized_bytes
@@ -231,6 +231,27 @@ def test_a_model_that_shares_the_configuration():
     assert torch.equal(gradient(twin, inputs), before[0])
     assert fewbit.saved_bytes(twin, **inputs).total == before[1]
     remove(model)
+
+
+@pytest.mark.parametrize("name", [None, "s_aux"])
+def test_softcaps_and_sinks_are_left_to_transformers(name):
+    """With them, gradients depend on the mean of the keys, which fewbit does not save. `s_aux` has the sinks."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    model, _ = built("gpt2")
+    install(model, Quantizer(2))
+    module = model.transformer.h[0].attn
+    inputs = [normal((2, 2, 24, 16), scale=1.0, seed=i).requires_grad_() for i in range(3)]
+    given = {} if name is None else {name: torch.ones(2)}
+    gradients = []
+    for function in (_attention_forward, sdpa_attention_forward):
+        y, _ = function(module, *inputs, None, **given)
+        gradients.append(torch.cat(torch.autograd.grad(y.square().sum(), inputs)))
+    assert torch.equal(*gradients) == (name is not None)
+    with pytest.raises(
+        ValueError, match="softcap"
+    ):  # of transformers, which computes softcaps in its eager function only
+        _attention_forward(module, *inputs, None, softcap=50.0)
 
 
 def test_dropout_of_attention():

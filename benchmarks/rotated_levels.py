@@ -10,7 +10,7 @@ of |y|^2 |z|^2 / <y, z>^2 - 1, where y is the rotated group and z its levels. Th
 the error orthogonal to the group, divided by |y|^2.
 
 Masked groups are those of a ReLU's results: the mean is that of the elements that are not 0, which stay 0. Groups in which one
-element has more than an eighth of the sum of squares are rotated twice. The transforms are written with NumPy, without fewbit.
+element has more than an eighth of the sum of squares are rotated twice.
 
 Writes results/rotated_levels.*.
 """
@@ -21,6 +21,7 @@ import harness
 import numpy as np
 
 from fewbit.catalog.normal_levels import normal_levels
+from fewbit.catalog.quantizers import walsh_hadamard
 
 SIZE, GROUPS = 256, 20_000
 BITS = (1, 2, 3, 4)
@@ -52,14 +53,7 @@ def centred(x, is_masked):
 
 def transformed(x, rng):
     """Return groups times random signs and an orthogonal Hadamard matrix."""
-    y = x * rng.choice([-1.0, 1.0], size=x.shape)
-    distance = 1
-    while distance < SIZE:
-        pairs = y.reshape(len(y), SIZE // (2 * distance), 2, distance)
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
-        y = np.stack([a + b, a - b], 2).reshape(len(y), SIZE)
-        distance *= 2
-    return y / np.sqrt(SIZE)
+    return walsh_hadamard(x * rng.choice([-1.0, 1.0], size=x.shape))
 
 
 def rotated(x, rng):

@@ -69,8 +69,8 @@ enum class EntryKind {
   features,  // neighboring entries for neighboring elements
 };
 
-// How elements of a plain tensor find their entries with little arithmetic. The entries of features are counted in runs of
-// neighbors.
+// The host divides for the elements of a plain tensor, which then find their entries with little arithmetic. The entries of
+// features are counted in runs of neighbors.
 struct PlainEntries {
   EntryKind kind = EntryKind::none;
   uint32_t count = 1;                      // of entries, or of runs
@@ -84,12 +84,12 @@ struct PlainEntries {
   __device__ uint32_t of(uint32_t number) const { return number - by_count.quotient(number) * count; }
 };
 
-// Finds the entries of a plain tensor, and returns false if their order is another one. exists: false if there is no vector.
-// run: the elements of a run.
-inline bool find_entries(PlainEntries& found, const VectorIndex& index, bool exists, int run) {
+// Finds the entries of a plain tensor. It returns false if their order is another one, or if their numbers may not fit into 31
+// bits. exists: false if there is no vector. run: the elements of a run, at least 8.
+inline bool find_entries(PlainEntries& found, const VectorIndex& index, bool exists, int64_t groups, int run) {
   found = {};
   if (!exists) return true;
-  if (index.count >> 31 != 0 || index.count < 1 || index.inner < 1) return false;
+  if (groups >> 26 != 0 || index.count >> 31 != 0 || index.count < 1 || index.inner < 1) return false;
   if (index.inner % kDrawBlock == 0) {
     found = {EntryKind::rows, static_cast<uint32_t>(index.count), Divisor(index.count), Divisor(index.inner / kDrawBlock)};
   } else if (index.inner == 1 && index.count % run == 0) {

@@ -116,8 +116,8 @@ inline PlainPairs plain_pairs(const Quantized& of, const GroupMap& groups, const
   const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0; };
   PlainPairs found = {};
   const bool is_plain = is_plain_tensor(of, groups) && of.bits <= kMostProductBits && is_aligned(packed) && is_aligned(ranges) &&
-                        is_aligned(out) && of.groups >> 26 == 0 && is_aligned(affine.scale) && is_aligned(affine.shift) &&
-                        find_entries(found.entries, affine.index, affine.exists(), kNeighbors);
+                        is_aligned(out) && is_aligned(affine.scale) && is_aligned(affine.shift) &&
+                        find_entries(found.entries, affine.index, affine.exists(), of.groups, kNeighbors);
   if (is_plain) found.count = plain_pair_count(groups);
   return found;
 }
@@ -322,8 +322,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks
       if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
       const int64_t places[] = {of_group(begin, 0), of_group(begin, 1)};
       words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
-      dequantize_pair<EntryKind::none>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn, plain.entries,
-                                     affine, 0, out, places, part);
+      dequantize_pair<EntryKind::none>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn,
+                                       plain.entries, affine, 0, out, places, part);
       turn = (turn + 1) % kTurns;
       continue;
     }

@@ -175,12 +175,6 @@ struct Quantizer {
     store_scale(found.mean, scale, settings.fp32_min, number, ranges);
   }
 
-  // Does the same for a group whose random words are in its workspace. Every lane of the group calls it.
-  __device__ void store_now(int64_t number, const Remainders& found, float inner, bool has_spike) const {
-    const uint32_t random = own.random[4 * kRoundingCounter];
-    if (lane_of_group() == 0 && number < streams.groups) store(number, found, inner, random, has_spike);
-  }
-
   static constexpr int kPending = 3;  // numbers of a group
   static_assert(kPending * kTurns <= kSide);
 
@@ -312,8 +306,8 @@ template <class T, bool Plain, bool Normalized>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
-                    const __grid_constant__ PlainEntries entries, const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed,
-                    uint16_t* ranges) {
+                    const __grid_constant__ PlainEntries entries, const int64_t* seed_address, int64_t seed_number,
+                    bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
   __shared__ Workspace workspaces[kGroupsOfBlock];
@@ -359,9 +353,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
       }
       are_full = remainders_of_full(found, values, settings);
     }
-    const bool is_slow = !are_full;
-    if (is_slow && 2 * pair < streams.groups) found = remainders_of(values, elements(), settings, by.own);
-    const bool is_quick = !Plain && !is_slow && !may_be_spiky(found);
+    if (!are_full && 2 * pair < streams.groups) found = remainders_of(values, elements(), settings, by.own);
+    const bool is_quick = !Plain && are_full && !may_be_spiky(found);
     if (turn == kTurns || !is_quick) {
       by.store_kept(turn, pair);
       if (2 * pair >= streams.groups) break;
@@ -379,7 +372,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
     if (is_quick) {
       by.keep(turn++, found, inner);
     } else {
-      by.store_now(2 * pair + threadIdx.x / kSide % 2, found, inner, has_spike);  // the number takes fewer registers if made again
+      const int64_t number = 2 * pair + threadIdx.x / kSide % 2;  // made again, which takes fewer registers
+      const uint32_t random = by.own.random[4 * kRoundingCounter];
+      if (lane_of_group() == 0 && number < streams.groups) by.store(number, found, inner, random, has_spike);
     }
   }
 }
@@ -415,9 +410,9 @@ void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dt
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
   PlainEntries entries;
-  const bool is_plain = is_plain_tensor(of, map) && !is_masked && whole && of.bits <= kMostBitsInRegisters && of.groups >> 26 == 0 &&
+  const bool is_plain = is_plain_tensor(of, map) && !is_masked && whole && of.bits <= kMostBitsInRegisters &&
                         reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0 &&
-                        find_entries(entries, normalization.index, normalization.exists(), kSide);
+                        find_entries(entries, normalization.index, normalization.exists(), of.groups, kSide);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto plain = normalization.exists() ? quantize_kernel<T, true, true> : quantize_kernel<T, true, false>;

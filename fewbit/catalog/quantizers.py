@@ -282,7 +282,7 @@ def walsh_hadamard(x: np.ndarray) -> np.ndarray:
     rows, length = x.shape
     y, width = x, 1
     while width < length:
-        pairs = y.reshape(rows, -1, 2, width)
+        pairs = y.reshape(rows, length // (2 * width), 2, width)
         y = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
         width *= 2
     return y.reshape(rows, length) / np.sqrt(length)

@@ -328,6 +328,19 @@ class Guarded:
         return self.data
 
 
+def sparse(*arrays):
+    """Return a tensor of zeros for each (size, dtype), in memory that exists only where it is touched."""
+    sizes = [size * dtype.itemsize for size, dtype in arrays]
+    try:
+        spaces = [mmap.mmap(-1, size, flags=SPARSE) for size in sizes]
+    except OSError:
+        pytest.skip(f"no address space for {sum(sizes) >> 30} GiB")
+    return [
+        torch.frombuffer(space, dtype=dtype)
+        for space, (_, dtype) in zip(spaces, arrays, strict=True)
+    ]
+
+
 def _array(values, dtype, count=False):
     array = np.ascontiguousarray(values, dtype)
     pointer = array.ctypes.data_as(ctypes.c_void_p)  # keeps the array alive
@@ -959,14 +972,7 @@ def test_squares_of_more_elements_than_an_int_counts(cuda):
     features = (1 << 31) + 1000
     count = groups.group_count(2, features, 256)
     first = (-(-count // 8) - 1) * 8
-    try:
-        spaces = [mmap.mmap(-1, size, flags=SPARSE) for size in (4 * features, 4 * count)]
-    except OSError:
-        pytest.skip("no address space for 8 GB")
-    x, out = (
-        torch.frombuffer(space, dtype=dtype)
-        for space, dtype in zip(spaces, (torch.bfloat16, torch.float32), strict=True)
-    )
+    x, out = sparse((2 * features, torch.bfloat16), (count, torch.float32))
     # The last group of a sample has 232 elements.
     tail = torch.from_numpy(np.random.default_rng(0).normal(0, 1, 232 + 9 * 256))
     x[-len(tail) :] = tail
@@ -984,15 +990,13 @@ def test_groups_of_more_elements_than_an_int_counts(cuda, kind):
     count = groups.group_count(1, n, 256)
     first = count // 2 // 8 * 16  # the first group of the last block
     rows = count + groups.seed_rows(kind)
-    try:
-        spaces = [mmap.mmap(-1, size, flags=SPARSE) for size in (2 * n, n // 2, 4 * rows, 2 * n)]
-    except OSError:
-        pytest.skip("no address space for 9 GB")
-    dtypes = torch.bfloat16, torch.int32, torch.bfloat16, torch.bfloat16
-    x, packed, ranges, out = (
-        torch.frombuffer(space, dtype=dtype) for space, dtype in zip(spaces, dtypes, strict=True)
+    x, packed, ranges, out = sparse(
+        (n, torch.bfloat16),
+        (packed_words(n, bits), torch.int32),
+        (2 * rows, torch.bfloat16),
+        (n, torch.bfloat16),
     )
-    packed, ranges = packed[: packed_words(n, bits)], ranges.view(-1, 2)
+    ranges = ranges.view(-1, 2)
     begin, word = first * 256, first * 8 * bits
     tail = torch.from_numpy(np.random.default_rng(0).normal(0, 1, n - begin)).to(x.dtype)
     x[begin:] = tail.clamp(min=0) if kind in (MASKED, MASKED_UNBIASED) else tail
@@ -1021,15 +1025,8 @@ def test_more_elements_than_an_int_counts(cuda, monkeypatch):
     encoding = random_encoding(3, 9, seed=4)
     n = (1 << 32) + 2000
     tail = 8 * 1024 + (n % (8 * 1024))  # at least what the last block holds
-    try:
-        spaces = [
-            mmap.mmap(-1, size, flags=SPARSE) for size in (2 * n, 2 * n, 4 * packed_words(n, 3))
-        ]
-    except OSError:
-        pytest.skip("no address space for 20 GB")
-    x, out, packed = (
-        torch.frombuffer(space, dtype=dtype)
-        for space, dtype in zip(spaces, (torch.bfloat16, torch.bfloat16, torch.int32), strict=True)
+    x, out, packed = sparse(
+        (n, torch.bfloat16), (n, torch.bfloat16), (packed_words(n, 3), torch.int32)
     )
     tiles = -(-n // 1024)
     blocks = -(-tiles // 8)

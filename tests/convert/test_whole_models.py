@@ -248,9 +248,8 @@ def test_softcaps_and_sinks_are_left_to_transformers(name):
         y, _ = function(module, *inputs, None, **given)
         gradients.append(torch.cat(torch.autograd.grad(y.square().sum(), inputs)))
     assert torch.equal(*gradients) == (name is not None)
-    with pytest.raises(
-        ValueError, match="softcap"
-    ):  # of transformers, which computes softcaps in its eager function only
+    # transformers computes softcaps in its eager function only.
+    with pytest.raises(ValueError, match="softcap"):
         _attention_forward(module, *inputs, None, softcap=50.0)
 
 

@@ -1,6 +1,6 @@
 """The measurements behind two decisions: which tensor a norm saves, and how many bits attention gets. Also, bias.
 
-    python benchmarks/compression_choices.py            # about 7 minutes on 2 cores
+    python benchmarks/compression_choices.py            # about 12 minutes on 2 cores
     python benchmarks/compression_choices.py --quick
     python benchmarks/compression_choices.py --only bias    # or norms, attention
 
@@ -12,7 +12,7 @@ attention (docs/decisions/0008): the final loss of the demo's transformer if all
 attention's.
 
 bias (docs/concepts/layers.md): for the layers in LAYERS, whose gradients are not exact in expectation, on normal random inputs,
-with rotated and with uniform copies.
+with rotated, uniform and unbiased copies.
 The bias is the distance between the mean gradient over many backward passes and torch's gradient in float64, after
 correction for the sampling error of the mean. The noise is the root mean square error of a single backward pass. Bias,
 sampling error and noise are divided by the norm of torch's gradient, and are medians over inputs.
@@ -48,7 +48,7 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 NORM_BITS = (2, 3, 4, 8)
 ATTENTION_BITS = (2, 3, 4, 8)
 BIAS_BITS = (2, 3, 4, 8)
-KINDS = ("rotated", "uniform")
+KINDS = ("rotated", "uniform", "unbiased")
 CHUNK = 1000  # backward passes at once
 EPS = 1e-5
 
@@ -288,7 +288,7 @@ def bias(inputs, fewer):
 PARTS = {
     "norms": "norms keep {kept:16} in {bits} bits: error {relative_error:.3f}, norm {relative_norm:.3f}",
     "attention": "attention {attention_bits} bits, seed {seed}: {final:.4f}",
-    "bias": "{layer:10} {quantizer:7} {bits} bits, {gradient:5}: bias {bias:8.4%}, sampling error {sampling_error:.4%}, "
+    "bias": "{layer:10} {quantizer:8} {bits} bits, {gradient:5}: bias {bias:8.4%}, sampling error {sampling_error:.4%}, "
     "noise {noise:8.3%}",
 }
 

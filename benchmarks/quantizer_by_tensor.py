@@ -1,6 +1,6 @@
 """Measure the errors of copies by kind of saved tensor, in the networks of quantizer_choice.py (docs/decisions/0016).
 
-    python benchmarks/quantizer_by_tensor.py            # about fifteen minutes on one core
+    python benchmarks/quantizer_by_tensor.py            # about 40 minutes on one core
     python benchmarks/quantizer_by_tensor.py --quick    # few steps and draws, to check that it works
 
 The kind of a tensor is the class of the layer that saves it, or the name of the function, with the number of the input:
@@ -9,10 +9,13 @@ The kind of a tensor is the class of the layer that saves it, or the name of the
     uniform         ActNN's quantizer
     rotated         fewbit's rotated copies; the method is called "masked" if the tensor is a ReLU's result
     centered        rotated copies of the tensor minus the mean of each channel; the means are saved in float32
+    standardized    rotated copies of the tensor minus the mean of each channel, divided by the channel's deviation. Mean and
+                    deviation are those of another batch, as if they were kept from an earlier step
     unbiased        a rotation and the exactly unbiased codes with shared randomness, computed in NumPy
     fixed signs     a rotation with the same signs in every step, computed in NumPy: for comparison
 
-The last two methods divide the tensor into rows of 256 elements, and leave out the elements that do not fill a row.
+Tensors are measured at the start of training ("early") and after 200 steps of exact training ("late"). The last two
+methods divide the tensor into rows of 256 elements, and leave out the elements that do not fill a row.
 
 Every tensor is copied several times with fresh random numbers. Let x be the exact tensor, and e the error of a copy.
 "error" is the mean of |e|^2 / |x|^2. "worst channel" is the greatest such ratio of a channel: an entry of the last
@@ -21,7 +24,7 @@ sampling error of the mean. "gradient" is the squared error of the network's gra
 the exact gradient, if tensors of this kind have uniform or rotated copies and all other tensors have uniform copies of
 8 bits. The errors of these other copies are part of the number.
 
-Writes results/quantizer_by_tensor.*: a row for each network, kind of tensor, method and number of bits.
+Writes results/quantizer_by_tensor.*: a row for each network, time, kind of tensor, method and number of bits.
 """
 
 from __future__ import annotations
@@ -145,8 +148,30 @@ def by_numpy(method, bits, x, generator):
     return torch.from_numpy(means + restore_unbiased(rows, levels, signs, shared, noise))
 
 
-def copies_of(kind, x, saved, copies):
-    """Yield (method, bits, relative errors) for a tensor."""
+def standardized(x, earlier, bits):
+    """Return a copy of x, (rows, channels), whose channels are standardized with the statistics of an earlier tensor.
+
+    Args:
+        x: the tensor.
+        earlier: the same tensor of another batch, in the same shape.
+        bits: the bits per element.
+    """
+    mean, deviation = earlier.mean(0), earlier.std(0, correction=0)
+    deviation = deviation.where(deviation > 0, 1.0)
+    saved = Quantizer(bits).quantize((x - mean) / deviation, shared=False)
+    return saved.spec.dequantize(saved.tensors) * deviation + mean
+
+
+def copies_of(kind, x, earlier, saved, copies):
+    """Yield (method, bits, relative errors) for a tensor.
+
+    Args:
+        kind: the kind of the tensor.
+        x: the tensor.
+        earlier: the same tensor of another batch.
+        saved: the copy that the layer made of x.
+        copies: the number of copies to make.
+    """
     for bits in BITS:
         for method in ("uniform", "rotated"):
             made = [
@@ -163,6 +188,9 @@ def copies_of(kind, x, saved, copies):
             saved_left = Quantizer(bits).quantize(left, shared=False)
             made.append(saved_left.spec.dequantize(saved_left.tensors) + exact.mean(0))
         yield "centered", bits, relative_errors(exact.double(), torch.stack(made).double())
+        before = channels_last(earlier, kind).float()
+        made = torch.stack([standardized(exact, before, bits) for _ in range(copies)])
+        yield "standardized", bits, relative_errors(exact.double(), made.double())
         whole = x.numel() // GROUP * GROUP
         if whole:
             rows = x.reshape(-1)[:whole].view(-1, GROUP)
@@ -191,33 +219,48 @@ def gradient_errors(network, model, batch, kinds, draws):
     return found
 
 
-def measure(name, network, steps, copies, draws):
-    """Yield the rows of a network after `steps` steps of exact training."""
-    *_, (_, model) = quantizer_choice.trained(network, steps)
-    batch, seen = network.batch(10**6), {}
-    compressed = copy.deepcopy(model)
-    fewbit.compress_(compressed, bits=4, verbose=False)
+def tensors_of(network, model, batch):
+    """Return {kind of tensor: [(x, copy), ...]} of all tensors that layers save for a batch, with copies of 4 bits."""
+    model, seen = copy.deepcopy(model), {}
+    fewbit.compress_(model, bits=4, verbose=False)
     torch.manual_seed(0)
-    with observed(compressed, lambda kind, x, saved: seen.setdefault(kind, []).append((x, saved))):
-        network.loss(compressed, *batch)
+    with observed(model, lambda kind, x, saved: seen.setdefault(kind, []).append((x, saved))):
+        network.loss(model, *batch)
+    return seen
+
+
+def measure(name, network, steps, copies, draws):
+    """Yield the rows of a network, early and late in training."""
+    times = {1: "early", steps: "late"}
+    for step, model in quantizer_choice.trained(network, steps):
+        if step in times:
+            for row in measure_now(network, model, copies, draws):
+                yield {"network": name, "time": times[step], **row}
+
+
+def measure_now(network, model, copies, draws):
+    """Yield the rows of a network with its present parameters."""
+    batch = network.batch(10**6)
+    seen = tensors_of(network, model, batch)
+    earlier = tensors_of(network, model, network.batch(10**6 + 1))
     gradients = gradient_errors(network, model, batch, seen, draws)
     for kind, tensors in seen.items():
         found = defaultdict(list)
-        for x, saved in tensors:
-            for method, bits, errors in copies_of(kind, x, saved, copies):
+        for (x, saved), (before, _) in zip(tensors, earlier[kind], strict=True):
+            for method, bits, errors in copies_of(kind, x, before, saved, copies):
                 found[method, bits].append(errors)
         for (method, bits), several in found.items():
             means = {key: statistics.fmean(each[key] for each in several) for key in several[0]}
             as_layers = "rotated" if method == "masked" else method
             gradient = gradients.get((kind, as_layers, bits))
-            row = {"network": name, "tensor": kind, "tensors": len(tensors), "method": method}
-            yield {**row, "bits": bits, **means, "gradient": gradient}
+            row = {"tensor": kind, "tensors": len(tensors), "method": method, "bits": bits}
+            yield {**row, **means, "gradient": gradient}
 
 
 def line(row):
     numbers = ("error", "worst channel", "bias", "gradient")
     shown = ", ".join(f"{key} {row[key]:.3g}" for key in numbers if row.get(key) is not None)
-    return f"{row['network']:27} {row['tensor']:30} {row['method']:12} {row['bits']} bits: {shown}"
+    return f"{row['network']:27} {row['time']:5} {row['tensor']:30} {row['method']:12} {row['bits']} bits: {shown}"
 
 
 if __name__ == "__main__":

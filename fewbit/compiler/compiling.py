@@ -184,7 +184,7 @@ def _resolved(bits, layers) -> ResolvedSettings:
     settings = resolve(config, layers)
     if LayerSettings.of(layers or {}).activation_bits is not None:
         return settings
-    # A copy of a derivative is rounded at random, and 3 bits of it would be the largest error of a model with 8 bits.
+    # A copy of a derivative is rounded at random, so with 3 bits it would cause the largest error of a model with 4 bits.
     return replace(settings, activation_bits=max(settings.activation_bits, config.bits))
 
 

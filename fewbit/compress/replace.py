@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fewbit.config import check_bits, check_verbose
+from fewbit.config import ACTIVATION_BITS, check_bits, check_verbose
 from fewbit.convert import kinds
 from fewbit.convert.report import Report
 from fewbit.convert.select import Filter, Selection
@@ -17,7 +17,7 @@ from fewbit.render import terminal
 @whole_or_not_at_all
 def replace_activations_(
     model: nn.Module,
-    bits: int = 3,
+    bits: int = ACTIVATION_BITS,
     *,
     include: Filter = "*",
     exclude: Filter = (),

@@ -25,6 +25,7 @@ from fewbit.config.bits import (
 )
 from fewbit.config.layers import HostOffload, LayerSettings
 from fewbit.config.values import (
+    ACTIVATION_BITS,
     BLOCK,
     DEFAULT_BITS,
     GROUP_SIZE,
@@ -55,6 +56,7 @@ from fewbit.config.values import (
 )
 
 __all__ = [
+    "ACTIVATION_BITS",
     "BLOCK",
     "CODECS",
     "DEFAULT_BITS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from fewbit.config.base import (
 )
 from fewbit.config.layers import HostOffload
 from fewbit.config.values import (
+    ACTIVATION_BITS,
     DEFAULT_BITS,
     MAX_BITS,
     MIN_BITS,
@@ -53,7 +55,6 @@ class BitConfig(Config):
         chooses_activation_bits: whether the policy also chooses the bits of few-bit activations. These activations save
             a code of a few bits per element instead of their input.
         fuses_norms: whether norms save their normalized input in fixed point; layers after a norm then save nothing.
-        bits_of_activations: the bits of few-bit activations if `LayerSettings` does not give them.
     """
 
     _kinds: ClassVar[dict[str, type[BitConfig]]] = {}
@@ -64,7 +65,6 @@ class BitConfig(Config):
     adapts: ClassVar[bool] = True
     chooses_activation_bits: ClassVar[bool] = False
     fuses_norms: ClassVar[bool] = False
-    bits_of_activations: ClassVar[int] = 3
 
     def __init_subclass__(cls, **options):
         """Register the class if it sets `kind`, so that `from_dict` finds it.
@@ -87,6 +87,15 @@ class BitConfig(Config):
         """The average bits per element until a policy chooses bits: the first field's value, or 4 if there is none."""
         names = [field.name for field in fields(self)]
         return getattr(self, names[0]) if names else DEFAULT_BITS
+
+    @property
+    def bits_of_activations(self) -> int:
+        """The bits of few-bit activations if `LayerSettings` does not give them: 3, or `initial_bits` from 5 bits on.
+
+        With 3 bits, activations would cause most of the gradient's error if inputs have 5 bits or more.
+        """
+        bits = math.floor(self.initial_bits)
+        return bits if bits > DEFAULT_BITS else ACTIVATION_BITS
 
     def describe(self) -> str:
         """Return the text with which the report says how bits are chosen, or "" if the repr says this already."""
@@ -243,7 +252,6 @@ class ErrorBound(BitConfig):
 
     kind = "error-bound"
     chooses_activation_bits = True
-    bits_of_activations = MAX_BITS
     _checks = {
         "e2": positive,
         "window": one_of(WINDOWS, "mean or max", "window"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from torch.autograd import Function
 
 from fewbit.config import (
+    ACTIVATION_BITS,
     DEFAULT_BITS,
     GROUP_SIZE,
     BitConfig,
@@ -58,7 +59,7 @@ class ResolvedSettings:
     """
 
     bits: float = DEFAULT_BITS
-    activation_bits: int = 3
+    activation_bits: int = ACTIVATION_BITS
     attention_bits: float | None = None
     group_size: int = GROUP_SIZE
     min_dtype: str = "auto"

@@ -18,7 +18,7 @@ from torch import nn
 
 from fewbit.analysis.meter import saved_bytes
 from fewbit.compress.compress import compress_
-from fewbit.config import LayerSettings, Level
+from fewbit.config import ACTIVATION_BITS, LayerSettings, Level
 from fewbit.convert.settings import ATTENTION_BITS
 from fewbit.demo import training
 from fewbit.demo.parallel import run_all
@@ -33,8 +33,6 @@ STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
 MOST_SEEDS = 100
 
 
-ACTIVATION_BITS = 3
-"""Bits of GELUs in models that are compressed as a whole."""
 EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
 """The arguments of `run_demo` for `fewbit demo --all`. STORED contains the results of these arms."""
 

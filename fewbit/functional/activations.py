@@ -31,6 +31,7 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
+from fewbit.config import ACTIVATION_BITS
 from fewbit.errors import FunctionError
 from fewbit.functional.prelu import RandomSlopes
 from fewbit.runtime.activations.apply import (
@@ -209,7 +210,11 @@ def rrelu(
 
 
 def gelu(
-    input: Tensor, approximate: str = "none", *, bits: int | None = 3, table: Table | None = None
+    input: Tensor,
+    approximate: str = "none",
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.gelu, with `approximate` "none" or "tanh", and save `bits` bits per element."""
     if approximate not in ("none", "tanh"):
@@ -223,7 +228,7 @@ def elu(
     alpha: float = 1.0,
     inplace: bool = False,
     *,
-    bits: int | None = 3,
+    bits: int | None = ACTIVATION_BITS,
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.elu and save `bits` bits per element."""
@@ -235,7 +240,7 @@ def celu(
     alpha: float = 1.0,
     inplace: bool = False,
     *,
-    bits: int | None = 3,
+    bits: int | None = ACTIVATION_BITS,
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.celu and save `bits` bits per element."""
@@ -243,54 +248,80 @@ def celu(
 
 
 def selu(
-    input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
+    input: Tensor,
+    inplace: bool = False,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.selu and save `bits` bits per element."""
     return _apply(input, "selu", (), bits, table, inplace)
 
 
 def silu(
-    input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
+    input: Tensor,
+    inplace: bool = False,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.silu and save `bits` bits per element."""
     return _apply(input, "silu", (), bits, table, inplace)
 
 
 def mish(
-    input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
+    input: Tensor,
+    inplace: bool = False,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.mish and save `bits` bits per element."""
     return _apply(input, "mish", (), bits, table, inplace)
 
 
 def hardswish(
-    input: Tensor, inplace: bool = False, *, bits: int | None = 3, table: Table | None = None
+    input: Tensor,
+    inplace: bool = False,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.hardswish and save `bits` bits per element."""
     return _apply(input, "hardswish", (), bits, table, inplace)
 
 
-def sigmoid(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
+def sigmoid(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
     """Compute torch.sigmoid and save `bits` bits per element."""
     return _apply(input, "sigmoid", (), bits, table)
 
 
-def logsigmoid(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
+def logsigmoid(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
     """Compute torch.nn.functional.logsigmoid and save `bits` bits per element."""
     return _apply(input, "logsigmoid", (), bits, table)
 
 
-def tanh(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
+def tanh(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
     """Compute torch.tanh and save `bits` bits per element."""
     return _apply(input, "tanh", (), bits, table)
 
 
-def tanhshrink(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
+def tanhshrink(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
     """Compute torch.nn.functional.tanhshrink and save `bits` bits per element."""
     return _apply(input, "tanhshrink", (), bits, table)
 
 
-def softsign(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
+def softsign(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
     """Compute torch.nn.functional.softsign and save `bits` bits per element."""
     return _apply(input, "softsign", (), bits, table)
 
@@ -300,19 +331,23 @@ def softplus(
     beta: float = 1.0,
     threshold: float = 20.0,
     *,
-    bits: int | None = 3,
+    bits: int | None = ACTIVATION_BITS,
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.softplus and save `bits` bits per element."""
     return _apply(input, "softplus", (beta, threshold), bits, table)
 
 
-def quick_gelu(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
+def quick_gelu(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
     """Compute transformers' quick_gelu, x sigmoid(1.702 x)."""
     return _apply(input, "quick_gelu", (), bits, table)
 
 
-def relu_squared(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
+def relu_squared(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
     """Compute transformers' relu2, relu(x)**2, and save `bits` bits per element.
 
     The derivative, 2 x for positive x, grows without bound, but the backward pass uses one value of the derivative for
@@ -321,17 +356,23 @@ def relu_squared(input: Tensor, *, bits: int | None = 3, table: Table | None = N
     return _apply(input, "relu_squared", (), bits, table)
 
 
-def gelu_fast(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
+def gelu_fast(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
     """Compute transformers' gelu_fast, an approximation of gelu by tanh."""
     return _apply(input, "gelu_fast", (), bits, table)
 
 
-def gelu_10(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
+def gelu_10(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
     """Compute transformers' gelu_10, which is gelu clipped to [-10, 10]."""
     return _apply(input, "gelu_10", (), bits, table)
 
 
-def sqrtsoftplus(input: Tensor, *, bits: int | None = 3, table: Table | None = None) -> Tensor:
+def sqrtsoftplus(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
     """Compute transformers' sqrtsoftplus, sqrt(softplus(x))."""
     return _apply(input, "sqrtsoftplus", (), bits, table)
 
@@ -341,7 +382,7 @@ def laplace(
     mu: float = 0.707107,
     sigma: float = 0.282095,
     *,
-    bits: int | None = 3,
+    bits: int | None = ACTIVATION_BITS,
     table: Table | None = None,
 ) -> Tensor:
     """Compute transformers' laplace, (1 + erf((x - mu) / (sigma sqrt(2)))) / 2."""
@@ -361,7 +402,11 @@ _IDS_ARE_GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def pointwise(
-    input: Tensor, function: Callable, *, bits: int | None = 3, table: Table | None = None
+    input: Tensor,
+    function: Callable,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
 ) -> Tensor:
     """Apply a user's pointwise function to a tensor, and save few-bit codes for the derivative.
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbit import functional as F
+from fewbit.config import ACTIVATION_BITS
 from fewbit.errors import InputError
 from fewbit.nn.base import Guarded
 from fewbit.runtime.activations.tables import check_choice
@@ -68,7 +69,7 @@ class _FewBit(Guarded):
     bits: int
     table: Table | None
 
-    def __init__(self, *args, bits: int = 3, table: Table | None = None, **kwargs):
+    def __init__(self, *args, bits: int = ACTIVATION_BITS, table: Table | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         check_choice(bits, table)
         self._check_own()

@@ -16,6 +16,7 @@ from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
 from fewbit.compress.replace import replace_activations_
 from fewbit.config import (
+    ACTIVATION_BITS,
     AdaptiveBits,
     BitConfig,
     Budget,
@@ -81,7 +82,7 @@ class Candidate:
                 f"method: expected one of {', '.join(METHODS)}, got {shorten(self.method)}"
             )
         activations_only = self.method == "replace_activations_"
-        usual = FixedBits.bits_of_activations if activations_only else None
+        usual = ACTIVATION_BITS if activations_only else None
         bits = usual if self.bits is None else self.bits
         object.__setattr__(self, "bits", as_config(bits))
         if self.method != METHODS[0] and not isinstance(self.bits, FixedBits):
@@ -257,7 +258,7 @@ CURVES = (
     Curve("compile", FixedBits, (4, 2), method="compile", on_request=True),
 )
 ACTIVATIONS = "activations"
-ACTIVATION_BITS = (4, 3, 2)
+BITS_OF_ACTIVATIONS = (4, 3, 2)
 
 
 def default_candidates(
@@ -302,7 +303,7 @@ def default_candidates(
         if kind is not None and kind.family == kinds.ACTIVATION
     ]
     if activations:
-        bits = (1,) if all(kind.one_bit for kind in activations) else ACTIVATION_BITS
+        bits = (1,) if all(kind.one_bit for kind in activations) else BITS_OF_ACTIVATIONS
         found += [Candidate(ACTIVATIONS, count, method="replace_activations_") for count in bits]
     if policies is None:
         on_request = {curve.policy for curve in CURVES if curve.on_request}

@@ -427,6 +427,29 @@ def test_the_report(capsys):
     assert controller.model is model
 
 
+@pytest.mark.parametrize(
+    "bits, expected",
+    [
+        (1, 3),
+        (4, 3),
+        (5, 5),
+        (8, 8),
+        (fewbit.SampleBits(4.5), 3),
+        (fewbit.AdaptiveBits(6.5), 6),
+        (fewbit.Level("L3", 7), 7),
+        (fewbit.PreActivationBits(2), 3),
+    ],
+    ids=str,
+)
+def test_the_usual_bits_of_activations(bits, expected):
+    """They are 3, and those of inputs from 5 bits on (docs/decisions/0017)."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    quiet(model, bits=bits)
+    assert model[1].bits == expected
+    quiet(fewbit.restore_(model), bits=bits, layers={"activation_bits": 2})
+    assert model[1].bits == 2
+
+
 A_FILTER = "expected a glob, a list of globs or a function (path, module) -> bool, got "
 
 

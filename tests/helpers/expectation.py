@@ -78,9 +78,9 @@ def bias_of(samples, exact) -> float:
 def variance(x, bits, kind):
     """Return the variance that rounding adds to each element of x, whose elements are one group, float64.
 
-    The variance of a uniform copy follows from its ranges. That of a rotated copy is measured.
+    The variance of a uniform copy follows from its ranges. That of other copies is measured.
     """
-    if kind == "rotated":
+    if kind != "uniform":
         return covariance(x, bits, kind).diagonal().view_as(x)
     _, ranges = Quantizer(bits, kind=kind).quantize(x[None]).tensors
     step = float(ranges[0, 1]) / (2**bits - 1)
@@ -92,7 +92,7 @@ def covariance(x, bits, kind, count=40000):
     """Return the covariance that rounding gives the n elements of x, which are one group, (n, n) float64.
 
     In a uniform copy, elements are rounded independently. In a rotated copy, they are not quite: the error is
-    orthogonal to the group minus its mean. The covariance is measured from `count` independent roundings.
+    orthogonal to the group minus its mean. In an unbiased copy, elements share the group's rotation. The covariance is measured from `count` independent roundings.
     """
     if kind == "uniform":
         return variance(x, bits, kind).flatten().diag()

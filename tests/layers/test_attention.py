@@ -536,7 +536,7 @@ def draws(tensors, grad, bits, count, kind):
     return [x.double() for x in torch.autograd.grad(y, many, grad.expand_as(y))]
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("uniform", 5), ("rotated", 4)])
+@pytest.mark.parametrize(("kind", "bits"), [("uniform", 5), ("rotated", 4), ("unbiased", 4)])
 def test_bias_is_as_the_formula_says(kind, bits):
     """Copies of keys and values are made without their means. So many bits make the terms of higher order small."""
     torch.manual_seed(1)
@@ -580,6 +580,12 @@ SIZES = {  # {kind of copies: {bits: (bias of q and k, bias of v, noise of q and
         3: (0.0165, 0.0092, 0.34),
         4: (0.0045, 0.0025, 0.175),
         8: (None, None, 0.012),
+    },
+    "unbiased": {
+        2: (0.11, 0.06, 0.95),
+        3: (0.021, 0.012, 0.38),
+        4: (0.0045, 0.0025, 0.175),
+        8: (None, None, 0.0105),
     },
 }
 

@@ -181,7 +181,9 @@ SMOOTH = {
 }
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("uniform", (5, 6)), ("rotated", (4, 5))])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("uniform", (5, 6)), ("rotated", (4, 5)), ("unbiased", (4, 5))]
+)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_bias_is_as_the_formula_says(name, kind, bits):
     torch.manual_seed(3)
@@ -215,11 +217,18 @@ SIZES = {  # {kind of copies: {function: sizes of the biases of gate and up at 2
         "geglu": [(0.047, 0.05), (0.0135, 0.014), (0.0037, 0.0038)],
         "geglu tanh": [(0.047, 0.05), (0.0135, 0.014), (0.0037, 0.0038)],
     },
+    "unbiased": {
+        "swiglu": [(0.038, 0.07), (0.0084, 0.0145), (0.0018, 0.0032)],
+        "geglu": [(0.076, 0.086), (0.017, 0.018), (0.0038, 0.0041)],
+        "geglu tanh": [(0.076, 0.086), (0.017, 0.018), (0.0038, 0.0041)],
+    },
 }
 
 
 @pytest.mark.fast(6)
-@pytest.mark.parametrize(("kind", "count"), [("uniform", 1000), ("rotated", 2000)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("uniform", 1000), ("rotated", 2000), ("unbiased", 2000)]
+)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("name", SMOOTH)
 def test_size_of_the_bias(name, bits, kind, count):
@@ -238,7 +247,8 @@ def test_size_of_the_bias(name, bits, kind, count):
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "count"), [("uniform", 64, 20000), ("rotated", 256, 5000)]
+    ("kind", "size", "count"),
+    [("uniform", 64, 20000), ("rotated", 256, 5000), ("unbiased", 256, 5000)],
 )
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize(

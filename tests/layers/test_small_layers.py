@@ -120,7 +120,9 @@ def test_prelu_at_zero_and_beyond_numbers(device):
 # -- Softmax ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "draws"), [("uniform", 20000), ("rotated", 40000)])
+@pytest.mark.parametrize(
+    ("kind", "draws"), [("uniform", 20000), ("rotated", 40000), ("unbiased", 160000)]
+)
 @pytest.mark.parametrize("bits", [1, 2])
 def test_the_bias_of_softmax(bits, kind, draws):
     """The bias E[grad^] - grad = -Cov[y^] g is measured over equal rows.
@@ -155,6 +157,9 @@ def test_the_bias_of_softmax(bits, kind, draws):
         (1.0, 1, "rotated", 0.009),
         (1.0, 2, "rotated", 0.0016),
         (3.0, 2, "rotated", 0.0185),
+        (1.0, 1, "unbiased", 0.024),
+        (1.0, 2, "unbiased", 0.0027),
+        (3.0, 2, "unbiased", 0.031),
     ],
 )
 def test_the_size_of_the_bias_of_softmax(deviation, bits, kind, size):

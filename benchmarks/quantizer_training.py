@@ -37,6 +37,8 @@ ATTENTION = (
     "BERT, attention written out",
     "ViT on digits",
 )
+GATED = "Llama"
+"""The network whose MLPs are gated units. In the arm "2 bits, gates 4", their factors have 4 bits instead of 2."""
 ARMS = {
     "exact": None,
     "other batches": None,
@@ -50,6 +52,7 @@ ARMS = {
     "1 bit, unbiased": {"bits": 1, "layers": {"quantizer": "unbiased"}},
     "2 bits, attention 2": {"bits": 2, "layers": {"attention_bits": 2}},
     "2 bits, attention 3": {"bits": 2, "layers": {"attention_bits": 3}},
+    "2 bits, gates 4": {"bits": 2, "overrides": {"*.mlp": {"bits": 4}, "*.mlp.*": {"bits": 2}}},
     "adaptive, 2 bits": {"bits": fewbit.AdaptiveBits(2)},
     "adaptive, 1.25 bits": {"bits": fewbit.AdaptiveBits(1.25)},
 }
@@ -144,7 +147,8 @@ def main():
         for seed in range(1 if arguments.quick else arguments.seeds)
         for network in quantizer_choice.networks()
         for arm in ARMS
-        if "attention" not in arm or network in ATTENTION
+        if ("attention" not in arm or network in ATTENTION)
+        and ("gates" not in arm or network == GATED)
     ]
     steps = 3 if arguments.quick else STEPS
     about = harness.machine("torch", "transformers") | {"fewbit": fewbit.__version__}

@@ -446,7 +446,8 @@ def test_the_usual_bits_of_activations(bits, expected):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
     quiet(model, bits=bits)
     assert model[1].bits == expected
-    quiet(fewbit.restore_(model), bits=bits, layers={"activation_bits": 2})
+    fewbit.restore_(model)
+    quiet(model, bits=bits, layers={"activation_bits": 2})
     assert model[1].bits == 2
 
 

@@ -10,6 +10,8 @@ large.
   elements are restored 10 % too large in the mean. gain_error is the standard error of the gain.
 - bias is the norm of the mean error, divided by the norm of v, minus the part that comes from sampling.
 - noise is the mean of |e|^2, divided by |v|^2.
+- predicted is the gain that follows from the levels to first order (`predicted_gain`), for groups of which one element
+  has at most an eighth of the energy.
 
 There are four arms:
 
@@ -82,6 +84,7 @@ def groups() -> list[Group]:
         Group("half of the energy in one", with_share(0.5), [7]),
         Group("two outliers of 10 deviations", outliers, [7, 100]),
         Group("an eighth of the energy in one", with_share(0.122), [7]),
+        Group("a thirty-second of the energy in one", with_share(1 / 32), [7]),
         Group("normal", normal, everything),
         Group("constant", torch.full((256,), 0.7), everything),
         Group("4 normal numbers", normal[:4].clone(), [int(normal[:4].abs().argmax())]),
@@ -134,6 +137,25 @@ def copies(arm, group, bits, draws, seed):
     return simulated(group.x, bits, 2.0 * signs - 1)
 
 
+def predicted_gain(v, index, bits):
+    """Return the gain of element `index` of a group that is rotated once, to first order in the parts s_j of the energy.
+
+    In units of the root mean square, a rotated number is y = sum_j a_j t_j, with a_j^2 = s_j and random signs t_j. Let Q be
+    the function that rounds y to a level, z a normal number, He_n the Hermite polynomials, and c_n = E[Q(z) He_n(z)].
+    Element i is restored as E[Q(y) t_i] / E[Q(y) y] instead of a_i. With S = sum_j s_j^2,
+    E[He_1(y) t_i] = a_i, E[He_3(y) t_i] = -2 a_i s_i, E[He_5(y) t_i] = -10 a_i S and E[He_4(y)] = -2 S, up to terms of
+    higher order. From y He_4(y) = He_5(y) + 4 He_3(y) follow E[Q(y) t_i] = a_i (c_1 - s_i c_3 / 3 - S c_5 / 12) and
+    E[Q(y) y] = c_1 - S (c_5 + 4 c_3) / 12. So the gain is k (s_i - S) with k = -c_3 / (3 c_1).
+    """
+    shares = v.square() / v.square().sum()
+    z = torch.linspace(0, 10, 2_000_001, dtype=torch.float64)
+    density = (-(z**2) / 2).exp()  # not normalized
+    breaks = torch.tensor(normal_levels(bits)[0], dtype=torch.float64)
+    chosen = torch.tensor(rotated_levels(bits), dtype=torch.float64)[torch.bucketize(z, breaks)]
+    first, third = (density * chosen * z).sum(), (density * chosen * (z**3 - 3 * z)).sum()
+    return float(-third / (3 * first) * (shares[index] - shares.square().sum()))
+
+
 # -- the measurement ---------------------------------------------------------------------------------------
 
 
@@ -164,6 +186,8 @@ def measured(arm, group, bits, draws):
         "bias": bias,
         "noise": float(squares.sum()) / draws / energy,
     }
+    if len(group.watched) == 1 and found["share"] < 1 / 8:
+        found["predicted"] = predicted_gain(v, group.watched[0], bits)
     return row | found
 
 

@@ -1,6 +1,7 @@
 """Train the ten networks of quantizer_choice.py for a short time, with several kinds of copies and numbers of bits.
 
-    python benchmarks/quantizer_training.py            # about an hour on 2 cores
+    python benchmarks/quantizer_training.py            # several hours on 2 cores
+    python benchmarks/quantizer_training.py --seeds 2 --arms exact "2 bits" --networks Llama
     python benchmarks/quantizer_training.py --quick    # a few steps of each arm, to check that it works
 
 An arm is one setting. All arms of a seed have the same initial parameters and the same batches, with one exception: the
@@ -140,13 +141,15 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
+    parser.add_argument("--networks", nargs="+", metavar="NETWORK", help="only these")
     arguments = parser.parse_args()
     name = "quantizer_training" + "_quick" * arguments.quick
     tasks = [
         {"network": network, "arm": arm, "seed": seed}
         for seed in range(1 if arguments.quick else arguments.seeds)
-        for network in quantizer_choice.networks()
-        for arm in ARMS
+        for network in arguments.networks or quantizer_choice.networks()
+        for arm in arguments.arms
         if ("attention" not in arm or network in ATTENTION)
         and ("gates" not in arm or network == GATED)
     ]

@@ -4,7 +4,7 @@
     python benchmarks/step_time.py --quick
 
 A step is a forward, a backward and an optimizer step, of a wider version of the demo's transformer and of ResNet-18.
-The arms are exact training, fixed bits, and "L3" and "observed" with 2 bits on average. "L3" has adapted before it is
+The arms are exact training, fixed bits (also with unbiased copies), and "L3" and "observed" with 2 bits on average. "L3" has adapted before it is
 timed. In "observed" every step is an observed step, so that the difference to "L3", divided by the interval, is the
 cost of adapting. The arms take turns step by step, so that a slow moment of the machine affects all of them. A ratio
 is that of the medians in one process, and the median over several processes. First, gradients at 8 bits are compared
@@ -37,7 +37,8 @@ import fewbit
 from fewbit.demo.transformer import CharTransformer
 from fewbit.models.resnet import ResNet
 
-ARMS = ("exact", 2, 4, 8, "L3")
+UNBIASED = "2, unbiased"
+ARMS = ("exact", 2, UNBIASED, 4, 8, "L3")
 TIMED = (*ARMS, "observed")
 INTERVAL = fewbit.AdaptiveBits.interval
 INTERVALS = {"L3": 10**6, "observed": 1}
@@ -65,13 +66,8 @@ def build(case, settings, arm):
     if arm in INTERVALS:
         fewbit.compress_(model, fewbit.AdaptiveBits(2, INTERVALS[arm]), verbose=False)
     elif arm != "exact":
-        # 8 bits of few-bit activations are for `check` alone; with other bits the models use the usual 3.
-        fewbit.compress_(
-            model,
-            bits=arm,
-            layers=fewbit.LayerSettings(activation_bits=8 if arm == 8 else 3),
-            verbose=False,
-        )
+        bits, kind = (2, "unbiased") if arm == UNBIASED else (arm, None)
+        fewbit.compress_(model, bits, layers={"quantizer": kind}, verbose=False)
     return model
 
 
@@ -212,7 +208,7 @@ def measure_times(cases, steps, processes):
                 }
             row |= {"least": ratios[0], "most": ratios[-1]}  # of the last part, the whole step
             print(
-                f"  {arm!s:>8}: step {row['step_ms']:8.1f} ms, {row['step_ratio']:.3f} of exact "
+                f"  {arm!s:>11}: step {row['step_ms']:8.1f} ms, {row['step_ratio']:.3f} of exact "
                 f"({row['least']:.3f} .. {row['most']:.3f}); forward {row['forward_ratio']:.3f}, "
                 f"backward {row['backward_ratio']:.3f}"
             )
@@ -251,7 +247,7 @@ def measure_peaks(cases):
         print(f"{case} {settings}: peak resident memory of a step")
         for arm in TIMED:
             grown, kept = harness.in_process(peak, case, settings, arm)
-            print(f"  {arm!s:>8}: peak {grown / 2**20:8.1f} MiB, kept {kept / 2**20:.1f} MiB")
+            print(f"  {arm!s:>11}: peak {grown / 2**20:8.1f} MiB, kept {kept / 2**20:.1f} MiB")
             yield {"case": case, "arm": arm, "peak_bytes": grown, "saved_bytes": kept, **settings}
 
 

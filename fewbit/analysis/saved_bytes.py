@@ -223,7 +223,8 @@ class SavedBytes(Result):
         idle = sum(entry.bytes - entry.viewed_bytes for entry in self.kept if entry.bytes)
         if idle:
             lines.append(
-                f"{amount(idle)} of the total are parts of storages that no saved view reaches"
+                f"{amount(idle)} of the total are memory that saved views keep alive without using it, such as the "
+                "rest of a tensor of which a slice was passed; to measure the slice alone, pass a clone"
             )
         return lines
 

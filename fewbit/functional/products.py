@@ -6,8 +6,7 @@ and the exact gradient is called the bias. The gradients of `matmul` and `mul` a
 gradient of each factor is linear in the other factor.
 
 Gated units compute act(gate) * up with an activation act. SwiGLU and GEGLU save gate and up. Let gate^ and up^ be the
-dequantized values; they are rounded independently, and the mean of each is that of its copy. The backward pass computes act and
-its derivative from gate^, and is not linear in gate^. Let g be the gradient of the product. The following are, for each
+dequantized values; they are rounded independently. The backward pass computes act and its derivative from gate^, and is not linear in gate^. Let g be the gradient of the product. The following are, for each
 element, the exact gradients grad of gate and up, and the bias of the computed gradients grad^:
 
     grad_up   = g act(gate)         E[grad^] - grad = g act''(gate) Var[gate^] / 2

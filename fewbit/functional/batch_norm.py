@@ -173,6 +173,8 @@ class _BatchNorm(Function):
         if torch.compiler.is_compiling():
             y, mean, rstd = torch.native_batch_norm(viewed, *vectors, True, momentum, eps)
         else:
+            # Otherwise each backward pass would fill zeros for the gradients of mean and rstd, which get none.
+            ctx.set_materialize_grads(False)
             cudnn = torch.backends.cudnn.enabled
             y, mean, rstd, reserve, ctx.implementation = torch._batch_norm_impl_index(
                 viewed, *vectors, True, momentum, eps, cudnn

@@ -174,6 +174,9 @@ class _MaxPool(Function):
         ctx.source = _Source.of(x, dims)
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(indices)
+        if not torch.compiler.is_compiling():
+            # Otherwise the backward pass would fill zeros for the gradient of the indices, which get none.
+            ctx.set_materialize_grads(False)
         return y, indices
 
     @staticmethod

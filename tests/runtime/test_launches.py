@@ -43,6 +43,18 @@ def test_what_counts():
     assert ours[3].forward == [*forward, "aminmax", "transfer"]  # the fourth step
 
 
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm2d(8), lambda: nn.MaxPool2d(3, 2, 1)])
+def test_no_zeros_for_results_without_a_gradient(make):
+    """autograd fills zeros in C++, where the fake device does not see it."""
+    model = nn.Sequential(make())
+    fewbit.compress_(model, bits=2, verbose=False)
+    y = model(normal((4, 8, 16, 16)).requires_grad_())
+    with torch.profiler.profile(profile_memory=True) as profile:
+        y.backward(torch.ones_like(y))
+    filled = [event.cpu_memory_usage for event in profile.events() if event.name == "aten::zeros"]
+    assert all(size <= 8 for size in filled)
+
+
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_torchs_kernel_for_the_backward_of_rms_norm(monkeypatch, has_weight):
     """The gradients that one kernel computes are those of fewbit's own formula."""

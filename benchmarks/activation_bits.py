@@ -3,7 +3,7 @@
     python benchmarks/activation_bits.py            # about 3 minutes on one core
     python benchmarks/activation_bits.py --quick    # few steps and draws, to check that it works
 
-The networks are those of quantizer_choice.py that have few-bit activations with more than two levels. Inputs of layers
+The networks are those of quantizer_choice.py that have activations whose derivative has more than two values. Inputs of layers
 have 4, 5, 6 or 8 bits (attention at least 4). Activations have 3 bits or as many as the inputs. The error is the root
 of the mean of |g^ - g|^2 / |g|^2 over draws of the random rounding, where g is the exact gradient of all parameters for
 one batch, and g^ that of the compressed network. It is measured at the start of training, and after 200 steps of exact

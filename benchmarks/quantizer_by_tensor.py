@@ -9,8 +9,9 @@ The kind of a tensor is the class of the layer that saves it, or the name of the
     uniform         ActNN's quantizer
     rotated         fewbit's rotated copies; the method is called "masked" if the tensor is a ReLU's result
     centered        rotated copies of the tensor minus the mean of each channel; the means are saved in float32
-    standardized    rotated copies of the tensor minus the mean of each channel, divided by the channel's deviation. Mean and
-                    deviation are those of another batch, as if they were kept from an earlier step
+    standardized    the mean of each channel is subtracted, the result is divided by the channel's standard deviation, and a
+                    rotated copy of this is made. Both numbers come from another batch, as if a layer had kept them from
+                    an earlier step
     unbiased        a rotation and the exactly unbiased codes with shared randomness, computed in NumPy
     fixed signs     a rotation with the same signs in every step, computed in NumPy: for comparison
 

@@ -10,8 +10,9 @@ large.
   elements are restored 10 % too large in the mean. gain_error is the standard error of the gain.
 - bias is the norm of the mean error, divided by the norm of v, minus the part that comes from sampling.
 - noise is the mean of |e|^2, divided by |v|^2.
-- predicted is the gain that follows from the levels to first order (`predicted_gain`), for groups of which one element
-  has at most an eighth of the energy.
+- predicted is the gain that `predicted_gain` computes from the levels, to first order in the elements' parts of the
+  energy. Only groups with a single watched element have it, and only if this element has less than an eighth of the
+  energy.
 
 There are four arms:
 

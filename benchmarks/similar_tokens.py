@@ -3,13 +3,14 @@
     python benchmarks/similar_tokens.py         # less than a minute on one core
 
 A batch has N tokens of 256 features. Each token is sqrt(s) c + sqrt(1 - s) d, with one vector c for all tokens and a
-vector d of its own, both normal; s is the "shared" part of the energy. The gradient of the layer's result is the same
-normal vector for each token, so the gradient of the weight is the sum of the tokens, times this vector. Its relative
-squared error is therefore that of the sum of the tokens, |sum of errors|^2 / |sum of tokens|^2. If the errors of the
-tokens are independent, it is D / N for N equal tokens, where D is the relative squared error of a single token.
+vector d of its own. The elements of c and d are drawn from a normal distribution; s is the "shared" part of the
+energy. The gradient of the layer's result is one random vector, the same for each token, so the gradient of the weight
+is the sum of the tokens, times this vector. Its relative squared error is therefore that of the sum of the tokens,
+|sum of errors|^2 / |sum of tokens|^2. If the errors of the tokens are independent, it is D / N for N equal tokens,
+where D is the relative squared error of a single token.
 
 The kinds "rotated", "uniform" and "unbiased" are fewbit's copies with 2 bits, which draw new random numbers for each
-group. In "fixed signs", all groups are rotated with the same signs. Then equal tokens have equal errors.
+group. In "equal signs", all groups are rotated with the same signs. Then equal tokens have equal errors.
 
 Writes results/similar_tokens.*: a row for each shared part, kind and number of tokens. "error times N" is the relative
 squared error, times N.
@@ -30,13 +31,13 @@ from fewbit.runtime.ops import quantizer_ops
 BITS, FEATURES = 2, 256
 TOKENS = (1, 8, 64, 512)
 SHARED = (1.0, 0.9)
-KINDS = ("rotated", "unbiased", "uniform", "fixed signs")
+KINDS = ("rotated", "unbiased", "uniform", "equal signs")
 DRAWS = 200
 
 
 def copy_of(tokens, kind, seed):
     """Return a copy of the tokens, (N, FEATURES)."""
-    if kind == "fixed signs":
+    if kind == "equal signs":
         generator = torch.Generator().manual_seed(seed)
         signs = 2.0 * torch.randint(0, 2, (FEATURES,), generator=generator) - 1
         return torch.cat([simulated(token, BITS, signs[None]) for token in tokens])

@@ -90,9 +90,10 @@ class BitConfig(Config):
 
     @property
     def bits_of_activations(self) -> int:
-        """The bits of few-bit activations if `LayerSettings` does not give them: 3, or `initial_bits` from 5 bits on.
+        """The bits of few-bit activations if `LayerSettings` does not give them.
 
-        With 3 bits, activations would cause most of the gradient's error if inputs have 5 bits or more.
+        They are 3 if `initial_bits` is below 5, else `initial_bits`, rounded down. If inputs have more than 4 bits,
+        activations with 3 bits would cause much of the gradient's error (docs/decisions/0017).
         """
         bits = math.floor(self.initial_bits)
         return bits if bits > DEFAULT_BITS else ACTIVATION_BITS

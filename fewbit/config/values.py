@@ -14,7 +14,7 @@ MIN_BITS, MAX_BITS = 1, 8
 DEFAULT_BITS = 4
 """The bits per element of quantized inputs by default, in `compress_` and in single layers (docs/decisions/0017)."""
 ACTIVATION_BITS = 3
-"""The bits of few-bit activations by default, unless layers have 5 bits or more (docs/decisions/0017)."""
+"""The bits of few-bit activations by default, if inputs of layers have at most 4 bits (docs/decisions/0017)."""
 GROUP_SIZE, LARGEST_GROUP, LARGEST_ROTATED_GROUP = 256, 1 << 16, 256
 """The default and the largest number of elements of a group (ActNN, section 4.1), and the largest in a rotated copy."""
 BLOCK = 32

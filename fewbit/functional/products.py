@@ -1,13 +1,14 @@
 """Products of two tensors, whose factors are saved quantized: `matmul`, `mul` and gated units.
 
-The factors are rounded at random. A gradient is called exact in expectation if its mean over the rounding is exact, up
-to the small errors in the mean of a rotated copy (docs/concepts/quantizer.md). If not, the difference between this mean
-and the exact gradient is called the bias. The gradients of `matmul` and `mul` are exact in expectation, because the
-gradient of each factor is linear in the other factor.
+The bias of a gradient is its mean over the random numbers of the copies, minus the exact gradient. A gradient without
+bias is called exact in expectation. The small errors in the mean of a rotated copy (docs/concepts/quantizer.md) are not
+counted as bias here. The gradients of `matmul` and `mul` are exact in expectation, because the gradient of each factor
+is linear in the other factor.
 
 Gated units compute act(gate) * up with an activation act. SwiGLU and GEGLU save gate and up. Let gate^ and up^ be the
-dequantized values; they are rounded independently. The backward pass computes act and its derivative from gate^, and is not linear in gate^. Let g be the gradient of the product. The following are, for each
-element, the exact gradients grad of gate and up, and the bias of the computed gradients grad^:
+dequantized values, whose errors are independent. The backward pass computes act and its derivative from gate^, and is
+not linear in gate^. Let g be the gradient of the product, grad the exact gradient of an element of gate or up, and
+grad^ the gradient that the backward pass computes:
 
     grad_up   = g act(gate)         E[grad^] - grad = g act''(gate) Var[gate^] / 2
     grad_gate = g up act'(gate)     E[grad^] - grad = g up act'''(gate) Var[gate^] / 2

@@ -2,6 +2,9 @@
 
     python benchmarks/quantizer_training.py            # several hours on 2 cores
     python benchmarks/quantizer_training.py --seeds 2 --arms exact "2 bits" --networks Llama
+
+The stored results have one seed of all arms, a second seed of the arms of the first table in docs/decisions/0017, and a
+third seed of Llama with 2 bits.
     python benchmarks/quantizer_training.py --quick    # a few steps of each arm, to check that it works
 
 An arm is one setting. All arms of a seed have the same initial parameters and the same batches, with one exception: the
@@ -118,6 +121,7 @@ def summary(rows):
                     "arm": arm,
                     "seeds": len(differences),
                     "saved_bytes": own[0]["saved_bytes"],
+                    "exact": statistics.fmean(exact for _, exact in pairs if exact is not None),
                     "final": statistics.fmean(final for final, _ in pairs),
                     "difference": statistics.fmean(differences),
                     "difference_std": statistics.stdev(differences)
@@ -142,13 +146,14 @@ def main():
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
-    parser.add_argument("--networks", nargs="+", metavar="NETWORK", help="only these")
+    names = list(quantizer_choice.networks())
+    parser.add_argument("--networks", nargs="+", choices=names, default=names, metavar="NETWORK")
     arguments = parser.parse_args()
     name = "quantizer_training" + "_quick" * arguments.quick
     tasks = [
         {"network": network, "arm": arm, "seed": seed}
         for seed in range(1 if arguments.quick else arguments.seeds)
-        for network in arguments.networks or quantizer_choice.networks()
+        for network in arguments.networks
         for arm in arguments.arms
         if ("attention" not in arm or network in ATTENTION)
         and ("gates" not in arm or network == GATED)

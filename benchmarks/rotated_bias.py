@@ -139,14 +139,15 @@ def copies(arm, group, bits, draws, seed):
 
 
 def predicted_gain(v, index, bits):
-    """Return the gain of element `index` of a group that is rotated once, to first order in the parts s_j of the energy.
+    """Return the gain of element `index` of a group that is rotated once, if all parts s_j of the energy are small.
 
     In units of the root mean square, a rotated number is y = sum_j a_j t_j, with a_j^2 = s_j and random signs t_j. Let Q be
     the function that rounds y to a level, z a normal number, He_n the Hermite polynomials, and c_n = E[Q(z) He_n(z)].
     Element i is restored as E[Q(y) t_i] / E[Q(y) y] instead of a_i. With S = sum_j s_j^2,
     E[He_1(y) t_i] = a_i, E[He_3(y) t_i] = -2 a_i s_i, E[He_5(y) t_i] = -10 a_i S and E[He_4(y)] = -2 S, up to terms of
-    higher order. From y He_4(y) = He_5(y) + 4 He_3(y) follow E[Q(y) t_i] = a_i (c_1 - s_i c_3 / 3 - S c_5 / 12) and
-    E[Q(y) y] = c_1 - S (c_5 + 4 c_3) / 12. So the gain is k (s_i - S) with k = -c_3 / (3 c_1).
+    higher order. Terms in S are of first order, like those in s_i. If Q is expanded in Hermite polynomials, this gives
+    E[Q(y) t_i] = a_i (c_1 - s_i c_3 / 3 - S c_5 / 12). Because z He_4(z) = He_5(z) + 4 He_3(z), the expansion of
+    z Q(z) gives E[Q(y) y] = c_1 - S (c_5 + 4 c_3) / 12. So the gain is k (s_i - S) with k = -c_3 / (3 c_1).
     """
     shares = v.square() / v.square().sum()
     z = torch.linspace(0, 10, 2_000_001, dtype=torch.float64)
@@ -187,7 +188,7 @@ def measured(arm, group, bits, draws):
         "bias": bias,
         "noise": float(squares.sum()) / draws / energy,
     }
-    if len(group.watched) == 1 and found["share"] < 1 / 8:
+    if arm in ("quantizer", "once") and len(group.watched) == 1 and found["share"] < 1 / 8:
         found["predicted"] = predicted_gain(v, group.watched[0], bits)
     return row | found
 

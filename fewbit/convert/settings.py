@@ -165,8 +165,9 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
 
     Raises:
         InputError: `layers` is neither a LayerSettings nor a mapping of its fields, has `bits`, or contradicts
-            `config`.
+            `config`; or the initial bits of `config` are not a number from 1 to 8.
     """
+    check_average(config.initial_bits)
     usual = ResolvedSettings(
         bits=config.initial_bits,
         activation_bits=config.bits_of_activations,

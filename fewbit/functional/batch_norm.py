@@ -201,6 +201,8 @@ class _BatchNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, *_):
+        if grad is None:  # a layer after this one returned no gradient
+            return (None,) * 10
         needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:

@@ -182,6 +182,8 @@ class _MaxPool(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
+        if grad is None:  # a layer after this one returned no gradient
+            return None, None, None, None
         if ctx.spec is None:
             indices = ctx.windows.only(ctx.out, grad.device)
         else:

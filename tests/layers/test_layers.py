@@ -74,6 +74,30 @@ def check(layer, ours, theirs, inputs, limits=None):
     assert all(map(torch.equal, ours.buffers(), theirs.buffers()))
 
 
+class Unrelated(torch.autograd.Function):
+    """Returns a number that is said not to depend on x: the gradient of x is None."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach().sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@every_layer
+def test_later_layers_may_return_no_gradient(layer):
+    """The layer then adds nothing to the gradients of its inputs and parameters, as torch's layer does."""
+    ours, _ = layer.pair(2)
+    inputs = [x.requires_grad_() for x in layer.inputs()]
+    y = seeded(ours, *inputs)
+    y = y[0] if isinstance(y, tuple) else y
+    (Unrelated.apply(y) + sum(x.sum() for x in inputs)).backward()
+    assert all(torch.equal(x.grad, torch.ones_like(x)) for x in inputs)
+    assert all(weight.grad is None or not weight.grad.any() for weight in ours.parameters())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @every_layer
 def test_values_and_gradients_are_torchs(device, layer, dtype):

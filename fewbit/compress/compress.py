@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Never
@@ -11,9 +12,10 @@ from torch import nn
 from fewbit.compress import fused
 from fewbit.compress.allocator import AllocatorReport, use_expandable_segments
 from fewbit.compress.controller import Controller
-from fewbit.compress.sample import average_within, bytes_by_op, check_sample, saved_for, try_sample
+from fewbit.compress.sample import bytes_by_op, check_sample, fit_of, saved_for, try_sample
 from fewbit.config import (
     MAX_BITS,
+    MIN_BITS,
     AdaptiveBits,
     BitConfig,
     Budget,
@@ -119,11 +121,10 @@ def compress_(
     conversion, before = _converted(model, settings, selection, sample)
     budget = elements = None
     if isinstance(config, Budget):
-        budget, conversion.context.policy = config.bytes, BitPolicy()
-        average, elements = average_within(model, sample, budget)
-        settings = replace(settings, bits=average)
+        budget = config.bytes
+        settings, elements = _settings_within(budget, model, sample, layers, selection)
         conversion = convert(model, settings, selection)
-        config = AdaptiveBits(average, config.interval)
+        config = AdaptiveBits(settings.bits, config.interval)
     facts = facts_of(model, conversion.selected, settings.bits, budget, elements)
     conversion.context.policy = checked_policy(config, facts)
     allocator = _offloaded(conversion.context, offload)
@@ -210,6 +211,47 @@ def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str
     return convert(model, settings, selection, measure), before
 
 
+def _settings_within(
+    budget: int, model, sample, layers, selection
+) -> tuple[ResolvedSettings, dict]:
+    """Find the settings with the largest average bits per element with which a forward pass fits a budget.
+
+    The policy does not choose the bits of all tensors. Those of activations and of `everything`, for example, follow from
+    the average, rounded down. So whole numbers are tried in turn.
+
+    Returns:
+        The settings, and {(name of a layer, number of its input): number of elements} of the tensors whose bits the
+        policy chooses.
+
+    Raises:
+        InputError: the budget is too small for 1 bit per element, or the policy chooses no tensor's bits.
+    """
+
+    def tried(whole):
+        settings = resolve(AdaptiveBits(whole), layers)
+        conversion = convert(model, settings, selection)
+        conversion.context.policy = BitPolicy()
+        return settings, fit_of(model, sample, budget)
+
+    settings, fit = tried(MIN_BITS)
+    if fit.average < MIN_BITS:
+        raise InputError(
+            f"budget: expected at least {fit.least_bytes:,} bytes ({amount(fit.least_bytes)}), which this sample needs "
+            f"with 1 bit an element, got {budget:,}"
+        )
+    # More bits of the other tensors leave less of the budget, so the first average is the greatest that is possible.
+    whole = min(math.floor(fit.average), MAX_BITS)
+    while whole > MIN_BITS:
+        settings, fit = tried(whole)
+        if fit.average >= whole:
+            break
+        whole -= 1
+    else:
+        settings, fit = tried(MIN_BITS)
+    below_next = whole + 1 - 1 / 128
+    return replace(settings, bits=float(min(fit.average, MAX_BITS, below_next))), fit.elements
+
+
 def _offloaded(context: ForwardContext, offload: HostOffload | None) -> AllocatorReport | None:
     """Make forward passes offload saved tensors. Return the allocator's report; None if its settings stay."""
     if offload is None:
@@ -227,7 +269,7 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
     if isinstance(given, Budget):
         notes.append(f"budget: {amount(given.bytes)} for the sample")
         if settings.bits == MAX_BITS:
-            notes[-1] += f", more than the most bits, {MAX_BITS} an element, need"
+            notes[-1] += f"; {MAX_BITS} bits an element, the most, need less"
     if not model.training:
         notes.append(
             "the model is in evaluation mode, in which nothing is compressed: call train() before training"

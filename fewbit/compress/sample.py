@@ -16,7 +16,7 @@ from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.saved_bytes import SavedBytes
 from fewbit.analysis.unchanged import alone
 from fewbit.errors import FewbitError, InputError
-from fewbit.policies.budget import SizeProbe
+from fewbit.policies.budget import Fit, SizeProbe
 from fewbit.runtime.saved.context import measuring
 from fewbit.text import one_line
 
@@ -62,22 +62,18 @@ def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
     return sums
 
 
-def average_within(model: nn.Module, sample, budget: int) -> tuple[float, dict]:
-    """Return the largest average bits for which a model fits a budget, and the sizes of the tensors that get them.
+def fit_of(model: nn.Module, sample, budget: int) -> Fit:
+    """Return how many bits per element of a forward pass of the sample fit a budget.
 
     Args:
         model: a converted model with a policy whose bits may change.
         sample: the inputs of the forward that has to fit.
         budget: the bytes that the forward may save in all.
 
-    Returns:
-        The average bits per element, and {(layer's name, number of its input): number of elements} of all tensors whose
-        bits may change.
-
     Raises:
-        InputError: the budget is too small for 1 bit per element, or no saved tensor has bits that may change.
+        InputError: no saved tensor has bits that may change.
     """
     sizes = SizeProbe()
     with measuring(sizes):
         exact = sum(bytes_by_op(saved_for(model, sample)).values())
-    return sizes.bits(budget, exact), sizes.elements
+    return sizes.fit(budget, exact)

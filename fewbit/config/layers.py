@@ -29,8 +29,8 @@ class LayerSettings(Config):
     Attributes:
         bits: the bits of quantized inputs. They may only be given in `overrides`, and a policy does not change them.
         activation_bits: the bits of few-bit activations, 1 to 8. Usually they are 3 if the configuration gives quantized
-            inputs at most 4 bits, else the bits of quantized inputs, rounded down (docs/decisions/0017). With Budget they
-            are usually 3, and with ErrorBound the policy usually chooses them. Activations whose derivative has only two values have 1 bit, which is exact.
+            inputs at most 4 bits, else the bits of quantized inputs, rounded down (docs/decisions/0017). With ErrorBound
+            the policy usually chooses them. Activations whose derivative has only two values have 1 bit, which is exact.
         attention_bits: the bits of the queries, keys and values of attention. With AdaptiveBits, Budget and ErrorBound
             the policy usually chooses these bits, like those of other tensors. Otherwise they are usually the bits of
             quantized inputs, but at least 4 (docs/decisions/0008).

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from fewbit.config import MAX_BITS, MIN_BITS
+from fewbit.config import MIN_BITS
 from fewbit.errors import InputError
 from fewbit.render.formats import amount
 from fewbit.runtime.format.encoding import packed_words
@@ -14,6 +15,21 @@ from fewbit.runtime.probes.variance_probe import SPREAD
 
 _SLACK = 4 * words_of_total(32, 1) + SPREAD
 """The most bytes by which a tensor's codes exceed bits * elements / 8, if bits are divided among its samples."""
+
+
+class Fit(NamedTuple):
+    """How many bits per element of a forward pass fit a budget of bytes.
+
+    Attributes:
+        average: the average bits per element with which the forward pass would save at most the budget. It may be below
+            1 or above 8.
+        least_bytes: the bytes that the forward pass would save with 1 bit per element.
+        elements: {(name of a layer, number of its input): number of elements} of all tensors whose bits may change.
+    """
+
+    average: float
+    least_bytes: int
+    elements: dict[tuple[str, int], int]
 
 
 class SizeProbe:
@@ -63,15 +79,15 @@ class SizeProbe:
     def reached(self, slots) -> None:
         """Do nothing: sizes are known before the backward pass."""
 
-    def bits(self, budget: int, saved: int) -> float:
-        """Return the average bits per element with which the counted forward pass would save at most `budget` bytes.
+    def fit(self, budget: int, saved: int) -> Fit:
+        """Return how many bits per element fit a budget.
 
         Args:
             budget: the bytes that the forward pass may save.
             saved: the bytes that the counted forward pass has saved.
 
         Raises:
-            InputError: not even 1 bit per element fits, or there is no saved tensor whose bits can change.
+            InputError: there is no saved tensor whose bits can change.
         """
         elements = sum(self.elements.values())
         if not elements:
@@ -80,10 +96,5 @@ class SizeProbe:
                 f"change, got one that saves {amount(saved)} in other ones"
             )
         fixed = saved - self._codes + self._reserve
-        least, most = (fixed + math.ceil(bits * elements / 8) for bits in (MIN_BITS, MAX_BITS))
-        if budget < least:
-            raise InputError(
-                f"budget: expected {amount(least)} at least for this sample (1 bit an element; {amount(most)} "
-                f"at 8), got {amount(budget)}"
-            )
-        return min((budget - fixed) * 8 / elements, float(MAX_BITS))
+        least = fixed + math.ceil(MIN_BITS * elements / 8)
+        return Fit((budget - fixed) * 8 / elements, least, self.elements)

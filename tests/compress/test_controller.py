@@ -43,7 +43,7 @@ def test_the_report_says_level_and_budget(capsys):
     fewbit.compress_(model, fewbit.Budget("1 GiB"), sample=sample)
     text = " ".join(capsys.readouterr().out.split())
     assert "8 bits on average, shared" in text
-    assert "budget: 1.00 GiB for the sample, more than the most bits, 8 an element, need" in text
+    assert "budget: 1.00 GiB for the sample; 8 bits an element, the most, need less" in text
     fewbit.compress_(model, 4)
     assert "fewbit.FixedBits(" in capsys.readouterr().out
     model.eval()

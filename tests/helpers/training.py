@@ -1,6 +1,7 @@
 """Small models that are compressed with a configuration, and steps of their training."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -41,8 +42,9 @@ def step(model, x, scale=1.0):
 
 
 def least_budget(model, sample, **options):
-    """Return the bytes, rounded to the digits that the error shows, that no budget may be below."""
+    """Return the bytes that no budget may be below, as the error says."""
     with pytest.raises(fewbit.errors.InputError) as caught:
         fewbit.compress_(model, fewbit.Budget(1), sample=sample, verbose=False, **options)
-    words = str(caught.value).split()
-    return float(words[2]) * {"KiB": 1024, "bytes": 1}[words[3]]
+    return int(
+        re.search(r"expected at least ([\d,]+) bytes", str(caught.value))[1].replace(",", "")
+    )

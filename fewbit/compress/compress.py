@@ -14,6 +14,7 @@ from fewbit.compress.allocator import AllocatorReport, use_expandable_segments
 from fewbit.compress.controller import Controller
 from fewbit.compress.sample import bytes_by_op, check_sample, fit_of, saved_for, try_sample
 from fewbit.config import (
+    LARGEST_ROTATED_GROUP,
     MAX_BITS,
     MIN_BITS,
     AdaptiveBits,
@@ -270,6 +271,12 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
         notes.append(f"budget: {amount(given.bytes)} for the sample")
         if settings.bits == MAX_BITS:
             notes[-1] += f"; {MAX_BITS} bits an element, the most, need less"
+    if settings.quantizer is not None:
+        notes.append(f"quantized copies: {settings.quantizer}")
+    elif settings.group_size > LARGEST_ROTATED_GROUP:
+        notes.append(
+            f"quantized copies: uniform, as groups have more than {LARGEST_ROTATED_GROUP} elements"
+        )
     if not model.training:
         notes.append(
             "the model is in evaluation mode, in which nothing is compressed: call train() before training"

@@ -94,15 +94,16 @@ FUNCTION_OWNERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 FUNCTION_ATTRIBUTE = "activation"
 FUNCTIONS = {F.relu: nn.ReLU, torch.relu: nn.ReLU, F.gelu: nn.GELU}
 
+_RECURRENT = "one op over all steps, which saves tensors of its own; on a CPU, layers={'everything': True} compresses them"
 LEFT_ALONE = {
     nn.GLU: "no few-bit version: not pointwise; see fewbit.functional.swiglu and its kin",
     nn.Softmin: "no few-bit version",
     nn.Softmax2d: "no few-bit version",
     nn.EmbeddingBag: "no few-bit version",
     nn.LocalResponseNorm: "no few-bit version",
-    nn.RNN: "one op over all steps, which saves tensors of its own",
-    nn.LSTM: "one op over all steps, which saves tensors of its own",
-    nn.GRU: "one op over all steps, which saves tensors of its own",
+    nn.RNN: _RECURRENT,
+    nn.LSTM: _RECURRENT,
+    nn.GRU: _RECURRENT,
 }
 
 

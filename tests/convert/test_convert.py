@@ -337,7 +337,7 @@ def test_what_is_left_alone_and_why():
         "0": "a subclass of Linear, which may compute something else; functions that it calls are "
         "compressed",
         "1": "no few-bit version; functions that it calls are compressed",
-        "2": "one op over all steps, which saves tensors of its own",
+        "2": "one op over all steps, which saves tensors of its own; on a CPU, layers={'everything': True} compresses them",
         "3": "its forward was replaced on the instance, so its class does not say what it computes",
     }
 

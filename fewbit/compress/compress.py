@@ -234,7 +234,7 @@ def _settings_within(
         conversion.context.policy = BitPolicy()
         return settings, fit_of(model, sample, budget)
 
-    settings, fit = tried(MIN_BITS)
+    settings, fit = first = tried(MIN_BITS)
     if fit.average < MIN_BITS:
         raise InputError(
             f"budget: expected at least {fit.least_bytes:,} bytes ({amount(fit.least_bytes)}), which this sample needs "
@@ -248,7 +248,7 @@ def _settings_within(
             break
         whole -= 1
     else:
-        settings, fit = tried(MIN_BITS)
+        settings, fit = first
     below_next = whole + 1 - 1 / 128
     return replace(settings, bits=float(min(fit.average, MAX_BITS, below_next))), fit.elements
 

@@ -3,11 +3,11 @@
     python benchmarks/activation_bits.py            # about 3 minutes on one core
     python benchmarks/activation_bits.py --quick    # few steps and draws, to check that it works
 
-The networks are those of quantizer_choice.py that have activations whose derivative has more than two values. Inputs of layers
-have 4, 5, 6 or 8 bits (attention at least 4). Activations have 3 bits or as many as the inputs. The error is the root
-of the mean of |g^ - g|^2 / |g|^2 over draws of the random rounding, where g is the exact gradient of all parameters for
-one batch, and g^ that of the compressed network. It is measured at the start of training, and after 200 steps of exact
-training.
+The networks are those of quantizer_choice.py that have activations whose derivative has more than two values. Inputs of
+layers have 4, 5, 6 or 8 bits (attention at least 4). Activations have 3 bits or as many as the inputs. The error is the
+root of the mean of |g^ - g|^2 / |g|^2 over draws of the random rounding, where g is the exact gradient of all
+parameters for one batch, and g^ that of the compressed network. It is measured at the start of training, and after 200
+steps of exact training.
 
 Writes results/activation_bits.*: a row for each network, time, number of bits, and number of bits of activations.
 """
@@ -31,11 +31,9 @@ def measure(name, network, steps, draws):
     """Yield the rows of a network, early and late in training."""
     if name not in NETWORKS:
         return
-    times = {1: "early", steps: "late"}
-    for step, model in quantizer_choice.trained(network, steps):
-        if step in times:
-            for row in errors(network, model, draws):
-                yield {"network": name, "time": times[step], **row}
+    for time, _, model in quantizer_choice.early_and_late(network, steps):
+        for row in errors(network, model, draws):
+            yield {"network": name, "time": time, **row}
 
 
 def errors(network, model, draws):

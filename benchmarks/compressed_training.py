@@ -5,11 +5,11 @@
     python benchmarks/compressed_training.py --quick    # one seed, a few steps, to check that it works
 
 The demo's transformer and a ResNet for 8 by 8 digits are built in plain torch.nn. `fewbit.compress_` converts them
-with 8, 4, 3, 2 and 1 bits for quantized inputs, and the transformer also with AdaptiveBits. Activations have 3 bits
-(ReLU 1), and 8 bits (ReLU 1) if inputs have 8. In further arms nothing is compressed, but each block of the transformer is a checkpointed region, with
-inputs that are saved in full (torch.utils.checkpoint) or with 8 or 4 bits (fewbit.checkpoint). Runs with the same seed
-have the same initial parameters and batches, so they are compared in pairs. The exception is "other batches", exact
-training that draws other batches: it shows how much a final loss depends on chance.
+with 8, 4, 3, 2 and 1 bits for quantized inputs, and the transformer also with AdaptiveBits. Activations have 3 bits, and
+8 if inputs have 8 (ReLU always 1). In further arms nothing is compressed, but each block of the transformer is a
+checkpointed region, with inputs that are saved in full (torch.utils.checkpoint) or with 8 or 4 bits (fewbit.checkpoint).
+Runs with the same seed have the same initial parameters and batches, so they are compared in pairs. The exception is
+"other batches", exact training that draws other batches: it shows how much a final loss depends on chance.
 Runs whose results are stored are not repeated.
 
 Writes results/compressed_training.* (a row for each run) and compressed_training_summary.*; with --long

@@ -42,7 +42,8 @@ def compress(model: nn.Module, arm: str, interval: int = INTERVAL):
     """Convert a model in place as an arm requires. Return the controller, or None for the exact arm.
 
     Fixed bits are those of `compress_` at level L2, since a user's grid search would try these: few-bit activations
-    save 3 bits, or as many as the inputs from 5 bits on (1 if that is exact), and attention at least 4. With the error bound, all bits follow from e^2.
+    save 3 bits, or as many as the inputs from 5 bits on (1 if that is exact), and attention at least 4. With the error
+    bound, all bits follow from e^2.
 
     Args:
         model: The model.

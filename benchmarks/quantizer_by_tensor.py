@@ -232,11 +232,9 @@ def tensors_of(network, model, batch):
 
 def measure(name, network, steps, copies, draws):
     """Yield the rows of a network, early and late in training."""
-    times = {1: "early", steps: "late"}
-    for step, model in quantizer_choice.trained(network, steps):
-        if step in times:
-            for row in measure_now(network, model, copies, draws):
-                yield {"network": name, "time": times[step], **row}
+    for time, _, model in quantizer_choice.early_and_late(network, steps):
+        for row in measure_now(network, model, copies, draws):
+            yield {"network": name, "time": time, **row}
 
 
 def measure_now(network, model, copies, draws):

@@ -240,13 +240,19 @@ def errors(network, model, batch, draws):
         yield row
 
 
-def measure(name, network, steps, draws):
-    """Yield the rows of a network, early and late in training."""
+def early_and_late(network, steps):
+    """Train a network exactly. Yield ("early", 1, model) after one step, and ("late", steps, model) at the end."""
     times = {1: "early", steps: "late"}
     for step, model in trained(network, steps):
         if step in times:
-            for row in errors(network, model, network.batch(10**6), draws):
-                yield {"network": name, "time": times[step], "step": step, **row}
+            yield times[step], step, model
+
+
+def measure(name, network, steps, draws):
+    """Yield the rows of a network, early and late in training."""
+    for time, step, model in early_and_late(network, steps):
+        for row in errors(network, model, network.batch(10**6), draws):
+            yield {"network": name, "time": time, "step": step, **row}
 
 
 def run(name, description, measure, settings, quick_settings, line):

@@ -2,14 +2,13 @@
 
     python benchmarks/quantizer_training.py            # several hours on 2 cores
     python benchmarks/quantizer_training.py --seeds 2 --arms exact "2 bits" --networks Llama
-
-The stored results have one seed of all arms, a second seed of the arms of the first table in docs/decisions/0017, and a
-third seed of Llama with 2 bits.
     python benchmarks/quantizer_training.py --quick    # a few steps of each arm, to check that it works
 
 An arm is one setting. All arms of a seed have the same initial parameters and the same batches, with one exception: the
 arm "other batches" is exact training with other batches, and shows how much a final loss depends on chance. The final
 loss is the loss on held-out data. Activations have 3 bits (ReLU 1). Runs whose results are stored are not repeated.
+The stored results have one seed of all arms, a second seed of the arms of the first table in docs/decisions/0017, and a
+third seed of Llama with 2 bits.
 
 Writes results/quantizer_training.* (a row for each run) and quantizer_training_summary.* (a row for each network and
 arm: the mean final loss minus that of exact training with the same seed).

@@ -102,10 +102,15 @@ def of_quantizer(x, kind, bits, draws, seed):
     pad = PAD if n < PAD else 0
     group_size = PAD if pad else 256
     rows = torch.cat((torch.zeros(pad), x)).expand(draws, -1).contiguous()
+    return copied(rows, kind, bits, group_size, seed)[:, pad:]
+
+
+def copied(rows, kind, bits, group_size, seed):
+    """Return a copy of a kind with float32 means, in the shape of the contiguous tensor `rows`."""
     seed = torch.tensor([seed])
     saved = quantizer_ops.quantize(rows, seed, bits, group_size, True, kind=kind)
     place = bits, group_size, rows.shape, rows.stride(), rows.dtype
-    return quantizer_ops.dequantize(*saved, *place, kind=kind)[:, pad:]
+    return quantizer_ops.dequantize(*saved, *place, kind=kind)
 
 
 def hadamard(n):

@@ -23,10 +23,9 @@ import statistics
 
 import harness
 import torch
-from rotated_bias import simulated
+from rotated_bias import copied, simulated
 
 import fewbit
-from fewbit.runtime.ops import quantizer_ops
 
 BITS, FEATURES = 2, 256
 TOKENS = (1, 8, 64, 512)
@@ -41,9 +40,7 @@ def copy_of(tokens, kind, seed):
         generator = torch.Generator().manual_seed(seed)
         signs = 2.0 * torch.randint(0, 2, (FEATURES,), generator=generator) - 1
         return torch.cat([simulated(token, BITS, signs[None]) for token in tokens])
-    saved = quantizer_ops.quantize(tokens, torch.tensor([seed]), BITS, FEATURES, True, kind=kind)
-    place = BITS, FEATURES, tokens.shape, tokens.stride(), tokens.dtype
-    return quantizer_ops.dequantize(*saved, *place, kind=kind)
+    return copied(tokens, kind, BITS, FEATURES, seed)
 
 
 def measured(shared, kind, count, draws):

@@ -4,9 +4,9 @@
     python benchmarks/step_time.py --quick
 
 A step is a forward, a backward and an optimizer step, of a wider version of the demo's transformer and of ResNet-18.
-The arms are exact training, fixed bits (also with unbiased copies), and "L3" and "observed" with 2 bits on average. "L3" has adapted before it is
-timed. In "observed" every step is an observed step, so that the difference to "L3", divided by the interval, is the
-cost of adapting. The arms take turns step by step, so that a slow moment of the machine affects all of them. A ratio
+The arms are exact training, fixed bits (also with unbiased copies), and "L3" and "observed" with 2 bits on average.
+"L3" has adapted before it is timed. In "observed" every step is an observed step, so that the difference to "L3",
+divided by the interval, is the cost of adapting. The arms take turns step by step, so that a slow moment of the machine affects all of them. A ratio
 is that of the medians in one process, and the median over several processes. First, gradients at 8 bits are compared
 with exact gradients.
 

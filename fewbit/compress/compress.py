@@ -17,6 +17,7 @@ from fewbit.config import (
     LARGEST_ROTATED_GROUP,
     MAX_BITS,
     MIN_BITS,
+    ROTATED,
     AdaptiveBits,
     BitConfig,
     Budget,
@@ -27,6 +28,7 @@ from fewbit.config import (
     Level,
     as_config,
     check_verbose,
+    usual_kind,
 )
 from fewbit.convert import kinds
 from fewbit.convert.model_facts import facts_of
@@ -273,7 +275,7 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
             notes[-1] += f"; {MAX_BITS} bits an element, the most, need less"
     if settings.quantizer is not None:
         notes.append(f"quantized copies: {settings.quantizer}")
-    elif settings.group_size > LARGEST_ROTATED_GROUP:
+    elif usual_kind(ROTATED, settings.group_size) != ROTATED:
         notes.append(
             f"quantized copies: uniform, as groups have more than {LARGEST_ROTATED_GROUP} elements"
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from fewbit.config import MIN_BITS
 from fewbit.errors import InputError
 from fewbit.render.formats import amount
@@ -18,7 +20,7 @@ _SLACK = 4 * words_of_total(32, 1) + SPREAD
 
 
 class Fit(NamedTuple):
-    """How many bits per element of a forward pass fit a budget of bytes.
+    """The bits per element of a forward pass that fit a budget of bytes.
 
     Attributes:
         average: the average bits per element with which the forward pass would save at most the budget. It may be below
@@ -32,19 +34,38 @@ class Fit(NamedTuple):
     elements: dict[tuple[str, int], int]
 
 
+class _Saved(NamedTuple):
+    """A saved tensor whose bits a policy may choose.
+
+    Attributes:
+        name: the name of the tensor's slot.
+        elements: the number of elements.
+        code_bytes: the bytes of the codes.
+        storage: a weak reference to the storage of the codes.
+    """
+
+    name: tuple[str, int]
+    elements: int
+    code_bytes: int
+    storage: StorageWeakRef
+
+
 class SizeProbe:
     """A probe that counts the elements of each slot whose bits a policy may choose.
 
-    A slot is a tensor that a layer saves in every forward pass. Tensors that are saved in a checkpointed region are not
-    counted, because they no longer exist when the forward pass ends.
+    A slot is a tensor that a layer saves in every forward pass. Tensors that no longer exist when the forward pass ends
+    are not counted: those of checkpointed regions, and those of a backward pass within the forward pass.
     """
 
     def __init__(self):
-        self.elements: dict[tuple[str, int], int] = {}
-        self._codes = self._reserve = 0
+        self._saved: list[_Saved] = []
+        self._latest = (
+            None  # (name, elements, bytes of codes) of the tensor that is saved now, if it counts
+        )
+        self._reserve = 0
 
     def record_saved(self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0):
-        """Count the elements of a saved tensor, and the bytes of its codes.
+        """Note the elements of a saved tensor, and the bytes of its codes.
 
         Args:
             slot: the tensor's slot, with its bits.
@@ -53,28 +74,32 @@ class SizeProbe:
                 samples have the same bits.
             fp32_min_bytes: the bytes by which the saved tensor grows if the minimums of its groups become float32.
         """
+        self._latest = None
         if in_checkpoint():
             return
         self._reserve += fp32_min_bytes  # for slots with fixed bits too
         if slot.is_fixed:
             return
-        self.elements[slot.name] = self.elements.get(slot.name, 0) + elements
         samples = 0 if sensitivities is None else len(sensitivities)
         if samples:
-            self._codes += 4 * words_of_total(slot.total(samples), elements // samples)
+            words = words_of_total(slot.total(samples), elements // samples)
         else:
-            self._codes += 4 * packed_words(elements, slot.uniform())
-        self._reserve += _SLACK
+            words = packed_words(elements, slot.uniform())
+        self._latest = slot.name, elements, 4 * words
 
     def record_rounding(self, slot, record) -> None:
-        """Do nothing: sizes do not depend on the rounding."""
+        """Count the tensor that `record_saved` was called for just before, and remember the storage of its codes."""
+        if self._latest is not None:
+            storage = StorageWeakRef(record.tensors[0].untyped_storage())
+            self._saved.append(_Saved(*self._latest, storage))
 
     def knows(self, name: tuple[str, int]) -> bool:
         """Return True, so that no layer is reported as unobserved."""
         return True
 
     def watch(self, outputs) -> None:
-        """Do nothing: sizes are known without a backward pass."""
+        """Forget the tensors that no longer exist when the forward pass ends."""
+        self._saved = [each for each in self._saved if not each.storage.expired()]
 
     def reached(self, slots) -> None:
         """Do nothing: sizes are known before the backward pass."""
@@ -89,12 +114,16 @@ class SizeProbe:
         Raises:
             InputError: there is no saved tensor whose bits can change.
         """
-        elements = sum(self.elements.values())
+        by_slot: dict[tuple[str, int], int] = {}
+        for each in self._saved:
+            by_slot[each.name] = by_slot.get(each.name, 0) + each.elements
+        elements = sum(by_slot.values())
         if not elements:
             raise InputError(
                 "budget: expected a sample for which the model, in training mode, saves tensors whose bits can "
                 f"change, got one that saves {amount(saved)} in other ones"
             )
-        fixed = saved - self._codes + self._reserve
+        codes = sum(each.code_bytes for each in self._saved)
+        fixed = saved - codes + self._reserve + _SLACK * len(self._saved)
         least = fixed + math.ceil(MIN_BITS * elements / 8)
-        return Fit((budget - fixed) * 8 / elements, least, self.elements)
+        return Fit((budget - fixed) * 8 / elements, least, by_slot)

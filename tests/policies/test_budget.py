@@ -113,8 +113,7 @@ def test_a_forward_with_a_backward_pass_in_it():
     model, x = Inner(), normal((16, 64), scale=1.0)
     fewbit.compress_(model, fewbit.Budget(2000, interval=1), sample=x, verbose=False)
     for _ in range(4):
-        # The tensors of the inner pass are counted too, although they do not exist at the end, so some bytes stay unused.
-        assert 1300 < fewbit.saved_bytes(model, x).total <= 2000
+        assert 1500 < fewbit.saved_bytes(model, x).total <= 2000
         loss_of(model(x)).backward()
 
 

@@ -59,9 +59,8 @@ class SizeProbe:
 
     def __init__(self):
         self._saved: list[_Saved] = []
-        self._latest = (
-            None  # (name, elements, bytes of codes) of the tensor that is saved now, if it counts
-        )
+        # (name, elements, bytes of codes) of the tensor that is saved now; None if it does not count
+        self._latest: tuple[tuple[str, int], int, int] | None = None
         self._reserve = 0
 
     def record_saved(self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0):

@@ -45,7 +45,6 @@ from fewbit.catalog.normal_levels import unbiased_levels
 from fewbit.catalog.quantizers import restore_rotated, restore_unbiased
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import QuantizationRecord
-from fewbit.runtime.saved.cache import Mask
 
 BITS = (1, 2, 4)
 GROUP = 256
@@ -126,11 +125,10 @@ def channels_last(x, kind):
 
 def by_library(saved, bits, quantizer, x):
     """Return a copy of x by fewbit's quantizer, in the tensor's shape."""
-    if saved.spec.mask is None or quantizer == "uniform":
+    if not saved.spec.has_mask or quantizer == "uniform":
         made = Quantizer(bits, kind=quantizer).quantize(x, shared=False)
     else:
-        mask = Mask(saved.tensors[-1], saved.spec.mask)
-        made = Quantizer(bits)._quantize(x, x.dtype, mask=mask)
+        made = Quantizer(bits)._quantize(x, x.dtype, mask=saved.tensors[-1])
     return made.spec.dequantize(made.tensors)
 
 
@@ -180,7 +178,7 @@ def copies_of(kind, x, earlier, saved, copies):
                 for _ in range(copies)
             ]
             exact = channels_last(x, kind).double()
-            is_masked = method == "rotated" and saved.spec.mask is not None
+            is_masked = method == "rotated" and saved.spec.has_mask
             yield "masked" if is_masked else method, bits, relative_errors(exact, torch.stack(made))
         exact = channels_last(x, kind).float()
         left = exact - exact.mean(0)

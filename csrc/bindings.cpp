@@ -173,6 +173,18 @@ void check_function(int function) {
   }
 }
 
+// The shape of a quantized tensor.
+struct QuantizedShape {
+  int64_t samples, features;
+  int group_size;
+  bool fp32_min;
+  fewbit::CopyKind kind;
+
+  int64_t elements() const { return samples * features; }
+
+  bool is_rotated() const { return kind != fewbit::CopyKind::uniform; }
+};
+
 // The checks of the buffers of one call.
 class Entry {
  public:
@@ -248,11 +260,19 @@ class Entry {
   }
 
   // scattered: true if groups run across samples that do not lie side by side.
-  fewbit::Affine affine(const Buffer& scale, const Buffer& shift, int64_t inner, int64_t n, bool scattered) const {
-    if (!scale.exists && !shift.exists) return {};
+  fewbit::ValueMap value_map(const Buffer& mask, const Buffer& scale, const Buffer& shift, int64_t inner, const QuantizedShape& of,
+                             bool scattered) const {
+    const int64_t n = of.elements();
+    const bool is_affine = scale.exists || shift.exists;
+    if (mask.exists) {
+      if (is_affine) wrong("scale, shift", "none with a mask", "one");
+      if (!of.is_rotated()) wrong("mask", "None for uniform copies", described(mask));
+      return {nullptr, nullptr, {}, packed("mask", mask, n, 1)};
+    }
+    if (!is_affine) return {};
     if (scattered) wrong("scale, shift", "none for short samples of several widths", "one");
     const int64_t entries = scale.exists ? scale.count : shift.count;
-    return {vector("scale", scale, entries), vector("shift", shift, entries), index("scale", entries, inner, n)};
+    return {vector("scale", scale, entries), vector("shift", shift, entries), index("scale", entries, inner, n), nullptr};
   }
 
   fewbit::Scale scale(const Buffer& buffer, int64_t inner, int64_t n) const {
@@ -308,18 +328,6 @@ class Entry {
 
   const char* name_;
   int device_;
-};
-
-// The shape of a quantized tensor.
-struct QuantizedShape {
-  int64_t samples, features;
-  int group_size;
-  bool fp32_min;
-  fewbit::CopyKind kind;
-
-  int64_t elements() const { return samples * features; }
-
-  bool is_rotated() const { return kind != fewbit::CopyKind::uniform; }
 };
 
 QuantizedShape quantized_shape(int64_t samples, int64_t features, int group_size, bool fp32_min, int kind) {
@@ -625,19 +633,19 @@ class Cpu {
 
   void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& widths, bool fp32_min,
                   int kind, const Buffer& levels, int64_t samples, int64_t features, int group_size, const Buffer& out,
-                  int threads, const Buffer& scale, const Buffer& shift, int64_t inner) const {
+                  int threads, const Buffer& scale, const Buffer& shift, int64_t inner, const Buffer& mask) const {
     const Entry entry("dequantize", kDevice);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = widths.exists && features < fewbit::kLeastFeatures;
-    const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
+    const auto value_map = entry.value_map(mask, scale, shift, inner, shape, scattered);
     check_threads(threads);
     const fewbit::StreamPlan plan = plan_of(entry, shape, bits, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
     const float* const codes = entry.levels(levels, shape.kind);
     py::gil_scoped_release release;
     const fewbit::Coding coding(shape.is_rotated() ? fewbit::load_seed(copy.seed_rows()) : 0, codes);
-    fewbit::dequantize(*kernels_, shape.kind, plan, copy.packed, copy.ranges, coding, affine, address_of<void>(out),
+    fewbit::dequantize(*kernels_, shape.kind, plan, copy.packed, copy.ranges, coding, value_map, address_of<void>(out),
                        dtype, threads);
   }
 
@@ -845,22 +853,23 @@ struct Cuda {
 
   void dequantize(const Buffer& packed, const Buffer& ranges, int bits, const Buffer& order, const Buffer& counts,
                   bool fp32_min, int kind, const Buffer& levels, int64_t samples, int64_t features, int group_size,
-                  const Buffer& out, int device, uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner) const {
+                  const Buffer& out, int device, uintptr_t stream, const Buffer& scale, const Buffer& shift, int64_t inner,
+                  const Buffer& mask) const {
     const Entry entry("dequantize", device);
     const QuantizedShape shape = quantized_shape(samples, features, group_size, fp32_min, kind);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = counts.exists && features < fewbit::kLeastFeatures;
-    const auto affine = entry.affine(scale, shift, inner, shape.elements(), scattered);
+    const auto value_map = entry.value_map(mask, scale, shift, inner, shape, scattered);
     const auto [of, copy] = quantized(entry, shape, bits, order, counts, packed, ranges);
     const float* const codes = entry.levels(levels, shape.kind);
     py::gil_scoped_release release;
     if (is_unbiased(shape.kind)) {
-      fewbit::cuda::dequantize_unbiased(of, codes, words_at(copy.packed), copy.ranges, affine, address_of<void>(out),
+      fewbit::cuda::dequantize_unbiased(of, codes, words_at(copy.packed), copy.ranges, value_map, address_of<void>(out),
                                         item_of(dtype), device, stream_at(stream));
       return;
     }
     const auto dequantize = shape.is_rotated() ? fewbit::cuda::dequantize_rotated : fewbit::cuda::dequantize;
-    dequantize(of, words_at(copy.packed), copy.ranges, affine, address_of<void>(out), item_of(dtype), device,
+    dequantize(of, words_at(copy.packed), copy.ranges, value_map, address_of<void>(out), item_of(dtype), device,
                stream_at(stream));
   }
 
@@ -976,7 +985,7 @@ void bind_cuda(py::module_& module) {
       .def("dequantize", &Cuda::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
            py::arg("order"), py::arg("counts"), py::arg("fp32_min"), py::arg("kind"), py::arg("levels"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("device_index"), py::arg("stream_ptr"),
-           py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1)
+           py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1, py::arg("mask") = py::none())
       .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"),
            py::arg("grid"), py::arg("device_index"), py::arg("stream_ptr"))
       .def("encode_fixed", &Cuda::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"),
@@ -1065,9 +1074,10 @@ PYBIND11_MODULE(_kernels, module) {
       .def("dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
            py::arg("widths"), py::arg("fp32_min"), py::arg("kind"), py::arg("levels"), py::arg("samples"), py::arg("features"),
            py::arg("group_size"), py::arg("out"), py::arg("threads"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
-           py::arg("inner") = 1,
+           py::arg("inner") = 1, py::arg("mask") = py::none(),
            "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; "
-           "element e is value scale[i] + shift[i].")
+           "element e is value scale[i] + shift[i]. mask: None, or a bit for each element, packed, by which its value is "
+           "multiplied; not for uniform copies, nor with scale or shift.")
       .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"),
            py::arg("grid"), py::arg("threads"),
            "Compute the grid, GRID_ROWS rows of n, of n float32 weights and biases of a norm.")

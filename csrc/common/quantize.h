@@ -42,21 +42,31 @@ struct Normalization {
   FEWBIT_HD bool exists() const { return rstd != nullptr; }
 };
 
-// The affine map of dequantized values before they are rounded to their dtype: times scale, plus shift, each unless null.
-struct Affine {
+// What is done to dequantized values before they are rounded to their dtype. An affine map: times scale, plus shift, each unless
+// null. Or a mask: times 0 if the element's bit in a bit-plane over the tensor is 0, else times 1.
+struct ValueMap {
   const float* scale;
   const float* shift;
-  VectorIndex index;
+  VectorIndex index;     // of scale and shift
+  const uint32_t* mask;  // null if there is an affine map
 
-  FEWBIT_HD bool exists() const { return scale != nullptr || shift != nullptr; }
+  FEWBIT_HD bool is_affine() const { return scale != nullptr || shift != nullptr; }
 };
+
+// Returns the bits of `count` elements, at most 32, from element `first` on. Bits beyond them may be those of later elements.
+FEWBIT_HD inline uint32_t mask_bits(const uint32_t* mask, int64_t first, int count) {
+  const uint32_t* words = mask + first / 32;
+  const int shift = static_cast<int>(first % 32);
+  const uint32_t bits = words[0] >> shift;
+  return shift + count > 32 ? bits | words[1] << (32 - shift) : bits;
+}
 
 inline namespace FEWBIT_NAMESPACE {
 
 // The entry of a vector. Without a vector it is a number that changes nothing, not even the sign of a zero.
 FEWBIT_HD inline float mean_at(const Normalization& by, int64_t entry) { return by.mean ? by.mean[entry] : 0.0f; }
-FEWBIT_HD inline float scale_at(const Affine& by, int64_t entry) { return by.scale ? by.scale[entry] : 1.0f; }
-FEWBIT_HD inline float shift_at(const Affine& by, int64_t entry) { return by.shift ? by.shift[entry] : -0.0f; }
+FEWBIT_HD inline float scale_at(const ValueMap& by, int64_t entry) { return by.scale ? by.scale[entry] : 1.0f; }
+FEWBIT_HD inline float shift_at(const ValueMap& by, int64_t entry) { return by.shift ? by.shift[entry] : -0.0f; }
 
 FEWBIT_HD constexpr int top_of(int bits) { return (1 << bits) - 1; }
 

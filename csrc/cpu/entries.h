@@ -1,4 +1,4 @@
-// Normalization when elements are read, and the affine map when they are written, for a part of a group at a time.
+// Normalization when elements are read, and the map of values when they are written, for a part of a group at a time.
 #pragma once
 
 #include <cstdint>
@@ -121,12 +121,24 @@ class Normalizer {
 
 class Mapper {
  public:
-  explicit Mapper(const Affine& by) : by_(by), entries_(by.index) {}
+  explicit Mapper(const ValueMap& by) : by_(by), entries_(by.index) {}
 
-  bool exists() const { return by_.exists(); }
+  bool exists() const { return by_.is_affine() || by_.mask; }
 
   // Maps the m elements, at most a part, from number `element` on, in place.
   void apply(int64_t element, int m, float* x) {
+    if (by_.mask) {
+      for (int at = 0; at < m; at += 32) {
+        const int count = m - at < 32 ? m - at : 32;
+        multiply(x + at, count, mask_bits(by_.mask, element + at, count));
+      }
+    } else {
+      apply_affine(element, m, x);
+    }
+  }
+
+ private:
+  void apply_affine(int64_t element, int m, float* x) {
     if (entries_.neighbors()) {
       entries_.runs(element, m, [&](int64_t entry, int at, int length) {
         if (!by_.shift) {
@@ -150,7 +162,9 @@ class Mapper {
     }
   }
 
- private:
+  static void multiply(float* x, int n, uint32_t bits) {
+    for (int i = 0; i < n; ++i) x[i] *= static_cast<float>(static_cast<int>(bits >> i & 1u));
+  }
   static void one(float* x, int n, float scale, float shift) {
     for (int i = 0; i < n; ++i) x[i] = x[i] * scale + shift;
   }
@@ -167,7 +181,7 @@ class Mapper {
     for (int i = 0; i < n; ++i) x[i] = x[i] + shift[i];
   }
 
-  const Affine by_;
+  const ValueMap by_;
   Entries entries_;
   SpreadOut scale_, shift_;
 };

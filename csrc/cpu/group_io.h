@@ -1,5 +1,5 @@
 // Reading of a group's elements and writing of its values, for quantize.cpp and rotated.cpp: their dtypes, their places in the
-// tensor, normalization and the affine map.
+// tensor, normalization and the map of values.
 //
 // The file that includes this one includes the code of its instruction set first (simd_*.h).
 #pragma once
@@ -193,8 +193,8 @@ class ValueWriter {
 
  public:
   // past_caches: `out` is too large to stay in the caches until it is read.
-  ValueWriter(T* out, const Affine& affine, bool past_caches)
-      : out_(out), mapper_(affine), past_caches_(past_caches) {}
+  ValueWriter(T* out, const ValueMap& value_map, bool past_caches)
+      : out_(out), mapper_(value_map), past_caches_(past_caches) {}
 
   // Writes the m values from `at` on of the cursor's group. restore(float*) computes them, followed by any numbers up to a
   // multiple of kBlock.
@@ -204,6 +204,10 @@ class ValueWriter {
     const int n = blocks_of(m) * kBlock;
     if (!cursor.contiguous()) {
       restore(values_);
+      if (mapper_.exists()) {
+        cursor.pieces(cursor.group().first + at, m,
+                      [&](int64_t place, int part, int count) { mapper_.apply(place, count, values_ + part); });
+      }
       const T* from = Number::narrow(values_, narrow_, n);
       T* out = out_;
       cursor.pieces(cursor.group().first + at, m, [=](int64_t place, int part, int count) {

@@ -43,10 +43,10 @@ struct QuantizerKernels {
   // of a uniform copy, the sum of the squares of the elements minus their mean of the other kinds. NaN if an element is not finite.
   void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalization& normalization,
                   int64_t begin, int64_t end, float* out);
-  // Dequantizes. coding: a uniform copy needs none. affine: null if there is an order and groups run across
+  // Dequantizes. coding: a uniform copy needs none. value_map: not affine if there is an order and groups run across
   // samples. past_caches: `out` is too large to stay in the caches until it is read.
   void (*dequantize)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                     const Coding& coding, const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype,
+                     const Coding& coding, const ValueMap& value_map, int64_t begin, int64_t end, void* out, DType dtype,
                      bool past_caches);
 };
 

@@ -157,10 +157,10 @@ void squares(const Streams& streams, const void* x, DType dtype, const Normaliza
 
 template <class Number>
 void dequantize_groups(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                       const Affine& affine, int64_t begin, int64_t end, typename Number::Type* out,
+                       const ValueMap& value_map, int64_t begin, int64_t end, typename Number::Type* out,
                        bool past_caches) {
   uint32_t buffer[(kPartBlocks + 1) * kMaxBits];
-  ValueWriter<Number> writer(out, affine, past_caches);
+  ValueWriter<Number> writer(out, value_map, past_caches);
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
     const int64_t last = stream.first_group + stream.groups < end ? stream.first_group + stream.groups : end;
@@ -182,11 +182,11 @@ void dequantize_groups(const Streams& streams, const int64_t* order, const uint3
 }
 
 void dequantize(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                const Coding&, const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype,
+                const Coding&, const ValueMap& value_map, int64_t begin, int64_t end, void* out, DType dtype,
                 bool past_caches) {
-  with_number(dtype, [=, &streams, &affine](auto number) {
+  with_number(dtype, [=, &streams, &value_map](auto number) {
     typedef decltype(number) Number;
-    dequantize_groups<Number>(streams, order, packed, ranges, affine, begin, end,
+    dequantize_groups<Number>(streams, order, packed, ranges, value_map, begin, end,
                               static_cast<typename Number::Type*>(out), past_caches);
   });
 }

@@ -167,7 +167,7 @@ Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& s
 }
 
 void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const uint32_t* packed,
-                const uint16_t* ranges, const Coding& coding, const Affine& affine, void* out, DType dtype, int threads) {
+                const uint16_t* ranges, const Coding& coding, const ValueMap& value_map, void* out, DType dtype, int threads) {
   const Streams& streams = plan.streams;
   if (streams.groups == 0) return;
   const int64_t n = element_count(streams), bytes = n * item_size(dtype);
@@ -175,7 +175,7 @@ void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, c
   const int shares = threads_for(n, threads);
   const bool past_caches = bytes / shares >= kPastCaches;
   run_shares(streams.groups, shares, [&](int, int64_t begin, int64_t end) {
-    kernels.quantizer(kind).dequantize(streams, plan.order_or_null(), packed, ranges, coding, affine, begin, end, out,
+    kernels.quantizer(kind).dequantize(streams, plan.order_or_null(), packed, ranges, coding, value_map, begin, end, out,
                                        dtype, past_caches);
   });
 }

@@ -57,8 +57,8 @@ int threads_of_forward(const Streams& streams, int threads);
 Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& streams, const Forward& forward, const Coding& coding,
                          uint32_t* packed, uint16_t* ranges, int threads);
 
-// Dequantizes. coding: a uniform copy needs none. affine: null if samples of several widths share groups.
+// Dequantizes. coding: a uniform copy needs none. value_map: not affine if samples of several widths share groups.
 void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const uint32_t* packed,
-                const uint16_t* ranges, const Coding& coding, const Affine& affine, void* out, DType dtype, int threads);
+                const uint16_t* ranges, const Coding& coding, const ValueMap& value_map, void* out, DType dtype, int threads);
 
 }  // namespace fewbit

@@ -285,10 +285,10 @@ void squares(const Streams& streams, const void* x, DType dtype, const Normaliza
 
 template <class Number, class Codes>
 void dequantize_groups(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                       const Coding& coding, const Affine& affine, int64_t begin, int64_t end, typename Number::Type* out,
+                       const Coding& coding, const ValueMap& value_map, int64_t begin, int64_t end, typename Number::Type* out,
                        bool past_caches) {
   uint32_t buffer[(kPartBlocks + 1) * kMaxBits];
-  ValueWriter<Number> writer(out, affine, past_caches);
+  ValueWriter<Number> writer(out, value_map, past_caches);
   Signs signs(coding.seed);
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
@@ -310,11 +310,11 @@ void dequantize_groups(const Streams& streams, const int64_t* order, const uint3
 
 template <class Codes>
 void dequantize(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                const Coding& coding, const Affine& affine, int64_t begin, int64_t end, void* out, DType dtype,
+                const Coding& coding, const ValueMap& value_map, int64_t begin, int64_t end, void* out, DType dtype,
                 bool past_caches) {
-  with_number(dtype, [=, &streams, &coding, &affine](auto number) {
+  with_number(dtype, [=, &streams, &coding, &value_map](auto number) {
     typedef decltype(number) Number;
-    dequantize_groups<Number, Codes>(streams, order, packed, ranges, coding, affine, begin, end,
+    dequantize_groups<Number, Codes>(streams, order, packed, ranges, coding, value_map, begin, end,
                                      static_cast<typename Number::Type*>(out), past_caches);
   });
 }

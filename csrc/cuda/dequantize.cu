@@ -41,12 +41,12 @@ __device__ inline void add_planes(Octet& octet, const uint32_t* words, int64_t f
 
 // Applies the affine map to a run that begins with element `first` of the part. entries: those of the part's elements.
 template <class T>
-__device__ void map_run(float* values, const Affine& affine, const Entries& entries, int first, int exist) {
+__device__ void map_run(float* values, const ValueMap& value_map, const Entries& entries, int first, int exist) {
 #pragma unroll
   for (int i = 0; i < Runs<T>::kLength; ++i) {
     if (i >= exist) continue;
     const int64_t entry = entries.of(first + i);
-    values[i] = values[i] * scale_at(affine, entry) + shift_at(affine, entry);
+    values[i] = values[i] * scale_at(value_map, entry) + shift_at(value_map, entry);
   }
 }
 
@@ -91,7 +91,7 @@ struct Dequantizer {
   const int64_t* order;
   const uint32_t* packed;
   const uint16_t* ranges;
-  const Affine& affine;
+  const ValueMap& value_map;
   T* out;
 };
 
@@ -122,7 +122,7 @@ __device__ void dequantize_group(const Dequantizer<T>& by, int64_t number) {
       }
     }
     const Octet codes = transposed(planes);
-    const Entries entries(by.affine.index, Mapped ? place.of(begin) : 0);
+    const Entries entries(by.value_map.index, Mapped ? place.of(begin) : 0);
 #pragma unroll
     for (int run = 0; run < Runs<T>::kCount; ++run) {
       const int first = begin + Runs<T>::start(run, lane), exist = group.length - first;
@@ -130,7 +130,7 @@ __device__ void dequantize_group(const Dequantizer<T>& by, int64_t number) {
       float values[Runs<T>::kLength];
 #pragma unroll
       for (int i = 0; i < Runs<T>::kLength; ++i) values[i] = value_of(codes, run * Runs<T>::kLength + i, limits, unit);
-      if (Mapped) map_run<T>(values, by.affine, entries, first - begin, exist);
+      if (Mapped) map_run<T>(values, by.value_map, entries, first - begin, exist);
 #pragma unroll
       for (int i = 0; i < Runs<T>::kLength; ++i) values[i] = representable<T>(values[i]);
       if (place.contiguous()) {
@@ -205,10 +205,10 @@ template <class T, bool Mapped>
 __global__ void __launch_bounds__(kThreads, 4)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
-                      const __grid_constant__ Affine affine, T* out) {
+                      const __grid_constant__ ValueMap value_map, T* out) {
   __shared__ Streams streams;
   share_streams(streams, uniform, counts);
-  const Dequantizer<T> by = {streams, order, packed, ranges, affine, out};
+  const Dequantizer<T> by = {streams, order, packed, ranges, value_map, out};
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
     int64_t begin = 0;
@@ -217,9 +217,9 @@ __global__ void __launch_bounds__(kThreads, 4)
     is_full = is_full && reinterpret_cast<uintptr_t>(to) % sizeof(uint4) == 0;
     float scale = 1.0f, shift = -0.0f;
     if (Mapped && is_full) {
-      const Entries entries(affine.index, begin);
+      const Entries entries(value_map.index, begin);
       is_full = entries.are_one(kDrawBlock);
-      scale = scale_at(affine, entries.of(0)), shift = shift_at(affine, entries.of(0));
+      scale = scale_at(value_map, entries.of(0)), shift = shift_at(value_map, entries.of(0));
     }
     if (all(is_full)) {
       dequantize_pair(by, of, to, [&](float value) { return Mapped ? value * scale + shift : value; });
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
+void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const ValueMap& value_map, void* out,
                 int dtype, int device, void* stream) {
   const int64_t groups = of.groups;
   if (groups <= 0) return;
@@ -242,9 +242,9 @@ void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* rang
   const Streams uniform = uniform_streams(of);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto kernel = affine.exists() ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
+    const auto kernel = value_map.is_affine() ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
     launch(kernel, device, stream, pair_count(groups), kWaves, uniform, group_map(uniform, of.counts), of.order, of.counts,
-           reinterpret_cast<const uint32_t*>(packed), ranges, affine, static_cast<T*>(out));
+           reinterpret_cast<const uint32_t*>(packed), ranges, value_map, static_cast<T*>(out));
   });
 }
 

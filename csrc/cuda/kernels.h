@@ -94,18 +94,19 @@ void order_samples(const uint8_t* widths, int64_t samples, int64_t* order, int64
 void squares(const Streams& streams, const void* x, int dtype, const Normalization& normalization, float* out,
              int device, void* stream);
 
-// Dequantizes to `out`. Values are rounded once, to their dtype. affine: null if samples of several widths share groups.
-void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine, void* out,
+// Dequantizes to `out`. Values are rounded once, to their dtype. value_map: no mask, and not affine if samples of several
+// widths share groups.
+void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const ValueMap& value_map, void* out,
                 int dtype, int device, void* stream);
 
 // Do the same for rotated copies, and for masked ones. The ranges have kSeedRows more rows, which Quantized::groups does not
 // count. squares_rotated computes the energy of each group with a float32 mean, times the share of elements that are not
-// masked. Masked copies are dequantized as rotated ones.
+// masked. Masked copies are dequantized as rotated ones, with a mask in value_map.
 void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                       const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream);
 void squares_rotated(const Streams& streams, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                      float* out, int device, void* stream);
-void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine,
+void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const ValueMap& value_map,
                         void* out, int dtype, int device, void* stream);
 
 // Do the same for exactly unbiased copies, whose sums of squares are those of rotated ones. codes: kUnbiasedFloats numbers in device
@@ -113,7 +114,7 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
 void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, const void* x, int dtype, const Normalization& normalization,
                        const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream);
 void dequantize_unbiased(const Quantized& of, const float* codes, const int32_t* packed, const uint16_t* ranges,
-                         const Affine& affine, void* out, int dtype, int device, void* stream);
+                         const ValueMap& value_map, void* out, int dtype, int device, void* stream);
 
 // Computes the grid (kGridRows, n) of gamma and beta (n,).
 void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);

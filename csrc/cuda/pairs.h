@@ -64,7 +64,7 @@ __host__ __device__ inline int64_t plain_pair_count(const GroupMap& map) { retur
 
 // The entries of a vector that the elements of a plain tensor have.
 enum class EntryKind {
-  none,
+  none,      // there is no vector
   rows,      // one entry for all elements of a group
   features,  // neighboring entries for neighboring elements
 };

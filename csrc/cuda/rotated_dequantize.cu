@@ -112,12 +112,12 @@ struct PlainPairs {
 };
 
 inline PlainPairs plain_pairs(const Quantized& of, const GroupMap& groups, const void* packed,
-                              const void* ranges, const Affine& affine, const void* out) {
+                              const void* ranges, const ValueMap& value_map, const void* out) {
   const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0; };
   PlainPairs found = {};
   const bool is_plain = is_plain_tensor(of, groups) && of.bits <= kMostProductBits && is_aligned(packed) && is_aligned(ranges) &&
-                        is_aligned(out) && is_aligned(affine.scale) && is_aligned(affine.shift) &&
-                        find_entries(found.entries, affine.index, affine.exists(), of.groups, kNeighbors);
+                        is_aligned(out) && is_aligned(value_map.scale) && is_aligned(value_map.shift) &&
+                        find_entries(found.entries, value_map.index, value_map.is_affine(), of.groups, kNeighbors);
   if (is_plain) found.count = plain_pair_count(groups);
   return found;
 }
@@ -196,21 +196,38 @@ class PlainInput {
   PlainRanges next_;
 };
 
-// The numbers by which a lane maps its neighbors in a plain group. They are loaded before the neighbors are computed.
-template <EntryKind Kind>
+// The map of values in a group that is transformed by products.
+enum class MapKind { none, rows, features, mask };  // rows, features: as in EntryKind
+
+// Calls call(std::integral_constant<MapKind, ...>) for a map. entries: those of scale and shift.
+template <class Call>
+__device__ void with_map(const ValueMap& value_map, EntryKind entries, Call&& call) {
+  if (value_map.mask) {
+    call(std::integral_constant<MapKind, MapKind::mask>());
+  } else if (entries == EntryKind::none) {
+    call(std::integral_constant<MapKind, MapKind::none>());
+  } else if (entries == EntryKind::rows) {
+    call(std::integral_constant<MapKind, MapKind::rows>());
+  } else {
+    call(std::integral_constant<MapKind, MapKind::features>());
+  }
+}
+
+// The numbers by which a lane maps its neighbors in a group. They are loaded before the neighbors are computed.
+template <MapKind Kind>
 class LaneMap {
  public:
-  // group: its number.
-  __device__ LaneMap(const PlainEntries& entries, const Affine& affine, uint32_t group) {
-    if constexpr (Kind == EntryKind::rows) {
+  // group: the number of a plain group. place: that of its first element.
+  __device__ LaneMap(const PlainEntries& entries, const ValueMap& value_map, uint32_t group, int64_t) {
+    if constexpr (Kind == MapKind::rows) {
       const uint32_t entry = entries.of_group(group);
-      scales_[0] = scale_at(affine, entry), shifts_[0] = shift_at(affine, entry);
+      scales_[0] = scale_at(value_map, entry), shifts_[0] = shift_at(value_map, entry);
     } else {
       const uint32_t entry = entries.of(group * 32 + threadIdx.x % 32) * kNeighbors;
 #pragma unroll
       for (int k = 0; k < kNumbers; k += 4) {
-        read_four(scales_ + k, affine.scale, entry + k, 1.0f);
-        read_four(shifts_ + k, affine.shift, entry + k, -0.0f);
+        read_four(scales_ + k, value_map.scale, entry + k, 1.0f);
+        read_four(shifts_ + k, value_map.shift, entry + k, -0.0f);
       }
     }
   }
@@ -221,15 +238,32 @@ class LaneMap {
   }
 
  private:
-  static constexpr int kNumbers = Kind == EntryKind::rows ? 1 : kNeighbors;
+  static constexpr int kNumbers = Kind == MapKind::rows ? 1 : kNeighbors;
   float scales_[kNumbers], shifts_[kNumbers];
 };
 
 template <>
-class LaneMap<EntryKind::none> {
+class LaneMap<MapKind::none> {
  public:
-  __device__ LaneMap(const PlainEntries&, const Affine&, uint32_t) {}
+  __device__ LaneMap(const PlainEntries&, const ValueMap&, uint32_t, int64_t) {}
   __device__ void apply(float*) const {}
+};
+
+template <>
+class LaneMap<MapKind::mask> {
+ public:
+  // place: a multiple of kNeighbors.
+  __device__ LaneMap(const PlainEntries&, const ValueMap& value_map, uint32_t, int64_t place)
+      : bits_(reinterpret_cast<const uint8_t*>(value_map.mask)[place / kNeighbors + threadIdx.x % 32]) {}
+
+  __device__ void apply(float* values) const {
+#pragma unroll
+    for (int k = 0; k < kNeighbors; ++k) values[k] *= factor_of_bit(bits_, k);
+  }
+
+ private:
+  static_assert(kNeighbors == 8, "a byte of the mask");
+  uint32_t bits_;
 };
 
 // -- pairs -----------------------------------------------------------------------------------------------
@@ -237,13 +271,13 @@ class LaneMap<EntryKind::none> {
 // Dequantizes the groups of a warp by products. words: the codes of the first group, followed by those of the second one. signs:
 // those of the first group, sizeof(Workspace) before those of the second one. places: those of the groups in `out`. first: the
 // number of the first group, if there is a map.
-template <EntryKind Kind, class T>
+template <MapKind Kind, class T>
 __device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
-                                const uint8_t* signs, const PlainEntries& entries, const Affine& affine, uint32_t first, T* out,
+                                const uint8_t* signs, const PlainEntries& entries, const ValueMap& value_map, uint32_t first, T* out,
                                 const int64_t* places, uint32_t part) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const LaneMap<Kind> map(entries, affine, first + i);
+    const LaneMap<Kind> map(entries, value_map, first + i, places[i]);
     float values[kNeighbors];
     transform(values, read_levels(words + i * (kFullGroup / kBlock) * bits, bits, signed_levels), part);
     const uint32_t negative = signs[i * sizeof(Workspace) + threadIdx.x % 32];
@@ -261,7 +295,7 @@ template <class T, bool Plain>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
-                      const __grid_constant__ Affine affine, const __grid_constant__ PlainPairs plain, T* out) {
+                      const __grid_constant__ ValueMap value_map, const __grid_constant__ PlainPairs plain, T* out) {
   __shared__ Streams streams;
   __shared__ CodeLevels levels;
   __shared__ Workspace workspaces[kGroupsOfBlock];
@@ -294,17 +328,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks
         const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
         const auto dequantize = [&](auto map, int of_bits) {
           dequantize_pair<decltype(map)::value>(found.scale(), words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn,
-                                                plain.entries, affine, static_cast<uint32_t>(2 * pair), out, places, part);
+                                                plain.entries, value_map, static_cast<uint32_t>(2 * pair), out, places, part);
         };
         // The compiler knows the levels of 2 bits.
-        const auto with_bits = [&](auto map) { bits == 2 ? dequantize(map, 2) : dequantize(map, bits); };
-        if (plain.entries.kind == EntryKind::none) {
-          with_bits(std::integral_constant<EntryKind, EntryKind::none>());
-        } else if (plain.entries.kind == EntryKind::rows) {
-          with_bits(std::integral_constant<EntryKind, EntryKind::rows>());
-        } else {
-          with_bits(std::integral_constant<EntryKind, EntryKind::features>());
-        }
+        with_map(value_map, plain.entries.kind, [&](auto map) { bits == 2 ? dequantize(map, 2) : dequantize(map, bits); });
         turn = (turn + 1) % kTurns;
       }
     }
@@ -315,15 +342,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks
     const GroupScale found = load_scale(ranges, streams.fp32_min, m > 0 ? of.number : 0);
     const uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
     int64_t begin = 0;
-    bool is_quick = kHasProducts && !Plain && !affine.exists() && !found.is_twice && bits == most_bits && bits <= kMostProductBits;
-    is_quick = is_quick && is_full_at(begin, of, streams, order) && of.first % kBlock == 0;
+    bool is_quick = kHasProducts && !Plain && !value_map.is_affine() && !found.is_twice && bits == most_bits && bits <= kMostProductBits;
+    is_quick = is_quick && is_full_at(begin, of, streams, order) && of.first % kBlock == 0 && begin % kNeighbors == 0;
     const auto addresses = reinterpret_cast<uintptr_t>(words) | reinterpret_cast<uintptr_t>(out + begin);
     if (all(is_quick && addresses % sizeof(uint4) == 0)) {
       if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
       const int64_t places[] = {of_group(begin, 0), of_group(begin, 1)};
       words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
-      dequantize_pair<EntryKind::none>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn,
-                                       plain.entries, affine, 0, out, places, part);
+      with_map(value_map, EntryKind::none, [&](auto map) {
+        dequantize_pair<decltype(map)::value>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn,
+                                              plain.entries, value_map, 0, out, places, part);
+      });
       turn = (turn + 1) % kTurns;
       continue;
     }
@@ -349,24 +378,24 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks
     }
 #pragma unroll
     for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];
-    store_row(values, affine, out, place_of(of, streams, order), m, own);
+    store_row(values, value_map, out, place_of(of, streams, order), m, own);
   }
 }
 
 }  // namespace
 
-void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const Affine& affine,
+void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const ValueMap& value_map,
                         void* out, int dtype, int device, void* stream) {
   if (of.groups <= 0) return;
   const DeviceScope scope(device);
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
-  const PlainPairs plain = plain_pairs(of, map, packed, ranges, affine, out);
+  const PlainPairs plain = plain_pairs(of, map, packed, ranges, value_map, out);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto kernel = plain.count > 0 ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
     launch(kernel, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,
-           map, of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, affine, plain,
+           map, of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, value_map, plain,
            static_cast<T*>(out));
   });
 }

@@ -21,8 +21,8 @@ __device__ float representable(float x) {
 }
 
 // Returns the value of an element after the affine map.
-__device__ inline float mapped(float x, const Affine& affine, int64_t entry) {
-  return x * scale_at(affine, entry) + shift_at(affine, entry);
+__device__ inline float mapped(float x, const ValueMap& value_map, int64_t entry) {
+  return x * scale_at(value_map, entry) + shift_at(value_map, entry);
 }
 
 // Reads four neighboring entries of a vector; without a vector, four times `none`.
@@ -33,24 +33,24 @@ __device__ inline void read_four(float* values, const float* vector, int64_t ent
 }
 
 // Returns true if neighbors have neighboring entries that can be read four at a time. place: that of the group.
-__device__ inline bool are_fours(const Affine& affine, const Entries& entries, int64_t place) {
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.scale) | reinterpret_cast<uintptr_t>(affine.shift);
-  return entries.are_neighbors(4) && (affine.index.count | place) % 4 == 0 && addresses % sizeof(uint4) == 0;
+__device__ inline bool are_fours(const ValueMap& value_map, const Entries& entries, int64_t place) {
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(value_map.scale) | reinterpret_cast<uintptr_t>(value_map.shift);
+  return entries.are_neighbors(4) && (value_map.index.count | place) % 4 == 0 && addresses % sizeof(uint4) == 0;
 }
 
 // Returns true if map_neighbors can apply the affine map, if there is one, to a full group whose elements lie side by side.
-__device__ inline bool can_map(const Affine& affine, int64_t place) {
-  if (!affine.exists()) return true;
-  const Entries entries(affine.index, place);
-  return entries.are_one(kFullGroup) || are_fours(affine, entries, place);
+__device__ inline bool can_map(const ValueMap& value_map, int64_t place) {
+  if (!value_map.is_affine()) return true;
+  const Entries entries(value_map.index, place);
+  return entries.are_one(kFullGroup) || are_fours(value_map, entries, place);
 }
 
 // Applies the affine map to a row of neighbors, of which the first is element `first` of the group.
-__device__ inline void map_neighbors(float* values, const Affine& affine, int64_t place, int first) {
-  const Entries entries(affine.index, place);
+__device__ inline void map_neighbors(float* values, const ValueMap& value_map, int64_t place, int first) {
+  const Entries entries(value_map.index, place);
   if (all(entries.are_one(kFullGroup))) {
     const int64_t entry = entries.of(0);
-    const float scale = scale_at(affine, entry), shift = shift_at(affine, entry);
+    const float scale = scale_at(value_map, entry), shift = shift_at(value_map, entry);
 #pragma unroll
     for (int k = 0; k < kSide; ++k) values[k] = values[k] * scale + shift;
     return;
@@ -59,13 +59,16 @@ __device__ inline void map_neighbors(float* values, const Affine& affine, int64_
 #pragma unroll
   for (int k = 0; k < kSide; k += 4) {
     float scales[4], shifts[4];
-    read_four(scales, affine.scale, entry, 1.0f);
-    read_four(shifts, affine.shift, entry, -0.0f);
+    read_four(scales, value_map.scale, entry, 1.0f);
+    read_four(shifts, value_map.shift, entry, -0.0f);
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[k + i] = values[k + i] * scales[i] + shifts[i];
     entry = entries.after(entry, 4);
   }
 }
+
+// Returns 1 or 0, the i-th of some bits of a mask.
+__device__ inline float factor_of_bit(uint32_t bits, int i) { return bits & (1u << i) ? 1.0f : 0.0f; }
 
 // Rounds neighbors to T.
 template <class T, int Length>
@@ -118,22 +121,29 @@ __device__ void store_vectors(const uint32_t* words, T* out, Workspace& own) {
 
 // Writes a row of values of a group of m elements, which it changes.
 template <class T>
-__device__ void store_row(float* values, const Affine& affine, T* out, const GroupPlace& place, int m,
+__device__ void store_row(float* values, const ValueMap& value_map, T* out, const GroupPlace& place, int m,
                           Workspace& own) {
   const bool are_neighbors = m == kFullGroup && place.contiguous();
   T* const first = out + (are_neighbors ? place.of(0) : 0);
   const bool is_aligned = are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0;
-  if (all(is_aligned && can_map(affine, place.of(0)))) {
-    if (affine.exists()) map_neighbors(values, affine, place.of(0), lane_of_group() * kSide);
+  if (all(is_aligned && can_map(value_map, place.of(0)))) {
+    if (value_map.is_affine()) map_neighbors(values, value_map, place.of(0), lane_of_group() * kSide);
+    if (value_map.mask) {
+      const uint32_t bits = mask_bits(value_map.mask, place.of(0) + lane_of_group() * kSide, kSide);
+#pragma unroll
+      for (int k = 0; k < kSide; ++k) values[k] *= factor_of_bit(bits, k);
+    }
     uint32_t words[kRowWords<T>];
     narrow<T, kSide>(words, values);
     return store_vectors(words, first, own);
   }
   put_row(values, own);
-  const Entries entries(affine.index, affine.exists() && place.contiguous() && m > 0 ? place.of(0) : 0);
+  const Entries entries(value_map.index, value_map.is_affine() && place.contiguous() && m > 0 ? place.of(0) : 0);
 #pragma unroll 1
   for (int i = lane_of_group(); i < m; i += kSide) {
-    const float x = affine.exists() ? mapped(own.at(i), affine, entries.of(i)) : own.at(i);
+    float x = own.at(i);
+    if (value_map.is_affine()) x = mapped(x, value_map, entries.of(i));
+    if (value_map.mask) x *= factor_of_bit(mask_bits(value_map.mask, place.of(i), 1), 0);
     store_one(representable<T>(x), out + place.of(i));
   }
 }

@@ -149,7 +149,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, kResident)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges, const float* all_codes,
-                      const __grid_constant__ Affine affine, T* out) {
+                      const __grid_constant__ ValueMap value_map, T* out) {
   __shared__ Streams streams;
   __shared__ Workspace workspaces[kGroupsOfBlock];
   share_streams(streams, uniform, counts);
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     }
 #pragma unroll
     for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];
-    store_row(values, affine, out, place_of(of, streams, order), m, own);
+    store_row(values, value_map, out, place_of(of, streams, order), m, own);
   }
 }
 
@@ -203,7 +203,7 @@ void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, 
 }
 
 void dequantize_unbiased(const Quantized& of, const float* codes, const int32_t* packed, const uint16_t* ranges,
-                         const Affine& affine, void* out, int dtype, int device, void* stream) {
+                         const ValueMap& value_map, void* out, int dtype, int device, void* stream) {
   if (of.groups <= 0) return;
   const DeviceScope scope(device);
   const Streams uniform = uniform_streams(of);
@@ -211,7 +211,7 @@ void dequantize_unbiased(const Quantized& of, const float* codes, const int32_t*
     using T = typename decltype(type)::type;
     launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kLaunched, uniform,
            group_map(uniform, of.counts), of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, codes,
-           affine, static_cast<T*>(out));
+           value_map, static_cast<T*>(out));
   });
 }
 

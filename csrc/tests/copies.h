@@ -106,7 +106,7 @@ std::vector<T> elements_of(const Case& c) {
 }
 
 // oracle(TestedGroup, const uint16_t* ranges) checks a group's row of the ranges and returns an ExpectedCopy. is_fused: with
-// normalization, and an affine map unless samples are mixed.
+// normalization, and an affine map unless samples are mixed. Otherwise half of the copies that are not uniform have a mask.
 template <class T, DType DTYPE, class Oracle>
 void test_case(const Kernels& kernels, CopyKind kind, const Oracle& oracle, const Case& c, bool is_fused,
                const float* codes) {
@@ -123,8 +123,12 @@ void test_case(const Kernels& kernels, CopyKind kind, const Oracle& oracle, cons
   Vectors statistics(n), map(n);
   Normalization normalization{};
   if (is_fused) normalization = {statistics.first_or_null(), statistics.second.data(), statistics.index};
-  Affine affine{};
-  if (is_fused && !c.mixed) affine = {map.first_or_null(), map.second_or_null(), map.index};
+  ValueMap value_map{};
+  Exact<uint32_t> mask(packed_words(n, 1));
+  for (int64_t i = 0; i < packed_words(n, 1); ++i) mask[i] = static_cast<uint32_t>(generator());
+  const bool is_masked = !is_fused && kind != CopyKind::uniform && any_bool();
+  if (is_fused && !c.mixed) value_map = {map.first_or_null(), map.second_or_null(), map.index, nullptr};
+  if (is_masked) value_map.mask = mask.data();
 
   Exact<uint32_t> packed(streams.words);
   Exact<uint16_t> ranges(streams.groups * columns(c.fp32_min));
@@ -132,7 +136,7 @@ void test_case(const Kernels& kernels, CopyKind kind, const Oracle& oracle, cons
   const Extent extent =
       quantize(kernels, kind, plan, x.data(), DTYPE, normalization, coding, packed.data(), ranges.data(), c.threads);
   Exact<T> out(n);
-  dequantize(kernels, kind, plan, packed.data(), ranges.data(), coding, affine, out.data(), DTYPE, c.threads);
+  dequantize(kernels, kind, plan, packed.data(), ranges.data(), coding, value_map, out.data(), DTYPE, c.threads);
   Exact<float> squares_of_groups(streams.groups);
   if (!c.mixed) squares(kernels, kind, streams, x.data(), DTYPE, normalization, squares_of_groups.data(), c.threads);
 
@@ -172,8 +176,9 @@ void test_case(const Kernels& kernels, CopyKind kind, const Oracle& oracle, cons
       }
       float value = copy.values[static_cast<size_t>(i)];
       const int64_t entry = map.entry(place(i));
-      if (affine.scale) value *= affine.scale[entry];
-      if (affine.shift) value += affine.shift[entry];
+      if (value_map.scale) value *= value_map.scale[entry];
+      if (value_map.shift) value += value_map.shift[entry];
+      if (is_masked) value *= static_cast<float>(mask[place(i) / 32] >> place(i) % 32 & 1u);
       if (DTYPE == DType::float16) value = within_float16(value);
       CHECK(equal(N::wide(out[place(i)]), N::wide(N::narrow(value))));  // NaNs may differ in their signs
     }

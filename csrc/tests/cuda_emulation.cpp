@@ -143,9 +143,9 @@ const char* emulated_squares(const void* x, int dtype, int64_t samples, int64_t 
 const char* emulated_dequantize(const int32_t* packed, int64_t words, const uint16_t* ranges, int64_t groups, int bits,
                                 const int64_t* order, const int64_t* counts, int fp32_min, int kind, const float* codes,
                                 int64_t samples, int64_t features, int group_size, void* out, int dtype,
-                                const float* scale, const float* shift, int64_t entries, int64_t inner) {
+                                const float* scale, const float* shift, int64_t entries, int64_t inner, const uint32_t* mask) {
   const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, order, counts, words, groups};
-  const fewbit::Affine by{scale, shift, {entries, inner}};
+  const fewbit::ValueMap by{scale, shift, {entries, inner}, mask};
   const auto dequantize = kind ? fewbit::cuda::dequantize_rotated : fewbit::cuda::dequantize;
   return guarded([&] {
     if (kind >= 3) {

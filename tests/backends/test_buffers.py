@@ -10,6 +10,7 @@ from samples import load_table, normal
 from torch import nn
 
 import fewbit
+from fewbit.config import MASKED
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.ops import activation_ops, quantizer_ops
@@ -28,7 +29,7 @@ DRAWN = Encoding.of(load_table("gelu", 2, objective="unbiased"))
 N, BITS, CHANNELS = 225, 3, 3
 WORDS = packed_words(N, BITS)
 SEED = np.array([5], np.int64)
-UNIFORM_COPY, UNBIASED_COPY = 0, 3  # the numbers of the kinds
+UNIFORM_COPY, MASKED_COPY, UNBIASED_COPY = 0, 2, 3  # the numbers of the kinds
 LEVELS = 8 + 3 * 8320  # numbers in the codes of unbiased copies
 SHAPE = {"samples": 3, "features": 75, "group_size": 256}
 MIXED = np.array([2, 4, 4], np.uint8)
@@ -100,6 +101,9 @@ def good_calls():
         | threads,
         "dequantize unbiased": {"packed": words(), "ranges": ranges(5), **rounded, **SHAPE}
         | {"kind": UNBIASED_COPY, "levels": floats(LEVELS), "out": floats(N)}
+        | threads,
+        "dequantize masked": {"packed": words(), "ranges": ranges(5), **rounded, **SHAPE}
+        | {"kind": MASKED_COPY, "levels": None, "out": floats(N), "mask": words(packed_words(N, 1))}
         | threads,
         "dequantize mixed": room | mixed | SHAPE | {"levels": None, "out": floats(N)} | threads,
         "grid_fixed": {"gamma": floats(4), "beta": floats(4), "bits": BITS, "grid": floats(28)}
@@ -225,6 +229,16 @@ def test_the_message():
         ("dequantize", {"bits": 9}, "bits: expected 1 to 8, got 9"),
         ("dequantize", {"fp32_min": True}, "dequantize: ranges: expected 9 bfloat16 .*, got 6 .*"),
         ("dequantize", {"kind": 1}, "dequantize: ranges: expected 10 bfloat16 .*, got 6 .*"),
+        (
+            "dequantize",
+            {"mask": words(packed_words(N, 1))},
+            "dequantize: scale, shift: expected none with a mask, got one",
+        ),
+        (
+            "dequantize mixed",
+            {"mask": words(packed_words(N, 1))},
+            "dequantize: mask: expected None for uniform copies, got .*",
+        ),
         ("quantize", {"kind": 5}, "kind: expected 0 .*, got 5"),
         (
             "quantize unbiased",
@@ -269,6 +283,8 @@ def good_tensors():
     limits, seed = torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
     grid, widths = torch.ones(7, CHANNELS), torch.from_numpy(MIXED)
     room = torch.zeros(MIXED_WORDS, dtype=torch.int32)
+    rotated = torch.zeros(5, 2, dtype=torch.bfloat16)
+    mask = torch.zeros(packed_words(N, 1), dtype=torch.int32)
     return {
         "pack": (torch.zeros(N, dtype=torch.uint8), BITS),
         "unpack": (packed, BITS, N),
@@ -279,6 +295,7 @@ def good_tensors():
         "squares": (x, 256),
         "dequantize": (packed, limits, BITS, 256, x.clone()),
         "dequantize mixed": (room, limits, 0, 256, x.clone(), widths),
+        "dequantize masked": (packed, rotated, BITS, 256, x.clone(), None, None, MASKED, mask),
         "grid_fixed": (torch.ones(4), torch.ones(4), BITS),
         "encode_fixed": (x, x.clone(), grid, BITS, 25),
         "decode_fixed": (packed, grid, BITS, 25, x.clone(), 0.5),

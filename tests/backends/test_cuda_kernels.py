@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quantized import possible_sizes
+from quantized import possible_sizes, random_mask
 
 from fewbit import functions
 from fewbit.catalog import store
@@ -242,6 +242,7 @@ class Emulation:
         affine=None,
         offset=0,
         kind=UNIFORM,
+        mask=None,
     ):
         out = Guarded(shape[0] * shape[1], dtype, offset)
         kept, streams = _streams(widths)
@@ -262,6 +263,7 @@ class Emulation:
             out.data,
             DTYPES.index(dtype),
             *_vectors(affine),
+            mask,
         )
         return out.checked().view(shape)
 
@@ -678,6 +680,10 @@ def compare_quantizer(
     reference.dequantize(packed, ranges, bits, group_size, restored, widths, kind=kind)
     copy = packed, ranges, bits, group_size, x.shape, x.dtype, widths, None, offset
     same(cuda.dequantize(*copy, kind=kind), restored)
+    if kind != UNIFORM:
+        _, mask = random_mask(x.numel())
+        reference.dequantize(*copy[:4], restored, widths, kind=kind, mask=mask)
+        same(cuda.dequantize(*copy, kind=kind, mask=mask), restored)
 
 
 @kinds
@@ -1008,7 +1014,7 @@ def test_groups_of_more_elements_than_an_int_counts(cuda, kind):
         if kind != UNIFORM:  # the first block writes them
             ranges[count:].view(torch.int16).view(-1)[:4] = seed.view(torch.int16)
         copy = packed, _long(len(packed)), ranges, _long(count), bits, *streams, 0, *of_kind
-        cuda.call("dequantize", *copy, *shape, out, 3, *_vectors(None))
+        cuda.call("dequantize", *copy, *shape, out, 3, *_vectors(None), None)
     given = seed, bits, 256, False, kind, first
     expected = reference_quantizer._stream(x[begin:][None].float(), *given)
     assert torch.equal(packed[word:], expected[0])

@@ -122,6 +122,7 @@ def dequantize(
     widths=None,
     affine=None,
     kind="uniform",
+    mask=None,
 ):
     """Return the values in the dtype and with the strides of `like`, on the CPU."""
     device = getattr(backend, "device", "cpu")
@@ -135,8 +136,16 @@ def dequantize(
         None if widths is None else widths.to(device),
         to_device(affine, device),
         kind,
+        None if mask is None else mask.to(device),
     )
     return result.cpu()
+
+
+def random_mask(n, seed=SEED):
+    """Return n random bits, (n,) bool, and the mask that has them, int32 in which bit i % 32 of word i // 32 is bit i."""
+    bits = np.random.default_rng([n, abs(seed)]).integers(0, 2, n).astype(bool)
+    packed = np.packbits(np.pad(bits, (0, -n % 32)), bitorder="little").view(np.int32)
+    return torch.from_numpy(bits), torch.from_numpy(packed)
 
 
 def to_device(given, device):
@@ -184,12 +193,17 @@ def check(backend, x, bits, group_size, fp32_min, widths=None, *, kind):
     restored = naive.dequantize(packed, ranges, x.shape, bits_of_samples, group_size, kind)
     out = dequantize(backend, packed, ranges, x, bits, group_size, widths, kind=kind)
     assert same(out, in_dtype(torch.from_numpy(restored), x.dtype)), what
+    if kind != "uniform":
+        ones, mask = random_mask(x.numel())
+        out = dequantize(backend, packed, ranges, x, bits, group_size, widths, kind=kind, mask=mask)
+        masked = torch.from_numpy(restored) * ones.view(x.shape)
+        assert same(out, in_dtype(masked, x.dtype)), what
     return packed, ranges
 
 
 def vectors(n, seed):
     """Return pairs of vectors that n elements can share, and inner: 1, n and numbers between."""
-    rng = np.random.default_rng([n, seed])
+    rng = np.random.default_rng([n, abs(seed)])
     divisors = [number for number in range(1, n + 1) if n % number == 0] or [1]
     pairs = [
         (inner, divisor) for inner in divisors for divisor in divisors if n // inner % divisor == 0

@@ -24,7 +24,7 @@ from fewbit.runtime.ops.activation_ops import is_masking
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import QuantizationRecord
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved.cache import Mask, SavedTensorCache
+from fewbit.runtime.saved.cache import SavedTensorCache
 from fewbit.runtime.saved.checkpoints import CheckpointRegions
 
 
@@ -76,7 +76,7 @@ def run(model, x):
 
 def is_masked(node) -> bool:
     spec = node.spec
-    return getattr(spec, "inner", spec).mask is not None
+    return getattr(spec, "inner", spec).has_mask
 
 
 def restored(node, dtype=torch.float32):
@@ -369,11 +369,11 @@ def test_an_offload_does_not_leave_masks_on_the_device(monkeypatch):
     copies.begin()
     results = [data((8, 64)).relu() for _ in range(3)]
     for y in results:
-        copies.put_mask(Content(y), Mask(torch.zeros(16, dtype=torch.int32), STEP), False)
+        copies.put_mask(Content(y), torch.zeros(16, dtype=torch.int32), False)
     assert all(copies.get_mask(Content(y)) is not None for y in results)
     kept, more = results[1], torch.ones(5)
     del results, y
-    copies.put_mask(Content(more), Mask(torch.zeros(1, dtype=torch.int32), STEP), False)
+    copies.put_mask(Content(more), torch.zeros(1, dtype=torch.int32), False)
     assert len(copies._local.masks) == 2
     assert copies.get_mask(Content(kept)) is not None
     assert copies.get_mask(Content(more)) is not None
@@ -388,6 +388,9 @@ OTHERS = {
     "another break": Encoding(1, STEP.levels, np.array([0.5]), STEP.codes, ("right",)),
     "other levels": Encoding(1, np.array([0.1, 0.9]), STEP.breaks, STEP.codes, ("right",)),
     "falling": Encoding(1, STEP.levels, STEP.breaks, np.array([1, 0]), ("right",)),
+    "a code of 1 stands for 0": Encoding(
+        1, np.array([1.0, 0.0]), STEP.breaks, np.array([1, 0]), ("right",)
+    ),
 }
 
 
@@ -655,7 +658,7 @@ def test_the_variance_that_probes_expect(bits):
     x = data((16, 512)).relu()
     x[:4, 100:] = 0.0
     quantizer = Quantizer(bits)
-    mask = Mask(activation_ops.encode(x, STEP, None), STEP)
+    mask = activation_ops.encode(x, STEP, None)
     saved = [quantizer._quantize(x, x.dtype, mask=mask) for _ in range(200)]
     values = torch.stack([copy.spec.dequantize(copy.tensors) for copy in saved])
     record = QuantizationRecord(x, saved[0].tensors, saved[0].spec, 256, None, None)

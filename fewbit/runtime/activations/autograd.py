@@ -17,7 +17,6 @@ from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
 from fewbit.runtime.ops import activation_ops, library
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved.cache import Mask
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.single_backward import graph_anchors
 
@@ -43,7 +42,7 @@ class Activation(Function):
             ctx.mark_dirty(x)
         if context is not None and activation_ops.is_masking(function, encoding, x.dtype):
             if layout.is_dense(x):
-                context.cache.put_mask(content or Content(y), Mask(packed, encoding), inplace)
+                context.cache.put_mask(content or Content(y), packed, inplace)
         offload.mark(packed)
         ctx.save_for_backward(packed)
         return y

@@ -26,6 +26,7 @@ _kernels.use_tensors(_DTYPES, check_dense)
 KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2, UNBIASED: 3, MASKED_UNBIASED: 4}
 """The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
+_NO_VECTORS = None, None, 1
 _UNUSED_BITS = 1
 """The bits in calls of kernels that get the bits of each sample. Kernels check the number, and do not use it."""
 _MOST_SAMPLES = 8192
@@ -240,7 +241,16 @@ class Kernels:
         return widths
 
     def dequantize(
-        self, packed, ranges, bits, group_size, out, widths=None, affine=None, kind=UNIFORM
+        self,
+        packed,
+        ranges,
+        bits,
+        group_size,
+        out,
+        widths=None,
+        affine=None,
+        kind=UNIFORM,
+        mask=None,
     ) -> None:
         """Write the values that codes stand for to `out`, see `reference.dequantize`."""
         samples, features = groups.samples_of(out.shape)
@@ -257,7 +267,7 @@ class Kernels:
             group_size,
             out,
             *self._where(out),
-            *(() if affine is None else _vectors(affine, out.numel())),
+            *_map(affine, mask, out.numel()),
         )
 
     def grid_fixed(self, gamma, beta, bits):
@@ -356,6 +366,13 @@ def _vectors(given, n):
     *vectors, inner = given
     check_vectors(vectors, inner, n)
     return *vectors, inner
+
+
+def _map(affine, mask, n):
+    """Return the last arguments of `dequantize`: the buffers of vectors, `inner` and the mask."""
+    if mask is None:
+        return () if affine is None else _vectors(affine, n)
+    return *(_NO_VECTORS if affine is None else _vectors(affine, n)), mask
 
 
 def _fused(x, function, parameters, encoding):

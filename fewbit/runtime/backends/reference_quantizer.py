@@ -141,6 +141,7 @@ def dequantize(
     widths=None,
     affine=None,
     kind=UNIFORM,
+    mask=None,
 ) -> None:
     """Write the values that codes stand for to `out`, rounded once to the dtype of `out`.
 
@@ -156,6 +157,8 @@ def dequantize(
             i = (e div inner) mod (number of entries). Must be None if `widths` is given and samples have fewer than 64
             features: groups then contain samples that do not lie side by side.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
+        mask: None, or packed codes of 1 bit, in storage order. Each value is multiplied by its element's code. Must be
+            None if the copy is uniform, or if `affine` is given.
     """
     check_rotated_size(kind, group_size)
     entry = Entry("dequantize", out)
@@ -164,6 +167,8 @@ def dequantize(
     samples, features = groups.samples_of(out.shape)
     if affine is not None and widths is not None and features < groups.LEAST_FEATURES:
         raise ValueError("expected no affine map for short samples of several widths")
+    if mask is not None:
+        entry.check_mask(mask, out.numel(), affine, kind)
     seed = None
     if kind != UNIFORM:
         ranges, seed = ranges[: -groups.SEED_ROWS], seed_of(ranges)
@@ -183,6 +188,8 @@ def dequantize(
             word, group = word + n_words, group + n_groups
     if affine is not None:
         rows = _mapped(rows, *affine)
+    if mask is not None:
+        rows = rows * unpack(mask, 1, rows.numel()).view(rows.shape)
     storage_order(out).copy_(in_dtype(rows.reshape(-1), out.dtype))
 
 

@@ -119,6 +119,17 @@ class Entry:
         self.check("packed", packed, words, torch.int32, is_mixed)
         self.check("ranges", ranges, rows * ranges.shape[1], torch.bfloat16, is_mixed)
 
+    def check_mask(self, mask, n: int, affine, kind: str) -> None:
+        """Raise ValueError unless `mask` has 1 bit for each of n elements, and may be given.
+
+        A mask must not be given for a uniform copy, nor together with an affine map.
+        """
+        if affine is not None:
+            raise ValueError(f"{self.name}: scale, shift: expected none with a mask, got one")
+        if kind == UNIFORM:
+            raise ValueError(f"{self.name}: mask: expected None for uniform copies, got {_described(mask)}")
+        self.check("mask", mask, packed_words(n, 1), torch.int32)
+
     def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:
         """Return the number of int32 words that the samples' codes need, and the number of groups.
 

@@ -118,10 +118,10 @@ class Encoding:
 
     @cached_property
     def is_step_at_zero(self) -> bool:
-        """True if, for inputs of 16 and 32 bits, the value q(x) is always 0 for x <= 0 and 1 for x > 0."""
+        """True if, for inputs of 16 and 32 bits, code and value are always 0 for x <= 0 and 1 for x > 0."""
         if self.unbiased or self.breaks32.tolist() != [0.0]:
             return False
-        return self.levels[self.codes].tolist() == [0.0, 1.0]
+        return self.levels.tolist() == [0.0, 1.0] and self.codes.tolist() == [0, 1]
 
     @cached_property
     def initial(self) -> int:

@@ -128,11 +128,6 @@ def encode(x, encoding, seed):
     return backends.of(x).encode(layout.dense(x), encoding, seed)
 
 
-def decode_mul_(values, packed, encoding):
-    """Multiply dense values in place by the value that each element's code stands for."""
-    backends.of(values).decode_mul(values, packed, encoding, values)
-
-
 def decode_mul(grad, packed, encoding, stride):
     """Return the gradient of the activation's input: `grad` times the value that each element's code stands for.
 

@@ -1,7 +1,7 @@
 """The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
 
     quantize(x, stride, seed, bits, group_size, fp32_min, kind) -> packed, ranges, one
-    dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind) -> the values, with the strides `stride`
+    dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind, mask) -> the values, with the strides `stride`
 
 The group quantizer cuts a tensor into groups of elements. It saves two numbers for each group, called its *ranges*, and
 a code of 1 to 8 bits for each element. The two numbers are the minimum and the range in a uniform copy, the mean and the
@@ -179,6 +179,7 @@ def dequantize_samples(
     dtype,
     affine=None,
     kind=UNIFORM,
+    mask=None,
 ):
     """Dequantize a tensor from the results of `quantize_samples`.
 
@@ -193,11 +194,13 @@ def dequantize_samples(
         dtype: the dtype of the values.
         affine: a linear map to apply to the values, or None, see `dequantize`.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
+        mask: a mask to apply to the values, or None, see `dequantize`.
     """
     check_rotated_size(kind, group_size)
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     rows = out if len(out) == samples else out.view(samples, -1)
-    backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, widths, affine, kind)
+    settings = widths, affine, kind, mask
+    backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, *settings)
     return out
 
 
@@ -212,6 +215,7 @@ def dequantize(
     widths=None,
     affine=None,
     kind=UNIFORM,
+    mask=None,
 ):
     """Return the dequantized values of a tensor, with the given size, strides and dtype.
 
@@ -227,10 +231,13 @@ def dequantize(
         affine: None, or (scale, shift, inner), a linear map to apply to the values, see
             `reference_quantizer.dequantize`.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
+        mask: None, or the packed codes of 1 bit by which the values are multiplied, see
+            `reference_quantizer.dequantize`.
     """
     check_rotated_size(kind, group_size)
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
-    backends.of(packed).dequantize(packed, ranges, bits, group_size, out, widths, affine, kind)
+    settings = widths, affine, kind, mask
+    backends.of(packed).dequantize(packed, ranges, bits, group_size, out, *settings)
     return out
 
 
@@ -256,9 +263,10 @@ def _quantize_with_stride(x, stride, seed, bits, group_size, fp32_min, kind):
     return *_quantize(source, *settings), x.new_ones(())
 
 
-def _dequantize_with_stride(packed, ranges, bits, group_size, size, stride, dtype, kind):
+def _dequantize_with_stride(packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None):
     layout.check_stride(size, stride, by_sample=True)
-    return dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind=kind)
+    settings = bits, group_size, size, stride, dtype
+    return dequantize(packed, ranges, *settings, kind=kind, mask=mask)
 
 
 quantize_op = define(
@@ -268,7 +276,7 @@ quantize_op = define(
 )
 dequantize_op = define(
     "dequantize(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
-    "ScalarType dtype, str kind) -> Tensor",
+    "ScalarType dtype, str kind, Tensor? mask=None) -> Tensor",
     _dequantize_with_stride,
 )
 
@@ -295,7 +303,7 @@ def _(x, stride, seed, bits, group_size, fp32_min, kind):
 
 
 @register_fake("fewbit::dequantize")
-def _(packed, ranges, bits, group_size, size, stride, dtype, kind):
+def _(packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None):
     _prepare(kind, packed.device)
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
 

@@ -55,7 +55,6 @@ from fewbit.runtime.quantizers.spec import (
 )
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
-from fewbit.runtime.saved.cache import Mask
 from fewbit.runtime.saved.context import ForwardContext, current
 from fewbit.runtime.saved.min_dtype import MinDtypeSelector
 
@@ -249,7 +248,7 @@ class Quantizer:
             activation: the number of the activation in the forward pass whose result x is, or None.
             input_dtype: the dtype of the layer's input; None if it is the dtype of x.
             usual: the kind of the copy if the quantizer has no kind.
-            mask: the `Mask` that says where x is 0, or None.
+            mask: the mask that says where x is 0 (`saved/cache.py`), or None.
         """
         kind = self.kind_of(usual)
         kind = kind if mask is None else MASKED_KINDS[kind]
@@ -283,7 +282,7 @@ class Quantizer:
             settings: (group size, whether minimums are float32, how to normalize x or None).
             input_dtype: the dtype of the layer's input.
             kind: the kind of the copy.
-            mask: the `Mask` of a masked copy, else None.
+            mask: the mask of a masked copy, else None.
 
         Returns:
             (tensors to save, spec).
@@ -383,8 +382,8 @@ class Quantizer:
         offload.mark(packed, ranges)
         if ask:
             self._selector.ask(ranges, kind)
-        mask = Mask(codes, encoding) if is_masked else None
         spec = self._spec(y, y.dtype, self.bits, kind=kind)
+        mask = codes if is_masked else None
         return codes, SavedTensors(*_with_mask((packed, ranges), spec, mask))
 
     @property
@@ -457,11 +456,11 @@ def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, set
     return tuple(tensors), CodecSpec(inner, spec)
 
 
-def _with_mask(tensors, spec, mask: Mask | None):
-    """Add the mask of a masked copy to the copy's tensors and to its spec."""
+def _with_mask(tensors, spec, mask: torch.Tensor | None):
+    """Add the mask of a masked copy to the copy's tensors, and to its spec that there is one."""
     if mask is None:
         return tuple(tensors), spec
-    return (*tensors, mask.packed), spec._replace(mask=mask.encoding)
+    return (*tensors, mask), spec._replace(has_mask=True)
 
 
 def _is_same_memory(x, other) -> bool:

@@ -16,9 +16,8 @@ from fewbit.config import UNIFORM
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.distortion import distortion
-from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import activation_ops, quantizer_ops
+from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.probes import restoring
 from fewbit.runtime.saved.assignment import TensorSlot
 
@@ -33,8 +32,7 @@ class QuantizedTensorSpec(NamedTuple):
         samples: the number of samples if each sample has its own number of bits, else None.
         slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
-        mask: in a masked copy, the encoding of the mask (`saved/cache.py`), whose packed codes are the last saved
-            tensor; else None.
+        has_mask: whether the last saved tensor is a mask (`saved/cache.py`), so that the copy is a masked one.
     """
 
     bits: int
@@ -45,7 +43,7 @@ class QuantizedTensorSpec(NamedTuple):
     samples: int | None = None
     slot: TensorSlot | None = None
     kind: str = UNIFORM
-    mask: Encoding | None = None
+    has_mask: bool = False
 
     @property
     def count(self) -> int:
@@ -53,7 +51,7 @@ class QuantizedTensorSpec(NamedTuple):
 
         These are codes, ranges, the numbers of bits if each sample has its own, and the mask of a masked copy.
         """
-        return 2 + (self.samples is not None) + (self.mask is not None)
+        return 2 + (self.samples is not None) + self.has_mask
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """Return approximate values of the saved tensor, in the tensor's size and strides.
@@ -96,19 +94,12 @@ class QuantizedTensorSpec(NamedTuple):
         return restoring.restored(values, self, tensors[0])
 
     def _values(self, tensors, dtype, affine):
-        if self.mask is None:
-            return self._unmasked(tensors, dtype, affine)
-        *tensors, mask = tensors
-        values = self._unmasked(tensors, dtype, None)
-        activation_ops.decode_mul_(values, mask, self.mask)
-        return in_dtype(map_affine(values, affine), dtype)
-
-    def _unmasked(self, tensors, dtype, affine):
         packed, ranges, *widths = tensors
+        mask = widths.pop() if self.has_mask else None
         place = self.bits, self.group_size, self.size, self.stride
         if not is_plain(packed):
-            return quantizer_ops.dequantize_op(packed, ranges, *place, dtype, self.kind)
-        how = {"affine": affine, "kind": self.kind}
+            return quantizer_ops.dequantize_op(packed, ranges, *place, dtype, self.kind, mask)
+        how = {"affine": affine, "kind": self.kind, "mask": mask}
         if not widths:
             return quantizer_ops.dequantize(packed, ranges, *place, dtype, **how)
         return quantizer_ops.dequantize_samples(
@@ -117,6 +108,8 @@ class QuantizedTensorSpec(NamedTuple):
 
     def _is_mapped(self) -> bool:
         """Return whether the kernels apply scale and shift while they dequantize."""
+        if self.has_mask:
+            return False
         return self.samples is None or prod(self.size) >= self.samples * groups.LEAST_FEATURES
 
 

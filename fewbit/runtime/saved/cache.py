@@ -23,13 +23,11 @@ A *fixed-point copy* is a copy that a norm makes for itself and for the layers a
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.format.fingerprint import Content, fingerprint
 from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.interop.cuda_streams import stream_of
@@ -40,18 +38,6 @@ MOST_CONSUMERS = 4096
 """The largest number of remembered pairs of an activation and its consumer."""
 _FIXED_POINT = "pre-activation"  # key of fixed-point copies; other copies have a `Quantizer.key`
 _SOFTMAX = "softmax"  # the first part of the keys of results of softmax
-
-
-class Mask(NamedTuple):
-    """The codes that a ReLU saves, which say where the ReLU's result is 0.
-
-    Attributes:
-        packed: the packed codes, int32, in the order of the result's memory.
-        encoding: the encoding of the codes, which decodes the code of an element to 0 or 1.
-    """
-
-    packed: torch.Tensor
-    encoding: Encoding
 
 
 class SavedTensorCache:
@@ -120,12 +106,12 @@ class SavedTensorCache:
             entry = StorageWeakRef(content.storage), saved, content.checksum
             entries[content.place, key] = entry
 
-    def put_mask(self, content: Content, mask: Mask, is_in_place: bool) -> None:
+    def put_mask(self, content: Content, mask: torch.Tensor, is_in_place: bool) -> None:
         """Add the mask of a ReLU's result y, for later layers that save y.
 
         Args:
             content: the result y.
-            mask: its mask.
+            mask: its mask: the packed codes of 1 bit, int32, in the order of y's memory. A bit is 0 where y is 0.
             is_in_place: whether y overwrote the ReLU's input. torch increases y's version when the ReLU returns.
         """
         y = content.x
@@ -136,7 +122,7 @@ class SavedTensorCache:
             entry = StorageWeakRef(content.storage), mask, content.checksum
             self._local.masks[_memory(y, is_in_place)] = entry
 
-    def get_mask(self, content: Content) -> Mask | None:
+    def get_mask(self, content: Content) -> torch.Tensor | None:
         """Return the mask of a tensor that is the result of a ReLU, or a view of all its elements; else None."""
         if not self._local.masks or in_checkpoint() or not layout.is_dense(content.x):
             return None
@@ -268,7 +254,7 @@ class _Local(threading.local):
     def __init__(self):
         self.entries = None  # {(place, key): (reference to the storage, SavedTensors, checksum)}
         self.results = {}  # {place: _Result}
-        self.masks = {}  # {memory: (reference to the storage, Mask, checksum)}
+        self.masks = {}  # {memory: (reference to the storage, mask, checksum)}
         self.exposed = {}  # {address: reference} of storages that may change while their version does not
 
 

@@ -59,25 +59,48 @@ class Instruction:
     """The file and the line, followed by those that the line is inlined at."""
 
 
-def _quantize_loop(name: str, *through: tuple[str, str]) -> Loop:
+def _dequantize_loop(name: str, kind: str) -> Loop:
+    return Loop(
+        name,
+        "rotated_dequantize",
+        "dequantize_kernel<{}, true>",
+        (
+            ("hadamard.h", "four = *reinterpret_cast<const uint4*>(first);"),
+            ("rotated_dequantize.cu", "to[i * kApart] = {words"),
+            (
+                "rotated_dequantize.cu",
+                f"call(std::integral_constant<MapKind, MapKind::{kind}>());",
+            ),
+        ),
+        (("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),),
+        8,
+    )
+
+
+def _quantize_loop(name: str, *through: tuple[str, str], is_masked: bool = False) -> Loop:
     return Loop(
         name,
         "rotated_quantize",
         f"quantize_kernel<{{}}, true, {'true' if through else 'false'}>",
         (
             *through,
-            ("rotated_groups.h", "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;"),
+            (
+                "rotated_groups.h",
+                "count += values[j] != 0.0f;"
+                if is_masked
+                else "for (int j = 0; j < kSide; ++j) values[j] -= found.mean;",
+            ),
             ("rotated_quantize.cu", "read_neighbors(values, elements"),
             ("rotated_groups.h", "values[j] = as_float(from[j * kSide + lane_of_group()]);"),
             (
                 "rotated_quantize.cu",
-                "rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);",
+                "rotate(values, own, own.random + 4 * kCountersAhead * turn);",
             ),
             ("rotated_quantize.cu", "store_full<2>(encode_few(y, bits, rms), words, bits);"),
             ("rotated_quantize.cu", "return sum_of_group(y);"),
             (
                 "rotated_quantize.cu",
-                "pending[0] = found.energy, pending[1] = found.mean, pending[2] = inner;",
+                "pending[1] = found.mean, pending[2] = inner;",
             ),
         ),
         (
@@ -109,22 +132,10 @@ LOOPS = (
             ("quantize.cu", "words[counter + counter / 8] = vector;"),
         ),
     ),
-    Loop(
-        "rotated: dequantize",
-        "rotated_dequantize",
-        "dequantize_kernel<{}, true>",
-        (
-            ("hadamard.h", "four = *reinterpret_cast<const uint4*>(first);"),
-            ("rotated_dequantize.cu", "to[i * kApart] = {words"),
-            (
-                "rotated_dequantize.cu",
-                "with_bits(std::integral_constant<EntryKind, EntryKind::none>());",
-            ),
-        ),
-        (("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),),
-        8,
-    ),
+    _dequantize_loop("rotated: dequantize", "none"),
+    _dequantize_loop("masked: dequantize", "mask"),
     _quantize_loop("rotated: quantize"),
+    _quantize_loop("masked: quantize", is_masked=True),
     _quantize_loop(
         "rotated: normalize rows and quantize",
         ("rotated_quantize.cu", "values[j] = (values[j] - mean) * rstd;"),

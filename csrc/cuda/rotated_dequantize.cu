@@ -1,4 +1,4 @@
-// The dequantizer of rotated copies: two groups a warp. Most groups are full, aligned, rotated once, and have codes of few bits.
+// The dequantizer of rotated copies: two groups a warp. Most groups are full and aligned, and have codes of few bits.
 // They are transformed by products of matrices, one group after the other. All others are transformed as in rotation.h.
 
 #include <type_traits>
@@ -93,14 +93,37 @@ __device__ void store_neighbors(float* values, T* out) {
   }
 }
 
-// The means of a warp's two groups, and the factors of their transforms.
+// The means of a warp's two groups, the factors of their transforms, and whether they are rotated twice.
 struct PairScale {
   float means[2], factors[2];
+  bool are_twice[2];
 };
 
+// Returns those of groups that are rotated once.
 __device__ inline PairScale scale_of_pair(const GroupScale& own) {
   const float factor = own.scale * inverse_root(kFullGroup);
-  return {{of_group(own.mean, 0), of_group(own.mean, 1)}, {of_group(factor, 0), of_group(factor, 1)}};
+  return {{of_group(own.mean, 0), of_group(own.mean, 1)}, {of_group(factor, 0), of_group(factor, 1)}, {false, false}};
+}
+
+// Undoes the second rotation of a group, after its first transform. values: a lane's neighbors. number: that of the group.
+__device__ inline void rotate_neighbors_back(float* values, uint64_t seed, int64_t number) {
+  const int lane = threadIdx.x % 32;
+  const PhiloxWords random = philox_words(seed, group_counter(number) + static_cast<unsigned>(sign_counter(1, 0) + lane / kSide));
+  uint32_t signs = random.words[0];
+#pragma unroll
+  for (int i = 1; i < 4; ++i) signs = lane / 4 % 4 == i ? random.words[i] : signs;
+  signs >>= lane % 4 * kNeighbors;
+#pragma unroll
+  for (int k = 0; k < kNeighbors; ++k) values[k] *= signs & (1u << k) ? -inverse_root(kFullGroup) : inverse_root(kFullGroup);
+#pragma unroll
+  for (int step = kFullGroup / 2 / kNeighbors; step > 0; step /= 2) {
+#pragma unroll
+    for (int k = 0; k < kNeighbors; ++k) {
+      const float other = float_of(__shfl_xor_sync(kAllLanes, bits_of(values[k]), step));
+      values[k] = lane & step ? other - values[k] : values[k] + other;
+    }
+  }
+  transform<kNeighbors / 2, kNeighbors>(values);
 }
 
 // -- plain tensors ---------------------------------------------------------------------------------------
@@ -127,7 +150,6 @@ struct PlainRanges {
   uint32_t words[3];
   bool fp32_min;
 
-  __device__ bool is_once() const { return ((words[0] | (fp32_min ? words[2] << 16 : words[1])) & 0x80000000u) == 0; }
   __device__ PairScale scale() const {
     uint32_t means[2] = {words[0] << 16, words[1] << 16}, scales[2] = {words[0], words[1]};
     if (fp32_min) {
@@ -138,6 +160,7 @@ struct PlainRanges {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       of.means[i] = float_of(means[i]), of.factors[i] = float_of(scales[i] & 0x7FFF0000u) * inverse_root(kFullGroup);
+      of.are_twice[i] = scales[i] >> 31 != 0;
     }
     return of;
   }
@@ -270,16 +293,17 @@ class LaneMap<MapKind::mask> {
 
 // Dequantizes the groups of a warp by products. words: the codes of the first group, followed by those of the second one. signs:
 // those of the first group, sizeof(Workspace) before those of the second one. places: those of the groups in `out`. first: the
-// number of the first group, if there is a map.
+// number of the first group, if there is a map or a group is rotated twice.
 template <MapKind Kind, class T>
 __device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
-                                const uint8_t* signs, const PlainEntries& entries, const ValueMap& value_map, uint32_t first, T* out,
-                                const int64_t* places, uint32_t part) {
+                                const uint8_t* signs, const uint64_t& seed, const PlainEntries& entries, const ValueMap& value_map,
+                                int64_t first, T* out, const int64_t* places, uint32_t part) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const LaneMap<Kind> map(entries, value_map, first + i, places[i]);
+    const LaneMap<Kind> map(entries, value_map, static_cast<uint32_t>(first + i), places[i]);
     float values[kNeighbors];
     transform(values, read_levels(words + i * (kFullGroup / kBlock) * bits, bits, signed_levels), part);
+    if (scale.are_twice[i]) rotate_neighbors_back(values, seed, first + i);
     const uint32_t negative = signs[i * sizeof(Workspace) + threadIdx.x % 32];
 #pragma unroll
     for (int k = 0; k < kNeighbors; ++k) {
@@ -323,12 +347,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks
         const uint32_t* words = input.words();
         const int64_t next = pair + pairs_apart();
         if (next < plain.count) input.load(next);
-        if (!found.is_once()) break;
         if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, 2 * pair + threadIdx.x / kSide % 2);
         const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
         const auto dequantize = [&](auto map, int of_bits) {
           dequantize_pair<decltype(map)::value>(found.scale(), words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn,
-                                                plain.entries, value_map, static_cast<uint32_t>(2 * pair), out, places, part);
+                                                seed, plain.entries, value_map, 2 * pair, out, places, part);
         };
         // The compiler knows the levels of 2 bits.
         with_map(value_map, plain.entries.kind, [&](auto map) { bits == 2 ? dequantize(map, 2) : dequantize(map, bits); });
@@ -351,7 +374,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks
       words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
       with_map(value_map, EntryKind::none, [&](auto map) {
         dequantize_pair<decltype(map)::value>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn,
-                                              plain.entries, value_map, 0, out, places, part);
+                                              seed, plain.entries, value_map, 0, out, places, part);
       });
       turn = (turn + 1) % kTurns;
       continue;

@@ -178,10 +178,11 @@ struct Quantizer {
   static constexpr int kPending = 3;  // numbers of a group
   static_assert(kPending * kTurns <= kSide);
 
-  // Keeps what `store` needs for a full group whose factor is 1 and which is rotated once.
-  __device__ void keep(int turn, const Remainders& found, float inner) const {
+  // Keeps what `store` needs for a full group whose factor is 1.
+  __device__ void keep(int turn, const Remainders& found, float inner, bool has_spike) const {
     float* const pending = own.pending + kPending * turn;
-    pending[0] = found.energy, pending[1] = found.mean, pending[2] = inner;
+    // The energy of a group with a spike is greater than 0.
+    pending[0] = has_spike ? -found.energy : found.energy, pending[1] = found.mean, pending[2] = inner;
   }
 
   // Writes mean and scale of the last `turns` groups, in a lane for each. A lane after the other would take more instructions.
@@ -191,26 +192,30 @@ struct Quantizer {
     const int turn = lane_of_group_now();
     if (turn < turns) {
       const float* const pending = own.pending + kPending * turn;
-      const Remainders found = {kFullGroup, pending[1], 1.0f, pending[0], 0.0f};
+      const Remainders found = {kFullGroup, pending[1], 1.0f, fabsf(pending[0]), 0.0f};
       const int64_t number = 2 * (pair - (turns - turn) * pairs_apart()) + threadIdx.x / kSide % 2;
-      store(number, found, pending[2], own.random[4 * (kCountersAhead * turn + kPlaceOfScale)], false);
+      store(number, found, pending[2], own.random[4 * (kCountersAhead * turn + kPlaceOfScale)],
+            pending[0] < 0.0f);
     }
     __syncwarp();
   }
 };
 
-// Rotates any group: a column becomes a row. are_full: both groups of the warp have 256 elements. The group's random words stay in
-// its workspace.
-__device__ void rotate_any(float* values, const Quantizer& by, const LocatedGroup& of, bool are_full, bool has_spike) {
+// Rotates a full group: a column becomes a row. turn: the place of its random words, which are made if it is 0.
+__device__ void rotate_full(float* values, const Quantizer& by, int turn, int64_t number, bool has_spike) {
+  Workspace& own = by.own;
+  if (turn == 0) put_random_ahead<kCountersAhead>(own, by.seed, number);
+  rotate(values, own, own.random + 4 * kCountersAhead * turn);
+  if (any(has_spike)) rotate_again(values, own, by.seed, number, has_spike);
+}
+
+// Rotates any group: a column becomes a row. The group's random words stay in its workspace.
+__device__ void rotate_any(float* values, const Quantizer& by, const LocatedGroup& of, bool has_spike) {
   Workspace& own = by.own;
   put_random_of_group(own, by.seed, of.number);
-  if (are_full) {
-    rotate_full(values, own, own.random, has_spike);
-  } else {
-    put_column(values, own);
-    rotate_in_memory(own, own.random, of.length, has_spike);
-    get_row(values, own);
-  }
+  put_column(values, own);
+  rotate_in_memory(own, own.random, of.length, has_spike);
+  get_row(values, own);
 }
 
 // Two groups of a plain tensor in shared memory, where they arrive while the warp works on the two groups before.
@@ -263,7 +268,7 @@ __device__ void normalize_plain(float* values, const Normalization& by, const Pl
   }
 }
 
-// Quantizes plain groups from `pair` on, until a pair may need more than one rotation, or a factor, or is beyond the last one. If
+// Quantizes plain groups from `pair` on, until a pair may need a factor, or is beyond the last one. If
 // groups are staged, those of `pair` are, and afterwards those of the pair after it. Returns the number of groups whose scales are
 // kept.
 template <bool Normalized, class T>
@@ -283,15 +288,15 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
       read_neighbors(values, x + number * kFullGroup);
     }
     if (Normalized) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
-    if (!remainders_of_full(found, values, by.settings) || may_be_spiky(found)) break;
+    if (!remainders_of_full(found, values, by.settings)) break;
+    const bool has_spike = may_be_spiky(found) && is_spiky(found, values);
     if (turn == kTurns) {
       by.store_kept(turn, pair);
       turn = 0;
     }
-    if (turn == 0) put_random_ahead<kCountersAhead>(by.own, by.seed, number);
-    rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);
+    rotate_full(values, by, turn, number, has_spike);
     uint32_t* const words = by.packed + pair * (2 * kFullGroup / kBlock) * bits;
-    by.keep(turn++, found, by.encode_full(values, found, words, bits));
+    by.keep(turn++, found, by.encode_full(values, found, words, bits), has_spike);
   }
   return turn;
 }
@@ -299,7 +304,7 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
 // -- kernels ---------------------------------------------------------------------------------------------
 
 // Plain: the groups are those of a plain tensor, codes have at most kMostBitsInRegisters bits and share no block with those of
-// another group, nothing is masked, and x is aligned to 16 bytes. Normalized: elements are normalized, or may be unless Plain.
+// another group, and x is aligned to 16 bytes. Normalized: elements are normalized, or may be unless Plain.
 // entries: those of the normalization, in runs of kSide.
 // Float64, which fills two registers, gets more of them.
 template <class T, bool Plain, bool Normalized>
@@ -319,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
   __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   if (threadIdx.x == 0) seed = seed_from(seed_address, seed_number);
   share_streams(streams, uniform, Plain ? nullptr : counts);
-  const CopySettings settings = {uniform.fp32_min, !Plain && is_masked};
+  const CopySettings settings = {uniform.fp32_min, is_masked};
   const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, Plain || whole, packed, ranges};
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_seed(seed, uniform.fp32_min, ranges + uniform.groups * columns(uniform.fp32_min));
@@ -354,23 +359,21 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
       are_full = remainders_of_full(found, values, settings);
     }
     if (!are_full && 2 * pair < streams.groups) found = remainders_of(values, elements(), settings, by.own);
-    const bool is_quick = !Plain && are_full && !may_be_spiky(found);
+    const bool is_quick = !Plain && are_full;
+    const bool has_spike = (!is_quick || may_be_spiky(found)) && is_spiky(found, values);
     if (turn == kTurns || !is_quick) {
       by.store_kept(turn, pair);
       if (2 * pair >= streams.groups) break;
       turn = 0;
     }
-    bool has_spike = false;
     if (is_quick) {
-      if (turn == 0) put_random_ahead<kCountersAhead>(by.own, seed, of.number);
-      rotate(values, by.own, by.own.random + 4 * kCountersAhead * turn);
+      rotate_full(values, by, turn, of.number, has_spike);
     } else {
-      has_spike = is_spiky(found, values);
-      rotate_any(values, by, of, are_full, has_spike);
+      rotate_any(values, by, of, has_spike);
     }
     const float inner = by.encode(values, of, found, are_full);
     if (is_quick) {
-      by.keep(turn++, found, inner);
+      by.keep(turn++, found, inner, has_spike);
     } else {
       const int64_t number = 2 * pair + threadIdx.x / kSide % 2;  // made again, which takes fewer registers
       const uint32_t random = by.own.random[4 * kRoundingCounter];
@@ -410,7 +413,7 @@ void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dt
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
   PlainEntries entries;
-  const bool is_plain = is_plain_tensor(of, map) && !is_masked && whole && of.bits <= kMostBitsInRegisters &&
+  const bool is_plain = is_plain_tensor(of, map) && whole && of.bits <= kMostBitsInRegisters &&
                         reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0 &&
                         find_entries(entries, normalization.index, normalization.exists(), of.groups, kSide);
   with_type(dtype, [&](auto type) {

@@ -95,11 +95,11 @@ __device__ inline float sum_of_group(const float* column, float* quads = nullptr
   return sum;
 }
 
-// Does one stage of a transform on a column or a row.
-template <int Distance>
+// Does one stage of a transform on a column or a row, or on another number of adjacent numbers.
+template <int Distance, int Count = kSide>
 __device__ inline void transform_stage(float* values) {
 #pragma unroll
-  for (int j = 0; j < kSide; ++j) {
+  for (int j = 0; j < Count; ++j) {
     if (j & Distance) continue;
     const float a = values[j], b = values[j + Distance];
     values[j] = a + b;
@@ -107,11 +107,11 @@ __device__ inline void transform_stage(float* values) {
   }
 }
 
-// Does the stages of a transform on a column or a row, from distance First on.
-template <int First = kSide / 2>
+// Does the stages of a transform, from distance First on.
+template <int First = kSide / 2, int Count = kSide>
 __device__ inline void transform(float* values) {
-  transform_stage<First>(values);
-  if constexpr (First > 1) transform<First / 2>(values);
+  transform_stage<First, Count>(values);
+  if constexpr (First > 1) transform<First / 2, Count>(values);
 }
 
 // -- random words ----------------------------------------------------------------------------------------
@@ -145,9 +145,8 @@ __device__ inline void put_random_ahead(Workspace& own, uint64_t seed, int64_t n
 
 __device__ inline bool is_negative(const uint32_t* words, int i) { return words[i / 32] >> (i % 32) & 1u; }
 
-// Multiplies a column by +factor or -factor. words: 8 words of signs, aligned to 16 bytes.
-__device__ inline void multiply_column(float* values, const uint32_t* words, float factor) {
-  const uint4 first = reinterpret_cast<const uint4*>(words)[0], second = reinterpret_cast<const uint4*>(words)[1];
+// Multiplies a column by +factor or -factor. first, second: the words of signs.
+__device__ inline void multiply_column(float* values, const uint4& first, const uint4& second, float factor) {
   const uint32_t signs[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
   const uint32_t even = 1u << lane_of_group(), odd = even << kSide;
 #pragma unroll
@@ -162,9 +161,10 @@ __device__ inline void multiply_row(float* values, const uint32_t* words, float 
 
 // -- rotations in registers ------------------------------------------------------------------------------
 
-// Rotates a column of a full group into a row.
+// Rotates a column of a full group into a row. signs: 8 words, aligned to 16 bytes.
 __device__ inline void rotate(float* values, Workspace& own, const uint32_t* signs) {
-  multiply_column(values, signs, inverse_root(kFullGroup));
+  const auto* words = reinterpret_cast<const uint4*>(signs);
+  multiply_column(values, words[0], words[1], inverse_root(kFullGroup));
   transform(values);
   put_column(values, own);
   get_row(values, own);
@@ -180,14 +180,19 @@ __device__ inline void rotate_back(float* values, Workspace& own, const uint32_t
   multiply_row(values, signs, scale * inverse_root(kFullGroup));
 }
 
-// Rotates a column of a full group into a row, twice if is_twice. words: those of the group. The lanes of the warp's other group,
-// which may be rotated once, take part in all exchanges. Their numbers become a column and a row again.
-__device__ inline void rotate_full(float* values, Workspace& own, const uint32_t* words, bool is_twice) {
-  rotate(values, own, words + 4 * sign_counter(0, 0));
+// Rotates a row of a full group a second time, if is_twice. number: that of the group. The lanes of the warp's other group, which
+// may be rotated once, take part in all exchanges. Their numbers become a column and a row again.
+__device__ inline void rotate_again(float* values, Workspace& own, uint64_t seed, int64_t number, bool is_twice) {
+  // The signs are in the padding of the first two rows.
+  const auto signs = [&own](int i) -> uint4& { return *reinterpret_cast<uint4*>(own.numbers + i * Workspace::kRow + kSide); };
+  if (lane_of_group_now() < 2) {
+    const PhiloxWords random = philox_words(seed, group_counter(number) + static_cast<unsigned>(sign_counter(1, 0) + lane_of_group()));
+    signs(lane_of_group()) = {random.words[0], random.words[1], random.words[2], random.words[3]};
+  }
   put_row(values, own);
   get_column(values, own);
   if (is_twice) {
-    multiply_column(values, words + 4 * sign_counter(1, 0), inverse_root(kFullGroup));
+    multiply_column(values, signs(0), signs(1), inverse_root(kFullGroup));
     transform(values);
   }
   put_column(values, own);

@@ -774,6 +774,18 @@ def test_unusual_rotated_groups(cuda, length, dtype, kind):
         compare_quantizer(cuda, x, bits, 256, bits % 2 == 0, kind=kind)
 
 
+@rotated_kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_with_spikes(cuda, dtype, kind):
+    """Groups that are rotated twice, among others: in one of a warp's two groups, in both, and in several pairs in a row."""
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for bits in range(1, 6):
+        x = torch.from_numpy(rng.normal(0, 1, (70 + bits, 256)))
+        spikes = torch.from_numpy(rng.random(len(x)) < 0.2 * bits)
+        x[spikes, torch.from_numpy(rng.integers(0, 256, len(x)))[spikes]] = 20.0
+        compare_quantizer(cuda, x.to(dtype), bits, 256, bits % 2 == 0, kind=kind)
+
+
 def compare_with_vectors(cuda, x, group_size, inner, entries, rng, kind, several=(None, None)):
     """Compare normalized quantizing, and affine maps, with the reference backend. several: widths and words, or None."""
     a, b = (torch.from_numpy(rng.normal(1, 1, entries)).float() for _ in range(2))

@@ -781,6 +781,23 @@ struct Cuda {
                           of.seed, device, stream_at(stream));
   }
 
+  // Returns false and does nothing if the kernel does not fit.
+  bool relu_quantized(const Buffer& x, int64_t samples, int64_t features, const Buffer& y, const Buffer& mask, int group_size,
+                      int bits, bool fp32_min, const SeedArgument& seed, const Buffer& packed, const Buffer& ranges, int device,
+                      uintptr_t stream) const {
+    const Entry entry("relu_quantized", device);
+    const QuantizedShape shape =
+        quantized_shape(samples, features, group_size, fp32_min, static_cast<int>(fewbit::CopyKind::masked));
+    const DType dtype = numbers_of(entry, "x", x, shape);
+    auto* result = entry.exactly<void>("y", y, x.count, x.item);
+    auto* bits_of_mask = entry.packed("mask", mask, x.count, 1);
+    const int64_t* const address = seed.is_value ? nullptr : entry.seed("seed", seed);
+    const auto [of, copy] = quantized(entry, shape, bits, {}, {}, packed, ranges);
+    py::gil_scoped_release release;
+    return fewbit::cuda::relu_quantized(of, address_of<const void>(x), item_of(dtype), {address, seed.value}, result,
+                                        words_at(bits_of_mask), words_at(copy.packed), copy.ranges, device, stream_at(stream));
+  }
+
   void quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits, const Buffer& order,
                 const Buffer& counts, bool fp32_min, int kind, const SeedArgument& seed, const Buffer& levels,
                 const Buffer& packed, const Buffer& ranges, int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd,
@@ -977,6 +994,9 @@ void bind_cuda(py::module_& module) {
            = 1)
       .def("share_bits", &Cuda::share_bits, py::arg("squares"), py::arg("extra"), py::arg("gains"), py::arg("widths"),
            py::arg("device_index"), py::arg("stream_ptr"))
+      .def("relu_quantized", &Cuda::relu_quantized, py::arg("x"), py::arg("samples"), py::arg("features"),
+           py::arg("y"), py::arg("mask"), py::arg("group_size"), py::arg("bits"), py::arg("fp32_min"), py::arg("seed"),
+           py::arg("packed"), py::arg("ranges"), py::arg("device_index"), py::arg("stream_ptr"))
       .def("order_samples", &Cuda::order_samples, py::arg("widths"), py::arg("order"), py::arg("counts"),
            py::arg("device_index"), py::arg("stream_ptr"))
       .def("squares", &Cuda::squares, py::arg("x"), py::arg("samples"), py::arg("features"),

@@ -109,6 +109,12 @@ void squares_rotated(const Streams& streams, bool is_masked, const void* x, int 
 void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const ValueMap& value_map,
                         void* out, int dtype, int device, void* stream);
 
+// Computes y (n,) = relu(x), the mask (1 bit for each element, packed: 0 where y is 0) and the masked copy of y in one pass over
+// memory. Returns false, and does nothing, unless x and y are aligned, the groups lie side by side and have 256 elements, and all
+// samples have the same width, up to 4 bits. dtype: float32, float16 or bfloat16. y may be x.
+bool relu_quantized(const Quantized& of, const void* x, int dtype, const Seed& seed, void* y, int32_t* mask, int32_t* packed,
+                    uint16_t* ranges, int device, void* stream);
+
 // Do the same for exactly unbiased copies, whose sums of squares are those of rotated ones. codes: kUnbiasedFloats numbers in device
 // memory (common/unbiased.h).
 void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, const void* x, int dtype, const Normalization& normalization,

@@ -35,19 +35,20 @@ struct GroupToPack {
   }
 };
 
-// Clears the words and the ranges that the groups of a copy do not fill. Returns true if no block has elements of two groups.
-inline bool clear(const Quantized& of, int32_t* packed, uint16_t* ranges, void* stream) {
+// Returns true if no block has elements of two groups. Groups share blocks only if groups begin inside blocks.
+inline bool is_whole(const Quantized& of) { return of.features < kLeastFeatures || of.features % kBlock == 0; }
+
+// Clears the words and the ranges that the groups of a copy do not fill.
+inline void clear(const Quantized& of, int32_t* packed, uint16_t* ranges, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  // Streams of one width, whose sizes are known here, fill all words. Groups share blocks only if groups begin inside blocks.
-  const bool whole = of.features < kLeastFeatures || of.features % kBlock == 0;
-  if (!whole || of.counts) {
+  // Streams of one width, whose sizes are known here, fill all words.
+  if (!is_whole(of) || of.counts) {
     check(cudaMemsetAsync(packed, 0, static_cast<size_t>(of.words) * sizeof(uint32_t), on), "clearing packed codes");
   }
   if (of.counts) {
     const size_t bytes = static_cast<size_t>(of.groups) * columns(of.fp32_min) * sizeof(uint16_t);
     check(cudaMemsetAsync(ranges, 0, bytes, on), "clearing ranges");
   }
-  return whole;
 }
 
 // Writes the codes of a group. whole: no block has elements of two groups.

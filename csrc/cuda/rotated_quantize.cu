@@ -1,7 +1,9 @@
 // The quantizer of rotated and masked copies, and the energies of groups: two groups a warp.
 
 #include <algorithm>
+#include <type_traits>
 
+#include "common/functions.h"
 #include "common/normal_levels.h"
 #include "common/rotate.h"
 #include "cuda/dispatch.h"
@@ -201,6 +203,52 @@ struct Quantizer {
   }
 };
 
+// What is quantized: elements of x, elements that are normalized, or those of relu(x).
+enum class Source { as_is, normalized, relu };
+
+// The result of a ReLU, and its mask: a bit for each element, 0 where the result is 0. The elements of T fill a byte of the mask,
+// or half of it, with each vector of 16 bytes.
+template <class T>
+struct ReluResult {
+  static constexpr int kVector = 16 / sizeof(T);
+
+  T* y;
+  uint8_t* mask;
+
+  // Returns the part of the result that begins with an element whose number is a multiple of kBlock.
+  __host__ __device__ ReluResult from(int64_t element) const { return {y + element, mask + element / 8}; }
+
+  // Writes the ReLU of a vector of elements, and returns it. Every lane calls it, for vectors side by side.
+  __device__ uint4 put(const uint4& elements, int vector) const {
+    const Relu relu(0.0, 0.0);
+    uint32_t words[4] = {elements.x, elements.y, elements.z, elements.w}, bits = 0;
+#pragma unroll
+    for (int k = 0; k < kVector; k += 2) {
+      const float low = value<T>(words, k), high = value<T>(words, k + 1);
+      bits |= (low <= 0.0f ? 0u : 1u << k) | (high <= 0.0f ? 0u : 2u << k);
+      set_pair<T>(words, k, relu(low), relu(high));
+    }
+    const uint4 found = {words[0], words[1], words[2], words[3]};
+    reinterpret_cast<uint4*>(y)[vector] = found;
+    if (kVector == 8) {
+      mask[vector] = static_cast<uint8_t>(bits);
+    } else {
+      bits |= __shfl_xor_sync(kAllLanes, bits, 1) << 4;
+      if (vector % 2 == 0) mask[vector / 2] = static_cast<uint8_t>(bits);
+    }
+    return found;
+  }
+
+  // Writes the ReLU of a pair of groups. Afterwards all lanes of the warp can read it.
+  __device__ void put_pair(const T* x) const {
+#pragma unroll 1
+    for (int vector = threadIdx.x % 32; vector < 2 * kFullGroup / kVector; vector += 32) {
+      put(reinterpret_cast<const uint4*>(x)[vector], vector);
+    }
+    __syncwarp();
+  }
+};
+
 // Rotates a full group: a column becomes a row. turn: the place of its random words, which are made if it is 0.
 __device__ void rotate_full(float* values, const Quantizer& by, int turn, int64_t number, bool has_spike) {
   Workspace& own = by.own;
@@ -238,6 +286,21 @@ struct alignas(16) Staged {
 #endif
   }
 
+  // Waits for the copies and replaces the elements by their ReLU, which is also written to memory, with its mask.
+  __device__ void activate(const ReluResult<T>& result) {
+#if FEWBIT_PAIR_INSTRUCTIONS
+    ptx::wait_for_copies();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) {
+      const int vector = i * 32 + threadIdx.x % 32;
+      auto* const at = reinterpret_cast<uint4*>(elements + i * 32 * kVector / kFullGroup * kSide + vector * kVector);
+      *at = result.put(*at, vector);
+    }
+    __syncwarp();
+#endif
+  }
+
   // Waits for the copies and reads a column. Afterwards other elements may be copied.
   __device__ void read(float* values) const {
 #if FEWBIT_PAIR_INSTRUCTIONS
@@ -271,9 +334,9 @@ __device__ void normalize_plain(float* values, const Normalization& by, const Pl
 // Quantizes plain groups from `pair` on, until a pair may need a factor, or is beyond the last one. If
 // groups are staged, those of `pair` are, and afterwards those of the pair after it. Returns the number of groups whose scales are
 // kept.
-template <bool Normalized, class T>
+template <Source Of, class T>
 __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalization& normalization, const PlainEntries& entries,
-                              int64_t& pair, int64_t end, int bits, Staged<T>& staged) {
+                              const ReluResult<T>& relu, int64_t& pair, int64_t end, int bits, Staged<T>& staged) {
   int turn = 0;
 #pragma unroll 1
   for (; pair < end; pair += pairs_apart()) {
@@ -281,13 +344,17 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
     float values[kSide];
     Remainders found;
     if constexpr (Staged<T>::kExists) {
+      if constexpr (Of == Source::relu) staged.activate(relu.from(pair * (2 * kFullGroup)));
       staged.read(values);
       const int64_t next = pair + pairs_apart();
       if (next < end) staged.copy(x + next * (2 * kFullGroup));
+    } else if constexpr (Of == Source::relu) {
+      relu.from(pair * (2 * kFullGroup)).put_pair(x + pair * (2 * kFullGroup));
+      read_neighbors(values, relu.y + number * kFullGroup);
     } else {
       read_neighbors(values, x + number * kFullGroup);
     }
-    if (Normalized) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
+    if (Of == Source::normalized) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
     if (!remainders_of_full(found, values, by.settings)) break;
     const bool has_spike = may_be_spiky(found) && is_spiky(found, values);
     if (turn == kTurns) {
@@ -304,15 +371,16 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
 // -- kernels ---------------------------------------------------------------------------------------------
 
 // Plain: the groups are those of a plain tensor, codes have at most kMostBitsInRegisters bits and share no block with those of
-// another group, and x is aligned to 16 bytes. Normalized: elements are normalized, or may be unless Plain.
+// another group, and x is aligned to 16 bytes. Of: elements may also be as they are if Of is normalized, unless Plain. If it is relu,
+// the kernel computes the result of the ReLU in the pairs of full groups, and finds it in memory for other groups.
 // entries: those of the normalization, in runs of kSide.
 // Float64, which fills two registers, gets more of them.
-template <class T, bool Plain, bool Normalized>
+template <class T, bool Plain, Source Of>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
-                    const __grid_constant__ PlainEntries entries, const int64_t* seed_address, int64_t seed_number,
-                    bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
+                    const __grid_constant__ PlainEntries entries, const __grid_constant__ ReluResult<T> relu,
+                    const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
   __shared__ Workspace workspaces[kGroupsOfBlock];
@@ -338,23 +406,23 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks
 #pragma unroll 1
   for (;; pair += pairs_apart()) {
     if constexpr (Plain) {
-      turn = quantize_plain<Normalized>(by, x, normalization, entries, pair, plain_pair_count(map), uniform.of[0].bits,
-                                        staged[threadIdx.x / 32]);
+      turn = quantize_plain<Of>(by, x, normalization, entries, relu, pair, plain_pair_count(map), uniform.of[0].bits,
+                                staged[threadIdx.x / 32]);
     }
     const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     // Made again where it is needed, which takes fewer registers.
     const auto elements = [&] {
-      return GroupElements<T>(x, normalization, place_of(of, streams, Plain ? nullptr : order), of.length);
+      return GroupElements<T>(Of == Source::relu ? relu.y : x, normalization, place_of(of, streams, Plain ? nullptr : order), of.length);
     };
     float values[kSide];
     Remainders found;
     int64_t begin = 0;
     bool are_full = all(is_full_at(begin, of, streams, Plain ? nullptr : order));
     if (are_full) {
-      if (Normalized && normalization.exists()) {
+      if (Of == Source::normalized && normalization.exists()) {
         elements().read_full(values, by.own);
       } else {
-        read_neighbors(values, x + begin);
+        read_neighbors(values, (Of == Source::relu ? relu.y : x) + begin);
       }
       are_full = remainders_of_full(found, values, settings);
     }
@@ -402,30 +470,77 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   }
 }
 
+// Computes the ReLU of the last elements, fewer than those of a pair.
+template <class T>
+__global__ void __launch_bounds__(kThreads) relu_kernel(const T* x, int n, T* y, uint8_t* mask) {
+  const int byte = threadIdx.x;
+  if (byte >= (n + kBlock - 1) / kBlock * (kBlock / 8)) return;
+  uint32_t bits = 0;
+  for (int i = byte * 8; i < byte * 8 + 8 && i < n; ++i) {
+    const float element = as_float(x[i]);
+    bits |= element <= 0.0f ? 0u : 1u << (i % 8);
+    store_one(Relu(0.0, 0.0)(element), y + i);
+  }
+  mask[byte] = static_cast<uint8_t>(bits);
+}
+
+// Quantizes relu(x) if `relu` is not null, and else x. Returns false, and does nothing, if x is not plain but has to be.
+template <class T>
+bool quantize_as(const Quantized& of, bool is_masked, const T* x, const Normalization& normalization, const Seed& seed,
+                 const ReluResult<T>* relu, int32_t* packed, uint16_t* ranges, int device, void* stream) {
+  // A copy without groups has a seed nevertheless.
+  const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
+  const Streams uniform = uniform_streams(of);
+  const GroupMap map = group_map(uniform, of.counts);
+  const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0; };
+  PlainEntries entries;
+  const bool is_plain = is_plain_tensor(of, map) && is_whole(of) && of.bits <= kMostBitsInRegisters && is_aligned(x) &&
+                        (!relu || is_aligned(relu->y)) &&
+                        find_entries(entries, normalization.index, normalization.exists(), of.groups, kSide);
+  auto kernel = quantize_kernel<T, false, Source::normalized>;
+  if (relu) {
+    if constexpr (sizeof(T) < 8) {
+      if (!is_plain) return false;
+      kernel = quantize_kernel<T, true, Source::relu>;
+      const int64_t end = plain_pair_count(map) * (2 * kFullGroup);
+      const ReluResult<T> last = relu->from(end);
+      if (end < map.end) launch(relu_kernel<T>, device, stream, 1, 1, x + end, static_cast<int>(map.end - end), last.y, last.mask);
+    } else {
+      return false;
+    }
+  } else if (is_plain) {
+    kernel = normalization.exists() ? quantize_kernel<T, true, Source::normalized> : quantize_kernel<T, true, Source::as_is>;
+  }
+  clear(of, packed, ranges, stream);
+  launch(kernel, device, stream, pairs, kLaunchedBlocks, uniform, map, of.order, of.counts, x, normalization, entries,
+         relu ? *relu : ReluResult<T>{},
+         address_of(seed), seed.number, is_masked, is_whole(of), reinterpret_cast<uint32_t*>(packed), ranges);
+  return true;
+}
+
 }  // namespace
 
 void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                       const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
   const DeviceScope scope(device);
-  const bool whole = clear(of, packed, ranges, stream);
-  // A copy without groups has a seed nevertheless.
-  const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
-  const Streams uniform = uniform_streams(of);
-  const GroupMap map = group_map(uniform, of.counts);
-  PlainEntries entries;
-  const bool is_plain = is_plain_tensor(of, map) && whole && of.bits <= kMostBitsInRegisters &&
-                        reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0 &&
-                        find_entries(entries, normalization.index, normalization.exists(), of.groups, kSide);
   with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto plain = normalization.exists() ? quantize_kernel<T, true, true> : quantize_kernel<T, true, false>;
-    const auto kernel = is_plain ? plain : quantize_kernel<T, false, true>;
-    launch(kernel, device, stream, pairs, kLaunchedBlocks, uniform, map, of.order, of.counts,
-           static_cast<const T*>(x), normalization, entries, address_of(seed), seed.number, is_masked, whole,
-           reinterpret_cast<uint32_t*>(packed), ranges);
+    quantize_as<T>(of, is_masked, static_cast<const T*>(x), normalization, seed, nullptr, packed, ranges, device,
+                   stream);
   });
 }
 
+bool relu_quantized(const Quantized& of, const void* x, int dtype, const Seed& seed, void* y, int32_t* mask, int32_t* packed,
+                    uint16_t* ranges, int device, void* stream) {
+  const DeviceScope scope(device);
+  bool is_done = false;
+  with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const ReluResult<T> relu = {static_cast<T*>(y), reinterpret_cast<uint8_t*>(mask)};
+    is_done = quantize_as<T>(of, true, static_cast<const T*>(x), {}, seed, &relu, packed, ranges, device, stream);
+  });
+  return is_done;
+}
 void squares_rotated(const Streams& streams, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                      float* out, int device, void* stream) {
   if (streams.groups <= 0) return;

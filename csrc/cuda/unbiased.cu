@@ -190,7 +190,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
 void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, const void* x, int dtype, const Normalization& normalization,
                        const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
   const DeviceScope scope(device);
-  const bool whole = clear(of, packed, ranges, stream);
+  const bool whole = is_whole(of);
+  clear(of, packed, ranges, stream);
   // A copy without groups has a seed nevertheless.
   const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
   const Streams uniform = uniform_streams(of);

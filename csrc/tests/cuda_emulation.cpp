@@ -119,6 +119,16 @@ const char* emulated_quantize(const void* x, int dtype, int64_t samples, int64_t
   });
 }
 
+// done: set to 0 if the kernel has done nothing.
+const char* emulated_relu_quantized(const void* x, int dtype, int64_t samples, int64_t features, int group_size, int bits,
+                                    int fp32_min, int64_t seed, void* y, int32_t* mask, int32_t* packed, int64_t words,
+                                    uint16_t* ranges, int64_t groups, int64_t* done) {
+  const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, nullptr, nullptr, words, groups};
+  return guarded([&] {
+    *done = fewbit::cuda::relu_quantized(of, x, dtype, {nullptr, seed}, y, mask, packed, ranges, 1, nullptr);
+  });
+}
+
 const char* emulated_share_bits(const float* gains, const float* squares, int64_t samples, int64_t extra,
                                 uint8_t* widths) {
   fewbit::cuda::Gains by;

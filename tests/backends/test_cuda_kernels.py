@@ -200,6 +200,38 @@ class Emulation:
         )
         return packed.checked(), ranges.checked().view(-1, columns)
 
+    def relu_quantized(self, x, seed, bits, group_size, fp32_min, offset=0, in_place=False):
+        """Return relu(x), its mask and its masked copy; None if the kernel does not fit."""
+        (samples, features), columns = x.shape, 3 if fp32_min else 2
+        words = packed_words(x.numel(), bits)
+        rows = groups.group_count(samples, features, group_size)
+        y, mask = Guarded(x.numel(), x.dtype, offset), Guarded(packed_words(x.numel(), 1), torch.int32)
+        if in_place:
+            y.data.copy_(x.reshape(-1))
+        packed = Guarded(words, torch.int32)
+        ranges = Guarded((rows + 2) * columns, torch.bfloat16)
+        done = torch.empty(1, dtype=torch.int64)
+        self.call(
+            "relu_quantized",
+            y.data if in_place else x,
+            DTYPES.index(x.dtype),
+            _long(samples),
+            _long(features),
+            group_size,
+            bits,
+            int(fp32_min),
+            _long(seed),
+            y.data,
+            mask.data,
+            packed.data,
+            _long(words),
+            ranges.data,
+            _long(rows),
+            done,
+        )
+        copy = packed.checked(), ranges.checked().view(-1, columns)
+        return (y.checked().view(x.shape), mask.checked(), *copy) if done.item() else None
+
     def share_bits(self, squares, total, kind):
         widths = Guarded(len(squares), torch.uint8)
         gains = torch.tensor(gains_of(kind), dtype=torch.float32)
@@ -784,6 +816,35 @@ def test_groups_with_spikes(cuda, dtype, kind):
         spikes = torch.from_numpy(rng.random(len(x)) < 0.2 * bits)
         x[spikes, torch.from_numpy(rng.integers(0, 256, len(x)))[spikes]] = 20.0
         compare_quantizer(cuda, x.to(dtype), bits, 256, bits % 2 == 0, kind=kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", (1, 2, 3, 4, 5))
+def test_a_relu_and_the_copy_of_its_result(cuda, bits, dtype):
+    """In one kernel, if all groups are full ones side by side. Groups may have spikes, or numbers that are not finite."""
+    rng = np.random.default_rng(bits)
+    shapes = (3, 512), (1, 256), (7, 768), (45, 32), (1, 7), (300, 63), (80, 256), (2, 300), (0, 256)
+    for number, (samples, features) in enumerate(shapes):
+        x = torch.from_numpy(rng.normal(0, 1, (samples, features)))
+        x.view(-1)[::301] = 30.0
+        if number % 3 == 0:
+            x[samples // 2, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-30, -0.0])
+            x[-1] *= 1e-25
+        x, fp32_min, seed = x.to(dtype), number % 2 == 0, number - 4
+        for settings in ({}, {"in_place": True}, {"offset": 1}):
+            found = cuda.relu_quantized(x, seed, bits, 256, fp32_min, **settings)
+            fits = features % 256 == 0 or features < 64
+            fits = fits and bits <= 4 and dtype != torch.float64
+            fits = fits and ("offset" not in settings or not x.numel())
+            assert (found is not None) == fits
+            if found is None:
+                continue
+            y, mask, packed, ranges = found
+            same(y, x.relu())
+            assert torch.equal(mask, reference.pack((~(x <= 0)).reshape(-1).to(torch.uint8), 1))
+            expected = reference.quantize(x.relu(), seed, bits, 256, fp32_min, kind=MASKED)
+            assert torch.equal(packed, expected[0])
+            assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16))
 
 
 def compare_with_vectors(cuda, x, group_size, inner, entries, rng, kind, several=(None, None)):

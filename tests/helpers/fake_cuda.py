@@ -19,6 +19,7 @@ from fake_streams import Block, Clock, Event, Recorder, Stream
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fewbit.config import MASKED
 from fewbit.runtime import backends
 from fewbit.runtime.quantizers import normalized
 
@@ -273,8 +274,13 @@ class _Kernels:
     def __init__(self, cuda: FakeCuda):
         self._cuda, self._cpu, self.name = cuda, backends.of(torch.empty(0)), "cuda"
 
-    def forward_quantized(self, *args, **kwargs):
-        return None  # no such kernel on CUDA
+    def forward_quantized(self, x, function, *args):
+        if function != "relu" or args[-1] != MASKED:
+            return None  # CUDA has no such kernel
+        made = self._cuda.kernel("fewbit.relu_quantized", self._cpu.forward_quantized)(
+            x, function, *args
+        )
+        return made and made._replace(result=made.result._replace(spread=None))
 
     def __getattr__(self, name):
         kernel = self._cuda.kernel(f"fewbit.{name}", getattr(self._cpu, name))

@@ -348,20 +348,29 @@ def test_the_gradient_of_the_bias_alone_of_group_norm(shape, last, dtype):
     assert relative(torch.autograd.grad(y, bias, grad)[0], sums) < 0.02
 
 
+@pytest.mark.parametrize("is_early", [False, True], ids=["after", "before the layer"])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_the_bias_of_batch_norm_may_change_before_backward(dims):
+def test_the_bias_of_batch_norm_may_change_before_backward(dims, is_early):
+    """The layer after the norm uses the norm's copy and bias, unless the bias has changed before the layer runs."""
     torch.manual_seed(0)
     norm, layer = getattr(nn, f"BatchNorm{dims}d"), getattr(nn, f"Conv{dims}d")
-    model = nn.Sequential(norm(4), layer(4, 5, 2))
+    model = nn.Sequential(norm(4), nn.Identity(), layer(4, 5, 2))
     x = normal((3, 4, *[5] * dims), scale=1.0).requires_grad_()
 
-    def gradients():
-        y = model(x)
+    def change(module, inputs, y):
         with torch.no_grad():
             model[0].bias.add_(3.0)
+
+    def gradients():
+        handle = model[1].register_forward_hook(change) if is_early else None
+        y = model(x)
+        if not is_early:
+            change(None, None, None)
         grads = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
         with torch.no_grad():
             model[0].bias.sub_(3.0)
+        if handle is not None:
+            handle.remove()
         return grads
 
     exact = gradients()

@@ -76,7 +76,8 @@ def _in_context(context, x, *arguments):
     If a layer saved the result of this activation in an earlier forward pass, the layer's quantized copy of f(x) is
     made too, in the same pass over x.
     """
-    quantizer = context.cache.consumer_quantizer(x) if x.is_contiguous() else None
+    in_order = x.is_contiguous() or layout.is_by_sample(x)
+    quantizer = context.cache.consumer_quantizer(x) if in_order else None
     made = quantizer and activation_ops.activation_quantized(x, *arguments, quantizer)
     if not made:
         y, packed = activation_ops.activation(x, *arguments, False)

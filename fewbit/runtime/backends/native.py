@@ -136,10 +136,15 @@ class Kernels:
     ):
         """Compute an activation, the codes of x and the quantized result in one pass over memory, or return None.
 
-        The result is always None on CUDA. See `reference.forward_quantized` for the arguments.
+        On CUDA there is such a pass for masked copies of the results of ReLUs, see `relu_quantized` in
+        csrc/cuda/kernels.h. See `reference.forward_quantized` for the arguments.
         """
+        if not hasattr(self._kernels, "forward_quantized"):
+            if function != "relu" or kind != MASKED:
+                return None
+            return self._relu_quantized(x, out, qseed, bits, group_size, fp32_min)
         fused = _fused(x, function, parameters, encoding)
-        if fused is None or not hasattr(self._kernels, "forward_quantized"):
+        if fused is None:
             return None
         samples, features = groups.samples_of(x.shape)
         codes = _packed(x.numel(), encoding.bits, x.device)
@@ -164,10 +169,20 @@ class Kernels:
             ranges,
             *self._where(x),
         )
-        if spread is None and x.device.type == "cpu":
+        if spread is None:
             # The shares of the threads would cut a group, so the kernel has done nothing.
             return None
         return QuantizedForward(codes, QuantizedGroups(packed, ranges, spread))
+
+    def _relu_quantized(self, x, out, seed, bits, group_size, fp32_min):
+        samples, features, words, rows = _copy_sizes(x.shape, bits, group_size)
+        mask = _packed(x.numel(), 1, x.device)
+        packed = torch.empty(words, dtype=torch.int32, device=x.device)
+        ranges = _ranges(rows, fp32_min, MASKED, x.device)
+        size = samples, features
+        copy = group_size, bits, fp32_min, seed, packed, ranges
+        done = self._kernels.relu_quantized(x, *size, out, mask, *copy, *self._where(x))
+        return QuantizedForward(mask, QuantizedGroups(packed, ranges, None)) if done else None
 
     def quantize(
         self,

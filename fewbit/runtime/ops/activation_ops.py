@@ -100,7 +100,7 @@ def activation_quantized(x, function, parameters, encoding, seed, quantizer):
     """Compute f(x) and the packed codes of x, and quantize f(x), in one pass over memory.
 
     Args:
-        x: a contiguous floating tensor.
+        x: a dense floating tensor with samples outermost in storage.
         function: the name of f, see `activation`.
         parameters: the parameters of f, see `activation`.
         encoding: the encoding of the codes.
@@ -112,7 +112,7 @@ def activation_quantized(x, function, parameters, encoding, seed, quantizer):
         no such pass.
     """
     backend, out = backends.of(x), _empty_result(x, function)
-    if out is None:
+    if out is None or not (x.is_contiguous() or out.stride() == x.stride()):
         return None
 
     def run(*settings):

@@ -9,7 +9,7 @@ expectation, and y is linear in x~. Values of y that are computed from the copy 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -78,12 +78,25 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
     if quantizer.context is None or saved.trace_anchor is not None:
         return
     weight, result_bias = unsharded(weight, bias)
+    spec = AffineResultSpec(saved.spec, y.dtype, channels)
+    shared = SavedTensors((*saved.tensors, weight, result_bias), spec)
     if channels is not None and bias is not None and result_bias is bias:
         # torch's batch norm does not save the bias, so users may change the bias before backward.
-        result_bias = bias.detach().clone()
-    spec = AffineResultSpec(saved.spec, y.dtype, channels)
-    tensors = *saved.tensors, weight, result_bias
-    quantizer.context.cache.put(Content(y), quantizer.key, SavedTensors(tensors, spec))
+        if bias.is_inference():
+            shared = _with_own_bias(shared)
+        else:
+            shared = partial(_with_bias_of_version, shared, bias._version)
+    quantizer.context.cache.put(Content(y), quantizer.key, shared)
+
+
+def _with_own_bias(shared: SavedTensors) -> SavedTensors:
+    *tensors, bias = shared.tensors
+    return shared._replace(tensors=(*tensors, bias.detach().clone()))
+
+
+def _with_bias_of_version(shared: SavedTensors, version: int) -> SavedTensors | None:
+    """Return the copy with a bias of its own, or None if the bias has changed. Most results of norms are not looked for."""
+    return _with_own_bias(shared) if shared.tensors[-1]._version == version else None
 
 
 def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):

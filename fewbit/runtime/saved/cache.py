@@ -88,7 +88,9 @@ class SavedTensorCache:
         if found is None or content.storage._cdata in self._local.exposed:
             return None
         _, saved, checksum = found
-        return saved if _is_same(checksum, content) else None
+        if not _is_same(checksum, content):
+            return None
+        return saved() if callable(saved) else saved
 
     def put(self, content: Content, key, saved) -> None:
         """Add a copy of a tensor, for later layers that save the tensor and whose quantizer has the same settings.
@@ -96,7 +98,8 @@ class SavedTensorCache:
         Args:
             content: the tensor.
             key: the settings of the copy: `Quantizer.key` of the layer that made the copy.
-            saved: the copy, `SavedTensors`.
+            saved: the copy, `SavedTensors`; or a function, which is called if a layer looks for the copy, and returns the
+                copy or None.
         """
         entries = self._entries()
         if entries is not None and not content.x.is_inference():

@@ -32,6 +32,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 CSRC = Path("csrc")
+SLOWEST = "bindings", "rotated_quantize"
+"""The sources that take longest to compile, by far."""
 COMMON_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -153,7 +155,7 @@ def cpu_jobs(compiler, includes, with_cuda):
     common = [*compiler, *COMMON_FLAGS, *includes, *(["-DFEWBIT_HAVE_X86"] if x86 else [])]
     command = [*common, *(["-DFEWBIT_WITH_CUDA"] if with_cuda else [])]
     sources = (
-        "bindings.cpp",  # listed first because it takes longest by far
+        "bindings.cpp",
         "common/table.cpp",
         "cpu/allocation.cpp",
         "cpu/checksum.cpp",
@@ -258,6 +260,7 @@ def compile_all(jobs, what):
         what: The devices for which kernels are built, for the progress line.
     """
     stale = [job for job in map(Compilation._make, jobs) if not job.up_to_date()]
+    stale.sort(key=lambda job: job.source.stem not in SLOWEST)  # so that no core waits at the end
     line = MovingLine(f"fewbit's kernels for {what}")
     pool = ThreadPoolExecutor(os.cpu_count())
     try:

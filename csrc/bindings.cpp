@@ -229,8 +229,8 @@ class Entry {
     return static_cast<DType>(buffer.item);
   }
 
-  // Returns the same for a function with a fused kernel.
-  DType fused(const char* name, const Buffer& buffer) const {
+  // Returns the same for a kernel that computes in float32.
+  DType narrow(const char* name, const Buffer& buffer) const {
     const DType dtype = floating(name, buffer);
     if (dtype == DType::float64) wrong(name, "float32, float16 or bfloat16", described(buffer));
     return dtype;
@@ -489,7 +489,7 @@ Elements multiplied(const Entry& entry, const OwnedTable& table, const Buffer& g
 Elements activated(const Entry& entry, int function, const OwnedTable& table, const Buffer& x, const Buffer& y,
                    const Buffer& packed, const SeedArgument& seed, const char* name = "packed") {
   check_function(function);
-  const DType dtype = entry.fused("x", x);
+  const DType dtype = entry.narrow("x", x);
   const auto* from = entry.exactly<const void>("x", x, x.count, x.item);
   auto* to = entry.exactly<void>("y", y, x.count, x.item);
   auto* codes = entry.packed(name, packed, x.count, table.get().bits);
@@ -498,7 +498,7 @@ Elements activated(const Entry& entry, int function, const OwnedTable& table, co
 
 // Checks that a buffer has the numbers of a tensor of that shape, and returns their dtype.
 DType numbers_of(const Entry& entry, const char* name, const Buffer& buffer, const QuantizedShape& shape) {
-  const DType dtype = entry.floating(name, buffer);
+  const DType dtype = entry.narrow(name, buffer);
   entry.exactly<void>(name, buffer, shape.elements(), buffer.item);
   return dtype;
 }

@@ -12,7 +12,7 @@
 namespace fewbit::cuda {
 namespace {
 
-// A lane has 8 elements of a part, in runs of neighbors that fill vectors of 16 bytes (float64: several).
+// A lane has 8 elements of a part, in runs of neighbors that fill vectors of 16 bytes.
 template <class T>
 struct Runs {
   static constexpr int kLength = sizeof(T) == 4 ? 4 : 8;
@@ -240,7 +240,7 @@ void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* rang
   if (groups <= 0) return;
   const DeviceScope scope(device);
   const Streams uniform = uniform_streams(of);
-  with_type(dtype, [&](auto type) {
+  with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto kernel = value_map.is_affine() ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
     launch(kernel, device, stream, pair_count(groups), kWaves, uniform, group_map(uniform, of.counts), of.order, of.counts,

@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cuda/number.h"
 
@@ -24,6 +25,18 @@ void with_type(int dtype, Call&& call) {
     case DType::bfloat16: return call(Type<Bfloat16>());
   }
   throw std::runtime_error("expected a dtype number from 0 to 3, got " + std::to_string(dtype));
+}
+
+// Does the same for the types that the group quantizer has, which are all but float64.
+template <class Call>
+void with_quantized_type(int dtype, Call&& call) {
+  with_type(dtype, [&](auto type) {
+    if constexpr (std::is_same_v<typename decltype(type)::type, double>) {
+      throw std::runtime_error("expected float32, float16 or bfloat16, got float64");
+    } else {
+      call(type);
+    }
+  });
 }
 
 }  // namespace fewbit::cuda

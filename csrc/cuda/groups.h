@@ -182,12 +182,10 @@ __device__ inline int64_t entry_of(const VectorIndex& index, int64_t element) {
 // -- elements --------------------------------------------------------------------------------------------
 
 __host__ __device__ inline float as_float(float x) { return x; }
-__host__ __device__ inline float as_float(double x) { return static_cast<float>(x); }
 __host__ __device__ inline float as_float(Float16 x) { return Float16::widen(x.bits); }
 __host__ __device__ inline float as_float(Bfloat16 x) { return Bfloat16::widen(x.bits); }
 
 __host__ __device__ inline void store_one(float x, float* to) { *to = x; }
-__host__ __device__ inline void store_one(float x, double* to) { *to = x; }
 __host__ __device__ inline void store_one(float x, Float16* to) {
   to->bits = static_cast<uint16_t>(Float16::narrow_pair(x, x));
 }

@@ -70,7 +70,8 @@ struct Seed {
   int64_t number;          // 0 if there is an address
 };
 
-// Quantizes x to packed codes and ranges. Words and groups beyond those needed become zeros.
+// Quantizes x to packed codes and ranges. Words and groups beyond those needed become zeros. x is float32, float16 or bfloat16, as
+// are all tensors of the group quantizer.
 void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const Seed& seed,
               int32_t* packed, uint16_t* ranges, int device, void* stream);
 
@@ -111,7 +112,7 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
 
 // Computes y (n,) = relu(x), the mask (1 bit for each element, packed: 0 where y is 0) and the masked copy of y in one pass over
 // memory. Returns false, and does nothing, unless x and y are aligned, the groups lie side by side and have 256 elements, and all
-// samples have the same width, up to 4 bits. dtype: float32, float16 or bfloat16. y may be x.
+// samples have the same width, up to 4 bits. y may be x.
 bool relu_quantized(const Quantized& of, const void* x, int dtype, const Seed& seed, void* y, int32_t* mask, int32_t* packed,
                     uint16_t* ranges, int device, void* stream);
 

@@ -261,7 +261,7 @@ void quantize(const Quantized& of, const void* x, int dtype, const Normalization
   }
   if (groups <= 0) return;
   const Streams uniform = uniform_streams(of);
-  with_type(dtype, [&](auto type) {
+  with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto kernel = normalization.exists() ? quantize_kernel<T, true> : quantize_kernel<T, false>;
     launch(kernel, device, stream, pair_count(groups), kWaves, uniform, group_map(uniform, of.counts), of.order, of.counts,

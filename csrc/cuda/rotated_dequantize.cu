@@ -314,9 +314,9 @@ __device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, i
   }
 }
 
-// Plain: the tensor has plain pairs. Float64 gets more registers.
+// Plain: the tensor has plain pairs.
 template <class T, bool Plain>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
                       const __grid_constant__ ValueMap value_map, const __grid_constant__ PlainPairs plain, T* out) {
@@ -414,7 +414,7 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
   const PlainPairs plain = plain_pairs(of, map, packed, ranges, value_map, out);
-  with_type(dtype, [&](auto type) {
+  with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto kernel = plain.count > 0 ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
     launch(kernel, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,

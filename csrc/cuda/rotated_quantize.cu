@@ -269,8 +269,7 @@ __device__ void rotate_any(float* values, const Quantizer& by, const LocatedGrou
 // Two groups of a plain tensor in shared memory, where they arrive while the warp works on the two groups before.
 template <class T>
 struct alignas(16) Staged {
-  // float64 would take too much memory.
-  static constexpr bool kExists = FEWBIT_PAIR_INSTRUCTIONS && sizeof(T) < 8;
+  static constexpr bool kExists = FEWBIT_PAIR_INSTRUCTIONS;
   static constexpr int kVector = 16 / sizeof(T), kGroup = kExists ? kFullGroup + kSide : kVector;  // other banks for the second group
 
   T elements[2 * kGroup];
@@ -374,9 +373,8 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
 // another group, and x is aligned to 16 bytes. Of: elements may also be as they are if Of is normalized, unless Plain. If it is relu,
 // the kernel computes the result of the ReLU in the pairs of full groups, and finds it in memory for other groups.
 // entries: those of the normalization, in runs of kSide.
-// Float64, which fills two registers, gets more of them.
 template <class T, bool Plain, Source Of>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
                     const __grid_constant__ PlainEntries entries, const __grid_constant__ ReluResult<T> relu,
@@ -499,15 +497,11 @@ bool quantize_as(const Quantized& of, bool is_masked, const T* x, const Normaliz
                         find_entries(entries, normalization.index, normalization.exists(), of.groups, kSide);
   auto kernel = quantize_kernel<T, false, Source::normalized>;
   if (relu) {
-    if constexpr (sizeof(T) < 8) {
-      if (!is_plain) return false;
-      kernel = quantize_kernel<T, true, Source::relu>;
-      const int64_t end = plain_pair_count(map) * (2 * kFullGroup);
-      const ReluResult<T> last = relu->from(end);
-      if (end < map.end) launch(relu_kernel<T>, device, stream, 1, 1, x + end, static_cast<int>(map.end - end), last.y, last.mask);
-    } else {
-      return false;
-    }
+    if (!is_plain) return false;
+    kernel = quantize_kernel<T, true, Source::relu>;
+    const int64_t end = plain_pair_count(map) * (2 * kFullGroup);
+    const ReluResult<T> last = relu->from(end);
+    if (end < map.end) launch(relu_kernel<T>, device, stream, 1, 1, x + end, static_cast<int>(map.end - end), last.y, last.mask);
   } else if (is_plain) {
     kernel = normalization.exists() ? quantize_kernel<T, true, Source::normalized> : quantize_kernel<T, true, Source::as_is>;
   }
@@ -523,7 +517,7 @@ bool quantize_as(const Quantized& of, bool is_masked, const T* x, const Normaliz
 void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                       const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
   const DeviceScope scope(device);
-  with_type(dtype, [&](auto type) {
+  with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     quantize_as<T>(of, is_masked, static_cast<const T*>(x), normalization, seed, nullptr, packed, ranges, device,
                    stream);
@@ -534,7 +528,7 @@ bool relu_quantized(const Quantized& of, const void* x, int dtype, const Seed& s
                     uint16_t* ranges, int device, void* stream) {
   const DeviceScope scope(device);
   bool is_done = false;
-  with_type(dtype, [&](auto type) {
+  with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const ReluResult<T> relu = {static_cast<T*>(y), reinterpret_cast<uint8_t*>(mask)};
     is_done = quantize_as<T>(of, true, static_cast<const T*>(x), {}, seed, &relu, packed, ranges, device, stream);
@@ -545,7 +539,7 @@ void squares_rotated(const Streams& streams, bool is_masked, const void* x, int 
                      float* out, int device, void* stream) {
   if (streams.groups <= 0) return;
   const DeviceScope scope(device);
-  with_type(dtype, [&](auto type) {
+  with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     launch(squares_kernel<T>, device, stream, pair_count(streams.groups), kLaunchedBlocks, streams, group_map(streams, false),
            static_cast<const T*>(x), normalization, is_masked, out);

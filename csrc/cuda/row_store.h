@@ -87,7 +87,7 @@ template <class T>
 constexpr int kRowVectors = kRowWords<T> / 4;
 
 // Writes the rows of a full group to memory that is aligned to vectors. Rows change lanes before, so that the lanes side by
-// side write side by side; float64 is written directly.
+// side write side by side.
 template <class T>
 __device__ void store_vectors(const uint32_t* words, T* out, Workspace& own) {
   const int lane = lane_of_group();
@@ -98,24 +98,19 @@ __device__ void store_vectors(const uint32_t* words, T* out, Workspace& own) {
     vectors[i].x = words[4 * i], vectors[i].y = words[4 * i + 1];
     vectors[i].z = words[4 * i + 2], vectors[i].w = words[4 * i + 3];
   }
-  if constexpr (sizeof(T) == 8) {
+  // A vector of padding after every four vectors keeps lanes out of each other's banks.
+  auto* staged = reinterpret_cast<uint4*>(own.numbers);
+  __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kRowVectors<T>; ++i) to[lane * kRowVectors<T> + i] = vectors[i];
-  } else {
-    // A vector of padding after every four vectors keeps lanes out of each other's banks.
-    auto* staged = reinterpret_cast<uint4*>(own.numbers);
-    __syncwarp();
+  for (int i = 0; i < kRowVectors<T>; ++i) {
+    const int place = lane * kRowVectors<T> + i;
+    staged[place + place / 4] = vectors[i];
+  }
+  __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kRowVectors<T>; ++i) {
-      const int place = lane * kRowVectors<T> + i;
-      staged[place + place / 4] = vectors[i];
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kRowVectors<T>; ++i) {
-      const int place = i * kSide + lane;
-      to[place] = staged[place + place / 4];
-    }
+  for (int i = 0; i < kRowVectors<T>; ++i) {
+    const int place = i * kSide + lane;
+    to[place] = staged[place + place / 4];
   }
 }
 

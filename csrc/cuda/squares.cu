@@ -33,7 +33,7 @@ void squares(const Streams& streams, const void* x, int dtype, const Normalizati
              int device, void* stream) {
   if (streams.groups <= 0) return;
   const DeviceScope scope(device);
-  with_type(dtype, [&](auto type) {
+  with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto kernel = normalization.exists() ? squares_kernel<T, true> : squares_kernel<T, false>;
     launch(kernel, device, stream, streams.groups, kWaves, streams, static_cast<const T*>(x), normalization, out);

@@ -195,7 +195,7 @@ void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, 
   // A copy without groups has a seed nevertheless.
   const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
   const Streams uniform = uniform_streams(of);
-  with_type(dtype, [&](auto type) {
+  with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     launch(quantize_kernel<T>, device, stream, pairs, kLaunched, uniform, group_map(uniform, of.counts), of.order,
            of.counts, static_cast<const T*>(x), normalization, address_of(seed), seed.number, is_masked, codes, whole,
@@ -208,7 +208,7 @@ void dequantize_unbiased(const Quantized& of, const float* codes, const int32_t*
   if (of.groups <= 0) return;
   const DeviceScope scope(device);
   const Streams uniform = uniform_streams(of);
-  with_type(dtype, [&](auto type) {
+  with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     launch(dequantize_kernel<T>, device, stream, pair_count(of.groups), kLaunched, uniform,
            group_map(uniform, of.counts), of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, codes,

@@ -196,7 +196,6 @@ void test_all_types(const Kernels& kernels, CopyKind kind, const Oracle& oracle,
                     const float* codes = nullptr) {
   for (const bool is_fused : {false, true}) {
     test_case<float, DType::float32>(kernels, kind, oracle, c, is_fused, codes);
-    test_case<double, DType::float64>(kernels, kind, oracle, c, is_fused, codes);
     test_case<uint16_t, DType::float16>(kernels, kind, oracle, c, is_fused, codes);
     test_case<uint16_t, DType::bfloat16>(kernels, kind, oracle, c, is_fused, codes);
   }

@@ -206,6 +206,13 @@ def test_the_message():
         ("encode drawn", {"seed": None}, "encode: seed: expected 1 int64 on the CPU, got none"),
         ("forward", {"x": np.zeros(N)}, "forward: x: expected float32, float16 or bfloat16, .*"),
         ("forward", {"function": 1000}, "function: expected a number below .*, got 1000"),
+        ("quantize", {"x": np.zeros(N)}, "quantize: x: expected float32, float16 or bfloat16, .*"),
+        (
+            "dequantize",
+            {"out": np.zeros(N)},
+            "dequantize: out: expected float32, float16 or bfloat16, .*",
+        ),
+        ("squares", {"x": np.zeros(N)}, "squares: x: expected float32, float16 or bfloat16, .*"),
         ("quantize", {"samples": -1}, "samples: expected 0 or more, got -1"),
         ("quantize", {"features": -1}, "features: expected 0 or more, got -1"),
         ("quantize", {"samples": 1 << 40, "features": 1 << 40}, ".*can be counted, got .*"),

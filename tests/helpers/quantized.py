@@ -14,7 +14,8 @@ except ImportError:
     _kernels = None
 
 ISAS = _kernels.cpu_isas() if _kernels else ()
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes that the kernels have. The ops convert float64."""
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 compiled = pytest.mark.skipif(_kernels is None, reason="fewbit was installed without kernels")
 kinds = pytest.mark.parametrize(

@@ -127,7 +127,9 @@ class Entry:
         if affine is not None:
             raise ValueError(f"{self.name}: scale, shift: expected none with a mask, got one")
         if kind == UNIFORM:
-            raise ValueError(f"{self.name}: mask: expected None for uniform copies, got {_described(mask)}")
+            raise ValueError(
+                f"{self.name}: mask: expected None for uniform copies, got {_described(mask)}"
+            )
         self.check("mask", mask, packed_words(n, 1), torch.int32)
 
     def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:

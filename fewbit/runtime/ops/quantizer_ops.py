@@ -64,6 +64,7 @@ def _quantize(source, seed, bits, group_size, fp32_min, *rest):
     The arguments are those of `quantize`; rest: widths, words, normalize, kind.
     """
     check_rotated_size(rest[-1], group_size)
+    source = _narrow(source)
     backend = backends.of(source)
     packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(fp32_min), *rest)
     if fp32_min is None and source.is_cpu and is_offset(*spread):
@@ -136,7 +137,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
     """
     check_rotated_size(kind, group_size)
-    return backends.of(x).squares(x, group_size, normalize, kind)
+    return backends.of(x).squares(_narrow(x), group_size, normalize, kind)
 
 
 def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator):
@@ -197,11 +198,11 @@ def dequantize_samples(
         mask: a mask to apply to the values, or None, see `dequantize`.
     """
     check_rotated_size(kind, group_size)
-    out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+    out = _empty(size, stride, dtype, packed.device)
     rows = out if len(out) == samples else out.view(samples, -1)
     settings = widths, affine, kind, mask
     backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, *settings)
-    return out
+    return out if dtype is not torch.float64 else out.double()
 
 
 def dequantize(
@@ -235,10 +236,20 @@ def dequantize(
             `reference_quantizer.dequantize`.
     """
     check_rotated_size(kind, group_size)
-    out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+    out = _empty(size, stride, dtype, packed.device)
     settings = widths, affine, kind, mask
     backends.of(packed).dequantize(packed, ranges, bits, group_size, out, *settings)
-    return out
+    return out if dtype is not torch.float64 else out.double()
+
+
+def _narrow(x):
+    """Return x in a dtype that the kernels have. They compute in float32, so they need no more precision."""
+    return x if x.dtype is not torch.float64 else x.float()
+
+
+def _empty(size, stride, dtype, device):
+    dtype = torch.float32 if dtype is torch.float64 else dtype
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def is_offset(least: float, greatest: float) -> bool:

@@ -149,6 +149,7 @@ def _readable(mangled: str) -> str:
     full = demangle(mangled.encode(), None, None, ctypes.byref(ctypes.c_int())).decode()
     full = full.replace("(anonymous namespace)::", "")
     full = full.removeprefix("void ")
+    full = re.sub(r"\((?:\w+::)*(\w+)\)(\d)", r"\1 \2", full)  # the number of an enumerator
     return re.sub(r"(?:\w+::)+", "", full.split("(")[0])
 
 

@@ -148,6 +148,24 @@ def quantize(kind, bits, axis=None):
     return case
 
 
+def relu_quantized(bits):
+    """Return a case: a ReLU, its mask, and the masked copy of its result."""
+
+    def case(backend, x):
+        encoding, out = encoding_of("relu", 1), torch.empty_like(x)
+        settings = bits, GROUP_SIZE, False, MASKED
+
+        def call():
+            mask, (packed, ranges, _) = backend.forward_quantized(
+                x, "relu", (), encoding, None, out, 7, *settings
+            )
+            return out, mask, packed, ranges
+
+        return Run(call, size(x, *call()))
+
+    return case
+
+
 def squares(kind):
     def case(backend, x):
         out = backend.squares(x, GROUP_SIZE, None, kind)
@@ -159,15 +177,19 @@ def squares(kind):
 def dequantize(kind, bits, axis=None):
     def case(backend, x):
         seed = torch.tensor([7], device=x.device)
+        mask = None
+        if kind == MASKED:
+            x = x.clamp(min=0)
+            mask = backend.encode(x, encoding_of("relu", 1), None)
         packed, ranges, _ = backend.quantize(x, seed, bits, GROUP_SIZE, False, kind=kind)
         out = torch.empty_like(x)
         vectors = vectors_of(axis, x)
 
         def call():
-            backend.dequantize(packed, ranges, bits, GROUP_SIZE, out, None, vectors, kind)
+            backend.dequantize(packed, ranges, bits, GROUP_SIZE, out, None, vectors, kind, mask)
             return (out,)
 
-        return Run(call, size(packed, ranges, out))
+        return Run(call, size(packed, ranges, out, *([] if mask is None else [mask])))
 
     return case
 
@@ -224,6 +246,8 @@ CASES = {
     "rotated quantize normalized rows, 2 bits": quantize(ROTATED, 2, "rows"),
     "rotated quantize normalized features, 2 bits": quantize(ROTATED, 2, "features"),
     "masked quantize, 2 bits": quantize(MASKED, 2),
+    "ReLU and masked quantize, 2 bits": relu_quantized(2),
+    "masked dequantize, 2 bits": dequantize(MASKED, 2),
     "rotated squares": squares(ROTATED),
     "rotated dequantize, 2 bits": dequantize(ROTATED, 2),
     "rotated dequantize, 4 bits": dequantize(ROTATED, 4),

@@ -77,11 +77,17 @@ def _dequantize_loop(name: str, kind: str) -> Loop:
     )
 
 
-def _quantize_loop(name: str, *through: tuple[str, str], is_masked: bool = False) -> Loop:
+AS_IS, NORMALIZED, RELU = range(3)
+"""The numbers of the enumerators of Source in csrc/cuda/rotated_quantize.cu."""
+
+
+def _quantize_loop(
+    name: str, *through: tuple[str, str], source: int = AS_IS, is_masked: bool = False
+) -> Loop:
     return Loop(
         name,
         "rotated_quantize",
-        f"quantize_kernel<{{}}, true, {'true' if through else 'false'}>",
+        f"quantize_kernel<{{}}, true, Source {source}>",
         (
             *through,
             (
@@ -137,12 +143,20 @@ LOOPS = (
     _quantize_loop("rotated: quantize"),
     _quantize_loop("masked: quantize", is_masked=True),
     _quantize_loop(
+        "masked: ReLU and quantize",
+        ("rotated_quantize.cu", "set_pair<T>(words, k, relu(low), relu(high));"),
+        source=RELU,
+        is_masked=True,
+    ),
+    _quantize_loop(
         "rotated: normalize rows and quantize",
         ("rotated_quantize.cu", "values[j] = (values[j] - mean) * rstd;"),
+        source=NORMALIZED,
     ),
     _quantize_loop(
         "rotated: normalize columns and quantize",
         ("rotated_quantize.cu", "if (entry >= end) entry -= end;"),
+        source=NORMALIZED,
     ),
 )
 _LINE = re.compile(r'//## File "([^"]+)", line (\d+)')

@@ -6,6 +6,9 @@ An estimate is the greater of two times: that in which the bytes are moved at 90
 which the instructions are issued in 72 % of the cycles. Bytes and instructions of fewbit's kernels are those of
 `results/cuda_kernels.json`. A fused kernel executes the instructions of both kernels, except for those that load, address
 and convert an element which the first kernel has in registers. It moves the bytes of both, except for that element.
+
+Kernels of masked copies that have not been measured have the instructions of `results/cuda_paths.json`, which counts only a
+loop. They are multiplied by the ratio of both counts for rotated copies. Groups that are rotated twice are left out.
 """
 
 from __future__ import annotations
@@ -52,6 +55,32 @@ def activation(dtype: str, cost: dict) -> tuple[float, float]:
     return separate, time_of(sum(moved) - SIZES[dtype], sum(instructions) - LOADED)
 
 
+def masked(dtype: str, cost: dict) -> dict[str, tuple[float, float]]:
+    """Return {passes: (seconds, separate; seconds, fused)} of the passes that fewbit fuses for masked copies."""
+    rows = json.loads((harness.RESULTS / "cuda_paths.json").read_text())["rows"]
+    code = dtype.removesuffix("32")
+    loops = {row["kernel"]: row["instructions"] for row in rows if row["dtype"] == code}
+
+    def instructions(kind: str, *names: str) -> list[float]:
+        """Return the instructions of loops, scaled by those of the rotated copies' loop for the same purpose."""
+        counted = cost[f"rotated {kind}, 2 bits", dtype][1] / loops[f"rotated: {kind}"]
+        return [loops[f"masked: {name}"] * counted for name in names]
+
+    size, mask = SIZES[dtype], 1 / 8
+    moved, _ = cost["rotated quantize, 2 bits", dtype]
+    alone, both = instructions("quantize", "quantize", "ReLU and quantize")
+    relu = time_of(2 * size + mask, both - alone + LOADED)
+    made = relu + time_of(moved, alone), time_of(moved + size + mask, both)
+    moved, restoring = cost["rotated dequantize, 2 bits", dtype]
+    (with_mask,) = instructions("dequantize", "dequantize")
+    apart = time_of(moved, restoring) + time_of(*cost["decode_mul GELU, 3 bits", dtype])
+    restored = apart, time_of(moved + mask, with_mask)
+    return {
+        "ReLU, and masked copy of its result": made,
+        "dequantized masked copy, and its mask": restored,
+    }
+
+
 def norm(dtype: str, cost: dict, own: int) -> tuple[float, float]:
     """Return the seconds, separate and fused, of a layer norm and the copy of its normalized input.
 
@@ -84,6 +113,9 @@ def product(cost: dict, columns: int) -> tuple[float, float]:
 def rows():
     """Yield (passes, dtype, (seconds of separate passes, seconds of the fused pass))."""
     cost = costs()
+    for dtype in SIZES:
+        for name, times in masked(dtype, cost).items():
+            yield name, dtype, times
     for dtype in SIZES:
         yield "GELU, and copy of its result", dtype, activation(dtype, cost)
     for own in NORM:

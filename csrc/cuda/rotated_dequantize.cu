@@ -219,8 +219,9 @@ class PlainInput {
   PlainRanges next_;
 };
 
-// The map of values in a group that is transformed by products.
-enum class MapKind { none, rows, features, mask };  // rows, features: as in EntryKind
+// The map of values in a group that is transformed by products. rows, features: as in EntryKind. any: the kind is found when the
+// map is applied, which takes more time and less code.
+enum class MapKind { none, rows, features, mask, any };
 
 // Calls call(std::integral_constant<MapKind, ...>) for a map. entries: those of scale and shift.
 template <class Call>
@@ -289,9 +290,28 @@ class LaneMap<MapKind::mask> {
   uint32_t bits_;
 };
 
+template <>
+class LaneMap<MapKind::any> {
+ public:
+  __device__ LaneMap(const PlainEntries& entries, const ValueMap& value_map, uint32_t group, int64_t place)
+      : entries_(entries), value_map_(value_map), group_(group), place_(place) {}
+
+  __device__ void apply(float* values) const {
+    with_map(value_map_, entries_.kind, [&](auto kind) {
+      LaneMap<decltype(kind)::value>(entries_, value_map_, group_, place_).apply(values);
+    });
+  }
+
+ private:
+  const PlainEntries& entries_;
+  const ValueMap& value_map_;
+  const uint32_t group_;
+  const int64_t place_;
+};
+
 // -- pairs -----------------------------------------------------------------------------------------------
 
-// Dequantizes the groups of a warp by products. words: the codes of the first group, followed by those of the second one. signs:
+// Dequantizes the groups of a warp by products. They may be rotated twice if Kind is any. words: the codes of the first group, followed by those of the second one. signs:
 // those of the first group, sizeof(Workspace) before those of the second one. places: those of the groups in `out`. first: the
 // number of the first group, if there is a map or a group is rotated twice.
 template <MapKind Kind, class T>
@@ -303,7 +323,9 @@ __device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, i
     const LaneMap<Kind> map(entries, value_map, static_cast<uint32_t>(first + i), places[i]);
     float values[kNeighbors];
     transform(values, read_levels(words + i * (kFullGroup / kBlock) * bits, bits, signed_levels), part);
-    if (scale.are_twice[i]) rotate_neighbors_back(values, seed, first + i);
+    if constexpr (Kind == MapKind::any) {
+      if (scale.are_twice[i]) rotate_neighbors_back(values, seed, first + i);
+    }
     const uint32_t negative = signs[i * sizeof(Workspace) + threadIdx.x % 32];
 #pragma unroll
     for (int k = 0; k < kNeighbors; ++k) {
@@ -349,12 +371,17 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
         if (next < plain.count) input.load(next);
         if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, 2 * pair + threadIdx.x / kSide % 2);
         const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
+        const PairScale scale = found.scale();
         const auto dequantize = [&](auto map, int of_bits) {
-          dequantize_pair<decltype(map)::value>(found.scale(), words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn,
+          dequantize_pair<decltype(map)::value>(scale, words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn,
                                                 seed, plain.entries, value_map, 2 * pair, out, places, part);
         };
-        // The compiler knows the levels of 2 bits.
-        with_map(value_map, plain.entries.kind, [&](auto map) { bits == 2 ? dequantize(map, 2) : dequantize(map, bits); });
+        if (scale.are_twice[0] || scale.are_twice[1]) {
+          dequantize(std::integral_constant<MapKind, MapKind::any>(), bits);
+        } else {
+          // The compiler knows the levels of 2 bits.
+          with_map(value_map, plain.entries.kind, [&](auto map) { bits == 2 ? dequantize(map, 2) : dequantize(map, bits); });
+        }
         turn = (turn + 1) % kTurns;
       }
     }

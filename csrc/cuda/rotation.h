@@ -185,11 +185,13 @@ __device__ inline void rotate_back(float* values, Workspace& own, const uint32_t
 __device__ inline void rotate_again(float* values, Workspace& own, uint64_t seed, int64_t number, bool is_twice) {
   // The signs are in the padding of the first two rows.
   const auto signs = [&own](int i) -> uint4& { return *reinterpret_cast<uint4*>(own.numbers + i * Workspace::kRow + kSide); };
-  if (lane_of_group_now() < 2) {
-    const PhiloxWords random = philox_words(seed, group_counter(number) + static_cast<unsigned>(sign_counter(1, 0) + lane_of_group()));
-    signs(lane_of_group()) = {random.words[0], random.words[1], random.words[2], random.words[3]};
-  }
   put_row(values, own);
+  const int lane = lane_of_group_now();
+  if (lane < 2) {
+    const PhiloxWords random = philox_words(seed, group_counter(number) + static_cast<unsigned>(sign_counter(1, 0) + lane));
+    signs(lane) = {random.words[0], random.words[1], random.words[2], random.words[3]};
+  }
+  __syncwarp();
   get_column(values, own);
   if (is_twice) {
     multiply_column(values, signs(0), signs(1), inverse_root(kFullGroup));

@@ -274,6 +274,9 @@ class _Kernels:
     def __init__(self, cuda: FakeCuda):
         self._cuda, self._cpu, self.name = cuda, backends.of(torch.empty(0)), "cuda"
 
+    def can_quantize_result(self, function):
+        return function == "relu"
+
     def forward_quantized(self, x, function, *args):
         if function != "relu" or args[-1] != MASKED:
             return None  # CUDA has no such kernel

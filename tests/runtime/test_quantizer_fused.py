@@ -5,6 +5,8 @@ import pytest
 import torch
 from quantized import ISAS, SEED, SHAPES, compiled, inputs, kinds, possible_sizes, same
 
+from fewbit.config import MASKED
+from fewbit.runtime.backends import reference
 from fewbit.runtime.format.encoding import Encoding
 
 if ISAS:
@@ -78,6 +80,32 @@ def test_forward_quantized_on_threads(shape, group_size, taken, kind):
         assert compare_forward_quantized(native.cpu(), x, 3, group_size, kind=kind) == taken
     finally:
         torch.set_num_threads(before)
+
+
+STEP = Encoding(1, np.array([0.0, 1.0]), np.zeros(1), np.array([0, 1]), ("right",))
+
+
+@pytest.mark.parametrize("shape", [(3, 512), (1, 256), (65, 768), (45, 32), (4, 64, 8, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_relu_and_the_masked_copy_of_its_result(backend, dtype, shape):
+    """All kernels have this pass for full groups of 256 elements, in any order of dimensions. Some groups have spikes."""
+    x = inputs(shape, dtype)
+    x.view(-1)[::301] = 30.0
+    if x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    x = x.to(backend.device)
+    for bits in (1, 2, 3, 4):
+        y, settings = torch.empty_like(x), (bits, 256, bits % 2 == 0)
+        made = backend.kernels.forward_quantized(x, "relu", (), STEP, None, y, 7, *settings, MASKED)
+        if made is None:
+            assert backend.name == "reference"
+            return
+        assert torch.equal(y, x.relu()) and y.stride() == x.stride()
+        assert torch.equal(made.codes.cpu(), reference.encode(x.cpu(), STEP, None))
+        expected = reference.quantize(x.cpu().relu(), 7, *settings, kind=MASKED)
+        assert torch.equal(made.result.packed.cpu(), expected.packed)
+        ranges = made.result.ranges.cpu().view(torch.int16)
+        assert torch.equal(ranges, expected.ranges.view(torch.int16))
 
 
 @kinds

@@ -612,6 +612,22 @@ def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation)
     assert one_pass == [True, True]
 
 
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.ReLU()])
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_images_of_both_orders_are_one_pass(one_pass, activation, format):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(activation), nn.Conv2d(8, 4, 3))
+    model = model.to(memory_format=format)
+    exact = copy.deepcopy(model)
+    compressed(model, bits=8, layers={"activation_bits": 8})
+    x = normal((5, 3, 12, 12), scale=1.0).to(memory_format=format)
+    hidden = []
+    model[1].register_forward_hook(lambda module, inputs, y: hidden.append(y.stride()))
+    for _ in range(2):
+        check_gradients(model, exact, x)
+    assert one_pass == [True]
+    assert set(hidden) == {exact[1](exact[0](x)).stride()}
+
+
 def test_an_activation_that_no_layer_follows_any_more(one_pass):
     model = compressed(Followed(nn.GELU()))
     x = normal((6, 8))

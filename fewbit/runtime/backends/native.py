@@ -120,6 +120,12 @@ class Kernels:
         )
         return packed
 
+    def can_quantize_result(self, function: str) -> bool:
+        """Return whether `forward_quantized` has a kernel for a function, see `reference.can_quantize_result`."""
+        if hasattr(self._kernels, "forward_quantized"):
+            return function in _NUMBERS
+        return function == "relu"
+
     def forward_quantized(
         self,
         x,
@@ -140,7 +146,7 @@ class Kernels:
         csrc/cuda/kernels.h. See `reference.forward_quantized` for the arguments.
         """
         if not hasattr(self._kernels, "forward_quantized"):
-            if function != "relu" or kind != MASKED:
+            if not self.can_quantize_result(function) or kind != MASKED:
                 return None
             return self._relu_quantized(x, out, qseed, bits, group_size, fp32_min)
         fused = _fused(x, function, parameters, encoding)

@@ -26,6 +26,7 @@ from fewbit.runtime.format.encoding import Encoding, gray
 from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
 
 __all__ = [
+    "can_quantize_result",
     "decode_fixed",
     "decode_mul",
     "dequantize",
@@ -64,6 +65,15 @@ def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None
         case, and the caller computes f(x) with torch and calls `encode`.
     """
     return None
+
+
+def can_quantize_result(function: str) -> bool:
+    """Return whether `forward_quantized` has a pass for some tensors; False for this backend.
+
+    Args:
+        function: the name of the activation, see `forward`.
+    """
+    return False
 
 
 def forward_quantized(

@@ -111,7 +111,10 @@ def activation_quantized(x, function, parameters, encoding, seed, quantizer):
         f(x), the packed codes of x, and the SavedTensors of f(x) or None. None in place of all three if the backend has
         no such pass.
     """
-    backend, out = backends.of(x), _empty_result(x, function)
+    backend = backends.of(x)
+    if not backend.can_quantize_result(function):
+        return None
+    out = _empty_result(x, function)
     if out is None or not (x.is_contiguous() or out.stride() == x.stride()):
         return None
 

@@ -42,13 +42,14 @@ struct Normalization {
   FEWBIT_HD bool exists() const { return rstd != nullptr; }
 };
 
-// What is done to dequantized values before they are rounded to their dtype. An affine map: times scale, plus shift, each unless
-// null. Or a mask: times 0 if the element's bit in a bit-plane over the tensor is 0, else times 1.
+// A map that is applied to dequantized values before they are rounded to their dtype. If scale or shift is given, the map is
+// affine: a value is multiplied by scale, then shift is added. If a mask is given, a value is multiplied by its element's bit: bit
+// e % 32 of word e / 32 for element e of the tensor. A map is never both. If nothing is given, values do not change.
 struct ValueMap {
   const float* scale;
   const float* shift;
-  VectorIndex index;     // of scale and shift
-  const uint32_t* mask;  // null if there is an affine map
+  VectorIndex index;     // which entry of scale and shift an element has
+  const uint32_t* mask;
 
   FEWBIT_HD bool is_affine() const { return scale != nullptr || shift != nullptr; }
 };

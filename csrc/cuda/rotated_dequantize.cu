@@ -105,7 +105,8 @@ __device__ inline PairScale scale_of_pair(const GroupScale& own) {
   return {{of_group(own.mean, 0), of_group(own.mean, 1)}, {of_group(factor, 0), of_group(factor, 1)}, {false, false}};
 }
 
-// Undoes the second rotation of a group, after its first transform. values: a lane's neighbors. number: that of the group.
+// For a group that is rotated twice: applies the signs of the second rotation, whose transform is done already, and does the
+// transform of the first rotation. values: a lane's neighbors. number: that of the group.
 __device__ inline void rotate_neighbors_back(float* values, uint64_t seed, int64_t number) {
   const int lane = threadIdx.x % 32;
   const PhiloxWords random = philox_words(seed, group_counter(number) + static_cast<unsigned>(sign_counter(1, 0) + lane / kSide));
@@ -179,16 +180,7 @@ class PlainInput {
     next_.fp32_min = fp32_min;
   }
 
-  // Loads the first pair. Copies of a pair that was left out may be under way.
-  __device__ void begin(int64_t pair) {
-#if FEWBIT_PAIR_INSTRUCTIONS
-    ptx::wait_for_copies();
-    __syncwarp();
-#endif
-    load(pair);
-  }
-
-  // Loads a pair, after words() of the pair before it.
+  // Loads a pair, after words() of the pair before it, if there is one.
   __device__ void load(int64_t pair) {
     const uint32_t* row = rows_ + pair * columns(next_.fp32_min);
     next_.words[0] = row[0], next_.words[1] = row[1];
@@ -219,8 +211,8 @@ class PlainInput {
   PlainRanges next_;
 };
 
-// The map of values in a group that is transformed by products. rows, features: as in EntryKind. any: the kind is found when the
-// map is applied, which takes more time and less code.
+// The map of values in a group that is transformed by products. rows, features: as in EntryKind. any: for pairs
+// with a group that is rotated twice, which are few. The kind is found at run time, which takes less code and more time.
 enum class MapKind { none, rows, features, mask, any };
 
 // Calls call(std::integral_constant<MapKind, ...>) for a map. entries: those of scale and shift.
@@ -237,7 +229,7 @@ __device__ void with_map(const ValueMap& value_map, EntryKind entries, Call&& ca
   }
 }
 
-// The numbers by which a lane maps its neighbors in a group. They are loaded before the neighbors are computed.
+// The numbers by which a lane maps its neighbors in a group. They are loaded before the neighbors are computed, unless Kind is any.
 template <MapKind Kind>
 class LaneMap {
  public:
@@ -311,9 +303,9 @@ class LaneMap<MapKind::any> {
 
 // -- pairs -----------------------------------------------------------------------------------------------
 
-// Dequantizes the groups of a warp by products. They may be rotated twice if Kind is any. words: the codes of the first group, followed by those of the second one. signs:
-// those of the first group, sizeof(Workspace) before those of the second one. places: those of the groups in `out`. first: the
-// number of the first group, if there is a map or a group is rotated twice.
+// Dequantizes the groups of a warp by products. They may be rotated twice if Kind is any. words: the codes of the first group,
+// followed by those of the second one. signs: those of the first group, sizeof(Workspace) before those of the second one. first: the
+// number of the first group, which is used if the map is affine or Kind is any. places: those of the groups in `out`.
 template <MapKind Kind, class T>
 __device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
                                 const uint8_t* signs, const uint64_t& seed, const PlainEntries& entries, const ValueMap& value_map,
@@ -362,7 +354,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     if constexpr (Plain && kHasProducts) {
       const int bits = uniform.of[0].bits;
       PlainInput input(inputs[threadIdx.x / 32], packed, ranges, uniform.fp32_min, bits);
-      if (pair < plain.count) input.begin(pair);
+      if (pair < plain.count) input.load(pair);
 #pragma unroll 1
       for (; pair < plain.count; pair += pairs_apart()) {
         const PlainRanges found = input.ranges();

@@ -1,4 +1,4 @@
-// The quantizer of rotated and masked copies, and the energies of groups: two groups a warp.
+// The quantizer of rotated and masked copies, also in one pass with a ReLU, and the energies of groups: two groups a warp.
 
 #include <algorithm>
 #include <type_traits>
@@ -206,8 +206,8 @@ struct Quantizer {
 // What is quantized: elements of x, elements that are normalized, or those of relu(x).
 enum class Source { as_is, normalized, relu };
 
-// The result of a ReLU, and its mask: a bit for each element, 0 where the result is 0. The elements of T fill a byte of the mask,
-// or half of it, with each vector of 16 bytes.
+// The result of a ReLU, and its mask: a bit for each element, 0 where the result is 0. A vector of 16 bytes has the elements of a
+// byte of the mask, or of half a byte if they are float32.
 template <class T>
 struct ReluResult {
   static constexpr int kVector = 16 / sizeof(T);
@@ -249,7 +249,8 @@ struct ReluResult {
   }
 };
 
-// Rotates a full group: a column becomes a row. turn: the place of its random words, which are made if it is 0.
+// Rotates a full group: a column becomes a row. turn: the place of its random words. If turn is 0, the random words of the next
+// kTurns groups are made first.
 __device__ void rotate_full(float* values, const Quantizer& by, int turn, int64_t number, bool has_spike) {
   Workspace& own = by.own;
   if (turn == 0) put_random_ahead<kCountersAhead>(own, by.seed, number);
@@ -330,9 +331,9 @@ __device__ void normalize_plain(float* values, const Normalization& by, const Pl
   }
 }
 
-// Quantizes plain groups from `pair` on, until a pair may need a factor, or is beyond the last one. If
-// groups are staged, those of `pair` are, and afterwards those of the pair after it. Returns the number of groups whose scales are
-// kept.
+// Quantizes plain groups from `pair` on. It stops at the first pair that may need a factor (remainders_of_full), or after the last
+// pair. If Staged exists, the elements of `pair` are on their way to shared memory before the call; when it stops, those of the next
+// pair are. Returns the number of groups whose scales are kept.
 template <Source Of, class T>
 __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalization& normalization, const PlainEntries& entries,
                               const ReluResult<T>& relu, int64_t& pair, int64_t end, int bits, Staged<T>& staged) {
@@ -369,9 +370,9 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
 
 // -- kernels ---------------------------------------------------------------------------------------------
 
-// Plain: the groups are those of a plain tensor, codes have at most kMostBitsInRegisters bits and share no block with those of
-// another group, and x is aligned to 16 bytes. Of: elements may also be as they are if Of is normalized, unless Plain. If it is relu,
-// the kernel computes the result of the ReLU in the pairs of full groups, and finds it in memory for other groups.
+// Plain: is_plain_tensor() is true, codes have at most kMostBitsInRegisters bits and share no word with those of another group, and x
+// is aligned to 16 bytes. Of: if it is `normalized` and Plain is false, the kernel normalizes only if there is a normalization. If it
+// is `relu`, the kernel computes the ReLU of the pairs of full groups; the ReLU of all other elements is in memory already.
 // entries: those of the normalization, in runs of kSide.
 template <class T, bool Plain, Source Of>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
@@ -482,7 +483,7 @@ __global__ void __launch_bounds__(kThreads) relu_kernel(const T* x, int n, T* y,
   mask[byte] = static_cast<uint8_t>(bits);
 }
 
-// Quantizes relu(x) if `relu` is not null, and else x. Returns false, and does nothing, if x is not plain but has to be.
+// Quantizes relu(x) if `relu` is not null, and else x. If `relu` is given and x is not plain, it returns false and does nothing.
 template <class T>
 bool quantize_as(const Quantized& of, bool is_masked, const T* x, const Normalization& normalization, const Seed& seed,
                  const ReluResult<T>* relu, int32_t* packed, uint16_t* ranges, int device, void* stream) {
@@ -535,6 +536,7 @@ bool relu_quantized(const Quantized& of, const void* x, int dtype, const Seed& s
   });
   return is_done;
 }
+
 void squares_rotated(const Streams& streams, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                      float* out, int device, void* stream) {
   if (streams.groups <= 0) return;

@@ -427,12 +427,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     }
     if (!are_full && 2 * pair < streams.groups) found = remainders_of(values, elements(), settings, by.own);
     const bool is_quick = !Plain && are_full;
-    const bool has_spike = (!is_quick || may_be_spiky(found)) && is_spiky(found, values);
     if (turn == kTurns || !is_quick) {
       by.store_kept(turn, pair);
       if (2 * pair >= streams.groups) break;
       turn = 0;
     }
+    const bool has_spike = (!is_quick || may_be_spiky(found)) && is_spiky(found, values);
     if (is_quick) {
       rotate_full(values, by, turn, of.number, has_spike);
     } else {

@@ -348,29 +348,42 @@ def test_the_gradient_of_the_bias_alone_of_group_norm(shape, last, dtype):
     assert relative(torch.autograd.grad(y, bias, grad)[0], sums) < 0.02
 
 
+def add_in_place(bias):
+    with torch.no_grad():
+        bias.add_(3.0)
+
+
+def add_to_data(bias):
+    bias.data.add_(3.0)
+
+
+def replace_data(bias):
+    bias.data = bias.data + 3.0
+
+
+@pytest.mark.parametrize("add", [add_in_place, add_to_data, replace_data])
 @pytest.mark.parametrize("is_early", [False, True], ids=["after", "before the layer"])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_the_bias_of_batch_norm_may_change_before_backward(dims, is_early):
+def test_the_bias_of_batch_norm_may_change_before_backward(dims, is_early, add):
     """The layer after the norm uses the norm's copy and bias, unless the bias has changed before the layer runs."""
     torch.manual_seed(0)
     norm, layer = getattr(nn, f"BatchNorm{dims}d"), getattr(nn, f"Conv{dims}d")
     model = nn.Sequential(norm(4), nn.Identity(), layer(4, 5, 2))
     x = normal((3, 4, *[5] * dims), scale=1.0).requires_grad_()
 
-    def change(module, inputs, y):
-        with torch.no_grad():
-            model[0].bias.add_(3.0)
-
     def gradients():
+        def change(module, inputs, y):
+            add(model[0].bias)
+
         handle = model[1].register_forward_hook(change) if is_early else None
         y = model(x)
-        if not is_early:
-            change(None, None, None)
+        if handle is None:
+            add(model[0].bias)
+        else:
+            handle.remove()
         grads = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
         with torch.no_grad():
             model[0].bias.sub_(3.0)
-        if handle is not None:
-            handle.remove()
         return grads
 
     exact = gradients()

@@ -85,7 +85,8 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
         if bias.is_inference():
             shared = _with_own_bias(shared)
         else:
-            shared = partial(_with_bias_of_version, shared, bias._version)
+            content = Content(bias)
+            shared = partial(_with_bias_of, shared, content, content.checksum)
     quantizer.context.cache.put(Content(y), quantizer.key, shared)
 
 
@@ -94,9 +95,17 @@ def _with_own_bias(shared: SavedTensors) -> SavedTensors:
     return shared._replace(tensors=(*tensors, bias.detach().clone()))
 
 
-def _with_bias_of_version(shared: SavedTensors, version: int) -> SavedTensors | None:
-    """Return the copy with a bias of its own, or None if the bias has changed. Most results of norms are not looked for."""
-    return _with_own_bias(shared) if shared.tensors[-1]._version == version else None
+def _with_bias_of(shared: SavedTensors, before: Content, checksum) -> SavedTensors | None:
+    """Return the copy with a bias of its own, or None if the bias has changed. Most results of norms are not looked for.
+
+    Args:
+        shared: the copy, whose last tensor is the norm's bias.
+        before: the content of the bias when the norm ran.
+        checksum: the checksum of the bias when the norm ran.
+    """
+    now = Content(before.x)
+    is_same = now.place == before.place and now.checksum == checksum
+    return _with_own_bias(shared) if is_same else None
 
 
 def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):

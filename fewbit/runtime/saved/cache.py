@@ -83,14 +83,18 @@ class SavedTensorCache:
         Returns:
             The copy (`SavedTensors`) or None.
         """
-        entries = self._entries()
-        found = entries.get((content.place, key)) if entries else None
+        entries, place = self._entries(), (content.place, key)
+        found = entries.get(place) if entries else None
         if found is None or content.storage._cdata in self._local.exposed:
             return None
-        _, saved, checksum = found
+        reference, saved, checksum = found
         if not _is_same(checksum, content):
             return None
-        return saved() if callable(saved) else saved
+        if callable(saved):
+            saved = saved()
+            if saved is not None:
+                entries[place] = reference, saved, checksum
+        return saved
 
     def put(self, content: Content, key, saved) -> None:
         """Add a copy of a tensor, for later layers that save the tensor and whose quantizer has the same settings.

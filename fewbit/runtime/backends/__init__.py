@@ -13,6 +13,7 @@ one element. A backend is an object with these attributes, which the module `ref
     squares                      get the numbers that decide how a tensor's bits are shared among its samples
     share_bits                   get the bits of each sample from these numbers
     forward_quantized            `forward`, and `quantize` of the result, in one pass over memory
+    can_quantize_result          tell whether `forward_quantized` has a pass for an activation
     grid_fixed                   get the grid: the values that the fixed-point codes of a norm's channels stand for
     encode_fixed                 get the fixed-point codes of a norm's normalized input
     decode_fixed                 get approximate values from fixed-point codes

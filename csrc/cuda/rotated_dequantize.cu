@@ -110,10 +110,10 @@ __device__ inline PairScale scale_of_pair(const GroupScale& own) {
 __device__ inline void rotate_neighbors_back(float* values, uint64_t seed, int64_t number) {
   const int lane = threadIdx.x % 32;
   const PhiloxWords random = philox_words(seed, group_counter(number) + static_cast<unsigned>(sign_counter(1, 0) + lane / kSide));
-  uint32_t signs = random.words[0];
-#pragma unroll
-  for (int i = 1; i < 4; ++i) signs = lane / 4 % 4 == i ? random.words[i] : signs;
-  signs >>= lane % 4 * kNeighbors;
+  // Numbers of their own, because the compiler would choose the word by a load from local memory.
+  const uint32_t word0 = random.words[0], word1 = random.words[1], word2 = random.words[2], word3 = random.words[3];
+  const uint32_t even = lane & 8 ? word2 : word0, odd = lane & 8 ? word3 : word1;
+  const uint32_t signs = (lane & 4 ? odd : even) >> lane % 4 * kNeighbors;
 #pragma unroll
   for (int k = 0; k < kNeighbors; ++k) values[k] *= signs & (1u << k) ? -inverse_root(kFullGroup) : inverse_root(kFullGroup);
 #pragma unroll
@@ -229,7 +229,7 @@ __device__ void with_map(const ValueMap& value_map, EntryKind entries, Call&& ca
   }
 }
 
-// The numbers by which a lane maps its neighbors in a group. They are loaded before the neighbors are computed, unless Kind is any.
+// The numbers by which a lane maps its neighbors in a group. They are loaded before the neighbors are computed.
 template <MapKind Kind>
 class LaneMap {
  public:
@@ -282,50 +282,54 @@ class LaneMap<MapKind::mask> {
   uint32_t bits_;
 };
 
-template <>
-class LaneMap<MapKind::any> {
- public:
-  __device__ LaneMap(const PlainEntries& entries, const ValueMap& value_map, uint32_t group, int64_t place)
-      : entries_(entries), value_map_(value_map), group_(group), place_(place) {}
-
-  __device__ void apply(float* values) const {
-    with_map(value_map_, entries_.kind, [&](auto kind) {
-      LaneMap<decltype(kind)::value>(entries_, value_map_, group_, place_).apply(values);
-    });
+// Applies the map of whatever kind to a lane's neighbors. The arguments are those of LaneMap.
+__device__ __forceinline__ void map_any(float* values, const PlainEntries& entries, const ValueMap& value_map, uint32_t group, int64_t place) {
+  if (value_map.mask) {
+    LaneMap<MapKind::mask>(entries, value_map, group, place).apply(values);
+  } else if (entries.kind == EntryKind::rows) {
+    LaneMap<MapKind::rows>(entries, value_map, group, place).apply(values);
+  } else if (entries.kind == EntryKind::features) {
+    LaneMap<MapKind::features>(entries, value_map, group, place).apply(values);
   }
-
- private:
-  const PlainEntries& entries_;
-  const ValueMap& value_map_;
-  const uint32_t group_;
-  const int64_t place_;
-};
+}
 
 // -- pairs -----------------------------------------------------------------------------------------------
 
-// Dequantizes the groups of a warp by products. They may be rotated twice if Kind is any. words: the codes of the first group,
-// followed by those of the second one. signs: those of the first group, sizeof(Workspace) before those of the second one. first: the
-// number of the first group, which is used if the map is affine or Kind is any. places: those of the groups in `out`.
+// Dequantizes a group by products. It may be rotated twice if Kind is any. words: its codes. signs: its signs, in bytes. number: that
+// of the group, which is used if the map is affine or Kind is any. place: that of its first element in `out`.
 template <MapKind Kind, class T>
-__device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
-                                const uint8_t* signs, const uint64_t& seed, const PlainEntries& entries, const ValueMap& value_map,
-                                int64_t first, T* out, const int64_t* places, uint32_t part) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const LaneMap<Kind> map(entries, value_map, static_cast<uint32_t>(first + i), places[i]);
-    float values[kNeighbors];
-    transform(values, read_levels(words + i * (kFullGroup / kBlock) * bits, bits, signed_levels), part);
-    if constexpr (Kind == MapKind::any) {
-      if (scale.are_twice[i]) rotate_neighbors_back(values, seed, first + i);
-    }
-    const uint32_t negative = signs[i * sizeof(Workspace) + threadIdx.x % 32];
-#pragma unroll
-    for (int k = 0; k < kNeighbors; ++k) {
-      values[k] = scale.means[i] + values[k] * (negative & (1u << k) ? -scale.factors[i] : scale.factors[i]);
-    }
-    map.apply(values);
-    store_neighbors(values, out + places[i]);
+__device__ __forceinline__ void dequantize_group(float mean, float factor, bool is_twice, const uint32_t* words, int bits,
+                                                 const float* signed_levels, const uint8_t* signs, const uint64_t& seed,
+                                                 const PlainEntries& entries, const ValueMap& value_map, int64_t number, T* out,
+                                                 int64_t place, uint32_t part) {
+  const auto group = static_cast<uint32_t>(number);
+  const LaneMap<Kind == MapKind::any ? MapKind::none : Kind> map(entries, value_map, group, place);
+  float values[kNeighbors];
+  transform(values, read_levels(words, bits, signed_levels), part);
+  if constexpr (Kind == MapKind::any) {
+    if (is_twice) rotate_neighbors_back(values, seed, number);
   }
+  const uint32_t negative = signs[threadIdx.x % 32];
+#pragma unroll
+  for (int k = 0; k < kNeighbors; ++k) values[k] = mean + values[k] * (negative & (1u << k) ? -factor : factor);
+  if constexpr (Kind == MapKind::any) {
+    map_any(values, entries, value_map, group, place);
+  } else {
+    map.apply(values);
+  }
+  store_neighbors(values, out + place);
+}
+
+// Dequantizes the two groups of a warp. words: the codes of the first group, followed by those of the second one. signs: those of the
+// first group, sizeof(Workspace) before those of the second one. first: the number of the first group. places: those of the groups.
+template <MapKind Kind, class T>
+__device__ __forceinline__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
+                                                const uint8_t* signs, const uint64_t& seed, const PlainEntries& entries,
+                                                const ValueMap& value_map, int64_t first, T* out, const int64_t* places, uint32_t part) {
+  dequantize_group<Kind>(scale.means[0], scale.factors[0], scale.are_twice[0], words, bits, signed_levels, signs, seed, entries,
+                         value_map, first, out, places[0], part);
+  dequantize_group<Kind>(scale.means[1], scale.factors[1], scale.are_twice[1], words + (kFullGroup / kBlock) * bits, bits,
+                         signed_levels, signs + sizeof(Workspace), seed, entries, value_map, first + 1, out, places[1], part);
 }
 
 // Plain: the tensor has plain pairs.

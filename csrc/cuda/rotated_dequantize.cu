@@ -283,7 +283,7 @@ class LaneMap<MapKind::mask> {
 };
 
 // Applies the map of whatever kind to a lane's neighbors. The arguments are those of LaneMap.
-__device__ __forceinline__ void map_any(float* values, const PlainEntries& entries, const ValueMap& value_map, uint32_t group, int64_t place) {
+__device__ inline void map_any(float* values, const PlainEntries& entries, const ValueMap& value_map, uint32_t group, int64_t place) {
   if (value_map.mask) {
     LaneMap<MapKind::mask>(entries, value_map, group, place).apply(values);
   } else if (entries.kind == EntryKind::rows) {
@@ -298,10 +298,10 @@ __device__ __forceinline__ void map_any(float* values, const PlainEntries& entri
 // Dequantizes a group by products. It may be rotated twice if Kind is any. words: its codes. signs: its signs, in bytes. number: that
 // of the group, which is used if the map is affine or Kind is any. place: that of its first element in `out`.
 template <MapKind Kind, class T>
-__device__ __forceinline__ void dequantize_group(float mean, float factor, bool is_twice, const uint32_t* words, int bits,
-                                                 const float* signed_levels, const uint8_t* signs, const uint64_t& seed,
-                                                 const PlainEntries& entries, const ValueMap& value_map, int64_t number, T* out,
-                                                 int64_t place, uint32_t part) {
+__device__ void dequantize_group(float mean, float factor, bool is_twice, const uint32_t* words, int bits,
+                                 const float* signed_levels, const uint8_t* signs, const uint64_t& seed,
+                                 const PlainEntries& entries, const ValueMap& value_map, int64_t number, T* out,
+                                 int64_t place, uint32_t part) {
   const auto group = static_cast<uint32_t>(number);
   const LaneMap<Kind == MapKind::any ? MapKind::none : Kind> map(entries, value_map, group, place);
   float values[kNeighbors];
@@ -323,9 +323,9 @@ __device__ __forceinline__ void dequantize_group(float mean, float factor, bool 
 // Dequantizes the two groups of a warp. words: the codes of the first group, followed by those of the second one. signs: those of the
 // first group, sizeof(Workspace) before those of the second one. first: the number of the first group. places: those of the groups.
 template <MapKind Kind, class T>
-__device__ __forceinline__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
-                                                const uint8_t* signs, const uint64_t& seed, const PlainEntries& entries,
-                                                const ValueMap& value_map, int64_t first, T* out, const int64_t* places, uint32_t part) {
+__device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
+                                const uint8_t* signs, const uint64_t& seed, const PlainEntries& entries,
+                                const ValueMap& value_map, int64_t first, T* out, const int64_t* places, uint32_t part) {
   dequantize_group<Kind>(scale.means[0], scale.factors[0], scale.are_twice[0], words, bits, signed_levels, signs, seed, entries,
                          value_map, first, out, places[0], part);
   dequantize_group<Kind>(scale.means[1], scale.factors[1], scale.are_twice[1], words + (kFullGroup / kBlock) * bits, bits,

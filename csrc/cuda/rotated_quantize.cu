@@ -203,7 +203,7 @@ struct Quantizer {
   }
 };
 
-// What is quantized: elements of x, elements that are normalized, or those of relu(x).
+// The kernel quantizes the elements of x as they are, normalized, or those of relu(x).
 enum class Source { as_is, normalized, relu };
 
 // The result of a ReLU, and its mask: a bit for each element, 0 where the result is 0. A vector of 16 bytes has the elements of a

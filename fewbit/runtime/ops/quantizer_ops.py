@@ -114,7 +114,7 @@ def sensitivities(x, slot, samples, group_size, normalize=None, kind=UNIFORM):
 
 def _by_samples(x, samples):
     """Return x, dense and with samples outermost in storage, viewed so that dimension 0 has size `samples`."""
-    x = x.detach()
+    x = _narrow(x.detach())
     source = x if layout.is_by_sample(x) else x.contiguous()
     return source if len(source) == samples else source.view(samples, -1)
 
@@ -197,12 +197,8 @@ def dequantize_samples(
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
         mask: a mask to apply to the values, or None, see `dequantize`.
     """
-    check_rotated_size(kind, group_size)
-    out = _empty(size, stride, dtype, packed.device)
-    rows = out if len(out) == samples else out.view(samples, -1)
     settings = widths, affine, kind, mask
-    backends.of(packed).dequantize(packed, ranges, 0, group_size, rows, *settings)
-    return out if dtype is not torch.float64 else out.double()
+    return _dequantized(packed, ranges, 0, group_size, size, stride, dtype, settings, samples)
 
 
 def dequantize(
@@ -235,21 +231,30 @@ def dequantize(
         mask: None, or the packed codes of 1 bit by which the values are multiplied, see
             `reference_quantizer.dequantize`.
     """
-    check_rotated_size(kind, group_size)
-    out = _empty(size, stride, dtype, packed.device)
     settings = widths, affine, kind, mask
-    backends.of(packed).dequantize(packed, ranges, bits, group_size, out, *settings)
-    return out if dtype is not torch.float64 else out.double()
+    return _dequantized(packed, ranges, bits, group_size, size, stride, dtype, settings)
+
+
+def _dequantized(
+    packed, ranges, bits, group_size, size, stride, dtype, settings, samples=None
+) -> torch.Tensor:
+    """Return the dequantized values. settings: (widths, affine, kind, mask). Other arguments are those of `dequantize`.
+
+    Args:
+        samples: the size of dimension 0 when the tensor was quantized, if the values have another one.
+    """
+    check_rotated_size(settings[2], group_size)
+    is_wide = dtype is torch.float64
+    narrow = torch.float32 if is_wide else dtype
+    out = torch.empty_strided(size, stride, dtype=narrow, device=packed.device)
+    rows = out if samples is None or len(out) == samples else out.view(samples, -1)
+    backends.of(packed).dequantize(packed, ranges, bits, group_size, rows, *settings)
+    return out.double() if is_wide else out
 
 
 def _narrow(x):
     """Return x in a dtype that the kernels have. They compute in float32, so they need no more precision."""
     return x if x.dtype is not torch.float64 else x.float()
-
-
-def _empty(size, stride, dtype, device):
-    dtype = torch.float32 if dtype is torch.float64 else dtype
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def is_offset(least: float, greatest: float) -> bool:

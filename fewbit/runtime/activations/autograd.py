@@ -76,8 +76,7 @@ def _in_context(context, x, *arguments):
     If a layer saved the result of this activation in an earlier forward pass, the layer's quantized copy of f(x) is
     made too, in the same pass over x.
     """
-    in_order = x.is_contiguous() or layout.is_by_sample(x)
-    quantizer = context.cache.consumer_quantizer(x) if in_order else None
+    quantizer = context.cache.consumer_quantizer(x) if layout.is_by_sample(x) else None
     made = quantizer and activation_ops.activation_quantized(x, *arguments, quantizer)
     if not made:
         y, packed = activation_ops.activation(x, *arguments, False)

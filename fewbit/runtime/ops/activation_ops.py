@@ -121,8 +121,8 @@ def activation_quantized(x, function, parameters, encoding, seed, quantizer):
     def run(*settings):
         return backend.forward_quantized(x, function, parameters, encoding, seed, out, *settings)
 
-    mask_encoding = encoding if is_masking(function, encoding, x.dtype) else None
-    made = quantizer.quantize_with_activation(run, out, mask_encoding)
+    are_masks = is_masking(function, encoding, x.dtype)
+    made = quantizer.quantize_with_activation(run, out, are_masks)
     return None if made is None else (out, *made)
 
 

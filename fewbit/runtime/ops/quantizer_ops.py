@@ -238,10 +238,9 @@ def dequantize(
 def _dequantized(
     packed, ranges, bits, group_size, size, stride, dtype, settings, samples=None
 ) -> torch.Tensor:
-    """Return the dequantized values. settings: (widths, affine, kind, mask). Other arguments are those of `dequantize`.
+    """Return the dequantized values for `dequantize` and `dequantize_samples`, whose arguments these are.
 
-    Args:
-        samples: the size of dimension 0 when the tensor was quantized, if the values have another one.
+    `settings` is (widths, affine, kind, mask).
     """
     check_rotated_size(settings[2], group_size)
     is_wide = dtype is torch.float64

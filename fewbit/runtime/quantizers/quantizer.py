@@ -352,7 +352,7 @@ class Quantizer:
             return True, False
         return self._selector.poll(), True
 
-    def quantize_with_activation(self, run, y, encoding=None) -> tuple | None:
+    def quantize_with_activation(self, run, y, are_masks: bool = False) -> tuple | None:
         """Compute an activation's result y, the activation's codes and the copy of y in one pass over memory.
 
         Args:
@@ -360,7 +360,7 @@ class Quantizer:
                 `backends.results.QuantizedForward`. If the backend has no kernel for this, run returns None and writes
                 nothing.
             y: the memory of the result: an ordinary dense tensor in eager mode, samples outermost.
-            encoding: the encoding of the activation's codes, if these say where y is 0; else None.
+            are_masks: whether the activation's codes say where y is 0.
 
         Returns:
             (the activation's codes, SavedTensors of y). The second entry is None if y needs float32 minimums, because
@@ -371,7 +371,7 @@ class Quantizer:
         seed = self.context.seed_of_result(y, self.key)
         fp32_min, ask = self._fp32_min_of(y)
         kind = self.kind_of(ROTATED)
-        is_masked = kind in MASKED_KINDS and encoding is not None
+        is_masked = kind in MASKED_KINDS and are_masks
         kind = MASKED_KINDS[kind] if is_masked else kind
         made = run(seed, self.bits, self.group_size, bool(fp32_min), kind)
         if made is None:

@@ -54,6 +54,8 @@ struct ValueMap {
   FEWBIT_HD bool is_affine() const { return scale != nullptr || shift != nullptr; }
 };
 
+inline namespace FEWBIT_NAMESPACE {
+
 // Returns the bits of `count` elements, at most 32, from element `first` on. Bits beyond them may be those of later elements.
 FEWBIT_HD inline uint32_t mask_bits(const uint32_t* mask, int64_t first, int count) {
   const uint32_t* words = mask + first / 32;
@@ -61,8 +63,6 @@ FEWBIT_HD inline uint32_t mask_bits(const uint32_t* mask, int64_t first, int cou
   const uint32_t bits = words[0] >> shift;
   return shift + count > 32 ? bits | words[1] << (32 - shift) : bits;
 }
-
-inline namespace FEWBIT_NAMESPACE {
 
 // The entry of a vector. Without a vector it is a number that changes nothing, not even the sign of a zero.
 FEWBIT_HD inline float mean_at(const Normalization& by, int64_t entry) { return by.mean ? by.mean[entry] : 0.0f; }

@@ -282,17 +282,6 @@ class LaneMap<MapKind::mask> {
   uint32_t bits_;
 };
 
-// Applies the map of whatever kind to a lane's neighbors. The arguments are those of LaneMap.
-__device__ inline void map_any(float* values, const PlainEntries& entries, const ValueMap& value_map, uint32_t group, int64_t place) {
-  if (value_map.mask) {
-    LaneMap<MapKind::mask>(entries, value_map, group, place).apply(values);
-  } else if (entries.kind == EntryKind::rows) {
-    LaneMap<MapKind::rows>(entries, value_map, group, place).apply(values);
-  } else if (entries.kind == EntryKind::features) {
-    LaneMap<MapKind::features>(entries, value_map, group, place).apply(values);
-  }
-}
-
 // -- pairs -----------------------------------------------------------------------------------------------
 
 // Dequantizes a group by products. It may be rotated twice if Kind is any. words: its codes. signs: its signs, in bytes. number: that
@@ -313,7 +302,9 @@ __device__ void dequantize_group(float mean, float factor, bool is_twice, const 
 #pragma unroll
   for (int k = 0; k < kNeighbors; ++k) values[k] = mean + values[k] * (negative & (1u << k) ? -factor : factor);
   if constexpr (Kind == MapKind::any) {
-    map_any(values, entries, value_map, group, place);
+    with_map(value_map, entries.kind, [&](auto kind) {
+      LaneMap<decltype(kind)::value>(entries, value_map, group, place).apply(values);
+    });
   } else {
     map.apply(values);
   }

@@ -798,6 +798,32 @@ struct Cuda {
                                         words_at(bits_of_mask), words_at(copy.packed), copy.ranges, device, stream_at(stream));
   }
 
+  // Returns false and does nothing if the kernels do not fit. out: none if only the gradients of weight and bias are computed.
+  bool batch_norm_backward(const Buffer& packed, const Buffer& ranges, int bits, bool fp32_min, int64_t samples, int64_t features,
+                           int group_size, const Buffer& grad, const Buffer& rstd, const Buffer& weight, const Buffer& memory,
+                           const Buffer& out, const Buffer& grad_weight, const Buffer& grad_bias, int device,
+                           uintptr_t stream) const {
+    const Entry entry("batch_norm_backward", device);
+    const QuantizedShape shape =
+        quantized_shape(samples, features, group_size, fp32_min, static_cast<int>(fewbit::CopyKind::rotated));
+    const DType dtype = numbers_of(entry, "grad", grad, shape);
+    const int64_t n = rstd.count;
+    const auto floats = [&](const char* name, const Buffer& buffer, int64_t count) {
+      return entry.exactly<float>(name, buffer, count, 0);
+    };
+    const fewbit::cuda::BatchNorm norm = {n,
+                                          floats("rstd", rstd, n),
+                                          weight.exists ? floats("weight", weight, n) : nullptr,
+                                          floats("grad_weight", grad_weight, n),
+                                          floats("grad_bias", grad_bias, n),
+                                          floats("memory", memory, fewbit::cuda::batch_norm_floats(n))};
+    auto* to = out.exists ? entry.exactly<void>("out", out, grad.count, grad.item) : nullptr;
+    const auto [of, copy] = quantized(entry, shape, bits, {}, {}, packed, ranges);
+    py::gil_scoped_release release;
+    return fewbit::cuda::batch_norm_backward(of, norm, words_at(copy.packed), copy.ranges, address_of<const void>(grad),
+                                             item_of(dtype), to, device, stream_at(stream));
+  }
+
   void quantize(const Buffer& x, int64_t samples, int64_t features, int group_size, int bits, const Buffer& order,
                 const Buffer& counts, bool fp32_min, int kind, const SeedArgument& seed, const Buffer& levels,
                 const Buffer& packed, const Buffer& ranges, int device, uintptr_t stream, const Buffer& mean, const Buffer& rstd,
@@ -997,6 +1023,12 @@ void bind_cuda(py::module_& module) {
       .def("relu_quantized", &Cuda::relu_quantized, py::arg("x"), py::arg("samples"), py::arg("features"),
            py::arg("y"), py::arg("mask"), py::arg("group_size"), py::arg("bits"), py::arg("fp32_min"), py::arg("seed"),
            py::arg("packed"), py::arg("ranges"), py::arg("device_index"), py::arg("stream_ptr"))
+      .def("batch_norm_backward", &Cuda::batch_norm_backward, py::arg("packed"), py::arg("ranges"), py::arg("bits"),
+           py::arg("fp32_min"), py::arg("samples"), py::arg("features"), py::arg("group_size"), py::arg("grad"),
+           py::arg("rstd"), py::arg("weight"), py::arg("memory"), py::arg("out"), py::arg("grad_weight"), py::arg("grad_bias"),
+           py::arg("device_index"), py::arg("stream_ptr"))
+      .def("batch_norm_floats", [](const Cuda&, int64_t channels) { return fewbit::cuda::batch_norm_floats(channels); },
+           py::arg("channels"), "Return the number of float32 in the argument `memory` of batch_norm_backward.")
       .def("order_samples", &Cuda::order_samples, py::arg("widths"), py::arg("order"), py::arg("counts"),
            py::arg("device_index"), py::arg("stream_ptr"))
       .def("squares", &Cuda::squares, py::arg("x"), py::arg("samples"), py::arg("features"),

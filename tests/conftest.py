@@ -1,5 +1,6 @@
 """Settings and fixtures that every test shares."""
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -166,3 +167,14 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", params=["pairs", "no pairs"])
+def cuda(request, tmp_path_factory):
+    """Return an emulation of the CUDA kernels on the CPU, with the instructions on pairs of 16-bit floats, or without them."""
+    from cuda_emulation import emulation_in  # imports torch
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which all workers share
+    return emulation_in(folder, has_pairs=request.param == "pairs")

@@ -116,6 +116,25 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
 bool relu_quantized(const Quantized& of, const void* x, int dtype, const Seed& seed, void* y, int32_t* mask, int32_t* packed,
                     uint16_t* ranges, int device, void* stream);
 
+// A batch norm whose input is in channels-last order: element e has channel e % channels. All pointers are to device memory, and all
+// numbers are float32.
+struct BatchNorm {
+  int64_t channels;
+  const float* rstd;                // (channels,) the reciprocal standard deviations
+  const float* weight;              // (channels,) or null
+  float *grad_weight, *grad_bias;   // (channels,) results
+  float* memory;                    // batch_norm_floats(channels) numbers, which the kernels use
+};
+
+constexpr int64_t kMostBatchNormBlocks = 512;
+int64_t batch_norm_floats(int64_t channels);
+
+// Computes the gradients of a batch norm from the rotated copy of its normalized input, and from the gradient of its result. out: the
+// gradient of the input, or null. The results are the same in each run. Returns false, and does nothing, unless all groups are full
+// ones side by side, all samples have the same width, up to 4 bits, channels is a multiple of 8, and all tensors are aligned.
+bool batch_norm_backward(const Quantized& of, const BatchNorm& norm, const int32_t* packed, const uint16_t* ranges, const void* grad,
+                         int dtype, void* out, int device, void* stream);
+
 // Do the same for exactly unbiased copies, whose sums of squares are those of rotated ones. codes: kUnbiasedFloats numbers in device
 // memory (common/unbiased.h).
 void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, const void* x, int dtype, const Normalization& normalization,

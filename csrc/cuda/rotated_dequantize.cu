@@ -10,6 +10,7 @@
 #include "cuda/hadamard.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
+#include "cuda/rotated_neighbors.h"
 #include "cuda/rotated_planes.h"
 #include "cuda/rotation.h"
 #include "cuda/row_store.h"
@@ -17,50 +18,7 @@
 namespace fewbit::cuda {
 namespace {
 
-__device__ const NormalLevels kLevelsOnDevice = kNormalLevels;
-
-// A group needs the two counters of its signs.
-constexpr int kCountersAhead = 2, kTurns = kSide / kCountersAhead;
-
-// -- levels ----------------------------------------------------------------------------------------------
-
-// The levels in shared memory, by code.
-struct CodeLevels {
-  float signed_levels[2 << kMaxBits];  // those of `bits` bits begin at first(bits)
-
-  __host__ __device__ static constexpr int first(int bits) { return (1 << bits) - 2; }
-  __device__ const float* of(int bits) const { return signed_levels + first(bits); }
-};
-
-__device__ inline float signed_level(int code, int bits) {
-  const int half = 1 << (bits - 1), index = code % half;
-  const float level = kLevelsOnDevice.levels[levels_begin(bits) + index];
-  return code >= half ? -level : level;
-}
-
-// Fills the table. Every thread of a block calls it.
-__device__ void fill(CodeLevels& levels) {
-  for (int i = threadIdx.x; i < CodeLevels::first(kMaxBits + 1); i += kThreads) {
-    int bits = 1;
-    while (i >= CodeLevels::first(bits + 1)) ++bits;
-    levels.signed_levels[i] = signed_level(i - CodeLevels::first(bits), bits);
-  }
-}
-
-// -- codes -----------------------------------------------------------------------------------------------
-
-// Returns a column of levels.
-__device__ void decode(float* values, const Planes& planes, const float* signed_levels) {
-  uint32_t codes[kSide];
-  unpack_codes(planes, codes);
-#pragma unroll
-  for (int j = 0; j < kSide; ++j) values[j] = signed_levels[codes[j]];
-}
-
 // -- products of matrices --------------------------------------------------------------------------------
-
-// The elements of a lane in a group that is transformed by products.
-constexpr int kNeighbors = kFullGroup / 32;
 
 // Returns the number that the lanes of the i-th group have.
 __device__ inline float of_group(float own, int i) { return float_of(__shfl_sync(kAllLanes, bits_of(own), i * kSide, 32)); }
@@ -68,29 +26,6 @@ __device__ inline int64_t of_group(int64_t own, int i) {
   const uint32_t low = __shfl_sync(kAllLanes, static_cast<uint32_t>(own), i * kSide, 32);
   const uint32_t high = __shfl_sync(kAllLanes, static_cast<uint32_t>(own >> 32), i * kSide, 32);
   return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
-}
-
-// Writes the neighbors of a lane, which fill vectors. Two lanes exchange halves of float32, so that each access fills sectors.
-template <class T>
-__device__ void store_neighbors(float* values, T* out) {
-  const int lane = threadIdx.x % 32;
-  constexpr int kVectors = kNeighbors * sizeof(T) / sizeof(uint4);
-  uint32_t words[4 * kVectors];
-  narrow<T, kNeighbors>(words, values);
-  auto* to = reinterpret_cast<uint4*>(out) + lane * kVectors;
-  if constexpr (sizeof(T) == 4) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t got = __shfl_xor_sync(kAllLanes, lane % 2 ? words[i] : words[i + 4], 1);
-      (lane % 2 ? words[i] : words[i + 4]) = got;
-    }
-    to -= lane % 2;
-  }
-  constexpr int kApart = sizeof(T) == 4 ? 2 : 1;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    to[i * kApart] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
-  }
 }
 
 // The means of a warp's two groups, the factors of their transforms, and whether they are rotated twice.
@@ -103,28 +38,6 @@ struct PairScale {
 __device__ inline PairScale scale_of_pair(const GroupScale& own) {
   const float factor = own.scale * inverse_root(kFullGroup);
   return {{of_group(own.mean, 0), of_group(own.mean, 1)}, {of_group(factor, 0), of_group(factor, 1)}, {false, false}};
-}
-
-// For a group that is rotated twice: applies the signs of the second rotation, whose transform is done already, and does the
-// transform of the first rotation. values: a lane's neighbors. number: that of the group.
-__device__ inline void rotate_neighbors_back(float* values, uint64_t seed, int64_t number) {
-  const int lane = threadIdx.x % 32;
-  const PhiloxWords random = philox_words(seed, group_counter(number) + static_cast<unsigned>(sign_counter(1, 0) + lane / kSide));
-  // Numbers of their own, because the compiler would choose the word by a load from local memory.
-  const uint32_t word0 = random.words[0], word1 = random.words[1], word2 = random.words[2], word3 = random.words[3];
-  const uint32_t even = lane & 8 ? word2 : word0, odd = lane & 8 ? word3 : word1;
-  const uint32_t signs = (lane & 4 ? odd : even) >> lane % 4 * kNeighbors;
-#pragma unroll
-  for (int k = 0; k < kNeighbors; ++k) values[k] *= signs & (1u << k) ? -inverse_root(kFullGroup) : inverse_root(kFullGroup);
-#pragma unroll
-  for (int step = kFullGroup / 2 / kNeighbors; step > 0; step /= 2) {
-#pragma unroll
-    for (int k = 0; k < kNeighbors; ++k) {
-      const float other = float_of(__shfl_xor_sync(kAllLanes, bits_of(values[k]), step));
-      values[k] = lane & step ? other - values[k] : values[k] + other;
-    }
-  }
-  transform<kNeighbors / 2, kNeighbors>(values);
 }
 
 // -- plain tensors ---------------------------------------------------------------------------------------
@@ -308,7 +221,9 @@ __device__ void dequantize_group(float mean, float factor, bool is_twice, const 
   } else {
     map.apply(values);
   }
-  store_neighbors(values, out + place);
+  uint32_t words_of_values[kNeighborWords<T>];
+  narrow<T, kNeighbors>(words_of_values, values);
+  store_neighbor_words(words_of_values, out + place);
 }
 
 // Dequantizes the two groups of a warp. words: the codes of the first group, followed by those of the second one. signs: those of the
@@ -356,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
         const uint32_t* words = input.words();
         const int64_t next = pair + pairs_apart();
         if (next < plain.count) input.load(next);
-        if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, 2 * pair + threadIdx.x / kSide % 2);
+        if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, 2 * pair + threadIdx.x / kSide % 2, 2 * pairs_apart());
         const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
         const PairScale scale = found.scale();
         const auto dequantize = [&](auto map, int of_bits) {
@@ -383,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     is_quick = is_quick && is_full_at(begin, of, streams, order) && of.first % kBlock == 0 && begin % kNeighbors == 0;
     const auto addresses = reinterpret_cast<uintptr_t>(words) | reinterpret_cast<uintptr_t>(out + begin);
     if (all(is_quick && addresses % sizeof(uint4) == 0)) {
-      if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
+      if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number, 2 * pairs_apart());
       const int64_t places[] = {of_group(begin, 0), of_group(begin, 1)};
       words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
       with_map(value_map, EntryKind::none, [&](auto map) {
@@ -398,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     decode(values, planes, levels.of(bits));
     const bool are_full = all(m == kFullGroup);
     if (are_full && !any(found.is_twice)) {
-      if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number);
+      if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number, 2 * pairs_apart());
       transform_stage<kSide / 2>(values);
       rotate_back(values, own, own.random + 4 * kCountersAhead * turn, found.scale);
       turn = (turn + 1) % kTurns;

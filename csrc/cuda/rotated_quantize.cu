@@ -253,7 +253,7 @@ struct ReluResult {
 // kTurns groups are made first.
 __device__ void rotate_full(float* values, const Quantizer& by, int turn, int64_t number, bool has_spike) {
   Workspace& own = by.own;
-  if (turn == 0) put_random_ahead<kCountersAhead>(own, by.seed, number);
+  if (turn == 0) put_random_ahead<kCountersAhead>(own, by.seed, number, 2 * pairs_apart());
   rotate(values, own, own.random + 4 * kCountersAhead * turn);
   if (any(has_spike)) rotate_again(values, own, by.seed, number, has_spike);
 }

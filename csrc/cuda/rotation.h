@@ -132,12 +132,12 @@ __device__ inline void put_random_of_group(Workspace& own, uint64_t seed, int64_
 }
 
 // Writes the words that the next groups of these lanes need, if the groups are full and are rotated once: Counters counters
-// each for 16 / Counters groups, those of turn t from word 4 * Counters * t on. The first two counters are those of the signs. A third one is that of the scale. number: that
-// of the first of these groups.
+// each for 16 / Counters groups, those of turn t from word 4 * Counters * t on. The first two counters are those of the signs. A third
+// one is that of the scale. number: that of the first of these groups. apart: the distance from each group to the next one.
 template <int Counters>
-__device__ inline void put_random_ahead(Workspace& own, uint64_t seed, int64_t number) {
+__device__ inline void put_random_ahead(Workspace& own, uint64_t seed, int64_t number, int64_t apart) {
   const int lane = lane_of_group_now(), turn = lane / Counters, k = lane % Counters;
-  const int64_t group = number + 2 * turn * pairs_apart();
+  const int64_t group = number + turn * apart;
   put_random(own, seed, group_counter(group) + static_cast<unsigned>(k < 2 ? k : kRoundingCounter));
 }
 

@@ -129,6 +129,20 @@ const char* emulated_relu_quantized(const void* x, int dtype, int64_t samples, i
   });
 }
 
+// done: set to 0 if the kernels have done nothing. out: null if only the gradients of weight and bias are computed.
+const char* emulated_batch_norm_backward(const int32_t* packed, int64_t words, const uint16_t* ranges, int64_t groups, int bits,
+                                         int fp32_min, int64_t samples, int64_t features, int group_size, const void* grad,
+                                         int dtype, int64_t channels, const float* rstd, const float* weight, void* out,
+                                         float* grad_weight, float* grad_bias, int64_t* done) {
+  const fewbit::cuda::Quantized of{samples, features, group_size, fp32_min != 0, bits, nullptr, nullptr, words, groups};
+  std::vector<float> memory(fewbit::cuda::batch_norm_floats(channels) + 4);
+  const auto place = reinterpret_cast<uintptr_t>(memory.data()) % 16 / sizeof(float);
+  const fewbit::cuda::BatchNorm norm{channels, rstd, weight, grad_weight, grad_bias, memory.data() + (4 - place) % 4};
+  return guarded([&] {
+    *done = fewbit::cuda::batch_norm_backward(of, norm, packed, ranges, grad, dtype, out, 1, nullptr);
+  });
+}
+
 const char* emulated_share_bits(const float* gains, const float* squares, int64_t samples, int64_t extra,
                                 uint8_t* widths) {
   fewbit::cuda::Gains by;

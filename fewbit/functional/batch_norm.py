@@ -25,6 +25,7 @@ from fewbit.functional.layer_norm import (
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers.normalized import (
+    batch_norm_gradients,
     constant_like,
     dequantize_copies,
     input_gradient,
@@ -207,31 +208,42 @@ class _BatchNorm(Function):
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
             rstd, weight, reserve, *tensors = ctx.saved_tensors
-            size = ctx.spec.size
-            x = ctx.spec.dequantize(tensors[: ctx.spec.count], ctx.dtype)
-            mask = [needs_x and len(tensors) == ctx.spec.count, needs_weight, needs_bias]
-            scale, zeros, ones = _as_normalized(weight, rstd)
-            statistics = scale, None, None, zeros, ones, True, ctx.eps, mask
-            if ctx.implementation is None:
-                grads = torch.ops.aten.native_batch_norm_backward(
-                    grad, _as(x, ctx.view), *statistics
-                )
-            else:
-                grads = torch.ops.aten._batch_norm_impl_index_backward(
-                    ctx.implementation, _as(x, ctx.view), grad, *statistics, reserve
-                )
+            grads, is_eager = None, ctx.implementation is not None
+            has_one_copy = len(tensors) == ctx.spec.count
+            if is_eager and has_one_copy and grad.dtype == ctx.dtype and ctx.view == ctx.spec.size:
+                grads = batch_norm_gradients(ctx, tensors, grad, rstd, weight, needs_x)
+            if grads is None:
+                grads = _dequantized_gradients(ctx, grad, rstd, weight, reserve, tensors)
             grad_x, grad_weight, grad_bias = grads
-            if needs_x and len(tensors) > ctx.spec.count:
-                g = weighted(grad, per_channel(weight, grad.dim()))
-                dims = [dim for dim in range(grad.dim()) if dim != 1]
-                first, second = (_as(x, ctx.view) for x in dequantize_copies(ctx, tensors))
-                grad_x = input_gradient(g, first, second, per_channel(rstd, grad.dim()), dims)
-            grad_x = grad_x.to(ctx.dtype).reshape(size) if needs_x else None
+            grad_x = grad_x.to(ctx.dtype).reshape(ctx.spec.size) if needs_x else None
             grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
         elif needs_bias:
             grad_bias = sums.over_channels(grad)
         grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
         return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
+
+
+def _dequantized_gradients(ctx, grad, rstd, weight, reserve, tensors):
+    """Return the gradients of the input, the weight and the bias, by torch's function for the dequantized normalized input."""
+    needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+    has_one_copy = len(tensors) == ctx.spec.count
+    x = ctx.spec.dequantize(tensors[: ctx.spec.count], ctx.dtype)
+    mask = [needs_x and has_one_copy, needs_weight, needs_bias]
+    scale, zeros, ones = _as_normalized(weight, rstd)
+    statistics = scale, None, None, zeros, ones, True, ctx.eps, mask
+    if ctx.implementation is None:
+        grads = torch.ops.aten.native_batch_norm_backward(grad, _as(x, ctx.view), *statistics)
+    else:
+        grads = torch.ops.aten._batch_norm_impl_index_backward(
+            ctx.implementation, _as(x, ctx.view), grad, *statistics, reserve
+        )
+    if not needs_x or has_one_copy:
+        return grads
+    g = weighted(grad, per_channel(weight, grad.dim()))
+    dims = [dim for dim in range(grad.dim()) if dim != 1]
+    first, second = (_as(x, ctx.view) for x in dequantize_copies(ctx, tensors))
+    grad_x = input_gradient(g, first, second, per_channel(rstd, grad.dim()), dims)
+    return grad_x, *grads[1:]
 
 
 def _as_normalized(weight, rstd):

@@ -1,28 +1,32 @@
 """The CUDA kernels without a GPU: csrc/tests/cuda_emulation runs their source on the CPU, warp by warp."""
 
 import ctypes
-import mmap
-import shutil
-import subprocess
-import sysconfig
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cuda_emulation import (
+    DTYPES,
+    KINDS,
+    codes_of,
+    device_of,
+    int64,
+    needs_compiler,
+    or_null,
+    seed_of,
+    sparse,
+    streams_of,
+    vectors_of,
+)
 from quantized import possible_sizes, random_mask
 
 from fewbit import functions
 from fewbit.catalog import store
-from fewbit.catalog.unbiased_codes import packed_codes
-from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNBIASED, UNIFORM
+from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNIFORM
 from fewbit.runtime.backends import reference, reference_quantizer
 from fewbit.runtime.backends.reference_bits import philox_words
 from fewbit.runtime.format import groups
-from fewbit.runtime.format.bit_sharing import gains_of
-from fewbit.runtime.format.encoding import Draw, Encoding, packed_words
+from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.ops import fixed_point
 from fewbit.table import Knots
 
@@ -32,442 +36,8 @@ try:
 except ImportError:
     _kernels = None
 
-CSRC = Path(__file__).parents[2] / "csrc"
-COMPILER = shutil.which((sysconfig.get_config_var("CXX") or "c++").split()[0])
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # by number
-KINDS = (UNIFORM, ROTATED, MASKED, UNBIASED, MASKED_UNBIASED)  # by number
 FUSED = QUANTIZED = DTYPES[0], DTYPES[2], DTYPES[3]
-SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-GUARD = 64  # bytes on both sides of an array that must not change
-
-pytestmark = [
-    pytest.mark.slow,  # compiles for tens of seconds
-    pytest.mark.skipif(
-        COMPILER is None or not CSRC.exists(), reason="needs a C++ compiler and the sources"
-    ),
-]
-
-
-class Emulation:
-    """The kernels' entry points on NumPy arrays; arrays and results are flat torch tensors."""
-
-    def __init__(self, library):
-        self.library = library
-        names = (
-            "pack unpack encode decode_mul forward quantize squares share_bits order_samples "
-            "dequantize obstacle "
-            "grid_fixed encode_fixed decode_fixed mask_fixed"
-        )
-        for name in names.split():
-            getattr(library, f"emulated_{name}").restype = ctypes.c_char_p
-        library.emulated_table.restype = ctypes.c_void_p
-        self.tables = {}
-
-    def call(self, name, *arguments):
-        converted = [
-            ctypes.c_void_p(argument.data_ptr()) if isinstance(argument, torch.Tensor) else argument
-            for argument in arguments
-        ]
-        error = getattr(self.library, f"emulated_{name}")(*converted)
-        if error:
-            raise RuntimeError(error.decode())
-        assert self.library.emulated_current_device() == 0  # it was 1 during the call
-
-    def table(self, encoding):
-        if encoding.text not in self.tables:
-            e, draw = encoding, encoding.draw or Draw(*[()] * 6)
-            self.tables[e.text] = ctypes.c_void_p(
-                self.library.emulated_table(
-                    e.bits,
-                    e.initial,
-                    *_array(e.breaks32, np.float32, count=True),
-                    *_array(e.flips, np.uint8),
-                    *_array(e.breaks64, np.float64, count=True),
-                    *_array(e.flips, np.uint8),
-                    *_array(e.lut32, np.float32),
-                    *_array(e.lut64, np.float64),
-                    *_array(draw.points, np.float32, count=True),
-                    *_array(draw.origins, np.float32),
-                    *_array(draw.values, np.float32),
-                    *_array(draw.slopes, np.float32),
-                    *_array(draw.levels, np.float32, count=True),
-                    *_array(draw.inverse_gaps, np.float32),
-                )
-            )
-        return self.tables[encoding.text]
-
-    def pack(self, codes, bits):
-        packed = Guarded(packed_words(codes.numel(), bits), torch.int32)
-        self.call("pack", codes, _long(codes.numel()), bits, packed.data)
-        return packed.checked()
-
-    def unpack(self, packed, bits, n, offset=0):
-        codes = Guarded(n, torch.uint8, offset)
-        self.call("unpack", packed, _long(n), bits, codes.data)
-        return codes.checked()
-
-    def encode(self, x, encoding, seed=None):
-        packed = Guarded(packed_words(x.numel(), encoding.bits), torch.int32)
-        number = DTYPES.index(x.dtype)
-        self.call(
-            "encode", self.table(encoding), x, number, _long(x.numel()), packed.data, _or_null(seed)
-        )
-        return packed.checked()
-
-    def decode_mul(self, grad, packed, encoding, n=None, offset=0):
-        scalar, n = n is not None, grad.numel() if n is None else n
-        out = Guarded(n, grad.dtype, offset)
-        number = DTYPES.index(grad.dtype)
-        self.call(
-            "decode_mul",
-            self.table(encoding),
-            grad,
-            number,
-            _long(n),
-            packed,
-            out.data,
-            int(scalar),
-        )
-        return out.checked()
-
-    def forward(self, function, parameters, x, encoding, seed=None, in_place=False, offset=0):
-        """y and packed."""
-        p0, p1 = (ctypes.c_double(p) for p in (*parameters, 0.0, 0.0)[:2])
-        n, number = x.numel(), DTYPES.index(x.dtype)
-        y = Guarded(n, x.dtype, offset)
-        packed = Guarded(packed_words(n, encoding.bits), torch.int32)
-        if in_place:
-            y.data.copy_(x)
-            x = y.data
-        table = self.table(encoding)
-        self.call(
-            "forward",
-            function,
-            p0,
-            p1,
-            table,
-            x,
-            number,
-            _long(n),
-            y.data,
-            packed.data,
-            _or_null(seed),
-        )
-        return y.checked(), packed.checked()
-
-    def quantize(
-        self,
-        x,
-        seed,
-        bits,
-        group_size,
-        fp32_min,
-        widths=None,
-        words=None,
-        normalize=None,
-        offset=0,
-        kind=UNIFORM,
-    ):
-        """packed and ranges, of an x of (samples, features)."""
-        samples, features = x.shape
-        if widths is None:
-            words = packed_words(x.numel(), bits)
-            rows = groups.group_count(samples, features, group_size)
-        else:
-            rows = groups.most_groups(samples, features, group_size)
-        columns, seed_rows = 3 if fp32_min else 2, groups.seed_rows(kind)
-        packed = Guarded(words, torch.int32)
-        ranges = Guarded((rows + seed_rows) * columns, torch.bfloat16, offset)
-        kept, streams = _streams(widths)
-        self.call(
-            "quantize",
-            x,
-            DTYPES.index(x.dtype),
-            _long(samples),
-            _long(features),
-            group_size,
-            bits,
-            *streams,
-            int(fp32_min),
-            KINDS.index(kind),
-            _codes(kind),
-            *_seed(seed),
-            packed.data,
-            _long(words),
-            ranges.data,
-            _long(rows),
-            *_vectors(normalize),
-        )
-        return packed.checked(), ranges.checked().view(-1, columns)
-
-    def relu_quantized(self, x, seed, bits, group_size, fp32_min, offset=0, in_place=False):
-        """Return relu(x), its mask and its masked copy; None if the kernel does not fit."""
-        (samples, features), columns = x.shape, 3 if fp32_min else 2
-        words = packed_words(x.numel(), bits)
-        rows = groups.group_count(samples, features, group_size)
-        y, mask = (
-            Guarded(x.numel(), x.dtype, offset),
-            Guarded(packed_words(x.numel(), 1), torch.int32),
-        )
-        if in_place:
-            y.data.copy_(x.reshape(-1))
-        packed = Guarded(words, torch.int32)
-        ranges = Guarded((rows + 2) * columns, torch.bfloat16)
-        done = torch.empty(1, dtype=torch.int64)
-        self.call(
-            "relu_quantized",
-            y.data if in_place else x,
-            DTYPES.index(x.dtype),
-            _long(samples),
-            _long(features),
-            group_size,
-            bits,
-            int(fp32_min),
-            _long(seed),
-            y.data,
-            mask.data,
-            packed.data,
-            _long(words),
-            ranges.data,
-            _long(rows),
-            done,
-        )
-        copy = packed.checked(), ranges.checked().view(-1, columns)
-        return (y.checked().view(x.shape), mask.checked(), *copy) if done.item() else None
-
-    def share_bits(self, squares, total, kind):
-        widths = Guarded(len(squares), torch.uint8)
-        gains = torch.tensor(gains_of(kind), dtype=torch.float32)
-        extra = total - len(squares)
-        self.call("share_bits", gains, squares, _long(len(squares)), _long(extra), widths.data)
-        return widths.checked()
-
-    def order_samples(self, widths):
-        """Return the samples by ascending width, and the number of samples of each width."""
-        order, counts = Guarded(len(widths), torch.int64), Guarded(9, torch.int64)
-        self.call("order_samples", widths, _long(len(widths)), order.data, counts.data)
-        return order.checked(), counts.checked()
-
-    def squares(self, x, group_size, normalize=None, offset=0, kind=UNIFORM):
-        """Return the squares of each group of an x of shape (samples, features)."""
-        samples, features = x.shape
-        out = Guarded(groups.group_count(samples, features, group_size), torch.float32, offset)
-        self.call(
-            "squares",
-            x,
-            DTYPES.index(x.dtype),
-            _long(samples),
-            _long(features),
-            group_size,
-            KINDS.index(kind),
-            out.data,
-            *_vectors(normalize),
-        )
-        return out.checked()
-
-    def dequantize(
-        self,
-        packed,
-        ranges,
-        bits,
-        group_size,
-        shape,
-        dtype,
-        widths=None,
-        affine=None,
-        offset=0,
-        kind=UNIFORM,
-        mask=None,
-    ):
-        out = Guarded(shape[0] * shape[1], dtype, offset)
-        kept, streams = _streams(widths)
-        self.call(
-            "dequantize",
-            packed,
-            _long(len(packed)),
-            ranges,
-            _long(len(ranges) - groups.seed_rows(kind)),
-            bits,
-            *streams,
-            int(ranges.shape[1] == 3),
-            KINDS.index(kind),
-            _codes(kind),
-            _long(shape[0]),
-            _long(shape[1]),
-            group_size,
-            out.data,
-            DTYPES.index(dtype),
-            *_vectors(affine),
-            mask,
-        )
-        return out.checked().view(shape)
-
-    def grid_fixed(self, gamma, beta, bits):
-        grid = Guarded(7 * len(gamma), torch.float32)
-        self.call("grid_fixed", gamma, beta, _long(len(gamma)), bits, grid.data)
-        return grid.checked().view(7, -1)
-
-    def encode_fixed(self, x, y, grid, bits, inner, normalize=None):
-        packed = Guarded(packed_words(x.numel(), bits), torch.int32)
-        of = _long(grid.shape[1]), _long(inner), bits
-        self.call(
-            "encode_fixed",
-            x,
-            y,
-            DTYPES.index(x.dtype),
-            _long(x.numel()),
-            grid,
-            *of,
-            packed.data,
-            *_vectors(normalize),
-        )
-        return packed.checked()
-
-    def decode_fixed(self, packed, grid, bits, inner, n, dtype, slope=None, scale=None, offset=0):
-        out = Guarded(n, dtype, offset)
-        of = _long(grid.shape[1]), _long(inner), bits
-        activated, number = slope is not None, ctypes.c_float(slope or 0.0)
-        self.call(
-            "decode_fixed",
-            packed,
-            _long(n),
-            grid,
-            *of,
-            int(activated),
-            number,
-            out.data,
-            DTYPES.index(dtype),
-            *(_vectors(scale) if scale else (ctypes.c_void_p(0), _long(1), _long(1))),
-        )
-        return out.checked()
-
-    def mask_fixed(self, grad, packed, grid, bits, inner, slope, offset=0):
-        out, n = Guarded(grad.numel(), grad.dtype, offset), _long(grad.numel())
-        of = _long(grid.shape[1]), _long(inner), bits, ctypes.c_double(slope)
-        self.call("mask_fixed", grad, DTYPES.index(grad.dtype), n, packed, grid, *of, out.data)
-        return out.checked()
-
-
-class Guarded:
-    """n elements to be written, the memory around them watched; `offset` elements off alignment."""
-
-    def __init__(self, n, dtype, offset=0):
-        size = torch.empty((), dtype=dtype).element_size()
-        self.first = GUARD + offset * size
-        self.end = self.first + n * size
-        self.memory = torch.full((self.end + GUARD,), 0xA5, dtype=torch.uint8)
-        assert self.memory.data_ptr() % 16 == 0
-        self.data = self.memory[self.first : self.end].view(dtype)
-
-    def checked(self):
-        assert (self.memory[: self.first] == 0xA5).all()
-        assert (self.memory[self.end :] == 0xA5).all()
-        return self.data
-
-
-def sparse(*arrays):
-    """Return a tensor of zeros for each (size, dtype), in memory that exists only where it is touched."""
-    sizes = [size * dtype.itemsize for size, dtype in arrays]
-    try:
-        spaces = [mmap.mmap(-1, size, flags=SPARSE) for size in sizes]
-    except OSError:
-        pytest.skip(f"no address space for {sum(sizes) >> 30} GiB")
-    return [
-        torch.frombuffer(space, dtype=dtype)
-        for space, (_, dtype) in zip(spaces, arrays, strict=True)
-    ]
-
-
-def _array(values, dtype, count=False):
-    array = np.ascontiguousarray(values, dtype)
-    pointer = array.ctypes.data_as(ctypes.c_void_p)  # keeps the array alive
-    return ([_long(array.size)] if count else []) + [pointer]
-
-
-def _long(n):
-    return ctypes.c_int64(n)
-
-
-def _seed(seed):
-    """Return the address and the number of a seed, which is an int or a tensor."""
-    if isinstance(seed, int):
-        return ctypes.c_void_p(0), _long(seed)
-    return seed, _long(0)
-
-
-def _or_null(seed):
-    return ctypes.c_void_p(0) if seed is None else seed
-
-
-def _vectors(given):
-    *vectors, inner = given or (None, None, 1)
-    lengths = [len(vector) for vector in vectors if vector is not None] or [1]
-    return *map(_or_null, vectors), _long(lengths[0]), _long(inner)
-
-
-def _codes(kind):
-    """Return the codes of unbiased copies, or a null pointer."""
-    return (
-        torch.from_numpy(packed_codes()) if kind in (UNBIASED, MASKED_UNBIASED) else _or_null(None)
-    )
-
-
-def _streams(widths):
-    """Return the arrays to keep alive, and order and counts, as fewbit.runtime.backends.native makes them."""
-    return native_streams(widths) if widths is not None else (None, (_or_null(None),) * 2)
-
-
-def native_streams(widths):
-    order = torch.argsort(widths, stable=True)
-    counts = torch.bincount(widths, minlength=9)
-    return None, (order, counts)
-
-
-@pytest.fixture(scope="module", params=["pairs", "no pairs"])
-def cuda(request, tmp_path_factory):
-    """Return the emulation with the instructions on pairs of 16-bit floats, which sm_75 lacks, or without them."""
-    folder = tmp_path_factory.mktemp("cuda")
-    pairs = int(request.param == "pairs")
-    flags = [
-        f"-DFEWBIT_PAIR_INSTRUCTIONS={pairs}",
-        "-std=c++17",
-        "-O1",
-        "-fPIC",
-        "-w",
-        "-ffp-contract=off",
-        "-fno-strict-aliasing",
-    ]
-    includes = [f"-I{CSRC / 'tests' / 'cuda_emulation'}", f"-I{CSRC}"]
-    sources = [
-        *sorted(CSRC.glob("cuda/*.cu")),
-        CSRC / "common" / "table.cpp",
-        CSRC / "tests" / "cuda_emulation.cpp",
-    ]
-
-    def compile_one(source):
-        target = folder / f"{source.stem}.{source.suffix[1:]}.o"
-        command = [COMPILER, *flags, *includes, "-x", "c++", "-c", str(source), "-o", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return str(target)
-
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, sources))
-    library = folder / "emulation.so"
-    subprocess.run([COMPILER, "-shared", *objects, "-o", str(library)], check=True)
-    emulation = Emulation(ctypes.CDLL(str(library)))
-    emulation.library.emulated_device(4, 0)
-    return emulation
-
-
-@contextmanager
-def device_of(cuda, multiprocessors, first_block=0):
-    """A device of that many multiprocessors, which runs the blocks of a grid from the first one on."""
-    cuda.library.emulated_device(multiprocessors, first_block)
-    try:
-        yield
-    finally:
-        cuda.library.emulated_device(4, 0)
+pytestmark = needs_compiler
 
 
 # -- tables and inputs -----------------------------------------------------------------------------------
@@ -1068,7 +638,7 @@ def test_squares_of_more_elements_than_an_int_counts(cuda):
     tail = torch.from_numpy(np.random.default_rng(0).normal(0, 1, 232 + 9 * 256))
     x[-len(tail) :] = tail
     with device_of(cuda, 1 << 20, first // 8):
-        cuda.call("squares", x, 3, _long(2), _long(features), 256, 0, out, *_vectors(None))
+        cuda.call("squares", x, 3, int64(2), int64(features), 256, 0, out, *vectors_of(None))
     expected = squares_of_groups(x[None, -len(tail) :].clone(), 256)
     same(out[first:], expected[first - count :])
     assert (out[first:] > 0).all() and not out[first - 1000 : first].any()
@@ -1091,15 +661,15 @@ def test_groups_of_more_elements_than_an_int_counts(cuda, kind):
     begin, word = first * 256, first * 8 * bits
     tail = torch.from_numpy(np.random.default_rng(0).normal(0, 1, n - begin)).to(x.dtype)
     x[begin:] = tail.clamp(min=0) if kind in (MASKED, MASKED_UNBIASED) else tail
-    shape, of_kind = (_long(1), _long(n), 256), (KINDS.index(kind), _codes(kind))
-    streams = _streams(None)[1]
+    shape, of_kind = (int64(1), int64(n), 256), (KINDS.index(kind), codes_of(kind))
+    streams = streams_of(None)[1]
     with device_of(cuda, 1 << 20, first // 16):
-        made = *_seed(seed), packed, _long(len(packed)), ranges, _long(count), *_vectors(None)
+        made = *seed_of(seed), packed, int64(len(packed)), ranges, int64(count), *vectors_of(None)
         cuda.call("quantize", x, 3, *shape, bits, *streams, 0, *of_kind, *made)
         if kind != UNIFORM:  # the first block writes them
             ranges[count:].view(torch.int16).view(-1)[:4] = seed.view(torch.int16)
-        copy = packed, _long(len(packed)), ranges, _long(count), bits, *streams, 0, *of_kind
-        cuda.call("dequantize", *copy, *shape, out, 3, *_vectors(None), None)
+        copy = packed, int64(len(packed)), ranges, int64(count), bits, *streams, 0, *of_kind
+        cuda.call("dequantize", *copy, *shape, out, 3, *vectors_of(None), None)
     given = seed, bits, 256, False, kind, first
     expected = reference_quantizer._stream(x[begin:][None].float(), *given)
     assert torch.equal(packed[word:], expected[0])
@@ -1124,22 +694,22 @@ def test_more_elements_than_an_int_counts(cuda, monkeypatch):
     first = (blocks - 1) * 8 * 1024
     x[first - tail :] = inputs(n - first + tail, torch.bfloat16, encoding)
     with device_of(cuda, 1 << 20, blocks - 1):
-        cuda.call("encode", cuda.table(encoding), x, 3, _long(n), packed, _or_null(None))
-        cuda.call("decode_mul", cuda.table(encoding), x, 3, _long(n), packed, out, 0)
+        cuda.call("encode", cuda.table(encoding), x, 3, int64(n), packed, or_null(None))
+        cuda.call("decode_mul", cuda.table(encoding), x, 3, int64(n), packed, out, 0)
     words = packed[first // 32 * 3 :]
     assert torch.equal(words, reference.encode(x[first:].clone(), encoding, None))
     same(out[first:], product(x[first:].clone(), words.clone(), encoding))
     channels = torch.linspace(-2, 2, 8)
     grid = fixed_point.grid_of(channels.cos(), channels, 3, "cpu")
-    of_grid = grid, _long(8), _long(2), 3
+    of_grid = grid, int64(8), int64(2), 3
     with device_of(cuda, 1 << 20, blocks - 1):
-        cuda.call("mask_fixed", x, 3, _long(n), packed, *of_grid, ctypes.c_double(0.5), out)
+        cuda.call("mask_fixed", x, 3, int64(n), packed, *of_grid, ctypes.c_double(0.5), out)
     expected = torch.empty(n - first, dtype=torch.bfloat16)
     reference.mask_fixed(x[first:].clone(), words.clone(), grid, 3, 2, 0.5, expected)
     same(out[first:], expected)
     encoding, seed = unbiased_encoding(3, 9), torch.tensor([-5])
     with device_of(cuda, 1 << 20, blocks - 1):
-        cuda.call("encode", cuda.table(encoding), x, 3, _long(n), packed, seed)
+        cuda.call("encode", cuda.table(encoding), x, 3, int64(n), packed, seed)
     numbers = philox_words(seed, torch.arange(first, n))[0]
     monkeypatch.setattr(reference, "uniform", lambda seed, n: (numbers >> 8).float() * 2.0**-24)
     assert torch.equal(words, reference.encode(x[first:].clone(), encoding, seed))
@@ -1159,8 +729,8 @@ def test_errors_are_one_clear_line(cuda):
         cuda.forward(0, (), x.double(), random_encoding(2, 4))
     grid = torch.zeros(7, 1)
     with pytest.raises(RuntimeError, match="fewer than 1073741824 entries, got 1073741824"):
-        of_grid = grid, _long(1 << 30), _long(1), 3
-        cuda.call("mask_fixed", x, 0, _long(1), x, *of_grid, ctypes.c_double(0.5), x)
+        of_grid = grid, int64(1 << 30), int64(1), 3
+        cuda.call("mask_fixed", x, 0, int64(1), x, *of_grid, ctypes.c_double(0.5), x)
 
 
 @pytest.mark.parametrize(

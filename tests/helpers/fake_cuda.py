@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from fewbit.config import MASKED
 from fewbit.runtime import backends
+from fewbit.runtime.backends import reference
 from fewbit.runtime.quantizers import normalized
 
 DEVICE = torch.device("cuda:0")
@@ -284,6 +285,14 @@ class _Kernels:
             x, function, *args
         )
         return made and made._replace(result=made.result._replace(spread=None))
+
+    def batch_norm_backward(self, *args):
+        name = "fewbit.batch_norm_backward"
+        made = self._cuda.kernel(name, reference.batch_norm_backward)(*args)
+        self._cuda.launches += [name] * (
+            1 if made[0] is None else 2
+        )  # there are two kernels, or three
+        return made
 
     def __getattr__(self, name):
         kernel = self._cuda.kernel(f"fewbit.{name}", getattr(self._cpu, name))

@@ -2,10 +2,12 @@
 // directory is first in the include path. The emulation is slow, and exact about what threads may assume of each other.
 //
 // Threads of a block are fibers. A fiber runs until it shuffles, synchronizes or ends. All lanes of a warp must
-// then have stopped at a shuffle with the same lane mask: a lane that misses one ends the program.
+// then have stopped at a shuffle with the same lane mask: a lane that misses one ends the program. Fibers are switched by
+// _longjmp, because swapcontext calls the operating system each time.
 
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -50,7 +52,9 @@ enum class State { ready, at_shuffle, at_barrier, done };
 
 struct Fiber {
   static constexpr size_t kStack = 128 * 1024;
-  ucontext_t context;
+  ucontext_t context;  // with which the fiber begins
+  jmp_buf place;       // where it goes on
+  bool has_begun = false;
   std::unique_ptr<char[]> stack{new char[kStack]};
   State state = State::done;
   int shuffles = 0;
@@ -59,7 +63,7 @@ struct Fiber {
 };
 
 inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline unsigned current = 0;
 inline std::function<void()> body;
 inline bool trapped = false;
@@ -75,19 +79,31 @@ inline unsigned first_block = 0, last_block = ~0u;
 }
 
 inline void pause(State state) {
-  fibers[current].state = state;
-  swapcontext(&fibers[current].context, &scheduler);
+  Fiber& fiber = fibers[current];
+  fiber.state = state;
+  if (_setjmp(fiber.place) == 0) _longjmp(scheduler, 1);
 }
 
+// Runs a thread in each block.
 inline void enter() {
-  body();
-  fibers[current].state = State::done;
+  for (;;) {
+    body();
+    pause(State::done);
+  }
 }
 
 inline void resume(unsigned thread) {
   current = thread;
   threadIdx.x = thread;
-  swapcontext(&scheduler, &fibers[thread].context);
+  Fiber& fiber = fibers[thread];
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.has_begun) _longjmp(fiber.place, 1);
+  fiber.has_begun = true;
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = Fiber::kStack;
+  makecontext(&fiber.context, enter, 0);
+  setcontext(&fiber.context);
 }
 
 // Runs a warp until all its lanes wait at a barrier or have ended.
@@ -111,11 +127,6 @@ inline void run_block(unsigned threads) {
   if (fibers.size() < threads) fibers = std::vector<Fiber>(threads);
   for (unsigned thread = 0; thread < threads; ++thread) {
     Fiber& fiber = fibers[thread];
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = Fiber::kStack;
-    fiber.context.uc_link = &scheduler;
-    makecontext(&fiber.context, enter, 0);
     fiber.state = State::ready;
     fiber.shuffles = 0;
     fiber.copies.clear();
@@ -138,9 +149,9 @@ inline void __syncthreads() { cuda_emulation::pause(cuda_emulation::State::at_ba
 [[noreturn]] inline void __trap() {
   using namespace cuda_emulation;
   trapped = true;
-  for (Fiber& fiber : fibers) fiber.state = State::done;
-  pause(State::done);
-  std::abort();
+  // The threads never go on, so all begin anew in the next block.
+  for (Fiber& fiber : fibers) fiber.state = State::done, fiber.has_begun = false;
+  _longjmp(scheduler, 1);
 }
 
 inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int lane_mask) {

@@ -14,15 +14,17 @@ one element. A backend is an object with these attributes, which the module `ref
     share_bits                   get the bits of each sample from these numbers
     forward_quantized            `forward`, and `quantize` of the result, in one pass over memory
     can_quantize_result          tell whether `forward_quantized` has a pass for an activation
+    batch_norm_backward          get batch norm's gradients from a rotated copy of its normalized input
     grid_fixed                   get the grid: the values that the fixed-point codes of a norm's channels stand for
     encode_fixed                 get the fixed-point codes of a norm's normalized input
     decode_fixed                 get approximate values from fixed-point codes
     mask_fixed                   get a ReLU's gradient from the signs in fixed-point codes
 
 Every function takes and returns tensors of one device, and has the signature that it has in `reference`. All backends
-return the same codes, ranges and values, bit for bit. They differ in two ways only. `forward` and `forward_quantized`
-return None in a backend that has no such pass. And `quantize` returns the tensor's smallest and largest element only if
-the host need not wait for them (`results.QuantizedGroups.spread`).
+return the same codes, ranges and values, bit for bit. They differ in three ways only. `forward`, `forward_quantized` and
+`batch_norm_backward` return None in a backend that has no such pass. `batch_norm_backward` adds up in an order of the
+backend's own. And `quantize` returns the tensor's smallest and largest element only if the host need not wait for them
+(`results.QuantizedGroups.spread`).
 
 To add a backend, write a new file here and let `_choose` select it by device. This folder may import `runtime.format`
 and `runtime.interop`.

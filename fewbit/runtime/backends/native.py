@@ -291,6 +291,41 @@ class Kernels:
             *_map(affine, mask, out.numel()),
         )
 
+    def batch_norm_backward(
+        self, packed, ranges, bits, group_size, grad, rstd, weight, needs_input=True
+    ):
+        """Return the gradients of a batch norm's input, weight and bias, see `reference.batch_norm_backward`.
+
+        Only CUDA has kernels, for full groups side by side, up to 4 bits, and a number of channels that is a multiple of 8.
+        They add up in the same order in each run.
+        """
+        if not hasattr(self._kernels, "batch_norm_backward"):
+            return None
+        samples, features = groups.samples_of(grad.shape)
+        of_weight, of_bias = torch.empty_like(rstd), torch.empty_like(rstd)
+        out = torch.empty_like(grad) if needs_input else None
+        memory = torch.empty(
+            self._kernels.batch_norm_floats(len(rstd)), dtype=torch.float32, device=grad.device
+        )
+        done = self._kernels.batch_norm_backward(
+            packed,
+            ranges,
+            bits,
+            ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
+            samples,
+            features,
+            group_size,
+            grad,
+            rstd,
+            weight,
+            memory,
+            out,
+            of_weight,
+            of_bias,
+            *self._where(grad),
+        )
+        return (out, of_weight, of_bias) if done else None
+
     def grid_fixed(self, gamma, beta, bits):
         """Return the grid, which says which values fixed-point codes stand for, see `reference.grid_fixed`."""
         if gamma.dtype != torch.float32:

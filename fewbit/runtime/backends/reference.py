@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from fewbit.config import UNIFORM
+from fewbit.runtime.backends.reference_batch_norm import batch_norm_backward
 from fewbit.runtime.backends.reference_bits import pack, philox_words, unpack
 from fewbit.runtime.backends.reference_fixed_point import (
     decode_fixed,
@@ -26,6 +27,7 @@ from fewbit.runtime.format.encoding import Encoding, gray
 from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
 
 __all__ = [
+    "batch_norm_backward",
     "can_quantize_result",
     "decode_fixed",
     "decode_mul",

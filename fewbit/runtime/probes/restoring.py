@@ -123,6 +123,15 @@ def restored(values, spec, packed):
     return values if restoring is None else restoring.restored(values, spec, packed)
 
 
+def record(spec) -> None:
+    """Record the slot of a saved tensor whose values a kernel has used without writing them to memory.
+
+    Args:
+        spec: the spec of the saved tensor, for which `is_changed` is False.
+    """
+    restored(None, spec, None)
+
+
 def is_changed(spec) -> bool:
     """Return whether `restored` would add noise to the saved tensor with the given spec."""
     restoring = getattr(_running, "restoring", None)

@@ -14,11 +14,16 @@ from typing import NamedTuple
 
 import torch
 
+from fewbit.config import ROTATED
+from fewbit.runtime import backends
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, unsharded
+from fewbit.runtime.probes import restoring
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, flat, unsharded
+
+_IN_KERNELS = torch.float32, torch.float16, torch.bfloat16
 
 MOST_SHARED = 2**14
 """The largest number of elements of a shared constant. For larger tensors, filling takes longer than the launch."""
@@ -128,6 +133,36 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
     parts = [quantizer.quantize_normalized(x, mean, rstd, inner) for _ in range(copies)]
     ctx.spec, ctx.inner = parts[0].spec, inner
     return parts[0], [tensor for part in parts for tensor in part.tensors]
+
+
+def batch_norm_gradients(ctx, saved, grad, rstd, weight, needs_input):
+    """Return the gradients of a batch norm's input, weight and bias, without writing dequantized values to memory.
+
+    Args:
+        ctx: the context of the norm's autograd Function, as `save_copies` left it. The norm has no second copy.
+        saved: the tensors that `save_copies` returned for saving.
+        grad: the gradient of the norm's result.
+        rstd: the reciprocal standard deviation, (C,).
+        weight: the norm's weight, (C,), or None.
+        needs_input: whether to compute the gradient of the input. If not, None takes its place.
+
+    Returns:
+        The three gradients, those of weight and bias in float32. None in place of the three if no kernel computes them: the
+        input is not in channels-last order, or `backends.of` returns a backend without such a kernel for the copy.
+    """
+    spec = ctx.spec
+    if ctx.inner != 1 or not isinstance(spec, QuantizedTensorSpec) or spec.kind != ROTATED:
+        return None
+    fits = spec.samples is None and rstd.dtype == torch.float32 and grad.dtype in _IN_KERNELS
+    tensors = grad, rstd, *saved, *(() if weight is None else (weight,))
+    if not (fits and all(map(is_plain, tensors))) or restoring.is_changed(spec):
+        return None
+    grad = layout.with_stride(grad, spec.stride, by_sample=True)
+    copy = *saved, spec.bits, spec.group_size
+    found = backends.of(grad).batch_norm_backward(*copy, grad, rstd, flat(weight), needs_input)
+    if found is not None:
+        restoring.record(spec)
+    return found
 
 
 def dequantize_copies(ctx, saved):

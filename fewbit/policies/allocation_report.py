@@ -70,15 +70,18 @@ class Allocation(Rows):
         super().__init__(rows, empty, ended, unobserved)
 
     @property
-    def bits(self) -> float:
-        """The average bits per element over all rows."""
-        return _average(self)
+    def bits(self) -> float | None:
+        """The average bits per element over all rows; None if there are no rows."""
+        return _average(self) if self else None
 
     @property
     def _headline(self) -> str:
         chosen = [row for row in self if not row.is_fixed]
-        tensors = f"{counted(len(chosen), 'tensor')} that layers save"
-        text = f"{_average(chosen):.4g} bits on average for {tensors}"
+        rows = chosen or self
+        tensors = f"{counted(len(rows), 'tensor')} that layers save"
+        text = f"{_average(rows):.4g} bits on average for {tensors}"
+        if not chosen:
+            return f"no bits chosen, as all are fixed: {text}"
         if len(chosen) == len(self):
             return text
         return f"{text}; {self.bits:.4g} with {len(self) - len(chosen)} of fixed bits"

@@ -23,6 +23,15 @@ def test_levels_without_bits_by_layer_say_so(level):
     assert "reports no bits by layer" in str(controller.allocation)
 
 
+def test_an_allocation_without_chosen_bits_has_no_average_of_them():
+    assert Allocation().bits is None
+    rows = [Allocated(name, 0, bits, True, 100, 4, 1.0) for name, bits in (("a", 4.0), ("b", 3.0))]
+    fixed = Allocation(rows)
+    assert fixed.bits == 3.5
+    title = "no bits chosen, as all are fixed: 3.5 bits on average for 2 tensors that layers save"
+    assert fixed.title == title
+
+
 def test_layers_with_names_cut_alike_are_different_rows():
     rows = [Allocated(f"{n}.{'x' * 60}", 0, 2.0, False, 100, 4, 1.0) for n in (1, 2)]
     lines = str(Allocation(rows)).splitlines()

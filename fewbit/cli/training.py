@@ -61,7 +61,8 @@ _FAMILIES = [family.name for family in models.FAMILIES]
     metavar="SIZE",
     default="32GB",
     show_default=True,
-    help="The device's memory, for example 80GB or 11264MB.",
+    help="The device's memory, for example 80GB or 11264MB. Units are powers of 1024, so GB and GiB mean "
+    "the same.",
 )
 @click.option(
     "--fits",

@@ -208,7 +208,7 @@ class Budget(BitConfig):
 
     Attributes:
         bytes: the budget: the largest number of bytes that a forward pass of the example batch may save. Either a
-            number, or a size such as "6 GiB" (powers of 1024).
+            number, or a size such as "6 GiB". Units are powers of 1024, so "6 GB" means the same as "6 GiB".
         interval: bits are chosen after every `interval` steps. At the start they are chosen more often: after steps 1,
             2, 4, 8 and so on up to `interval`.
     """
@@ -413,14 +413,16 @@ def _every(interval: int) -> str:
 def _byte_count(size) -> int:
     """Return a size as a number of bytes. Raise InputError if `size` is neither a number nor a text such as "6 GiB"."""
     if isinstance(size, str):
+        text = f"{size} B" if size.strip().isdecimal() else size
         try:
-            return parse_size(size)
+            return parse_size(text)
         except FewbitError:
             number = None
     else:
         number = plain_number(size)
     if not isinstance(number, int) or isinstance(number, bool) or number <= 0:
         raise InputError(
-            f"budget: expected bytes, or a size such as '6 GiB' (powers of 1024), got {shorten(size)}"
+            "budget: expected bytes, or a size such as '6 GiB' (units are powers of 1024, GB as well as GiB), "
+            f"got {shorten(size)}"
         )
     return number

@@ -62,8 +62,8 @@ def fits(
             output if that is a scalar, else its attribute `loss`, else the mean of the output.
         optimizer: A class such as torch.optim.AdamW, a function that makes an optimizer from a list of parameters, or
             an optimizer of the model's parameters, which does not change.
-        device: A size such as "24 GiB", a number of bytes, or a device that is there, whose whole memory counts. If
-            None, the result has only the bytes. With a size, or a device that is no CPU, torch's optimizers and
+        device: A size such as "24 GiB" (units are powers of 1024, so "24 GB" means the same), a number of bytes, or a
+            device that is there, whose whole memory counts. If None, the result has only the bytes. With a size, or a device that is no CPU, torch's optimizers and
             attention take the memory that they take on a GPU.
         settings: The settings to compare. Each is "exact"; "checkpoint", which is exact with the gradient checkpointing
             of transformers; a whole number of bits or a configuration with fixed bits, as `fewbit.compress_` takes it;

@@ -97,6 +97,9 @@ def test_numbers_stand_for_configurations(given, expected):
         (lambda: fewbit.AdaptiveBits(2, 0), "expected a positive whole number for interval, got 0"),
         (lambda: fewbit.AdaptiveBits(2, 1.5), "expected a positive whole number for interval, got 1.5"),
         (lambda: fewbit.Budget("6 apples"), "budget: expected bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.Budget("6" * 100), "budget: expected bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.Budget("0"), "budget: expected bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.Budget("1.5"), "(units are powers of 1024, GB as well as GiB), got '1.5'"),
         (lambda: fewbit.Budget(0), "budget: expected bytes, or a size such as '6 GiB'"),
         (lambda: fewbit.Budget(True), "budget: expected bytes, or a size such as '6 GiB'"),
         (lambda: fewbit.ErrorBound(0), "expected a finite number above 0 for e2, got 0"),
@@ -159,6 +162,14 @@ def own_config(kind=None, base=fewbit.BitConfig):
     """Define a configuration class."""
     body = {} if kind is None else {"kind": kind}
     return type("Own", (base,), {"__module__": __name__, **body})
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [("1000", 1000), (" 7 ", 7), ("6 GB", 6 << 30), ("6 GiB", 6 << 30), ("1.5KB", 1536)],
+)
+def test_a_budget_is_a_number_of_bytes_or_a_size_in_powers_of_1024(size, count):
+    assert fewbit.Budget(size).bytes == count
 
 
 def test_a_class_can_be_defined_again_and_derive_from_another():

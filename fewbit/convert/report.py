@@ -113,10 +113,10 @@ class Report(Result):
     def _lines(self) -> Iterator[str]:
         if self.functions is not None:
             inputs, attention, activations = self.functions
-            yield (
-                f"called functions save {bits_or_exact(inputs)} of inputs, {attention:.4g} of attention, "
-                f"{activations} of activations"
-            )
+            line = f"called functions save {bits_or_exact(inputs)} of inputs, {activations} of activations"
+            if attention != inputs:
+                line += f"; attention, if the model calls it, saves {bits_or_exact(attention)} of q, k and v"
+            yield line
         yield from self.notes
         reasons = _grouped((row.path, (row.kind, row.reason)) for row in self.left_alone)
         for (pattern, kind, reason), count in reasons.items():

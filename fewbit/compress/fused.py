@@ -20,9 +20,14 @@ FOLLOWING = (*LINEAR.values(), Conv1D, ReLU, LeakyReLU)
 
 
 def note(model: nn.Module) -> str:
-    """Return the line of the report that counts the norms that save their input in fixed point."""
-    count = counted(len(_norms(model)), "norm")
-    return f"pre-activations: {count} in fixed point, shared with the layers that follow"
+    """Return the line of the report that counts the norms that save their input in fixed point, or says that none does."""
+    norms = _norms(model)
+    if not norms:
+        return (
+            "no batch or layer norm is converted: unless the model calls F.batch_norm or F.layer_norm, it saves the "
+            "same as with FixedBits"
+        )
+    return f"pre-activations: {counted(len(norms), 'norm')} in fixed point, shared with the layers that follow"
 
 
 def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[ConvertedModule, ...]:

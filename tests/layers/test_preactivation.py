@@ -439,6 +439,19 @@ def test_without_fuse_nothing_changes():
     )  # a copy and codes for each layer
 
 
+def test_the_report_says_if_there_is_no_norm_and_so_no_effect():
+    linear, x = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)], normal((16, 64))
+    for layers, has_norm in ((linear, False), ([linear[0], nn.LayerNorm(64), *linear[1:]], True)):
+        model, saved = nn.Sequential(*layers), []
+        for bits in (fewbit.FixedBits(4), fewbit.PreActivationBits(4)):
+            report = fewbit.compress_(model, bits, verbose=False).report
+            saved.append(fewbit.saved_bytes(model, x).total)
+        text = " ".join(str(report).split())
+        assert ("no batch or layer norm is converted" in text) is not has_norm
+        assert ("1 norm in fixed point" in text) is has_norm
+        assert (saved[0] == saved[1]) is not has_norm, "the same as with FixedBits"
+
+
 @pytest.mark.parametrize("bits", (8, fewbit.PreActivationBits(8)), ids=repr)
 def test_blocks_inside_of_a_converted_model_stay_as_they_are(bits):
     x = normal((3, 6, 7, 5))

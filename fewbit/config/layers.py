@@ -33,7 +33,8 @@ class LayerSettings(Config):
             the policy usually chooses them. Activations whose derivative has only two values have 1 bit, which is exact.
         attention_bits: the bits of the queries, keys and values of attention. With AdaptiveBits, Budget and ErrorBound
             the policy usually chooses these bits, like those of other tensors. Otherwise they are usually the bits of
-            quantized inputs, but at least 4 (docs/decisions/0008).
+            quantized inputs, but at least 4 (docs/decisions/0008). A number that is not whole is an average, which
+            FixedBits and PreActivationBits refuse.
         group_size: the number of consecutive elements that are quantized together, a multiple of 32 (usually 256).
             These elements are called a group.
         min_dtype: the dtype of the groups' means (in uniform copies, of their minimums): "bfloat16", "float32" or

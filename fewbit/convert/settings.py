@@ -100,6 +100,13 @@ class ResolvedSettings:
 
     def checked(self) -> ResolvedSettings:
         """Return the settings. Raise InputError if a value is invalid or contradicts another value."""
+        for name in ("bits", "attention_bits"):
+            value = getattr(self, name)
+            if isinstance(value, float) and not self.has_policy:
+                raise InputError(
+                    f"expected a whole number from 1 to 8 for {name}, got {value!r}; averages need a configuration "
+                    "such as fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples"
+                )
         check = check_average if self.has_policy else check_bits
         check(self.bits)
         if self.attention_bits is not None:

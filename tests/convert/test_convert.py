@@ -465,6 +465,16 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
             {"layers": {"activation_bits": 9}},
             "layers: expected a whole number from 1 to 8 for activation_bits, got 9",
         ),
+        (
+            {"layers": {"attention_bits": 3.5}},
+            "layers: expected a whole number from 1 to 8 for attention_bits, got 3.5; averages need a configuration such as "
+            "fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples",
+        ),
+        (
+            {"overrides": {"stem": 2.5}},
+            "overrides['stem']: expected a whole number from 1 to 8 for bits, got 2.5; averages need a configuration such as "
+            "fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples",
+        ),
         ({"layers": 4}, "layers: expected fewbit.LayerSettings, or a mapping of its fields, got 4"),
         (
             {"layers": {"bits": 2}},

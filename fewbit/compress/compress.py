@@ -14,6 +14,7 @@ from fewbit.compress.allocator import AllocatorReport, use_expandable_segments
 from fewbit.compress.controller import Controller
 from fewbit.compress.sample import bytes_by_op, check_sample, fit_of, saved_for, try_sample
 from fewbit.config import (
+    CODECS,
     LARGEST_ROTATED_GROUP,
     MAX_BITS,
     MIN_BITS,
@@ -275,6 +276,8 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
             notes[-1] += f"; {MAX_BITS} bits an element, the most, need less"
     if settings.quantizer is not None:
         notes.append(f"quantized copies: {settings.quantizer}")
+        if isinstance(config, ErrorBound) and config.codec != CODECS[0]:
+            notes[-1] += f"; no effect on tensors that the codec {config.codec} saves"
     elif usual_kind(ROTATED, settings.group_size) != ROTATED:
         notes.append(
             f"quantized copies: uniform, as groups have more than {LARGEST_ROTATED_GROUP} elements"

@@ -50,7 +50,8 @@ class LayerSettings(Config):
             tensors in which the Function's gradients are linear. With `everything`, these tensors are quantized too.
         quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased" (docs/concepts/quantizer.md). Usually,
             results of softmax and tensors with groups of more than 256 elements have uniform copies, and all other
-            tensors have rotated copies (docs/decisions/0016).
+            tensors have rotated copies (docs/decisions/0016). The setting has no effect on tensors that ErrorBound
+            saves with a codec other than "quant".
     """
 
     _checks = {

@@ -60,6 +60,16 @@ def test_the_report_says_level_and_budget(capsys):
         fewbit.compress_(model, fewbit.Budget("1 GiB"), sample=sample, verbose=False)
 
 
+def test_the_report_says_which_tensors_the_kind_of_copies_does_not_concern():
+    for codec, ending in (
+        ("quant", ""),
+        ("jpeg", "; no effect on tensors that the codec jpeg saves"),
+    ):
+        config, layers = fewbit.ErrorBound(codec=codec), {"quantizer": "uniform"}
+        controller = fewbit.compress_(nn.Linear(32, 8), config, layers=layers, verbose=False)
+        assert f"quantized copies: uniform{ending}" in controller.report.notes
+
+
 def test_a_sample_that_is_part_of_a_larger_tensor_counts_for_itself(capsys):
     model, (n, *rest) = MODELS["convnet"][0](), MODELS["convnet"][1]
     data = normal((100 * n, *rest), scale=1.0)

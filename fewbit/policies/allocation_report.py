@@ -102,7 +102,7 @@ class Allocation(Rows):
             Column("variance", lambda row: share(row.variance, variance), drop=4),
         )
         notes = [
-            f"codes: {amount(sum(row.codes for row in self))} in all, without ranges",
+            f"all codes: {amount(sum(row.codes for row in self))}, without ranges",
             "input: the number of the layer's input",
             "variance: each tensor's part of the variance that rounding adds to the gradient",
             "layers that share the copy of another layer have no row",

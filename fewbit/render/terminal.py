@@ -34,7 +34,7 @@ def shown(view: View, width: int) -> Iterator:
     if view.columns:
         table, left_out = grid(view, width)
         yield from ["", table] if view.title else [table]
-    notes = list(view.notes)
+    notes = [note for note in view.notes if note.partition(":")[0] not in left_out]
     if left_out:
         notes.append(f"columns left out: {', '.join(left_out)}")
     if notes:

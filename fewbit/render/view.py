@@ -59,7 +59,8 @@ class View:
         title: One line, or "".
         columns: The columns of the table. Without columns there is no table.
         rows: One object, of any class, for each row of the table. The columns make the texts of cells from it.
-        notes: Lines of text below the table.
+        notes: Lines of text below the table. A line that begins with the title of a column and a colon explains that
+            column, and is not shown in a terminal that leaves out the column.
         total: A row for the last line, if any.
         rest: A function that gets the rows for which a long table has no room, and returns one row that sums them up.
             If None, all rows are shown.

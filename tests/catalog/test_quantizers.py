@@ -10,6 +10,7 @@ import pytest
 
 from fewbit.catalog.quantizers import (
     GROUP,
+    QuantizerComparison,
     compare_quantizers,
     restore_rotated,
     restore_uniform,
@@ -19,6 +20,7 @@ from fewbit.catalog.quantizers import (
     walsh_hadamard,
 )
 from fewbit.errors import FewbitError
+from fewbit.render.terminal import plain
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,15 @@ def test_published_errors(rows):
     limits = [row.rotated_limit for row in rows[:4]]
     assert limits[0] == pytest.approx(math.pi / 2 - 1, rel=1e-9)
     assert limits == pytest.approx([0.571, 0.133, 0.0358, 0.0096], rel=3e-3)
+
+
+def test_columns_have_different_titles_and_a_legend_only_if_they_are_shown(rows):
+    comparison = QuantizerComparison(tuple(rows))
+    titles = [column.title for column in comparison.view().columns]
+    assert len(set(titles)) == len(titles) == 9
+    narrow, wide = plain(comparison, 80), plain(comparison, 120)
+    assert "limit: rotated" not in narrow and "columns left out: limit" in narrow
+    assert "limit: rotated" in wide and "left out" not in wide
 
 
 @pytest.mark.parametrize("bits", [1, 4, 8])

@@ -57,6 +57,14 @@ def test_a_table_fits_any_width(width, left_out):
     assert names == NAMES if width >= 84 else len(lines[0]) == width - 1
 
 
+def test_the_note_of_a_column_is_shown_with_the_column():
+    notes = ["two: 22222222", "one: 1111111", "kind, bits: more"]
+    for width, count in ((120, 3), (50, 2), (40, 1)):
+        text = plain(View("title", COLUMNS, ROWS, notes), width)
+        assert [note for note in notes if f"\n{note}" in text] == notes[3 - count :]
+    assert all(note in html.page(View("title", COLUMNS, ROWS, notes)) for note in notes)
+
+
 def test_names_are_shortened_to_beginnings_of_one_length():
     assert shortened_alike(NAMES[:2], 21) == [f"blocks…_attention [{i}]" for i in (0, 1)]
     ends = "ttention [0]", "ttention [1]"

@@ -30,7 +30,11 @@ class FunctionList(Result):
             Column("shipped", lambda record: format_ranges(record["shipped_bits"]), "word"),
             Column("parameters, aliases", _parameters_and_aliases, "text", least=24),
         )
-        return View("", columns, self.records())
+        notes = (
+            "identity: f(x) = x. Its derivative is 1.",
+            "value: f(x) = x^2 / 2. Its derivative is x, so its tables are quantizers of x.",
+        )
+        return View("", columns, self.records(), notes)
 
 
 def _slopes(slopes):

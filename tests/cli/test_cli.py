@@ -651,6 +651,10 @@ def test_list_names_every_function(shipped):
     assert "0.01, 1 " in rows["leaky_relu"]
     assert " 1-2 " in rows["gelu"]
     assert "[-12, 12]" in rows["gelu_10"]
+    assert rows["identity:"].endswith("f(x) = x. Its derivative is 1.")
+    assert rows["value:"].endswith(
+        "f(x) = x^2 / 2. Its derivative is x, so its tables are quantizers of x."
+    )
 
 
 def test_list_as_json(shipped):

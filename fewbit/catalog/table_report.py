@@ -32,7 +32,8 @@ class TableReport:
         table = self.table
         levels, pieces = counted(len(table.levels), "level"), counted(table.n_pieces, "piece")
         name = f"{describe_function(table)}, {counted(table.bits, 'bit')}"
-        yield Text(f"{name}: {levels} in {pieces}", style="bold")
+        how = "drawn in" if table.objective in DRAWN else "in"
+        yield Text(f"{name}: {levels} {how} {pieces}", style="bold")
         yield ""
         yield _facts_grid(table)
         yield ""

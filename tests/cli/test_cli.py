@@ -92,6 +92,14 @@ def test_the_summary_says_what_the_table_is_worth():
     assert "1.47x lower than Few-bit Backward, Table 3" in text["paper"]
 
 
+def test_the_summary_says_that_levels_are_drawn():
+    """On each piece of such a table, one of two levels is drawn. So there may be more levels than pieces."""
+    command = "solve value --bits 1 --weight normal --grid 64 --objective".split()
+    for objective in ("unbiased", "shared"):
+        first = succeed(*command, objective).stdout.splitlines()[0]
+        assert first == "value, 1 bit: 2 levels drawn in 1 piece"
+
+
 def test_the_summary_draws_and_lists_the_levels():
     table = fewbit.solve("relu6", 1)
     out = succeed("solve", "relu6", "--bits", "1").stdout

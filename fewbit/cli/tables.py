@@ -59,6 +59,8 @@ def solve(name, no_refine, output, force, as_json, **request):
     """
     from fewbit.solver.solve import solve
 
+    if request["bits"] is None and request["levels"] is None:
+        raise FewbitError("expected --bits from 1 to 8, or --levels from 2 to 256, got neither")
     with Progress() as progress:
         table = solve(name, refine=not no_refine, progress=progress, **given(**request))
     if output is not None:

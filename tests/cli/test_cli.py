@@ -248,7 +248,7 @@ def test_a_file_that_comes_meanwhile_is_refused_in_the_same_words(monkeypatch):
 ERRORS = [
     ("solve gelo --bits 3", "unknown function 'gelo': did you mean gelu"),
     ("solve math:log --bits 3", "math:log"),
-    ("solve gelu", "bits: expected 1 to 8 (or levels from 2 to 256), got neither"),
+    ("solve gelu", "expected --bits from 1 to 8, or --levels from 2 to 256, got neither"),
     ("solve gelu --bits three", "'three' is not a valid integer"),
     ("solve gelu --bits 3 --domain 5 -5", "domain: expected two finite numbers A < B, got 5 -5"),
     ("solve gelu --bits 3 --domain -1", "'--domain' requires 2 arguments"),

@@ -212,9 +212,9 @@ class Demo(Result):
     def view(self) -> View:
         """Return a table with the saved bytes and the final losses of each arm, and notes that explain the verdict."""
         columns = (
-            Column("GELU", lambda arm: arm.name, "word"),
-            Column("its bytes", lambda arm: amount(arm.activation_bytes), drop=1),
-            Column("model's", lambda arm: amount(arm.model_bytes), drop=2),
+            Column("setting", lambda arm: arm.name, "word"),
+            Column("GELU bytes", lambda arm: amount(arm.activation_bytes), drop=1),
+            Column("all bytes", lambda arm: amount(arm.model_bytes), drop=2),
             Column("final loss", lambda arm: _with_spread(arm.finals, ".4f")),
             Column("difference", self._difference),
             Column(VERDICT, self._verdict),
@@ -238,7 +238,9 @@ class Demo(Result):
 
     def _notes(self) -> Iterator[str]:
         size = f"{self.settings.batch} x {self.settings.context} characters"
-        yield f"bytes: what one step saves for the backward pass ({size})."
+        yield "setting: torch's GELU (exact), or the bits of few-bit GELU."
+        yield f"GELU bytes: what the GELUs save for the backward pass of one step ({size})."
+        yield f"all bytes: what the whole model saves for the backward pass of one step ({size})."
         yield "loss: nats per character of held-out text."
         yield "With the same seed, all rows start with the same parameters and see the same batches."
         if any(arm.everything is not None for arm in self.arms):

@@ -234,8 +234,8 @@ class TrainingPlan(Document):
 
         exact_passes = self._range(self.exact_seconds_least, self.exact_seconds_most)
         columns = (
-            _column("policy", lambda row: row.policy, "exact", kind="name", once=True),
-            _column("setting", setting, kind="name"),
+            _column("policy", lambda row: row.policy, "exact", kind="name", least=14, once=True),
+            _column("setting", setting, kind="name", least=19),
             _column(
                 unit[0], lambda row: amount(row.saved_bytes, unit), amount(self.exact_bytes, unit)
             ),

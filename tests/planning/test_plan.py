@@ -806,7 +806,7 @@ def test_files_that_are_no_plan(change, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("width", "left_out"), [(83, ""), (82, "passes"), (50, "less, ±, random, passes")]
+    ("width", "left_out"), [(89, ""), (88, "passes"), (60, "less, ±, random, passes")]
 )
 def test_a_narrow_terminal_leaves_out_passes_first(width, left_out):
     rows = [("pre-activation", 2, 8_876_932, 1.2345e-3), ("error-bound", 1.5, 88_769_320, 0.9876)]
@@ -814,6 +814,7 @@ def test_a_narrow_terminal_leaves_out_passes_first(width, left_out):
     rows = tuple(replace(row, error_error=row.error / 9) for row in found.rows)
     text = " ".join(plain(replace(found, rows=rows), width).split())
     assert text.endswith(f"columns left out: {left_out}") if left_out else "left out" not in text
+    assert "pre-activation 2 bits" in text, "columns are left out before names are shortened"
 
 
 def test_times_come_with_the_spread_of_their_passes():

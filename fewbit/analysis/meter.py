@@ -53,7 +53,8 @@ def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
     Args:
         model: A torch.nn.Module, or any callable. If a callable refers to modules by its closure, globals or
             attributes, bytes are counted for each of these modules.
-        *inputs: The arguments of the model.
+        *inputs: The arguments of the model. If the forward saves a slice of a larger tensor, the whole storage of that
+            tensor counts, because the slice keeps it alive. Pass a clone to count the slice alone.
         **kwargs: The keyword arguments of the model.
 
     Returns:

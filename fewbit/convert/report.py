@@ -115,7 +115,10 @@ class Report(Result):
             inputs, attention, activations = self.functions
             line = f"called functions save {bits_or_exact(inputs)} of inputs, {activations} of activations"
             if attention != inputs:
-                line += f"; attention, if the model calls it, saves {bits_or_exact(attention)} of q, k and v"
+                line += (
+                    "; if the model calls attention, matrix products, softmax or squares, these save "
+                    f"{bits_or_exact(attention)} of inputs"
+                )
             yield line
         yield from self.notes
         reasons = _grouped((row.path, (row.kind, row.reason)) for row in self.left_alone)

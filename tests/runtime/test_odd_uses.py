@@ -440,8 +440,11 @@ def test_samples_of_keyword_inputs(capsys):
     assert first[0] == second[0] and sum(second[1].values()) < sum(first[1].values())
     text = " ".join(capsys.readouterr().out.split())
     line = "called functions save 4 bits of inputs, 3 of activations fewbit.FixedBits(4)"
-    assert line in text, "attention is named only if its bits differ"
-    line = "called functions save 2 bits of inputs, 3 of activations; attention, if the model calls it, saves 4 bits of q, k and v"
+    assert line in text, "nothing is said of attention unless its bits differ"
+    line = (
+        "called functions save 2 bits of inputs, 3 of activations; if the model calls attention, matrix products, "
+        "softmax or squares, these save 4 bits of inputs"
+    )
     assert line in text
     fewbit.compress_(model.eval(), sample={"x": x})
     assert "in evaluation mode, in which nothing is compressed" in capsys.readouterr().out

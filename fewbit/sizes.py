@@ -29,7 +29,8 @@ def parse_size(text: str) -> int:
     """Parse a number of bytes.
 
     Args:
-        text: A number and a unit, such as `32GB`, `11264 MB` or `24GiB`. Units are powers of 1024, so GB and GiB mean the same.
+        text: A number and a unit, such as `32GB`, `11264 MB` or `24GiB`. Units are powers of 1024, so GB and GiB mean
+            the same.
 
     Returns:
         The number of bytes, rounded down.
@@ -43,6 +44,7 @@ def parse_size(text: str) -> int:
     size = int(float(match[1]) * UNITS[match[2].upper().replace("I", "")]) if match else 0
     if size < 1:
         raise FewbitError(
-            f"expected a size such as 32GB or 11264MB (units are powers of 1024, GB as well as GiB), got {shorten(text)}"
+            "expected a size such as 32GB or 11264MB (units are powers of 1024, GB as well as GiB), "
+            f"got {shorten(text)}"
         )
     return size

@@ -20,7 +20,7 @@ FOLLOWING = (*LINEAR.values(), Conv1D, ReLU, LeakyReLU)
 
 
 def note(model: nn.Module) -> str:
-    """Return the line of the report that counts the norms that save their input in fixed point, or says that none does."""
+    """Return the line of the report with the number of norms that save their input in fixed point."""
     norms = _norms(model)
     if not norms:
         return (

@@ -63,8 +63,8 @@ def fits(
         optimizer: A class such as torch.optim.AdamW, a function that makes an optimizer from a list of parameters, or
             an optimizer of the model's parameters, which does not change.
         device: A size such as "24 GiB" (units are powers of 1024, so "24 GB" means the same), a number of bytes, or a
-            device that is there, whose whole memory counts. If None, the result has only the bytes. With a size, or a device that is no CPU, torch's optimizers and
-            attention take the memory that they take on a GPU.
+            device that is there, whose whole memory counts. If None, the result has only the bytes. With a size, or a
+            device that is no CPU, torch's optimizers and attention take the memory that they take on a GPU.
         settings: The settings to compare. Each is "exact"; "checkpoint", which is exact with the gradient checkpointing
             of transformers; a whole number of bits or a configuration with fixed bits, as `fewbit.compress_` takes it;
             or a `fewbit.Candidate`. By default "exact", 4 and 2 bits, and for models of transformers that support it

@@ -40,15 +40,16 @@ class Loop:
         name: what the loop does.
         source: the file in csrc/cuda.
         kernel: the readable name of the kernel, with {} for the element type.
-        through: pairs of a file and a part of a line; the path runs an instruction of each.
+        through: marks; the path runs an instruction of each. A mark is a file and a part of a line. A second file and a part of a line
+            follow if the instruction must be inlined at that line.
         seldom: more such lines, which the loop runs once in `period` turns.
     """
 
     name: str
     source: str
     kernel: str
-    through: tuple[tuple[str, str], ...]
-    seldom: tuple[tuple[str, str], ...] = ()
+    through: tuple[tuple[str, ...], ...]
+    seldom: tuple[tuple[str, ...], ...] = ()
     period: int = 1
 
 
@@ -66,11 +67,27 @@ def _dequantize_loop(name: str, kind: str) -> Loop:
         "dequantize_kernel<{}, true>",
         (
             ("hadamard.h", "four = *reinterpret_cast<const uint4*>(first);"),
-            ("rotated_dequantize.cu", "to[i * kApart] = {words"),
+            ("rotated_neighbors.h", "to[i * kApart] = {words"),
             (
                 "rotated_dequantize.cu",
                 f"call(std::integral_constant<MapKind, MapKind::{kind}>());",
             ),
+        ),
+        (("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),),
+        8,
+    )
+
+
+def _batch_norm_loop(name: str, kernel: str) -> Loop:
+    codes = "hadamard.h", "four = *reinterpret_cast<const uint4*>(first);"
+    return Loop(
+        name,
+        "batch_norm",
+        f"{kernel}<{{}}>",
+        (
+            (*codes, "batch_norm.cu", "visit_group(0, bits);"),
+            (*codes, "batch_norm.cu", "visit_group(1, bits);"),
+            ("batch_norm.cu", "ptx::copy_async(codes_.words[turn_]"),
         ),
         (("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),),
         8,
@@ -158,6 +175,8 @@ LOOPS = (
         ("rotated_quantize.cu", "if (entry >= end) entry -= end;"),
         source=NORMALIZED,
     ),
+    _batch_norm_loop("batch norm: sums", "sums_kernel"),
+    _batch_norm_loop("batch norm: gradient of the input", "input_kernel"),
 )
 _LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
 _CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.]*)([^;]*);")
@@ -212,12 +231,13 @@ def blocks_of(text: str, kernel: str) -> tuple[list[list[Instruction]], list[lis
     return blocks, following
 
 
-def shortest(blocks, following, marks: list[set[tuple[str, int]]]) -> list[int]:
+def shortest(blocks, following, marks: list[list[set[tuple[str, int]]]]) -> list[int]:
     """Return the blocks of the shortest cycle that runs an instruction of each mark."""
-    of_block = [
-        sum(1 << i for i, mark in enumerate(marks) if any(mark & set(one.lines) for one in block))
-        for block in blocks
-    ]
+
+    def has(block: list[Instruction], mark: list[set[tuple[str, int]]]) -> bool:
+        return any(all(part & set(one.lines) for part in mark) for one in block)
+
+    of_block = [sum(1 << i for i, mark in enumerate(marks) if has(block, mark)) for block in blocks]
     cost = [
         len(block) + CALL * sum(one.operation.startswith("CALL") for one in block)
         for block in blocks
@@ -249,12 +269,14 @@ def shortest(blocks, following, marks: list[set[tuple[str, int]]]) -> list[int]:
     return found[::-1]
 
 
-def lines_with(mark: tuple[str, str]) -> set[tuple[str, int]]:
-    name, part = mark
-    text = next(cuda_instructions.CSRC.glob(f"c*/{name}")).read_text().splitlines()
-    found = {(name, number) for number, line in enumerate(text, 1) if part in line}
-    if not found:
-        raise SystemExit(f"{name} has no line with: {part}")
+def lines_with(mark: tuple[str, ...]) -> list[set[tuple[str, int]]]:
+    """Return the lines that have a part, for each file and part of a mark."""
+    found = []
+    for name, part in zip(mark[::2], mark[1::2], strict=True):
+        text = next(cuda_instructions.CSRC.glob(f"c*/{name}")).read_text().splitlines()
+        found.append({(name, number) for number, line in enumerate(text, 1) if part in line})
+        if not found[-1]:
+            raise SystemExit(f"{name} has no line with: {part}")
     return found
 
 

@@ -7,8 +7,8 @@ which the instructions are issued in 72 % of the cycles. Bytes and instructions 
 `results/cuda_kernels.json`. A fused kernel executes the instructions of both kernels, except for those that load, address
 and convert an element which the first kernel has in registers. It moves the bytes of both, except for that element.
 
-Kernels of masked copies that have not been measured have the instructions of `results/cuda_paths.json`, which counts only a
-loop. They are multiplied by the ratio of both counts for rotated copies. Groups that are rotated twice are left out.
+Kernels that have not been measured have the instructions of `results/cuda_paths.json`, which counts only a loop. They are
+multiplied by the ratio of both counts for rotated copies. Groups that are rotated twice are left out.
 """
 
 from __future__ import annotations
@@ -55,24 +55,32 @@ def activation(dtype: str, cost: dict) -> tuple[float, float]:
     return separate, time_of(sum(moved) - SIZES[dtype], sum(instructions) - LOADED)
 
 
-def masked(dtype: str, cost: dict) -> dict[str, tuple[float, float]]:
-    """Return {passes: (seconds, separate; seconds, fused)} of the passes that fewbit fuses for masked copies."""
+def loop_instructions(dtype: str, cost: dict, kind: str, *names: str) -> list[float]:
+    """Return the instructions of loops for an element, scaled as the top of this file says.
+
+    Args:
+        dtype: the dtype.
+        cost: the result of `costs`.
+        kind: "quantize" or "dequantize", the loop of rotated copies whose two counts give the ratio.
+        names: the names of the loops.
+    """
     rows = json.loads((harness.RESULTS / "cuda_paths.json").read_text())["rows"]
     code = dtype.removesuffix("32")
     loops = {row["kernel"]: row["instructions"] for row in rows if row["dtype"] == code}
+    counted = cost[f"rotated {kind}, 2 bits", dtype][1] / loops[f"rotated: {kind}"]
+    return [loops[name] * counted for name in names]
 
-    def instructions(kind: str, *names: str) -> list[float]:
-        """Return the instructions of loops, scaled by those of the rotated copies' loop for the same purpose."""
-        counted = cost[f"rotated {kind}, 2 bits", dtype][1] / loops[f"rotated: {kind}"]
-        return [loops[f"masked: {name}"] * counted for name in names]
 
+def masked(dtype: str, cost: dict) -> dict[str, tuple[float, float]]:
+    """Return {passes: (seconds, separate; seconds, fused)} of the passes that fewbit fuses for masked copies."""
+    names = "masked: quantize", "masked: ReLU and quantize"
     size, mask = SIZES[dtype], 1 / 8
     moved, _ = cost["rotated quantize, 2 bits", dtype]
-    alone, both = instructions("quantize", "quantize", "ReLU and quantize")
+    alone, both = loop_instructions(dtype, cost, "quantize", *names)
     relu = time_of(2 * size + mask, both - alone + LOADED)
     made = relu + time_of(moved, alone), time_of(moved + size + mask, both)
     moved, restoring = cost["rotated dequantize, 2 bits", dtype]
-    (with_mask,) = instructions("dequantize", "dequantize")
+    (with_mask,) = loop_instructions(dtype, cost, "dequantize", "masked: dequantize")
     apart = time_of(moved, restoring) + time_of(*cost["decode_mul GELU, 3 bits", dtype])
     restored = apart, time_of(moved + mask, with_mask)
     return {
@@ -97,6 +105,28 @@ def norm(dtype: str, cost: dict, own: int) -> tuple[float, float]:
     return separate, time_of(size + moved, own + instructions)
 
 
+def batch_norm(dtype: str, cost: dict) -> dict[str, tuple[float, float]]:
+    """Return {passes: (seconds, separate; seconds, fused)} of a batch norm of channels-last images.
+
+    torch reads its operands twice in each direction: for sums, and for the result.
+    """
+    size, own = SIZES[dtype], NORM[0]
+    sums = time_of(size, own + LOADED)
+    moved, instructions = cost["rotated quantize normalized features, 2 bits", dtype]
+    separate = sums + time_of(2 * size, own + LOADED) + time_of(moved, instructions)
+    made = separate, sums + time_of(size + moved, own + instructions)
+    moved, restoring = cost["rotated dequantize, 2 bits", dtype]
+    separate = time_of(moved, restoring)
+    separate += time_of(2 * size, own + LOADED) + time_of(3 * size, own + LOADED)
+    names = "batch norm: sums", "batch norm: gradient of the input"
+    first, second = loop_instructions(dtype, cost, "dequantize", *names)
+    fused = time_of(moved, first) + time_of(moved + size, second)
+    return {
+        "batch norm, and copy of its normalized input": made,
+        "dequantized copy, and batch norm's backward": (separate, fused),
+    }
+
+
 def product(cost: dict, columns: int) -> tuple[float, float]:
     """Return the seconds, separate and fused, of dequantizing a linear layer's input and of the weight's gradient.
 
@@ -115,6 +145,9 @@ def rows():
     cost = costs()
     for dtype in SIZES:
         for name, times in masked(dtype, cost).items():
+            yield name, dtype, times
+    for dtype in SIZES:
+        for name, times in batch_norm(dtype, cost).items():
             yield name, dtype, times
     for dtype in SIZES:
         yield "GELU, and copy of its result", dtype, activation(dtype, cost)

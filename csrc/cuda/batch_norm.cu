@@ -31,8 +31,7 @@ struct Source {
   const uint32_t* packed;
   const uint16_t* ranges;
   const T* grad;
-  int64_t groups;
-  uint32_t phases;
+  uint32_t groups, phases;
   int bits;
   bool fp32_min;
 };
@@ -46,24 +45,46 @@ struct Channels {
   float *factors, *scales, *shifts;            // the gradient of the input: factor * gradient + scale * value + shift
 };
 
-// The groups of a block's phase that a warp visits: i and i + 1 of them, then i + apart and i + 1 + apart.
+// The groups of a block's phase that a warp visits: i and i + 1 of them, then i + apart and i + 1 + apart. There are fewer than 2^24
+// groups, so that the numbers of elements fit into 32 bits.
 struct Walk {
-  uint32_t phase, phases;
-  int64_t count, begin, apart;
+  uint32_t phase, phases, count, begin, apart;
 
-  __device__ Walk(int64_t groups, uint32_t phases) : phase(blockIdx.x % phases), phases(phases) {
-    const int64_t chunks = gridDim.x / phases;
-    const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0, 32);
+  __device__ Walk(uint32_t groups, uint32_t phases) : phase(blockIdx.x % phases), phases(phases) {
+    const uint32_t chunks = gridDim.x / phases, warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0, 32);
     count = (groups - phase + phases - 1) / phases;
-    begin = 2 * (static_cast<int64_t>(blockIdx.x / phases) * kWarps + warp);
+    begin = 2 * (blockIdx.x / phases * kWarps + warp);
     apart = 2 * chunks * kWarps;
   }
-  __device__ int64_t number(int64_t i) const { return phase + i * phases; }
+  __device__ uint32_t number(uint32_t i) const { return phase + i * phases; }
 };
 
 // The codes of two groups in shared memory, where they arrive while a warp works on the two groups before.
+constexpr int kWordsOfGroup = kFullGroup / kBlock * kMostProductBits;
 struct alignas(16) Codes {
-  uint32_t words[2][2][kFullGroup / kBlock * kMostProductBits];  // alternately
+  uint32_t words[2][2 * kWordsOfGroup];  // alternately
+};
+
+// The row of ranges of a group as it was loaded. Arithmetic on it would wait for it, so that is done when the scale is needed.
+class LoadedScale {
+ public:
+  __device__ void load(const uint16_t* ranges, bool fp32_min, int64_t number) {
+    const uint16_t* const row = ranges + number * columns(fp32_min);
+    if (fp32_min) {
+      first_ = row[0], second_ = row[1], third_ = row[2];
+    } else {
+      first_ = *reinterpret_cast<const uint32_t*>(row);
+    }
+  }
+
+  // Returns the same as load_scale.
+  __device__ GroupScale scale(bool fp32_min) const {
+    const uint32_t scale = fp32_min ? second_ << 16 : first_;
+    return {float_of(first_ << 16 | (fp32_min ? third_ : 0u)), float_of(scale & 0x7FFF0000u), scale >> 31 != 0};
+  }
+
+ private:
+  uint32_t first_, second_, third_;  // two words of the row in the first one unless the mean is float32
 };
 
 // Loads the codes and gradients of pairs of groups, each pair before the warp works on the pair before it.
@@ -74,9 +95,9 @@ class Input {
       : from_(from), walk_(walk), codes_(codes), pair_(pair), turn_(0) {}
 
   // Begins to load the groups i and i + 1 of the phase. A group that does not exist gets the data of the one before it.
-  __device__ void load(int64_t i) {
+  __device__ void load(uint32_t i) {
     const int lane = threadIdx.x % 32;
-    const int64_t numbers[] = {walk_.number(i), walk_.number(i + 1 < walk_.count ? i + 1 : i)};
+    const uint32_t numbers[] = {walk_.number(i), walk_.number(i + 1 < walk_.count ? i + 1 : i)};
 #if FEWBIT_PAIR_INSTRUCTIONS
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -88,20 +109,21 @@ class Input {
     const int vector = lane % kSide;
     if (vector < 2 * from_.bits) {
       const uint32_t* const packed = from_.packed + (lane < kSide ? numbers[0] : numbers[1]) * (kFullGroup / kBlock) * from_.bits;
-      ptx::copy_async(codes_.words[turn_][lane / kSide] + 4 * vector, packed + 4 * vector);
+      ptx::copy_async(codes_.words[turn_] + lane / kSide * kWordsOfGroup + 4 * vector, packed + 4 * vector);
     }
 #endif
     turn_ ^= 1;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) scales_[k] = load_scale(from_.ranges, from_.fp32_min, numbers[k]);
+    for (int k = 0; k < 2; ++k) scales_[k].load(from_.ranges, from_.fp32_min, numbers[k]);
   }
 
-  // Waits for what is being loaded. Afterwards words() and read() return it.
-  __device__ void wait() const {
+  // Waits for what is being loaded. Returns the codes, kWordsOfGroup for each group.
+  __device__ const uint32_t* wait() const {
 #if FEWBIT_PAIR_INSTRUCTIONS
     ptx::wait_for_copies();
     __syncwarp();
 #endif
+    return codes_.words[turn_ ^ 1];
   }
 
   // Reads the gradients of a lane's neighbors in both groups, and the groups' scales. Afterwards others may be loaded.
@@ -111,13 +133,10 @@ class Input {
       const auto* const vectors = reinterpret_cast<const uint4*>(pair_[k].numbers) + threadIdx.x % 32 * kNeighborVectors<T>;
 #pragma unroll
       for (int j = 0; j < kNeighborVectors<T>; ++j) put_vector(grads[k] + 4 * j, vectors[j]);
-      scales[k] = scales_[k];
+      scales[k] = scales_[k].scale(from_.fp32_min);
     }
     __syncwarp();
   }
-
-  // Returns the codes of the pair that was loaded last, or of the pair before if `is_before`.
-  __device__ const uint32_t* words(int k, bool is_before) const { return codes_.words[is_before ? turn_ : turn_ ^ 1][k]; }
 
   static __device__ void put_vector(uint32_t* words, const uint4& vector) {
     words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
@@ -129,7 +148,7 @@ class Input {
   Codes& codes_;
   Workspace* const pair_;  // those of the warp's two groups
   int turn_;
-  GroupScale scales_[2];
+  LoadedScale scales_[2];
 };
 
 // The shared memory of a block.
@@ -159,26 +178,27 @@ __device__ void visit_groups(const Source<T>& from, const Walk& walk, Shared& sh
     Input<T> input(from, walk, shared.codes[threadIdx.x / 32], pair);
     if (walk.begin < walk.count) input.load(walk.begin);
 #pragma unroll 1
-    for (int64_t i = walk.begin; i < walk.count; i += walk.apart) {
+    for (uint32_t i = walk.begin; i < walk.count; i += walk.apart) {
       uint32_t grads[2][kNeighborWords<T>];
       GroupScale scales[2];
-      input.wait();
+      const uint32_t* const words = input.wait();
       input.read(grads, scales);
-      const bool is_last = i + walk.apart >= walk.count;
-      if (!is_last) input.load(i + walk.apart);
+      if (i + walk.apart < walk.count) input.load(i + walk.apart);
       if (turn == 0) put_random_ahead<kCountersAhead>(own, shared.seed, walk.number(i + lane / kSide), walk.apart * walk.phases);
+      const auto visit_group = [&](int k, int bits) {
+        float values[kNeighbors];
+        transform(values, read_levels(words + k * kWordsOfGroup, bits, shared.levels.of(bits)), part);
+        if (scales[k].is_twice) rotate_neighbors_back(values, shared.seed, walk.number(i + k));
+        const uint32_t negative = reinterpret_cast<const uint8_t*>(pair[k].random + kWordsOfTurn * turn)[lane];
+        const float factor = scales[k].scale * inverse_root(kFullGroup);
+#pragma unroll
+        for (int j = 0; j < kNeighbors; ++j) values[j] = scales[k].mean + values[j] * (negative & (1u << j) ? -factor : factor);
+        visit(values, grads[k], walk.number(i + k));
+      };
       const auto visit_pair = [&](int bits) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          if (k == 1 && i + 1 == walk.count) break;
-          float values[kNeighbors];
-          transform(values, read_levels(input.words(k, !is_last), bits, shared.levels.of(bits)), part);
-          if (scales[k].is_twice) rotate_neighbors_back(values, shared.seed, walk.number(i + k));
-          const uint32_t negative = reinterpret_cast<const uint8_t*>(pair[k].random + kWordsOfTurn * turn)[lane];
-          const float factor = scales[k].scale * inverse_root(kFullGroup);
-#pragma unroll
-          for (int j = 0; j < kNeighbors; ++j) values[j] = scales[k].mean + values[j] * (negative & (1u << j) ? -factor : factor);
-          visit(values, grads[k], walk.number(i + k));
+        visit_group(0, bits);
+        if (i + 1 < walk.count) {
+          visit_group(1, bits);
         }
       };
       // The compiler knows the levels of 2 bits.
@@ -187,8 +207,8 @@ __device__ void visit_groups(const Source<T>& from, const Walk& walk, Shared& sh
     }
   } else {
 #pragma unroll 1
-    for (int64_t i = walk.begin; i < walk.count; i += walk.apart) {
-      const int64_t number = walk.number(i + lane / kSide < walk.count ? i + lane / kSide : i);
+    for (uint32_t i = walk.begin; i < walk.count; i += walk.apart) {
+      const uint32_t number = walk.number(i + lane / kSide < walk.count ? i + lane / kSide : i);
       const GroupScale found = load_scale(from.ranges, from.fp32_min, number);
       const uint32_t* const words = from.packed + number * (kFullGroup / kBlock) * from.bits;
       float row[kSide];
@@ -203,7 +223,7 @@ __device__ void visit_groups(const Source<T>& from, const Walk& walk, Shared& sh
         if (k == 1 && i + 1 == walk.count) break;
         float values[kNeighbors];
         uint32_t grad[kNeighborWords<T>];
-        const int64_t of = walk.number(i + k);
+        const uint32_t of = walk.number(i + k);
         const auto* const vectors = reinterpret_cast<const uint4*>(from.grad + of * kFullGroup) + lane * kNeighborVectors<T>;
 #pragma unroll
         for (int j = 0; j < kNeighborVectors<T>; ++j) Input<T>::put_vector(grad + 4 * j, vectors[j]);
@@ -227,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, kResident) sums_kernel(const __grid_
   __shared__ Shared shared;
   const Walk walk(from.groups, from.phases);
   float own[kSums][kNeighbors] = {};
-  visit_groups(from, walk, shared, [&](const float* values, const uint32_t* grad, int64_t) {
+  visit_groups(from, walk, shared, [&](const float* values, const uint32_t* grad, uint32_t) {
 #pragma unroll
     for (int k = 0; k < kNeighbors; ++k) {
       const float of = value<T>(grad, k);
@@ -294,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   for (int k = 0; k < kNeighbors; ++k) {
     factors[k] = of.factors[channel + k], scales[k] = of.scales[channel + k], shifts[k] = of.shifts[channel + k];
   }
-  visit_groups(from, walk, shared, [&](const float* values, const uint32_t* grad, int64_t number) {
+  visit_groups(from, walk, shared, [&](const float* values, const uint32_t* grad, uint32_t number) {
     uint32_t words[kNeighborWords<T>];
 #pragma unroll
     for (int k = 0; k < kNeighbors; k += 2) {
@@ -342,7 +362,7 @@ bool batch_norm_backward(const Quantized& of, const BatchNorm& norm, const int32
                        numbers, numbers + channels, numbers + 2 * channels};
   with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const Source<T> from = {reinterpret_cast<const uint32_t*>(packed), ranges, static_cast<const T*>(grad), of.groups,
+    const Source<T> from = {reinterpret_cast<const uint32_t*>(packed), ranges, static_cast<const T*>(grad), static_cast<uint32_t>(of.groups),
                             static_cast<uint32_t>(phases), of.bits, of.fp32_min};
     launch_blocks(sums_kernel<T>, blocks, device, stream, from, norm.memory);
     launch(channels_kernel, device, stream, channels, kOneWave, norm.memory, from.phases, static_cast<uint32_t>(blocks),

@@ -85,9 +85,15 @@ LOOP = """
 @pytest.mark.parametrize("lines, instructions", [((), 4), ((("a.cu", 3),), 6)])
 def test_the_shortest_path_runs_the_given_lines(paths, lines, instructions):
     blocks, following = paths.blocks_of(LOOP, "kernel")
-    marks = [{("b.h", 7)}, {("a.cu", 4)}, *({line} for line in lines)]
+    marks = [[{("b.h", 7)}, {("a.cu", 2)}], [{("a.cu", 4)}], *([{line}] for line in lines)]
     path = paths.shortest(blocks, following, marks)
     assert sum(len(blocks[block]) for block in path) == instructions
+
+
+def test_a_line_must_be_inlined_where_the_mark_says(paths):
+    blocks, following = paths.blocks_of(LOOP, "kernel")
+    with pytest.raises(SystemExit, match="expected a cycle"):
+        paths.shortest(blocks, following, [[{("b.h", 7)}, {("a.cu", 4)}]])
 
 
 @pytest.mark.slow

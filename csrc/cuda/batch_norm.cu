@@ -209,7 +209,9 @@ __device__ void visit_groups(const Source<T>& from, const Walk& walk, Shared& sh
 #pragma unroll 1
     for (uint32_t i = walk.begin; i < walk.count; i += walk.apart) {
       const uint32_t number = walk.number(i + lane / kSide < walk.count ? i + lane / kSide : i);
-      const GroupScale found = load_scale(from.ranges, from.fp32_min, number);
+      LoadedScale loaded;
+      loaded.load(from.ranges, from.fp32_min, number);
+      const GroupScale found = loaded.scale(from.fp32_min);
       const uint32_t* const words = from.packed + number * (kFullGroup / kBlock) * from.bits;
       float row[kSide];
       decode(row, read_planes({words, kFullGroup, 0, from.bits}, from.bits), shared.levels.of(from.bits));

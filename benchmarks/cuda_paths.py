@@ -40,9 +40,10 @@ class Loop:
         name: what the loop does.
         source: the file in csrc/cuda.
         kernel: the readable name of the kernel, with {} for the element type.
-        through: marks; the path runs an instruction of each. A mark is a file and a part of a line. A second file and a part of a line
-            follow if the instruction must be inlined at that line.
-        seldom: more such lines, which the loop runs once in `period` turns.
+        through: marks. The path must run an instruction of each mark. A mark is (file, text), which stands for the lines of the
+            file that have the text. The mark (file, text, other file, other text) also requires that the instruction was
+            inlined at a line of the other file.
+        seldom: marks that the loop runs once in `period` turns.
     """
 
     name: str
@@ -270,13 +271,15 @@ def shortest(blocks, following, marks: list[list[set[tuple[str, int]]]]) -> list
 
 
 def lines_with(mark: tuple[str, ...]) -> list[set[tuple[str, int]]]:
-    """Return the lines that have a part, for each file and part of a mark."""
+    """Return, for each (file, text) of a mark, the lines of the file that have the text."""
     found = []
     for name, part in zip(mark[::2], mark[1::2], strict=True):
         text = next(cuda_instructions.CSRC.glob(f"c*/{name}")).read_text().splitlines()
         found.append({(name, number) for number, line in enumerate(text, 1) if part in line})
         if not found[-1]:
-            raise SystemExit(f"{name} has no line with: {part}")
+            raise SystemExit(
+                f"expected a line with {part!r} in {name}, got none: a mark in LOOPS is out of date"
+            )
     return found
 
 

@@ -156,7 +156,7 @@ def rows():
             name = f"layer norm of {own} instructions, and copy of its normalized input"
             yield name, dtype, norm(dtype, cost, own)
     for columns in (256, 768, 3072):
-        name = f"dequantized input, and its product with {columns} columns of gradients"
+        name = f"dequantized input, and its product with {columns} outputs"
         yield name, "bfloat16", product(cost, columns)
 
 

@@ -798,7 +798,7 @@ struct Cuda {
                                         words_at(bits_of_mask), words_at(copy.packed), copy.ranges, device, stream_at(stream));
   }
 
-  // Returns false and does nothing if the kernels do not fit. out: none if only the gradients of weight and bias are computed.
+  // Returns false and does nothing if the kernels do not support these arguments. out: none if only the gradients of weight and bias are computed.
   bool batch_norm_backward(const Buffer& packed, const Buffer& ranges, int bits, bool fp32_min, int64_t samples, int64_t features,
                            int group_size, const Buffer& grad, const Buffer& rstd, const Buffer& weight, const Buffer& memory,
                            const Buffer& out, const Buffer& grad_weight, const Buffer& grad_bias, int device,

@@ -1,9 +1,9 @@
 // The backward of a batch norm in channels-last order, from the rotated copy of its normalized input: no kernel writes the dequantized
 // values to memory.
 //
-// Elements whose numbers are equal modulo the number of channels have the same channel. So places in groups of 256 elements have the
-// same channels if the groups are `phases` groups apart, where phases = channels / gcd(channels, 256). A block visits the groups of
-// one phase. A lane then has the same eight channels in all of them, whose numbers stay in its registers.
+// Element e has channel e % channels. So two groups of 256 elements have the same channels at the same places if their numbers are
+// equal modulo phases = channels / gcd(channels, 256). The phase of a group is its number modulo phases. A block works on the groups
+// of one phase. Each lane then has the same eight channels in all groups, and keeps their sums or coefficients in registers.
 
 #include <algorithm>
 #include <cstdint>
@@ -36,7 +36,7 @@ struct Source {
   bool fp32_min;
 };
 
-// The numbers by which channels are computed from sums and back: (channels,) each, in device memory.
+// The inputs, sums and coefficients of all channels: (channels,) each, in device memory.
 struct Channels {
   uint32_t count;
   const float* rstd;
@@ -45,8 +45,8 @@ struct Channels {
   float *factors, *scales, *shifts;            // the gradient of the input: factor * gradient + scale * value + shift
 };
 
-// The groups of a block's phase that a warp visits: i and i + 1 of them, then i + apart and i + 1 + apart. There are fewer than 2^24
-// groups, so that the numbers of elements fit into 32 bits.
+// The groups that a warp visits. They are counted within the block's phase: the warp visits the groups begin and begin + 1, then those
+// `apart` groups later, up to count. There are fewer than 2^24 groups, so that the numbers of elements fit into 32 bits.
 struct Walk {
   uint32_t phase, phases, count, begin, apart;
 
@@ -56,6 +56,7 @@ struct Walk {
     begin = 2 * (blockIdx.x / phases * kWarps + warp);
     apart = 2 * chunks * kWarps;
   }
+  // Returns the number of the i-th group of the phase.
   __device__ uint32_t number(uint32_t i) const { return phase + i * phases; }
 };
 
@@ -65,7 +66,7 @@ struct alignas(16) Codes {
   uint32_t words[2][2 * kWordsOfGroup];  // alternately
 };
 
-// The row of ranges of a group as it was loaded. Arithmetic on it would wait for it, so that is done when the scale is needed.
+// The row of ranges of a group as it was loaded. Arithmetic on a word waits until the word has arrived, so scale() does it later.
 class LoadedScale {
  public:
   __device__ void load(const uint16_t* ranges, bool fp32_min, int64_t number) {
@@ -84,10 +85,10 @@ class LoadedScale {
   }
 
  private:
-  uint32_t first_, second_, third_;  // two words of the row in the first one unless the mean is float32
+  uint32_t first_, second_, third_;  // if the mean has 16 bits, the first one has both words of the row
 };
 
-// Loads the codes and gradients of pairs of groups, each pair before the warp works on the pair before it.
+// Loads the codes and gradients of pairs of groups: the next pair while the warp works on the present one.
 template <class T>
 class Input {
  public:
@@ -201,7 +202,7 @@ __device__ void visit_groups(const Source<T>& from, const Walk& walk, Shared& sh
           visit_group(1, bits);
         }
       };
-      // The compiler knows the levels of 2 bits.
+      // With a constant number of bits, the compiler leaves out the branches for other numbers.
       from.bits == 2 ? visit_pair(2) : visit_pair(from.bits);
       turn = (turn + 1) % kTurns;
     }

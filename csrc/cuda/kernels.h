@@ -130,12 +130,13 @@ constexpr int64_t kMostBatchNormBlocks = 512;
 int64_t batch_norm_floats(int64_t channels);
 
 // Computes the gradients of a batch norm from the rotated copy of its normalized input, and from the gradient of its result. out: the
-// gradient of the input, or null. The results are the same in each run. Returns false, and does nothing, unless all groups are full
-// ones side by side, all samples have the same width, up to 4 bits, channels is a multiple of 8, and all tensors are aligned.
+// gradient of the input, or null. The results are the same in each run. Returns false, and does nothing, unless all groups have 256
+// elements and lie side by side, all samples have the same width, up to 4 bits, channels is a multiple of 8, and all tensors are
+// aligned to 16 bytes.
 bool batch_norm_backward(const Quantized& of, const BatchNorm& norm, const int32_t* packed, const uint16_t* ranges, const void* grad,
                          int dtype, void* out, int device, void* stream);
 
-// Do the same for exactly unbiased copies, whose sums of squares are those of rotated ones. codes: kUnbiasedFloats numbers in device
+// Quantize and dequantize exactly unbiased copies, whose sums of squares are those of rotated ones. codes: kUnbiasedFloats numbers in device
 // memory (common/unbiased.h).
 void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, const void* x, int dtype, const Normalization& normalization,
                        const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream);

@@ -59,14 +59,14 @@ __device__ inline void decode(float* values, const Planes& planes, const float* 
 // The elements of a lane in a group that is transformed by products.
 constexpr int kNeighbors = kFullGroup / 32;
 
-// The words and the vectors of 16 bytes that they fill.
+// The number of words, and of vectors of 16 bytes, that the neighbors of a lane fill.
 template <class T>
 constexpr int kNeighborWords = kNeighbors * sizeof(T) / sizeof(uint32_t);
 template <class T>
 constexpr int kNeighborVectors = kNeighborWords<T> / 4;
 
-// Writes the neighbors of the lanes of a warp, whose first one is out[0]. Two lanes exchange halves of float32, so that each access
-// fills sectors. words: changed.
+// Writes the 256 elements of a warp to `out`. words: those of the lane's neighbors, which are overwritten. If T is float32, two
+// adjacent lanes exchange half of their words, so that each store fills whole sectors of 32 bytes.
 template <class T>
 __device__ void store_neighbor_words(uint32_t* words, T* out) {
   const int lane = threadIdx.x % 32;

@@ -422,7 +422,7 @@ def _byte_count(size) -> int:
         number = plain_number(size)
     if not isinstance(number, int) or isinstance(number, bool) or number <= 0:
         raise InputError(
-            "budget: expected bytes, or a size such as '6 GiB' (units are powers of 1024, GB as well as GiB), "
+            "budget: expected a positive whole number of bytes, or a size such as '6 GiB' (units are powers of 1024, GB as well as GiB), "
             f"got {shorten(size)}"
         )
     return number

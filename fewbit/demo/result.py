@@ -238,7 +238,7 @@ class Demo(Result):
 
     def _notes(self) -> Iterator[str]:
         size = f"{self.settings.batch} x {self.settings.context} characters"
-        yield "setting: torch's GELU (exact), or the bits of few-bit GELU."
+        yield "setting: torch's GELU (exact), the bits of few-bit GELU, or settings of the whole model."
         yield f"GELU bytes: what the GELUs save for the backward pass of one step ({size})."
         yield f"all bytes: what the whole model saves for the backward pass of one step ({size})."
         yield "loss: nats per character of held-out text."

@@ -71,7 +71,7 @@ class Allocation(Rows):
 
     @property
     def bits(self) -> float | None:
-        """The average bits per element over all rows; None if there are no rows."""
+        """The average bits per element over all rows; None as long as there are no rows."""
         return _average(self) if self else None
 
     @property
@@ -81,7 +81,7 @@ class Allocation(Rows):
         tensors = f"{counted(len(rows), 'tensor')} that layers save"
         text = f"{_average(rows):.4g} bits on average for {tensors}"
         if not chosen:
-            return f"no bits chosen, as all are fixed: {text}"
+            return f"all bits are fixed by the user: {text}"
         if len(chosen) == len(self):
             return text
         return f"{text}; {self.bits:.4g} with {len(self) - len(chosen)} of fixed bits"

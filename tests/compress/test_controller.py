@@ -28,7 +28,7 @@ def test_an_allocation_without_chosen_bits_has_no_average_of_them():
     rows = [Allocated(name, 0, bits, True, 100, 4, 1.0) for name, bits in (("a", 4.0), ("b", 3.0))]
     fixed = Allocation(rows)
     assert fixed.bits == 3.5
-    title = "no bits chosen, as all are fixed: 3.5 bits on average for 2 tensors that layers save"
+    title = "all bits are fixed by the user: 3.5 bits on average for 2 tensors that layers save"
     assert fixed.title == title
 
 

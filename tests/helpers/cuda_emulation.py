@@ -28,7 +28,7 @@ from fewbit.runtime.format.encoding import Draw, packed_words
 CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which((sysconfig.get_config_var("CXX") or "c++").split()[0])
 FLAGS = "-std=c++17 -O1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -U_FORTIFY_SOURCE"
-"""The last one because the checks of _longjmp refuse a jump to another stack."""
+"""-U_FORTIFY_SOURCE is needed because _longjmp with checks refuses to jump to another stack."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # by number
 KINDS = (UNIFORM, ROTATED, MASKED, UNBIASED, MASKED_UNBIASED)  # by number
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)

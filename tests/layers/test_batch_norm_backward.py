@@ -93,7 +93,7 @@ def test_rows_of_features(device, monkeypatch, calls):
 
 
 def test_a_gradient_in_another_order(device, monkeypatch, calls):
-    """Of a layer that returns contiguous gradients, or an expanded one."""
+    """The layer after the norm may return a contiguous gradient, or an expanded one."""
     layer = fewbit.nn.BatchNorm2d(64, bits=2).to(device)
     x = images((4, 64, 8, 8), torch.float32, device, 1).requires_grad_()
     contiguous = normal((4, 64, 8, 8), device=device, seed=2)
@@ -125,7 +125,7 @@ class Part(nn.Module):
 
 
 def test_a_policy_learns_that_the_copy_is_used(device, calls):
-    """A copy whose samples are not those of the batch, so that they have no bits of their own."""
+    """If the norm's samples are not those of the batch, all have the same bits, and the policy still learns that the copy is used."""
     model = nn.Sequential(nn.Linear(8, 32), Part(), nn.BatchNorm1d(32)).to(device)
     controller = fewbit.compress_(model, fewbit.AdaptiveBits(2, interval=1), verbose=False)
     x = normal((64, 8), device=device, seed=1)
@@ -136,7 +136,7 @@ def test_a_policy_learns_that_the_copy_is_used(device, calls):
 
 
 def test_launches(monkeypatch):
-    """Three kernels, and none that dequantizes."""
+    """The backward launches three kernels and does not dequantize the copy."""
     with FakeCuda(monkeypatch) as cuda:
         model = nn.Sequential(nn.BatchNorm2d(8)).to(DEVICE)
         fewbit.compress_(model, bits=2, verbose=False)

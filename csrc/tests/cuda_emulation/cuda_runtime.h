@@ -84,7 +84,7 @@ inline void pause(State state) {
   if (_setjmp(fiber.place) == 0) _longjmp(scheduler, 1);
 }
 
-// Runs a thread in each block.
+// The main function of a fiber: runs a thread of each block.
 inline void enter() {
   for (;;) {
     body();

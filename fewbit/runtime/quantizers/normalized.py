@@ -147,8 +147,9 @@ def batch_norm_gradients(ctx, saved, grad, rstd, weight, needs_input):
         needs_input: whether to compute the gradient of the input. If not, None takes its place.
 
     Returns:
-        The three gradients, those of weight and bias in float32. None in place of the three if no kernel computes them: the
-        input is not in channels-last order, or `backends.of` returns a backend without such a kernel for the copy.
+        The three gradients, those of weight and bias in float32. None in place of the three if the copy is not rotated, its
+        samples have different bits, elements adjacent in memory do not have adjacent channels, a tensor is not plain or has
+        a dtype that kernels lack, a probe changes the dequantized values, or the backend has no kernel for this copy.
     """
     spec = ctx.spec
     if ctx.inner != 1 or not isinstance(spec, QuantizedTensorSpec) or spec.kind != ROTATED:

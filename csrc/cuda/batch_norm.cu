@@ -258,7 +258,9 @@ __global__ void __launch_bounds__(kThreads, kResident) sums_kernel(const __grid_
       own[1][k] = fmaf(of, values[k], own[1][k]);
     }
   });
-  __shared__ float total[kSums][kFullGroup];
+  __syncthreads();
+  // The sums take the place of the workspaces, so that three blocks fit into 100 KiB of shared memory.
+  auto* const total = reinterpret_cast<float(*)[kFullGroup]>(shared.workspaces);
   // One warp after the other, so that the order of the sum is always the same.
 #pragma unroll 1
   for (int warp = 0; warp < kWarps; ++warp) {

@@ -286,6 +286,9 @@ class _Kernels:
         )
         return made and made._replace(result=made.result._replace(spread=None))
 
+    def can_compute_batch_norm(self, bits, group_size, shape):
+        return bits <= 4 and group_size == 256 and shape[1] % 8 == 0
+
     def batch_norm_backward(self, *args):
         name = "fewbit.batch_norm_backward"
         made = self._cuda.kernel(name, reference.batch_norm_backward)(*args)

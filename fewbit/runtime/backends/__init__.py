@@ -15,6 +15,7 @@ one element. A backend is an object with these attributes, which the module `ref
     forward_quantized            `forward`, and `quantize` of the result, in one pass over memory
     can_quantize_result          tell whether `forward_quantized` has a pass for an activation
     batch_norm_backward          get batch norm's gradients from a rotated copy of its normalized input
+    can_compute_batch_norm       tell whether `batch_norm_backward` has a kernel for a copy
     grid_fixed                   get the grid: the values that the fixed-point codes of a norm's channels stand for
     encode_fixed                 get the fixed-point codes of a norm's normalized input
     decode_fixed                 get approximate values from fixed-point codes

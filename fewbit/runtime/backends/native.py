@@ -11,7 +11,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fewbit import _kernels
 from fewbit.catalog.unbiased_codes import packed_codes
-from fewbit.config import MASKED, MASKED_UNBIASED, MAX_BITS, MIN_BITS, ROTATED, UNBIASED, UNIFORM
+from fewbit.config import (
+    GROUP_SIZE,
+    MASKED,
+    MASKED_UNBIASED,
+    MAX_BITS,
+    MIN_BITS,
+    ROTATED,
+    UNBIASED,
+    UNIFORM,
+)
 from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
@@ -31,6 +40,7 @@ _UNUSED_BITS = 1
 """The bits in calls of kernels that get the bits of each sample. Kernels check the number, and do not use it."""
 _MOST_SAMPLES = 8192
 """The largest number of samples that one block of threads divides bits among, or orders. Beyond, torch sorts."""
+_MOST_BITS_OF_BATCH_NORM = 4
 # Tables with more breaks or points, which only unusual functions of a user have, do not fit the parameters of a CUDA
 # kernel.
 _MOST_BREAKS = 2048
@@ -291,16 +301,24 @@ class Kernels:
             *_map(affine, mask, out.numel()),
         )
 
+    def can_compute_batch_norm(self, bits, group_size, shape):
+        """Return whether `batch_norm_backward` has kernels for a copy, see `reference.can_compute_batch_norm`.
+
+        Only CUDA has such kernels, for groups of 256 elements side by side, up to 4 bits and a multiple of 8 channels.
+        """
+        if not hasattr(self._kernels, "batch_norm_backward"):
+            return False
+        _, features = groups.samples_of(shape)
+        is_full = group_size == GROUP_SIZE and features % GROUP_SIZE == 0
+        return is_full and bits <= _MOST_BITS_OF_BATCH_NORM and shape[1] % 8 == 0
+
     def batch_norm_backward(
         self, packed, ranges, bits, group_size, grad, rstd, weight, needs_input=True
     ):
         """Return the gradients of a batch norm's input, weight and bias, see `reference.batch_norm_backward`.
 
-        Only CUDA has kernels, for full groups side by side, up to 4 bits, and a number of channels that is a multiple of 8.
-        They add up in the same order in each run.
+        The kernels add up in the same order in each run.
         """
-        if not hasattr(self._kernels, "batch_norm_backward"):
-            return None
         samples, features = groups.samples_of(grad.shape)
         of_weight, of_bias = torch.empty_like(rstd), torch.empty_like(rstd)
         out = torch.empty_like(grad) if needs_input else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from fewbit.config import UNIFORM
-from fewbit.runtime.backends.reference_batch_norm import batch_norm_backward
+from fewbit.runtime.backends.reference_batch_norm import batch_norm_backward, can_compute_batch_norm
 from fewbit.runtime.backends.reference_bits import pack, philox_words, unpack
 from fewbit.runtime.backends.reference_fixed_point import (
     decode_fixed,
@@ -28,6 +28,7 @@ from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
 
 __all__ = [
     "batch_norm_backward",
+    "can_compute_batch_norm",
     "can_quantize_result",
     "decode_fixed",
     "decode_mul",

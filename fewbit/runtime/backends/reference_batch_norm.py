@@ -8,7 +8,18 @@ from fewbit.config import ROTATED
 from fewbit.runtime.backends.reference_quantizer import dequantize
 from fewbit.runtime.format.layout import storage_order
 
-__all__ = ["batch_norm_backward"]
+__all__ = ["batch_norm_backward", "can_compute_batch_norm"]
+
+
+def can_compute_batch_norm(bits: int, group_size: int, shape: tuple[int, ...]) -> bool:
+    """Return whether `batch_norm_backward` can be called for a rotated copy. In other backends it has no kernel for some copies.
+
+    Args:
+        bits: the bits per element, the same for all samples.
+        group_size: the number of elements in a group.
+        shape: the shape of the tensor, (N, C, ...).
+    """
+    return True
 
 
 def batch_norm_backward(packed, ranges, bits, group_size, grad, rstd, weight, needs_input=True):
@@ -34,7 +45,7 @@ def batch_norm_backward(packed, ranges, bits, group_size, grad, rstd, weight, ne
 
     Returns:
         (the gradient of the input, with the size, strides and dtype of `grad`, or None; that of the weight, (C,) float32; that of
-        the bias, (C,) float32). None in place of the three if the backend has no kernel for this tensor.
+        the bias, (C,) float32). None in place of the three if the backend has no kernel for these tensors after all.
     """
     x = torch.empty_like(grad, dtype=torch.float32)
     dequantize(packed, ranges, bits, group_size, x, kind=ROTATED)

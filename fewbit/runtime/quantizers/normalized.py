@@ -158,9 +158,12 @@ def batch_norm_gradients(ctx, saved, grad, rstd, weight, needs_input):
     tensors = grad, rstd, *saved, *(() if weight is None else (weight,))
     if not (fits and all(map(is_plain, tensors))) or restoring.is_changed(spec):
         return None
+    backend = backends.of(grad)
+    if not backend.can_compute_batch_norm(spec.bits, spec.group_size, spec.size):
+        return None
     grad = layout.with_stride(grad, spec.stride, by_sample=True)
     copy = *saved, spec.bits, spec.group_size
-    found = backends.of(grad).batch_norm_backward(*copy, grad, rstd, flat(weight), needs_input)
+    found = backend.batch_norm_backward(*copy, grad, rstd, flat(weight), needs_input)
     if found is not None:
         restoring.record(spec)
     return found

@@ -206,11 +206,12 @@ def batch_norm_backward(bits):
         weight, rstd, _ = vectors_of("features", x)
         arguments = packed, ranges, bits, GROUP_SIZE, x, rstd, weight
 
+        # Backends of the CPU have no such kernels.
+        has_kernels = backend.can_compute_batch_norm(bits, GROUP_SIZE, x.shape)
+        kernels = backend if has_kernels else reference
+
         def call():
-            # Backends of the CPU have no such kernel.
-            return backend.batch_norm_backward(*arguments) or reference.batch_norm_backward(
-                *arguments
-            )
+            return kernels.batch_norm_backward(*arguments)
 
         return Run(call, 2 * size(packed, ranges, x) + size(x))
 

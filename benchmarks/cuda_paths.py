@@ -61,18 +61,16 @@ class Instruction:
     """The file and the line, followed by those that the line is inlined at."""
 
 
-def _dequantize_loop(name: str, kind: str) -> Loop:
+def _dequantize_loop(name: str, kind: int) -> Loop:
+    """Return the loop of plain pairs. kind: the number of an enumerator of MapKind in csrc/cuda/rotated_dequantize.cu."""
     return Loop(
         name,
         "rotated_dequantize",
-        "dequantize_kernel<{}, true>",
+        f"dequantize_kernel<{{}}, true, MapKind {kind}>",
         (
             ("hadamard.h", "four = *reinterpret_cast<const uint4*>(first);"),
             ("rotated_neighbors.h", "to[i * kApart] = {words"),
-            (
-                "rotated_dequantize.cu",
-                f"call(std::integral_constant<MapKind, MapKind::{kind}>());",
-            ),
+            ("rotated_dequantize.cu", "bits == 2 ? dequantize(once, 2) : dequantize(once, bits);"),
         ),
         (("rotation.h", "reinterpret_cast<uint4*>(own.random)[lane_of_group()] = vector;"),),
         8,
@@ -156,8 +154,8 @@ LOOPS = (
             ("quantize.cu", "words[counter + counter / 8] = vector;"),
         ),
     ),
-    _dequantize_loop("rotated: dequantize", "none"),
-    _dequantize_loop("masked: dequantize", "mask"),
+    _dequantize_loop("rotated: dequantize", 0),
+    _dequantize_loop("masked: dequantize", 3),
     _quantize_loop("rotated: quantize"),
     _quantize_loop("masked: quantize", is_masked=True),
     _quantize_loop(

@@ -124,13 +124,12 @@ class PlainInput {
   PlainRanges next_;
 };
 
-// The map of values in a group that is transformed by products. rows, features: as in EntryKind. any: for pairs
-// with a group that is rotated twice, which are few. The kind is found at run time, which takes less code and more time.
-enum class MapKind { none, rows, features, mask, any };
+// The map of values in a group that is transformed by products. rows, features: as in EntryKind.
+enum class MapKind { none, rows, features, mask };
 
 // Calls call(std::integral_constant<MapKind, ...>) for a map. entries: those of scale and shift.
 template <class Call>
-__device__ void with_map(const ValueMap& value_map, EntryKind entries, Call&& call) {
+__host__ __device__ void with_map(const ValueMap& value_map, EntryKind entries, Call&& call) {
   if (value_map.mask) {
     call(std::integral_constant<MapKind, MapKind::mask>());
   } else if (entries == EntryKind::none) {
@@ -197,30 +196,21 @@ class LaneMap<MapKind::mask> {
 
 // -- pairs -----------------------------------------------------------------------------------------------
 
-// Dequantizes a group by products. It may be rotated twice if Kind is any. words: its codes. signs: its signs, in bytes. number: that
-// of the group, which is used if the map is affine or Kind is any. place: that of its first element in `out`.
+// Dequantizes a group by products. words: its codes. signs: its signs, in bytes. number: that of the group, which is used if the map
+// is affine or the group is rotated twice. place: that of its first element in `out`.
 template <MapKind Kind, class T>
 __device__ void dequantize_group(float mean, float factor, bool is_twice, const uint32_t* words, int bits,
                                  const float* signed_levels, const uint8_t* signs, const uint64_t& seed,
                                  const PlainEntries& entries, const ValueMap& value_map, int64_t number, T* out,
                                  int64_t place, uint32_t part) {
-  const auto group = static_cast<uint32_t>(number);
-  const LaneMap<Kind == MapKind::any ? MapKind::none : Kind> map(entries, value_map, group, place);
+  const LaneMap<Kind> map(entries, value_map, static_cast<uint32_t>(number), place);
   float values[kNeighbors];
   transform(values, read_levels(words, bits, signed_levels), part);
-  if constexpr (Kind == MapKind::any) {
-    if (is_twice) rotate_neighbors_back(values, seed, number);
-  }
+  if (is_twice) rotate_neighbors_back(values, seed, number);
   const uint32_t negative = signs[threadIdx.x % 32];
 #pragma unroll
   for (int k = 0; k < kNeighbors; ++k) values[k] = mean + values[k] * (negative & (1u << k) ? -factor : factor);
-  if constexpr (Kind == MapKind::any) {
-    with_map(value_map, entries.kind, [&](auto kind) {
-      LaneMap<decltype(kind)::value>(entries, value_map, group, place).apply(values);
-    });
-  } else {
-    map.apply(values);
-  }
+  map.apply(values);
   uint32_t words_of_values[kNeighborWords<T>];
   narrow<T, kNeighbors>(words_of_values, values);
   store_neighbor_words(words_of_values, out + place);
@@ -238,8 +228,8 @@ __device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, i
                          signed_levels, signs + sizeof(Workspace), seed, entries, value_map, first + 1, out, places[1], part);
 }
 
-// Plain: the tensor has plain pairs.
-template <class T, bool Plain>
+// Plain: the tensor has plain pairs, whose map is of this kind.
+template <class T, bool Plain, MapKind Kind>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
@@ -274,15 +264,16 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
         if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, 2 * pair + threadIdx.x / kSide % 2, 2 * pairs_apart());
         const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
         const PairScale scale = found.scale();
-        const auto dequantize = [&](auto map, int of_bits) {
-          dequantize_pair<decltype(map)::value>(scale, words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn,
-                                                seed, plain.entries, value_map, 2 * pair, out, places, part);
+        const auto dequantize = [&](const PairScale& of, int of_bits) {
+          dequantize_pair<Kind>(of, words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn, seed, plain.entries, value_map,
+                                2 * pair, out, places, part);
         };
-        if (scale.are_twice[0] || scale.are_twice[1]) {
-          dequantize(std::integral_constant<MapKind, MapKind::any>(), bits);
+        // Few pairs have a group that is rotated twice. For those of the others that have 2 bits, the compiler knows the levels.
+        if (any(scale.are_twice[0] || scale.are_twice[1])) {
+          dequantize(scale, bits);
         } else {
-          // The compiler knows the levels of 2 bits.
-          with_map(value_map, plain.entries.kind, [&](auto map) { bits == 2 ? dequantize(map, 2) : dequantize(map, bits); });
+          const PairScale once = {{scale.means[0], scale.means[1]}, {scale.factors[0], scale.factors[1]}, {false, false}};
+          bits == 2 ? dequantize(once, 2) : dequantize(once, bits);
         }
         turn = (turn + 1) % kTurns;
       }
@@ -345,7 +336,10 @@ void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16
   const PlainPairs plain = plain_pairs(of, map, packed, ranges, value_map, out);
   with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto kernel = plain.count > 0 ? dequantize_kernel<T, true> : dequantize_kernel<T, false>;
+    auto kernel = dequantize_kernel<T, false, MapKind::none>;
+    if (plain.count > 0) {
+      with_map(value_map, plain.entries.kind, [&](auto map) { kernel = dequantize_kernel<T, true, decltype(map)::value>; });
+    }
     launch(kernel, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,
            map, of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, value_map, plain,
            static_cast<T*>(out));

@@ -308,8 +308,10 @@ class Kernels:
         """
         if not hasattr(self._kernels, "batch_norm_backward"):
             return False
-        _, features = groups.samples_of(shape)
-        is_full = group_size == GROUP_SIZE and features % GROUP_SIZE == 0
+        samples, features = groups.samples_of(shape)
+        # Groups run across samples that are shorter.
+        length = features if features >= groups.LEAST_FEATURES else samples * features
+        is_full = group_size == GROUP_SIZE and length % GROUP_SIZE == 0
         return is_full and bits <= _MOST_BITS_OF_BATCH_NORM and shape[1] % 8 == 0
 
     def batch_norm_backward(

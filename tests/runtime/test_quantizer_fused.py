@@ -98,7 +98,7 @@ def test_a_relu_and_the_masked_copy_of_its_result(backend, dtype, shape):
         y, settings = torch.empty_like(x), (bits, 256, bits % 2 == 0)
         made = backend.kernels.forward_quantized(x, "relu", (), STEP, None, y, 7, *settings, MASKED)
         if made is None:
-            assert backend.name == "reference"
+            assert backend.name.startswith("reference")
             return
         assert torch.equal(y, x.relu()) and y.stride() == x.stride()
         assert torch.equal(made.codes.cpu(), reference.encode(x.cpu(), STEP, None))

@@ -598,7 +598,10 @@ def one_pass(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.SiLU()])
+IN_PLACE = nn.ReLU(inplace=True), nn.SiLU(inplace=True)
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.SiLU(), *IN_PLACE], ids=str)
 def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation):
     """They are so from the second forward on, with the bytes and gradients of the first."""
     model = Followed(copy.deepcopy(activation))
@@ -612,7 +615,7 @@ def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation)
     assert one_pass == [True, True]
 
 
-@pytest.mark.parametrize("activation", [nn.SiLU(), nn.ReLU()])
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.ReLU(), *IN_PLACE], ids=str)
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_images_of_both_orders_are_one_pass(one_pass, activation, format):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(activation), nn.Conv2d(8, 4, 3))
@@ -658,11 +661,12 @@ def test_a_large_offset_is_left_to_the_layer(one_pass):
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_in_one_pass_or_not_the_draws_are_the_same(backend, offset):
+@pytest.mark.parametrize("activation", [nn.GELU(), *IN_PLACE], ids=str)
+def test_in_one_pass_or_not_the_draws_are_the_same(backend, activation, offset):
     """A resumed training, whose first forward has no such pass, therefore continues as if never stopped."""
     torch.manual_seed(0)
-    model = nn.Sequential(Followed(nn.GELU()), Followed(nn.GELU())).to(backend.device)
-    compressed(model)
+    model = nn.Sequential(*(Followed(copy.deepcopy(activation)) for _ in range(2)))
+    compressed(model.to(backend.device))
     with torch.no_grad():
         model[0].up.bias.fill_(offset)
     x = normal((6, 8)).to(backend.device)

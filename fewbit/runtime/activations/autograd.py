@@ -34,15 +34,16 @@ class Activation(Function):
             observed_as = context.observed_activation(function, parameters)
             if observed_as is not None:
                 ctx.observed_as = observed_as
-        if context is None or inplace:
-            y, packed = activation_ops.activation(x, function, parameters, encoding, seed, inplace)
+        arguments = x, function, parameters, encoding, seed, inplace
+        if context is None:
+            y, packed = activation_ops.activation(*arguments)
         else:
-            y, packed, content = _in_context(context, x, function, parameters, encoding, seed)
+            y, packed, content = _in_context(context, *arguments)
         if inplace:
             ctx.mark_dirty(x)
         if context is not None and activation_ops.is_masking(function, encoding, x.dtype):
             if layout.is_dense(x):
-                context.cache.put_mask(content or Content(y), packed, inplace)
+                context.cache.put_mask(content, packed, inplace)
         offload.mark(packed)
         ctx.save_for_backward(packed)
         return y
@@ -70,21 +71,22 @@ class Activation(Function):
         return super(Function, cls).apply(*arguments)
 
 
-def _in_context(context, x, *arguments):
+def _in_context(context, x, function, parameters, encoding, seed, inplace):
     """Return f(x), the packed codes of x and the content of f(x), and record f(x) in the cache of the model's context.
 
     If a layer saved the result of this activation in an earlier forward pass, the layer's quantized copy of f(x) is
-    made too, in the same pass over x.
+    made too, in the same pass over x. If f(x) overwrites x, torch increases x's version when the Function returns.
     """
     quantizer = context.cache.consumer_quantizer(x) if layout.is_by_sample(x) else None
-    made = quantizer and activation_ops.activation_quantized(x, *arguments, quantizer)
+    arguments = x, function, parameters, encoding, seed, inplace
+    made = quantizer and activation_ops.activation_quantized(*arguments, quantizer)
     if not made:
-        y, packed = activation_ops.activation(x, *arguments, False)
-        content = Content(y)
+        y, packed = activation_ops.activation(*arguments)
+        content = Content(y, changes=inplace)
         context.cache.record_output(x, content)
         return y, packed, content
     y, packed, saved = made
-    content = Content(y)
+    content = Content(y, changes=inplace)
     context.cache.record_output(x, content, quantizer, saved)
     return y, packed, content
 

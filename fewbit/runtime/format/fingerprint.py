@@ -32,6 +32,7 @@ class Content:
 
     Args:
         x: the tensor.
+        changes: the number of in-place changes of x that its version does not count yet.
 
     Attributes:
         x: the tensor.
@@ -41,10 +42,11 @@ class Content:
 
     __slots__ = ("_checksum", "place", "storage", "x")
 
-    def __init__(self, x: torch.Tensor):
+    def __init__(self, x: torch.Tensor, changes: int = 0):
         self.x, self._checksum = x, _UNKNOWN
         self.storage = storage = x.untyped_storage()
-        place = storage._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
+        version = x._version + changes
+        place = storage._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, version
         self.place = *place, stream_of(x)
 
     @property

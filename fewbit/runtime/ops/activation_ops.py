@@ -96,7 +96,7 @@ def is_masking(function: str, encoding: Encoding, dtype: torch.dtype) -> bool:
     return function in MASKING and dtype != torch.float64 and encoding.is_step_at_zero
 
 
-def activation_quantized(x, function, parameters, encoding, seed, quantizer):
+def activation_quantized(x, function, parameters, encoding, seed, inplace, quantizer):
     """Compute f(x) and the packed codes of x, and quantize f(x), in one pass over memory.
 
     Args:
@@ -105,16 +105,17 @@ def activation_quantized(x, function, parameters, encoding, seed, quantizer):
         parameters: the parameters of f, see `activation`.
         encoding: the encoding of the codes.
         seed: the seed of the codes or None, see `activation`.
+        inplace: whether to write f(x) to x.
         quantizer: the quantizer of the layer that saves f(x).
 
     Returns:
         f(x), the packed codes of x, and the SavedTensors of f(x) or None. None in place of all three if the backend has
-        no such pass.
+        no such pass; then nothing was written.
     """
     backend = backends.of(x)
     if not backend.can_quantize_result(function):
         return None
-    out = _empty_result(x, function)
+    out = x if inplace else _empty_result(x, function)
     if out is None or not (x.is_contiguous() or out.stride() == x.stride()):
         return None
 

@@ -6,9 +6,6 @@ An estimate is the greater of two times: that in which the bytes are moved at 90
 which the instructions are issued in 72 % of the cycles. Bytes and instructions of fewbit's kernels are those of
 `results/cuda_kernels.json`. A fused kernel executes the instructions of both kernels, except for those that load, address
 and convert an element which the first kernel has in registers. It moves the bytes of both, except for that element.
-
-Kernels that have not been measured have the instructions of `results/cuda_paths.json`, which counts only a loop. They are
-multiplied by the ratio of both counts for rotated copies. Groups that are rotated twice are left out.
 """
 
 from __future__ import annotations
@@ -55,40 +52,6 @@ def activation(dtype: str, cost: dict) -> tuple[float, float]:
     return separate, time_of(sum(moved) - SIZES[dtype], sum(instructions) - LOADED)
 
 
-def loop_instructions(dtype: str, cost: dict, kind: str, *names: str) -> list[float]:
-    """Return the instructions of loops for an element, scaled as the top of this file says.
-
-    Args:
-        dtype: the dtype.
-        cost: the result of `costs`.
-        kind: "quantize" or "dequantize", the loop of rotated copies whose two counts give the ratio.
-        names: the names of the loops.
-    """
-    rows = json.loads((harness.RESULTS / "cuda_paths.json").read_text())["rows"]
-    code = dtype.removesuffix("32")
-    loops = {row["kernel"]: row["instructions"] for row in rows if row["dtype"] == code}
-    counted = cost[f"rotated {kind}, 2 bits", dtype][1] / loops[f"rotated: {kind}"]
-    return [loops[name] * counted for name in names]
-
-
-def masked(dtype: str, cost: dict) -> dict[str, tuple[float, float]]:
-    """Return {passes: (seconds, separate; seconds, fused)} of the passes that fewbit fuses for masked copies."""
-    names = "masked: quantize", "masked: ReLU and quantize"
-    size, mask = SIZES[dtype], 1 / 8
-    moved, _ = cost["rotated quantize, 2 bits", dtype]
-    alone, both = loop_instructions(dtype, cost, "quantize", *names)
-    relu = time_of(2 * size + mask, both - alone + LOADED)
-    made = relu + time_of(moved, alone), time_of(moved + size + mask, both)
-    moved, restoring = cost["rotated dequantize, 2 bits", dtype]
-    (with_mask,) = loop_instructions(dtype, cost, "dequantize", "masked: dequantize")
-    apart = time_of(moved, restoring) + time_of(*cost["decode_mul GELU, 3 bits", dtype])
-    restored = apart, time_of(moved + mask, with_mask)
-    return {
-        "ReLU, and masked copy of its result": made,
-        "dequantized masked copy, and its mask": restored,
-    }
-
-
 def norm(dtype: str, cost: dict, own: int) -> tuple[float, float]:
     """Return the seconds, separate and fused, of a layer norm and the copy of its normalized input.
 
@@ -105,26 +68,16 @@ def norm(dtype: str, cost: dict, own: int) -> tuple[float, float]:
     return separate, time_of(size + moved, own + instructions)
 
 
-def batch_norm(dtype: str, cost: dict) -> dict[str, tuple[float, float]]:
-    """Return {passes: (seconds, separate; seconds, fused)} of a batch norm of channels-last images.
+def batch_norm(dtype: str, cost: dict) -> tuple[float, float]:
+    """Return the seconds, separate and fused, of a batch norm of channels-last images and the copy of its normalized input.
 
-    torch reads its operands twice in each direction: for sums, and for the result.
+    torch reads the input twice: for sums, and for the result.
     """
     size, own = SIZES[dtype], NORM[0]
     sums = time_of(size, own + LOADED)
     moved, instructions = cost["rotated quantize normalized features, 2 bits", dtype]
     separate = sums + time_of(2 * size, own + LOADED) + time_of(moved, instructions)
-    made = separate, sums + time_of(size + moved, own + instructions)
-    moved, restoring = cost["rotated dequantize, 2 bits", dtype]
-    separate = time_of(moved, restoring)
-    separate += time_of(2 * size, own + LOADED) + time_of(3 * size, own + LOADED)
-    names = "batch norm: sums", "batch norm: gradient of the input"
-    first, second = loop_instructions(dtype, cost, "dequantize", *names)
-    fused = time_of(moved, first) + time_of(moved + size, second)
-    return {
-        "batch norm, and copy of its normalized input": made,
-        "dequantized copy, and batch norm's backward": (separate, fused),
-    }
+    return separate, sums + time_of(size + moved, own + instructions)
 
 
 def product(cost: dict, columns: int) -> tuple[float, float]:
@@ -144,13 +97,9 @@ def rows():
     """Yield (passes, dtype, (seconds of separate passes, seconds of the fused pass))."""
     cost = costs()
     for dtype in SIZES:
-        for name, times in masked(dtype, cost).items():
-            yield name, dtype, times
-    for dtype in SIZES:
-        for name, times in batch_norm(dtype, cost).items():
-            yield name, dtype, times
-    for dtype in SIZES:
         yield "GELU, and copy of its result", dtype, activation(dtype, cost)
+    for dtype in SIZES:
+        yield "batch norm, and copy of its normalized input", dtype, batch_norm(dtype, cost)
     for own in NORM:
         for dtype in SIZES:
             name = f"layer norm of {own} instructions, and copy of its normalized input"

@@ -65,6 +65,9 @@ void emulated_device(int multiprocessors, unsigned first_block) {
   cuda_emulation::first_block = first_block;
 }
 
+// Chooses one of two orders in which lanes run and copies happen.
+void emulated_order(int is_reversed) { cuda_emulation::is_reversed = is_reversed != 0; }
+
 // Returns why kernels cannot run on such a device; null if they can.
 const char* emulated_obstacle(int driver, int capability) {
   cuda_emulation::driver = driver;

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cuda_emulation import DTYPES, device_of, needs_compiler
+from cuda_emulation import DTYPES, device_of, in_order, needs_compiler
 
 from fewbit.config import ROTATED
 from fewbit.runtime.backends import reference
@@ -82,11 +82,12 @@ def test_gradients(cuda, bits, dtype):
             assert torch.equal(again[1], found[1]) and torch.equal(again[2], found[2])
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
-def test_a_warp_visits_several_groups(cuda, dtype):
+def test_a_warp_visits_several_groups(cuda, dtype, is_reversed):
     """With one multiprocessor, a warp visits more groups than it computes random numbers for at once."""
     given = problem(1024, 512, 512, dtype, 2, False)
-    with device_of(cuda, 1):
+    with device_of(cuda, 1), in_order(cuda, is_reversed):
         compare(cuda.batch_norm_backward(**given), given)
 
 

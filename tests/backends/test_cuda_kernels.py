@@ -10,6 +10,7 @@ from cuda_emulation import (
     KINDS,
     codes_of,
     device_of,
+    in_order,
     int64,
     needs_compiler,
     or_null,
@@ -500,13 +501,14 @@ def test_warps_take_several_groups_and_tiles(cuda):
     assert torch.equal(packed, reference.encode(tiles, encoding, None))
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
 @kinds
-def test_warps_take_several_full_groups(cuda, kind):
+def test_warps_take_several_full_groups(cuda, kind, is_reversed):
     """More pairs of full groups than warps, some of which have a spike, or numbers that are not finite."""
     x = torch.from_numpy(np.random.default_rng(1).normal(0, 1, (1301, 256))).to(torch.bfloat16)
     x[700::90, 7] = 100.0
     x[901::140, 3] = torch.inf
-    with device_of(cuda, 1):
+    with device_of(cuda, 1), in_order(cuda, is_reversed):
         for bits in (1, 2, 3, 4, 5):
             compare_quantizer(cuda, x, bits, 256, bits == 3, kind=kind)
         compare_quantizer(cuda, x.float(), 2, 256, True, kind=kind)

@@ -91,6 +91,16 @@ def device_of(emulation, multiprocessors, first_block=0):
         emulation.library.emulated_device(4, 0)
 
 
+@contextmanager
+def in_order(emulation, is_reversed):
+    """Run the lanes of warps in the usual order, with copies to shared memory that are late, or in reverse, with early copies."""
+    emulation.library.emulated_order(is_reversed)
+    try:
+        yield
+    finally:
+        emulation.library.emulated_order(0)
+
+
 class Emulation:
     """The kernels' entry points on NumPy arrays; arrays and results are flat torch tensors."""
 

@@ -72,6 +72,8 @@ inline bool trapped = false;
 inline int multiprocessors = 4;
 inline int driver = 13000, capability = 90;
 inline unsigned first_block = 0, last_block = ~0u;
+// True: the lanes of a warp run in descending order, and copies to shared memory happen at once; else they happen as late as they may.
+inline bool is_reversed = false;
 
 [[noreturn]] inline void fail(const char* what) {
   std::fprintf(stderr, "CUDA emulation: %s (block %u, thread %u)\n", what, blockIdx.x, current);
@@ -109,7 +111,8 @@ inline void resume(unsigned thread) {
 // Runs a warp until all its lanes wait at a barrier or have ended.
 inline void run_warp(unsigned first) {
   for (;;) {
-    for (unsigned lane = first; lane < first + 32; ++lane) {
+    for (unsigned i = 0; i < 32; ++i) {
+      const unsigned lane = first + (is_reversed ? 31 - i : i);
       if (fibers[lane].state != State::done) resume(lane);
     }
     const Fiber& reference = fibers[first];
@@ -233,10 +236,13 @@ inline void mma_m16n8k16_f32(float* product, const uint32_t* a, const uint32_t* 
   for (int i = 0; i < 4; ++i) product[i] = static_cast<float>(of.of(i));
 }
 
-// A copy happens as late as it may.
 inline void copy_async(void* to, const void* from) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0) fail("a copy is not aligned");
-  fibers[current].copies.emplace_back(to, from);
+  if (is_reversed) {
+    std::memcpy(to, from, 16);
+  } else {
+    fibers[current].copies.emplace_back(to, from);
+  }
 }
 inline void wait_for_copies() {
   for (const auto& [to, from] : fibers[current].copies) std::memcpy(to, from, 16);

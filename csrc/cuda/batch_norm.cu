@@ -353,7 +353,7 @@ bool batch_norm_backward(const Quantized& of, const BatchNorm& norm, const int32
                     map.end == of.groups * kFullGroup && channels > 0 && channels % kNeighbors == 0 && map.end % channels == 0 &&
                     is_aligned(packed) && is_aligned(ranges) && is_aligned(grad) && is_aligned(out);
   const int64_t phases = fits ? channels / std::gcd(channels, int64_t{kFullGroup}) : 0;
-  if (!fits || phases > std::min(of.groups, int64_t{kMostBatchNormBlocks})) return false;
+  if (!fits || phases > kMostBatchNormBlocks) return false;
 
   const DeviceScope scope(device);
   int multiprocessors = 0;

@@ -131,8 +131,8 @@ int64_t batch_norm_floats(int64_t channels);
 
 // Computes the gradients of a batch norm from the rotated copy of its normalized input, and from the gradient of its result. out: the
 // gradient of the input, or null. The results are the same in each run. Returns false, and does nothing, unless all groups have 256
-// elements and lie side by side, all samples have the same width, up to 4 bits, channels is a multiple of 8, and all tensors are
-// aligned to 16 bytes.
+// elements and lie side by side, there are fewer than 2^24 of them, all samples have the same width, up to 4 bits, channels is a
+// multiple of 8, channels / gcd(channels, 256) is at most 512, and packed, ranges, grad and out are aligned to 16 bytes.
 bool batch_norm_backward(const Quantized& of, const BatchNorm& norm, const int32_t* packed, const uint16_t* ranges, const void* grad,
                          int dtype, void* out, int device, void* stream);
 

@@ -55,7 +55,7 @@ def compare(found, given):
         assert ((actual.double() - value).abs() <= (ulp + 2.0**-18) * magnitude + 1e-7).all()
 
 
-# Samples, features, channels. A channel is in every group, or in every second, third, fifth or eighth one.
+# Samples, features, channels. A channel is in every group, or in one of several groups.
 SHAPES = [
     (3, 256, 8),
     (5, 1024, 64),
@@ -64,6 +64,8 @@ SHAPES = [
     (1, 256, 256),
     (6, 4096, 2048),
     (300, 512, 512),
+    (400, 32, 32),  # groups run across samples
+    (2, 32_000, 1000),  # more phases than blocks that run at once
 ]
 
 
@@ -115,6 +117,7 @@ def test_what_the_kernels_do_not_fit(cuda):
         (4, 512, 4, 2, False),  # a number of channels that is no multiple of 8
         (2, 512, 1024, 2, True),  # four groups, and each channel in one of them
         (1, 512, 1024, 2, False),  # channels without elements
+        (1, 133_376, 4168, 2, False),  # 521 phases
     ):
         given = problem(samples, features, channels, torch.float32, bits, False)
         assert (cuda.batch_norm_backward(**given) is not None) == fits

@@ -347,18 +347,15 @@ int64_t batch_norm_floats(int64_t channels) { return kMostBatchNormBlocks * kSum
 bool batch_norm_backward(const Quantized& of, const BatchNorm& norm, const int32_t* packed, const uint16_t* ranges, const void* grad,
                          int dtype, void* out, int device, void* stream) {
   const int64_t channels = norm.channels;
-  const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0; };
   const GroupMap map = group_map(uniform_streams(of), of.counts);
   const bool fits = is_plain_tensor(of, map) && of.bits <= kMostProductBits && of.groups > 0 && of.groups >> 24 == 0 &&
                     map.end == of.groups * kFullGroup && channels > 0 && channels % kNeighbors == 0 && map.end % channels == 0 &&
-                    is_aligned(packed) && is_aligned(ranges) && is_aligned(grad) && is_aligned(out);
+                    is_vector_aligned(packed) && is_vector_aligned(ranges) && is_vector_aligned(grad) && is_vector_aligned(out);
   const int64_t phases = fits ? channels / std::gcd(channels, int64_t{kFullGroup}) : 0;
   if (!fits || phases > kMostBatchNormBlocks) return false;
 
   const DeviceScope scope(device);
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "reading the number of multiprocessors");
-  const int64_t most = std::min(kMostBatchNormBlocks, int64_t{multiprocessors} * kResident);
+  const int64_t most = std::min(kMostBatchNormBlocks, multiprocessors_of(device) * kResident);
   const int64_t useful = quotient_up(quotient_up(of.groups, phases), 2 * kWarps);  // blocks for each phase
   const int64_t blocks = phases * std::max(int64_t{1}, std::min(most / phases, useful));
 

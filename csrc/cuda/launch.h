@@ -40,16 +40,19 @@ class DeviceScope {
   int previous_ = 0;
 };
 
+inline int64_t multiprocessors_of(int device) {
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "reading the number of multiprocessors");
+  return count;
+}
+
 // Enqueues `kernel`, whose warps stride over `tiles`, with at most `blocks_per_sm` blocks a multiprocessor: several waves if
 // a block has nothing to prepare, one wave if it copies a table first. The device must be current.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int device, void* stream, int64_t tiles, int blocks_per_sm,
             Arguments&&... arguments) {
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-        "reading the number of multiprocessors");
   const int64_t wanted = (tiles + kWarps - 1) / kWarps;
-  const int64_t most = int64_t{multiprocessors} * blocks_per_sm;
+  const int64_t most = multiprocessors_of(device) * blocks_per_sm;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(std::min(wanted, most)));
   config.blockDim = dim3(kThreads);

@@ -98,6 +98,9 @@ inline bool find_entries(PlainEntries& found, const VectorIndex& index, bool exi
   return found.kind != EntryKind::none;
 }
 
+// Returns true if memory can be accessed in vectors of 16 bytes from an address on, which may be null.
+inline bool is_vector_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0; }
+
 // A group as its lanes see it.
 struct LocatedGroup {
   int64_t number;

@@ -50,10 +50,9 @@ struct PlainPairs {
 
 inline PlainPairs plain_pairs(const Quantized& of, const GroupMap& groups, const void* packed,
                               const void* ranges, const ValueMap& value_map, const void* out) {
-  const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0; };
   PlainPairs found = {};
-  const bool is_plain = is_plain_tensor(of, groups) && of.bits <= kMostProductBits && is_aligned(packed) && is_aligned(ranges) &&
-                        is_aligned(out) && is_aligned(value_map.scale) && is_aligned(value_map.shift) &&
+  const bool is_plain = is_plain_tensor(of, groups) && of.bits <= kMostProductBits && is_vector_aligned(packed) && is_vector_aligned(ranges) &&
+                        is_vector_aligned(out) && is_vector_aligned(value_map.scale) && is_vector_aligned(value_map.shift) &&
                         find_entries(found.entries, value_map.index, value_map.is_affine(), of.groups, kNeighbors);
   if (is_plain) found.count = plain_pair_count(groups);
   return found;
@@ -129,7 +128,7 @@ enum class MapKind { none, rows, features, mask };
 
 // Calls call(std::integral_constant<MapKind, ...>) for a map. entries: those of scale and shift.
 template <class Call>
-__host__ __device__ void with_map(const ValueMap& value_map, EntryKind entries, Call&& call) {
+void with_map(const ValueMap& value_map, EntryKind entries, Call&& call) {
   if (value_map.mask) {
     call(std::integral_constant<MapKind, MapKind::mask>());
   } else if (entries == EntryKind::none) {
@@ -292,10 +291,15 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, of.number, 2 * pairs_apart());
       const int64_t places[] = {of_group(begin, 0), of_group(begin, 1)};
       words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
-      with_map(value_map, EntryKind::none, [&](auto map) {
+      const auto dequantize = [&](auto map) {
         dequantize_pair<decltype(map)::value>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn,
                                               seed, plain.entries, value_map, 0, out, places, part);
-      });
+      };
+      if (value_map.mask) {
+        dequantize(std::integral_constant<MapKind, MapKind::mask>());
+      } else {
+        dequantize(std::integral_constant<MapKind, MapKind::none>());
+      }
       turn = (turn + 1) % kTurns;
       continue;
     }

@@ -491,10 +491,9 @@ bool quantize_as(const Quantized& of, bool is_masked, const T* x, const Normaliz
   const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
-  const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0; };
   PlainEntries entries;
-  const bool is_plain = is_plain_tensor(of, map) && is_whole(of) && of.bits <= kMostBitsInRegisters && is_aligned(x) &&
-                        (!relu || is_aligned(relu->y)) &&
+  const bool is_plain = is_plain_tensor(of, map) && is_whole(of) && of.bits <= kMostBitsInRegisters && is_vector_aligned(x) &&
+                        (!relu || is_vector_aligned(relu->y)) &&
                         find_entries(entries, normalization.index, normalization.exists(), of.groups, kSide);
   auto kernel = quantize_kernel<T, false, Source::normalized>;
   if (relu) {

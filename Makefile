@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One process per core with one thread each; a test that needs more threads sets their number itself.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 # The sources of the compiled kernels.
-KERNELS := $(wildcard csrc/*.cpp csrc/common/* csrc/cpu/* csrc/cuda/*)
+KERNELS := $(wildcard csrc/bindings/* csrc/common/* csrc/cpu/* csrc/cuda/*)
 
 .PHONY: demo test test-all slow dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize docs clean
 

@@ -32,7 +32,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 CSRC = Path("csrc")
-SLOWEST = "bindings", "rotated_quantize"
+SLOWEST = "module", "rotated_quantize"
 """The sources that take longest to compile, by far."""
 COMMON_FLAGS = [
     "-std=c++17",
@@ -155,7 +155,11 @@ def cpu_jobs(compiler, includes, with_cuda):
     common = [*compiler, *COMMON_FLAGS, *includes, *(["-DFEWBIT_HAVE_X86"] if x86 else [])]
     command = [*common, *(["-DFEWBIT_WITH_CUDA"] if with_cuda else [])]
     sources = (
-        "bindings.cpp",
+        *(["bindings/cuda.cpp"] if with_cuda else []),
+        "bindings/cpu.cpp",
+        "bindings/entry.cpp",
+        "bindings/module.cpp",
+        "bindings/tensors.cpp",
         "common/table.cpp",
         "cpu/allocation.cpp",
         "cpu/checksum.cpp",
@@ -367,6 +371,6 @@ setup(
         "fewbit.schema": ["*.json"],
         "fewbit.tables": ["*.json"],
     },
-    ext_modules=[Extension("fewbit._kernels", ["csrc/bindings.cpp"], language="c++")],
+    ext_modules=[Extension("fewbit._kernels", ["csrc/bindings/module.cpp"], language="c++")],
     cmdclass={"build_ext": BuildKernels},
 )

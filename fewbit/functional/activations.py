@@ -26,7 +26,6 @@ Raises of all functions:
 from __future__ import annotations
 
 from collections.abc import Callable
-from struct import pack, unpack
 
 import torch
 from torch import Tensor
@@ -39,12 +38,11 @@ from fewbit.runtime.activations.apply import (
     apply_callable,
     check_inplace,
     needs_grad,
-    torchs_own,
 )
 from fewbit.runtime.activations.callable_tables import callable_encoding_text
-from fewbit.runtime.activations.tables import check_choice, encoding_text
+from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.interop.random_replay import can_replay
-from fewbit.runtime.interop.tensor_kinds import check_tensors, is_plain
+from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.table import Table
 
 __all__ = [
@@ -81,28 +79,6 @@ __all__ = [
 ]
 
 
-# torch rounds the parameters of these functions to float32 (unless the input is float64) and compares elements with the
-# rounded numbers, so the table is made for the rounded numbers. The two shrinks round lambd to the input's own dtype.
-# If a 16-bit dtype cannot represent lambd, this makes a difference for one value of |x|.
-_COMPARED = {"threshold", "hardtanh", "hardshrink", "softshrink"}
-
-
-def _apply(input, function, parameters, bits, table, inplace=False):
-    if bits is None:
-        return torchs_own(input, function, tuple(parameters), inplace)
-    if torch.compiler.is_compiling():
-        # The table depends on the parameters and bits, so symbolic numbers become constants.
-        parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
-        bits = next((number for number in range(1, 9) if number == bits), bits)
-    designed_for = parameters = tuple(map(float, parameters)) if parameters else ()
-    if parameters and function in _COMPARED and table is None:
-        check_tensors(input)
-        if input.dtype != torch.float64:
-            designed_for = tuple(unpack("f", pack("f", number))[0] for number in parameters)
-    encoding = encoding_text(function, designed_for, bits, table)
-    return apply(input, function, parameters, encoding, inplace)
-
-
 # -- derivatives with two values: 1 bit represents them exactly, so no more is saved --------------------------
 
 
@@ -110,14 +86,14 @@ def relu(
     input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
     """Compute torch.nn.functional.relu and save 1 bit per element."""
-    return _apply(input, "relu", (), bits, table, inplace)
+    return apply(input, "relu", (), bits, table, inplace)
 
 
 def relu6(
     input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
     """Compute torch.nn.functional.relu6 and save 1 bit per element."""
-    return _apply(input, "relu6", (), bits, table, inplace)
+    return apply(input, "relu6", (), bits, table, inplace)
 
 
 def leaky_relu(
@@ -129,7 +105,7 @@ def leaky_relu(
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.leaky_relu and save 1 bit per element."""
-    return _apply(input, "leaky_relu", (negative_slope,), bits, table, inplace)
+    return apply(input, "leaky_relu", (negative_slope,), bits, table, inplace)
 
 
 def threshold(
@@ -142,7 +118,7 @@ def threshold(
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.threshold and save 1 bit per element."""
-    return _apply(input, "threshold", (threshold, value), bits, table, inplace)
+    return apply(input, "threshold", (threshold, value), bits, table, inplace)
 
 
 def hardtanh(
@@ -155,28 +131,28 @@ def hardtanh(
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.hardtanh and save 1 bit per element."""
-    return _apply(input, "hardtanh", (min_val, max_val), bits, table, inplace)
+    return apply(input, "hardtanh", (min_val, max_val), bits, table, inplace)
 
 
 def hardsigmoid(
     input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
     """Compute torch.nn.functional.hardsigmoid and save 1 bit per element."""
-    return _apply(input, "hardsigmoid", (), bits, table, inplace)
+    return apply(input, "hardsigmoid", (), bits, table, inplace)
 
 
 def hardshrink(
     input: Tensor, lambd: float = 0.5, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
     """Compute torch.nn.functional.hardshrink and save 1 bit per element."""
-    return _apply(input, "hardshrink", (lambd,), bits, table)
+    return apply(input, "hardshrink", (lambd,), bits, table)
 
 
 def softshrink(
     input: Tensor, lambd: float = 0.5, *, bits: int | None = 1, table: Table | None = None
 ) -> Tensor:
     """Compute torch.nn.functional.softshrink and save 1 bit per element."""
-    return _apply(input, "softshrink", (lambd,), bits, table)
+    return apply(input, "softshrink", (lambd,), bits, table)
 
 
 def rrelu(
@@ -203,7 +179,7 @@ def rrelu(
         if inplace:
             check_inplace(input, "rrelu", True)
         return RandomSlopes.apply(input, lower, upper, inplace)
-    return _apply(input, "rrelu", (lower, upper), bits, table, inplace)
+    return apply(input, "rrelu", (lower, upper), bits, table, inplace)
 
 
 # -- smooth derivatives ---------------------------------------------------------------------------------------
@@ -220,7 +196,7 @@ def gelu(
     if approximate not in ("none", "tanh"):
         raise FunctionError(f"gelu: expected 'none' or 'tanh' for approximate, got {approximate!r}")
     function = "gelu" if approximate == "none" else "gelu_tanh"
-    return _apply(input, function, (), bits, table)
+    return apply(input, function, (), bits, table)
 
 
 def elu(
@@ -232,7 +208,7 @@ def elu(
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.elu and save `bits` bits per element."""
-    return _apply(input, "elu", (alpha,), bits, table, inplace)
+    return apply(input, "elu", (alpha,), bits, table, inplace)
 
 
 def celu(
@@ -244,7 +220,7 @@ def celu(
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.celu and save `bits` bits per element."""
-    return _apply(input, "celu", (alpha,), bits, table, inplace)
+    return apply(input, "celu", (alpha,), bits, table, inplace)
 
 
 def selu(
@@ -255,7 +231,7 @@ def selu(
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.selu and save `bits` bits per element."""
-    return _apply(input, "selu", (), bits, table, inplace)
+    return apply(input, "selu", (), bits, table, inplace)
 
 
 def silu(
@@ -266,7 +242,7 @@ def silu(
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.silu and save `bits` bits per element."""
-    return _apply(input, "silu", (), bits, table, inplace)
+    return apply(input, "silu", (), bits, table, inplace)
 
 
 def mish(
@@ -277,7 +253,7 @@ def mish(
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.mish and save `bits` bits per element."""
-    return _apply(input, "mish", (), bits, table, inplace)
+    return apply(input, "mish", (), bits, table, inplace)
 
 
 def hardswish(
@@ -288,42 +264,42 @@ def hardswish(
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.hardswish and save `bits` bits per element."""
-    return _apply(input, "hardswish", (), bits, table, inplace)
+    return apply(input, "hardswish", (), bits, table, inplace)
 
 
 def sigmoid(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
     """Compute torch.sigmoid and save `bits` bits per element."""
-    return _apply(input, "sigmoid", (), bits, table)
+    return apply(input, "sigmoid", (), bits, table)
 
 
 def logsigmoid(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
     """Compute torch.nn.functional.logsigmoid and save `bits` bits per element."""
-    return _apply(input, "logsigmoid", (), bits, table)
+    return apply(input, "logsigmoid", (), bits, table)
 
 
 def tanh(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
     """Compute torch.tanh and save `bits` bits per element."""
-    return _apply(input, "tanh", (), bits, table)
+    return apply(input, "tanh", (), bits, table)
 
 
 def tanhshrink(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
     """Compute torch.nn.functional.tanhshrink and save `bits` bits per element."""
-    return _apply(input, "tanhshrink", (), bits, table)
+    return apply(input, "tanhshrink", (), bits, table)
 
 
 def softsign(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
     """Compute torch.nn.functional.softsign and save `bits` bits per element."""
-    return _apply(input, "softsign", (), bits, table)
+    return apply(input, "softsign", (), bits, table)
 
 
 def softplus(
@@ -335,14 +311,14 @@ def softplus(
     table: Table | None = None,
 ) -> Tensor:
     """Compute torch.nn.functional.softplus and save `bits` bits per element."""
-    return _apply(input, "softplus", (beta, threshold), bits, table)
+    return apply(input, "softplus", (beta, threshold), bits, table)
 
 
 def quick_gelu(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
     """Compute transformers' quick_gelu, x sigmoid(1.702 x)."""
-    return _apply(input, "quick_gelu", (), bits, table)
+    return apply(input, "quick_gelu", (), bits, table)
 
 
 def relu_squared(
@@ -353,28 +329,28 @@ def relu_squared(
     The derivative, 2 x for positive x, grows without bound, but the backward pass uses one value of the derivative for
     all x above the table's domain.
     """
-    return _apply(input, "relu_squared", (), bits, table)
+    return apply(input, "relu_squared", (), bits, table)
 
 
 def gelu_fast(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
     """Compute transformers' gelu_fast, an approximation of gelu by tanh."""
-    return _apply(input, "gelu_fast", (), bits, table)
+    return apply(input, "gelu_fast", (), bits, table)
 
 
 def gelu_10(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
     """Compute transformers' gelu_10, which is gelu clipped to [-10, 10]."""
-    return _apply(input, "gelu_10", (), bits, table)
+    return apply(input, "gelu_10", (), bits, table)
 
 
 def sqrtsoftplus(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
     """Compute transformers' sqrtsoftplus, sqrt(softplus(x))."""
-    return _apply(input, "sqrtsoftplus", (), bits, table)
+    return apply(input, "sqrtsoftplus", (), bits, table)
 
 
 def laplace(
@@ -386,7 +362,7 @@ def laplace(
     table: Table | None = None,
 ) -> Tensor:
     """Compute transformers' laplace, (1 + erf((x - mu) / (sigma sqrt(2)))) / 2."""
-    return _apply(input, "laplace", (mu, sigma), bits, table)
+    return apply(input, "laplace", (mu, sigma), bits, table)
 
 
 def identity(input: Tensor) -> Tensor:

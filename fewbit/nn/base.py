@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from functools import wraps
 
+import torch
 from torch import nn
 from torch.fx import Proxy, Tracer
 
@@ -83,7 +84,7 @@ def _guarded(forward, name):
                 return value.tracer.create_proxy("call_module", path, args, kwargs)
         # With parametrizations, an access to a weight calls modules.
         calls_others = self.calls_others or not is_own or "parametrizations" in self._modules
-        if calls_others:
+        if calls_others or not torch._C._len_torch_function_stack():
             return forward(self, *args, **kwargs)
         return run_outside(forward, self, *args, **kwargs)
 

@@ -12,6 +12,7 @@ from torch import nn
 import fewbit
 from fewbit.config import MASKED
 from fewbit.runtime.backends import reference
+from fewbit.runtime.format import groups
 from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.ops import activation_ops, quantizer_ops
 from fewbit.runtime.quantizers import integers
@@ -32,6 +33,7 @@ SEED = np.array([5], np.int64)
 UNIFORM_COPY, MASKED_COPY, UNBIASED_COPY = 0, 2, 3  # the numbers of the kinds
 LEVELS = 8 + 3 * 8320  # numbers in the codes of unbiased copies
 SHAPE = {"samples": 3, "features": 75, "group_size": 256}
+OF_SHAPE = (*SHAPE, "bits", "fp32_min", "kind")  # the arguments of CopyShape
 MIXED = np.array([2, 4, 4], np.uint8)
 MIXED_WORDS = packed_words(75, 2) + packed_words(150, 4)
 
@@ -55,74 +57,65 @@ def codes(n=N):
 def good_calls():
     """Return each entry of the kernels with correct arguments, in which arrays stand for buffers."""
     fixed = {"grid": floats(7 * CHANNELS), "inner": 25, "bits": BITS}
-    rounded = {"bits": BITS, "widths": None, "fp32_min": False, "kind": UNIFORM_COPY}
-    mixed = {"bits": 1, "widths": MIXED, "fp32_min": False, "kind": UNIFORM_COPY}
+    alike = {**SHAPE, "bits": BITS, "fp32_min": False, "kind": UNIFORM_COPY}
+    rounded = alike | {"widths": None}
+    mixed = alike | {"bits": 1, "widths": MIXED}
     room = {"packed": words(MIXED_WORDS), "ranges": ranges()}
     vectors = {"mean": floats(CHANNELS), "rstd": floats(CHANNELS), "inner": 25}
     affine = {"scale": floats(CHANNELS), "shift": floats(CHANNELS), "inner": 25}
     function = {"function": _kernels.FUNCTIONS["silu"][0], "p0": 0.0, "p1": 0.0}
-    threads = {"threads": 1}
     return {
-        "pack": {"codes": codes(), "bits": BITS, "packed": words()} | threads,
-        "unpack": {"packed": words(), "bits": BITS, "codes": codes()} | threads,
-        "encode": {"table": TABLE, "x": floats(N), "packed": words(), "seed": None} | threads,
+        "pack": {"codes": codes(), "bits": BITS, "packed": words()},
+        "unpack": {"packed": words(), "bits": BITS, "codes": codes()},
+        "encode": {"table": TABLE, "x": floats(N), "packed": words(), "seed": None},
         "encode drawn": {
             "table": DRAWN,
             "x": floats(N),
             "packed": words(packed_words(N, 2)),
             "seed": SEED,
-        }
-        | threads,
-        "decode_mul": {"table": TABLE, "grad": floats(N), "packed": words(), "out": floats(N)}
-        | threads,
+        },
+        "decode_mul": {"table": TABLE, "grad": floats(N), "packed": words(), "out": floats(N)},
         "forward": function
-        | {"table": TABLE, "x": floats(N), "y": floats(N), "packed": words(), "seed": None}
-        | threads,
+        | {"table": TABLE, "x": floats(N), "y": floats(N), "packed": words(), "seed": None},
         "forward_quantized": function
         | {"table": TABLE, "x": floats(N), "y": floats(N), "codes": words(), "seed": None}
-        | {**SHAPE, "bits": BITS, "fp32_min": False, "kind": UNIFORM_COPY, "quantizer_seed": SEED}
+        | alike
+        | {"quantizer_seed": SEED, "levels": None}
+        | {"packed": words(), "ranges": ranges()},
+        "quantize": {"x": floats(N), **rounded, "seed": SEED, "levels": None}
+        | {"packed": words(), "ranges": ranges(), **vectors},
+        "quantize mixed": {"x": floats(N), **mixed, "seed": SEED, "levels": None} | room,
+        "quantize unbiased": {"x": floats(N), **rounded, "kind": UNBIASED_COPY}
+        | {"seed": SEED, "levels": floats(LEVELS), "packed": words(), "ranges": ranges(5)},
+        "squares": {"x": floats(N), **alike, "out": floats(3), **vectors},
+        "dequantize": {"packed": words(), "ranges": ranges(), **rounded, "out": floats(N)}
         | {"levels": None}
-        | {"packed": words(), "ranges": ranges()}
-        | threads,
-        "quantize": {"x": floats(N), **SHAPE, **rounded, "seed": SEED, "levels": None}
-        | {"packed": words(), "ranges": ranges(), **vectors}
-        | threads,
-        "quantize mixed": {"x": floats(N), **SHAPE, **mixed, "seed": SEED, "levels": None}
-        | room
-        | threads,
-        "quantize unbiased": {"x": floats(N), **SHAPE, **rounded, "kind": UNBIASED_COPY}
-        | {"seed": SEED, "levels": floats(LEVELS), "packed": words(), "ranges": ranges(5)}
-        | threads,
-        "squares": {"x": floats(N), **SHAPE, "kind": UNIFORM_COPY, "out": floats(3), **vectors}
-        | threads,
-        "dequantize": {"packed": words(), "ranges": ranges(), **rounded, **SHAPE, "out": floats(N)}
-        | {"levels": None}
-        | affine
-        | threads,
-        "dequantize unbiased": {"packed": words(), "ranges": ranges(5), **rounded, **SHAPE}
-        | {"kind": UNBIASED_COPY, "levels": floats(LEVELS), "out": floats(N)}
-        | threads,
-        "dequantize masked": {"packed": words(), "ranges": ranges(5), **rounded, **SHAPE}
-        | {"kind": MASKED_COPY, "levels": None, "out": floats(N), "mask": words(packed_words(N, 1))}
-        | threads,
-        "dequantize mixed": room | mixed | SHAPE | {"levels": None, "out": floats(N)} | threads,
-        "grid_fixed": {"gamma": floats(4), "beta": floats(4), "bits": BITS, "grid": floats(28)}
-        | threads,
+        | affine,
+        "dequantize unbiased": {"packed": words(), "ranges": ranges(5), **rounded}
+        | {"kind": UNBIASED_COPY, "levels": floats(LEVELS), "out": floats(N)},
+        "dequantize masked": {"packed": words(), "ranges": ranges(5), **rounded}
+        | {
+            "kind": MASKED_COPY,
+            "levels": None,
+            "out": floats(N),
+            "mask": words(packed_words(N, 1)),
+        },
+        "dequantize mixed": room | mixed | {"levels": None, "out": floats(N)},
+        "grid_fixed": {"gamma": floats(4), "beta": floats(4), "bits": BITS, "grid": floats(28)},
         "encode_fixed": {"x": floats(N), "y": floats(N), **fixed, "packed": words()}
-        | {"mean": floats(CHANNELS), "rstd": floats(CHANNELS), "inner_of_entries": 25}
-        | threads,
+        | {"mean": floats(CHANNELS), "rstd": floats(CHANNELS), "inner_of_entries": 25},
         "decode_fixed": {"packed": words(), **fixed, "activated": True, "slope": 0.5}
-        | {"out": floats(N), "scale": floats(CHANNELS), "inner_of_entries": 25}
-        | threads,
+        | {"out": floats(N), "scale": floats(CHANNELS), "inner_of_entries": 25},
         "mask_fixed": {"grad": floats(N), "packed": words(), **fixed, "slope": 0.5}
-        | {"out": floats(N)}
-        | threads,
+        | {"out": floats(N)},
     }
 
 
 def call(isa, name, **changes):
     """Call an entry with correct arguments except for the given ones. A tuple is passed as the buffer itself."""
     arguments = good_calls()[name] | changes
+    if "samples" in arguments:
+        arguments["shape"] = _kernels.CopyShape(**{key: arguments.pop(key) for key in OF_SHAPE})
     given = {
         key: buffer(value)
         if isinstance(value, np.ndarray)
@@ -201,7 +194,6 @@ def test_the_message():
     [
         ("pack", {"bits": 9}, "bits: expected 1 to 8, got 9"),
         ("pack", {"codes": (16, -1, 5, -1)}, "n: expected a number of elements, 0 or more, got -1"),
-        ("pack", {"threads": 0}, "threads: expected 1 or more, got 0"),
         ("encode", {"seed": SEED}, "encode: seed: expected none, as the table is not unbiased, .*"),
         ("encode drawn", {"seed": None}, "encode: seed: expected 1 int64 on the CPU, got none"),
         ("forward", {"x": np.zeros(N)}, "forward: x: expected float32, float16 or bfloat16, .*"),
@@ -232,7 +224,6 @@ def test_the_message():
         ("quantize", {"bits": 0}, "bits: expected 1 to 8, got 0"),
         ("quantize", {"inner": 0}, r"quantize: rstd: expected entries \* inner to divide .*"),
         ("quantize", {"rstd": None}, "quantize: rstd: expected 3 float32 on the CPU, got none"),
-        ("quantize", {"threads": 0}, "threads: expected 1 or more, got 0"),
         ("dequantize", {"bits": 9}, "bits: expected 1 to 8, got 9"),
         ("dequantize", {"fp32_min": True}, "dequantize: ranges: expected 9 bfloat16 .*, got 6 .*"),
         ("dequantize", {"kind": 1}, "dequantize: ranges: expected 10 bfloat16 .*, got 6 .*"),
@@ -267,6 +258,24 @@ def test_other_wrong_arguments_are_refused(name, changes, message):
     for isa in ISAS:
         with pytest.raises(ValueError, match=f"^{message}$"):
             call(isa, name, **changes)
+
+
+@compiled
+@pytest.mark.parametrize("kind", native.KIND_NUMBERS if _kernels else ())
+@pytest.mark.parametrize("shape", [(3, 75), (5, 7), (0, 4), (2, 300), ()])
+def test_memory_of_a_copy(shape, kind):
+    samples, features = groups.samples_of(shape)
+    made = _kernels.CopyShape(samples, features, 64, BITS, True, native.KIND_NUMBERS[kind])
+    assert made.words == packed_words(samples * features, BITS)
+    assert made.rows == groups.group_count(samples, features, 64) + groups.seed_rows(kind)
+
+
+@pytest.mark.skipif(not getattr(_kernels, "cuda", None), reason="fewbit was built without CUDA")
+def test_cuda_kernels_refuse_tensors_on_the_cpu():
+    codes, packed = torch.zeros(32, dtype=torch.uint8), torch.zeros(3, dtype=torch.int32)
+    message = "pack: expected tensors on a CUDA device, got tensors on the CPU"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        _kernels.cuda.pack(codes, 3, packed)
 
 
 @compiled

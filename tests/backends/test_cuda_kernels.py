@@ -555,8 +555,8 @@ def squares_of_cpu(isa, x, group_size, normalize=None):
     """The same of the CPU's kernels."""
     samples, features = x.shape
     out = torch.empty(groups.group_count(samples, features, group_size))
-    place = x, samples, features, group_size, 0, out
-    _kernels.Cpu(isa).squares(*place, 1, *native._vectors(normalize, x.numel()))
+    copy = _kernels.CopyShape(samples, features, group_size, 1, False, 0)
+    _kernels.Cpu(isa).squares(x, copy, out, *native._vectors(normalize, x.numel()))
     return out
 
 

@@ -116,16 +116,7 @@ def forward(isa, case, x):
     assert len(values) == n_parameters
     y = torch.empty_like(x)
     packed = torch.empty(-(-x.numel() // 32), dtype=torch.int32)
-    kernels.Cpu(isa).forward(
-        number,
-        *(*values, 0.0, 0.0)[:2],
-        table(),
-        x,
-        y,
-        packed,
-        None,
-        1,
-    )
+    kernels.Cpu(isa).forward(number, *(*values, 0.0, 0.0)[:2], table(), x, y, packed, None)
     return y
 
 

@@ -15,7 +15,7 @@ from fewbit import functions
 from fewbit.runtime.format.encoding import Encoding, gray, packed_words
 
 kernels = pytest.importorskip("fewbit._kernels", reason="fewbit was installed without kernels")
-from buffers import buffer  # noqa: E402
+from buffers import buffer, torch_threads  # noqa: E402
 
 ISAS = kernels.cpu_isas()
 SIZES = (*range(66), 127, 511, 512, 513, 1023, 1025)
@@ -176,13 +176,15 @@ def numbers(constants, n, dtype, seed=0):
 
 def run_pack(isa, codes, bits, threads=1):
     source, packed = guarded(codes), Guarded(packed_words(codes.size, bits), np.uint32)
-    kernels.Cpu(isa).pack(source.buffer, bits, packed.buffer, threads)
+    with torch_threads(threads):
+        kernels.Cpu(isa).pack(source.buffer, bits, packed.buffer)
     return packed.checked()
 
 
 def run_unpack(isa, packed, bits, n, threads=1):
     source, codes = guarded(packed), Guarded(n, np.uint8)
-    kernels.Cpu(isa).unpack(source.buffer, bits, codes.buffer, threads)
+    with torch_threads(threads):
+        kernels.Cpu(isa).unpack(source.buffer, bits, codes.buffer)
     return codes.checked()
 
 
@@ -192,20 +194,16 @@ def run_encode(isa, table, bits, x, dtype, seed=None, threads=1):
     source = guarded(x)
     assert source.buffer[2] == kernels.DTYPES.index(dtype)
     drawn_by = None if seeds is None else buffer(seeds)
-    kernels.Cpu(isa).encode(table, source.buffer, packed.buffer, drawn_by, threads)
+    with torch_threads(threads):
+        kernels.Cpu(isa).encode(table, source.buffer, packed.buffer, drawn_by)
     return packed.checked()
 
 
 def run_decode(isa, constants, grad, dtype, packed, n, threads=1, inplace=False):
     source, words = guarded(grad), guarded(packed)
     out = source if inplace else Guarded(n, grad.dtype)
-    kernels.Cpu(isa).decode_mul(
-        constants.native,
-        source.buffer,
-        words.buffer,
-        out.buffer,
-        threads,
-    )
+    with torch_threads(threads):
+        kernels.Cpu(isa).decode_mul(constants.native, source.buffer, words.buffer, out.buffer)
     assert out.buffer[2] == kernels.DTYPES.index(dtype)
     return out.checked()
 
@@ -214,16 +212,16 @@ def run_forward(isa, name, parameters, constants, x, dtype, threads=1, inplace=F
     source = guarded(x)
     out = source if inplace else Guarded(x.size, x.dtype)
     packed = Guarded(packed_words(x.size, constants.bits), np.uint32)
-    kernels.Cpu(isa).forward(
-        kernels.FUNCTIONS[name][0],
-        *(*parameters, 0.0, 0.0)[:2],
-        constants.native,
-        source.buffer,
-        out.buffer,
-        packed.buffer,
-        None,
-        threads,
-    )
+    with torch_threads(threads):
+        kernels.Cpu(isa).forward(
+            kernels.FUNCTIONS[name][0],
+            *(*parameters, 0.0, 0.0)[:2],
+            constants.native,
+            source.buffer,
+            out.buffer,
+            packed.buffer,
+            None,
+        )
     return out.checked(), packed.checked()
 
 
@@ -416,9 +414,9 @@ def test_results_past_the_caches(isa, dtype):
         memory, out = aligned(n, storage(dtype), offset)
         packed = np.zeros(packed_words(n, 3), np.uint32)
         x_at, out_at, packed_at = map(buffer, (x, out, packed))
-        cpu.forward(number, 0.0, 0.0, constants.native, x_at, out_at, packed_at, None, 1)
+        cpu.forward(number, 0.0, 0.0, constants.native, x_at, out_at, packed_at, None)
         y = out.copy()
-        cpu.decode_mul(constants.native, x_at, packed_at, out_at, 1)
+        cpu.decode_mul(constants.native, x_at, packed_at, out_at)
         results.append((y, out.copy(), packed))
         end = out_at[0] - memory.ctypes.data + out.nbytes
         assert (memory[end:] == CANARY).all()
@@ -448,11 +446,16 @@ from fewbit import _kernels as kernels
 codes = np.arange(1 << 18, dtype=np.uint8) & 7
 kernel = kernels.Cpu(kernels.cpu_isas()[0])
 
+used = 1
+kernels.use_torch({}, print, lambda: used, print)
+
 def pack(threads):
+    global used
+    used = threads
     packed = np.zeros(kernels.packed_words(codes.size, 3), np.uint32)
     uint8, int32 = map(kernels.DTYPES.index, ("uint8", "int32"))
     given = codes.ctypes.data, codes.size, uint8, -1
-    kernel.pack(given, 3, (packed.ctypes.data, packed.size, int32, -1), threads)
+    kernel.pack(given, 3, (packed.ctypes.data, packed.size, int32, -1))
     return packed
 
 expected = pack(1)
@@ -615,7 +618,7 @@ def test_nothing_to_do():
     )
     for isa in ISAS:
         kernel = kernels.Cpu(isa)
-        kernel.pack(codes, 3, words, 1)
-        kernel.encode(table, x, words, None, 2)
-        kernel.decode_mul(table, bfloat16, words, bfloat16, 2)
-        kernel.forward(0, 0.0, 0.0, table, x, x, words, None, 2)
+        kernel.pack(codes, 3, words)
+        kernel.encode(table, x, words, None)
+        kernel.decode_mul(table, bfloat16, words, bfloat16)
+        kernel.forward(0, 0.0, 0.0, table, x, x, words, None)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import GradientError, InputError
-from fewbit.runtime.activations import autograd
+from fewbit.runtime.activations import autograd, tables
 from fewbit.runtime.activations.callable_tables import check_result, name_of
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
@@ -25,7 +26,7 @@ _creation_meta = torch._C._autograd._get_creation_meta
 _ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
-def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inplace: bool = False):
+def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, inplace=False):
     """Return f(x), which can be differentiated once, with a table in place of f'.
 
     If no gradient is needed, and for nested and sparse tensors, torch's own function runs and fewbit saves nothing.
@@ -34,42 +35,72 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, encoding: str, inpl
         x: a floating tensor of any shape and strides.
         function: the name of f in `fewbit.functions`.
         parameters: the parameters of f, in the order of `fewbit.functions`.
-        encoding: the table as text, see `Encoding.parse`.
+        bits: bits per code of the default table, 1 to 8, or None to run torch's own function.
+        table: the table, or None for the default one.
         inplace: whether to write f(x) to x.
 
     Raises:
         InputError: the dtype is not float32, float64, float16 or bfloat16, or f(x) may not be written to x.
+        FunctionError, SolveError, TableError: there is no such table, see `encoding_of`.
         GradientError: a second derivative or a forward-mode derivative is computed.
     """
-    plain = is_plain(x)
-    if not plain and torch.is_grad_enabled():
+    if bits is None:
+        return torchs_own(x, function, parameters, inplace)
+    if not is_plain(x):
+        return _apply_unusual(x, function, parameters, bits, table, inplace)
+    # The usual case, for which the host's time counts: this part calls as few Python functions as it can.
+    if parameters:
+        parameters = tuple(map(float, parameters))
+    if type(bits) is not int or table is not None or not MIN_BITS <= bits <= MAX_BITS:
+        tables.check_choice(bits, table)
+    encoding = tables.encoding_of(function, parameters, bits, table, x.dtype)
+    if not x.requires_grad or not torch.is_grad_enabled() or torch._C._is_tracing():
+        return torchs_own(x, function, parameters, inplace)
+    if x.dtype not in FLOATING:
+        _refuse(x, function)
+    if torch._C._is_any_autocast_enabled():
+        x = _autocast(x, function)
+    if function in MADE_CONTIGUOUS:
+        x = _made_contiguous(x, function)
+    if inplace:
+        check_inplace(x, function, True)
+    if function in preactivation.SIGNED:
+        y = preactivation.activate(x, function, parameters, encoding, inplace)
+        if y is not None:
+            return y
+    return autograd.apply_activation(x, function, parameters, encoding, inplace)
+
+
+def _apply_unusual(x, function, parameters, bits, table, inplace):
+    """Do what `apply` does for tensors of compilers, transforms and subclasses, and for tensors without memory."""
+    if torch.compiler.is_compiling():
+        # The table depends on the parameters and bits, so symbolic numbers become constants.
+        parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
+        bits = next((number for number in range(1, 9) if number == bits), bits)
+    check_tensors(x)
+    parameters = tuple(map(float, parameters)) if parameters else ()
+    encoding = tables.encoding_text(function, parameters, bits, table, x.dtype)
+    if torch.is_grad_enabled():
         x = shards.has_arrived(x)
         if shards.is_distributed(x):
             y = None
             if shards.runs_on_shards(x) and not inplace:
-                y = shards.elementwise(lambda x: apply(x, function, parameters, encoding), x)
+                y = shards.elementwise(lambda x: apply(x, function, parameters, bits, table), x)
             return torchs_own(x, function, parameters, inplace) if y is None else y
-    if plain:  # the usual case, for which the host's time counts
-        is_compressed = x.requires_grad and torch.is_grad_enabled() and not torch._C._is_tracing()
-    else:
-        is_compressed = needs_grad(x) and _is_strided(x)
-    if not is_compressed:
+    if not needs_grad(x) or not _is_strided(x):
         return torchs_own(x, function, parameters, inplace)
     if x.dtype not in FLOATING:
         _refuse(x, function)
-    if not plain or torch._C._is_any_autocast_enabled():
-        x = _autocast(x, function)
-    if function in MADE_CONTIGUOUS.get(x.device.type, ()):
-        x = x.contiguous()
+    x = _autocast(x, function)
+    if function in MADE_CONTIGUOUS:
+        x = _made_contiguous(x, function)
     if inplace:
-        check_inplace(x, function, plain)
-    if function in preactivation.SIGNED and (plain or is_abstract(x)):
-        y = preactivation.activate(x, function, parameters, encoding, inplace)
+        check_inplace(x, function, False)
+    if is_abstract(x):
+        encoded = Encoding.parse(encoding)
+        y = preactivation.activate(x, function, parameters, encoded, inplace)
         if y is not None:
             return y
-    if plain:
-        encoded = Encoding.parse(encoding)
-        return autograd.Activation.of_plain(x, function, parameters, encoded, inplace)
     y = _traceable(x, _forward(function, parameters), encoding)
     return x.copy_(y) if inplace else y
 
@@ -180,6 +211,11 @@ def _autocast(x, function: str):
     device = x.device.type
     float32 = function in AUTOCAST_FLOAT32.get(device, ()) and torch.is_autocast_enabled(device)
     return x.to(torch.float32) if float32 and x.dtype.itemsize == 2 else x
+
+
+def _made_contiguous(x, function: str):
+    """Return x as torch passes it to its own function, which may be a contiguous copy."""
+    return x.contiguous() if x.device.type in MADE_CONTIGUOUS[function] else x
 
 
 def check_inplace(x, function: str, plain: bool) -> None:

@@ -27,7 +27,7 @@ class Activation(Function):
     @staticmethod
     def forward(ctx, x, function, parameters, encoding, inplace):
         seed = library.new_seed(x) if encoding.unbiased else None
-        ctx.stride = layout.dense_stride(x)
+        ctx.stride = None if x.is_contiguous() else layout.dense_stride(x)
         ctx.encoding = encoding
         context, content = current(), None
         if context is not None:
@@ -53,7 +53,8 @@ class Activation(Function):
         (packed,) = ctx.saved_tensors
         # The first is the case with create_graph=True, the second with is_grads_batched=True.
         if torch.is_grad_enabled() or not is_plain(grad):
-            grad = _product(ctx, grad, packed, ctx.encoding.text)
+            stride = ctx.stride or layout.contiguous_stride(grad.shape)
+            grad = _product(ctx, grad, packed, ctx.encoding.text, stride)
         else:
             grad = activation_ops.decode_mul(grad, packed, ctx.encoding, ctx.stride)
         return grad, None, None, None, None
@@ -62,13 +63,9 @@ class Activation(Function):
     def jvp(ctx, *_):
         raise GradientError(NO_FORWARD_MODE)
 
-    @classmethod
-    def of_plain(cls, *arguments):
-        """Apply the Function to an ordinary dense tensor in eager mode.
 
-        `Function.apply` would spend a third of its time on wrappers for torch.func.
-        """
-        return super(Function, cls).apply(*arguments)
+apply_activation = super(Function, Activation).apply
+"""`Activation.apply` for ordinary dense tensors in eager mode, without the wrappers for torch.func."""
 
 
 def _in_context(context, x, function, parameters, encoding, seed, inplace):
@@ -115,18 +112,18 @@ class Traceable(Function):
     @staticmethod
     def backward(ctx, grad, _):
         (packed,) = ctx.saved_tensors
-        return _product(ctx, grad, packed, ctx.encoding), None, None, None
+        return _product(ctx, grad, packed, ctx.encoding, ctx.stride), None, None, None
 
 
-def _product(ctx, grad, packed, encoding):
+def _product(ctx, grad, packed, encoding, stride):
     """Return the gradient of x: `grad` times the table's value for the code of each element.
 
     In eager mode the result is connected to the graph, so that differentiating the result raises GradientError.
     """
     if torch.compiler.is_compiling():
-        return activation_ops.decode_mul_op(grad, packed, encoding, ctx.stride)
+        return activation_ops.decode_mul_op(grad, packed, encoding, stride)
     anchors = graph_anchors(ctx) if torch.is_grad_enabled() else ()
-    return Product.apply(grad, packed, encoding, ctx.stride, *anchors)
+    return Product.apply(grad, packed, encoding, stride, *anchors)
 
 
 class Product(Function):

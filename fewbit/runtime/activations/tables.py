@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from struct import pack, unpack
 
 import numpy as np
+import torch
 
 from fewbit import functions
 from fewbit.catalog import store
@@ -18,26 +20,42 @@ DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "le
 """The settings with which the solver designs default tables (docs/decisions/0005)."""
 
 
-@constant
-def encoding_text(function: str, parameters: tuple, bits: int, table: Table | None = None) -> str:
-    """Return the table of a named function, as the text of its encoding.
+@lru_cache(maxsize=1024)
+def encoding_of(
+    function: str, parameters: tuple, bits: int, table: Table | None, dtype: torch.dtype
+) -> Encoding:
+    """Return the encoding of the table of a named function, for bits and a table that `check_choice` accepts.
 
     Args:
         function: a name in `fewbit.functions`.
-        parameters: the function's parameters, in the order of `fewbit.functions`.
+        parameters: the function's parameters, floats in the order of `fewbit.functions`.
         bits: bits per code, 1 to 8, for the default table.
         table: the user's table, or None for the default one.
+        dtype: the dtype of the activation's input.
 
     Raises:
         FunctionError, SolveError, TableError: there is no such table. The message has one line.
     """
-    if table is None and type(bits) is int:
-        return _default(function, parameters, bits)
-    check_choice(bits, table)
-    if table is None:
-        return _default(function, parameters, bits)
-    return _given(function, parameters, table)
+    if table is not None:
+        return _given(function, parameters, table)
+    if function in _COMPARED and dtype != torch.float64:
+        parameters = tuple(unpack("f", pack("f", number))[0] for number in parameters)
+    return _default(function, parameters, bits)
 
+
+@constant
+def encoding_text(
+    function: str, parameters: tuple, bits: int, table: Table | None, dtype: torch.dtype
+) -> str:
+    """Return the text of `encoding_of`. Raise InputError or TableError if `check_choice` does."""
+    check_choice(bits, table)
+    return encoding_of(function, parameters, bits, table, dtype).text
+
+
+# torch rounds the parameters of these functions to float32 (unless the input is float64) and compares elements with the
+# rounded numbers, so the table is made for the rounded numbers. The two shrinks round lambd to the input's own dtype.
+# If a 16-bit dtype cannot represent lambd, this makes a difference for one value of |x|.
+_COMPARED = {"threshold", "hardtanh", "hardshrink", "softshrink"}
 
 # With lambd=0, the derivative of torch's shrinks is 0 at x = 0, and 1 everywhere else. The solver cannot represent a
 # single point, so this table is written by hand. Its second break is the smallest number above 0, also in float32.
@@ -51,22 +69,20 @@ _AT_ZERO = Encoding(
 )
 
 
-@lru_cache(maxsize=256)
-def _default(function, parameters, bits) -> str:
-    check_bits(bits)
+def _default(function, parameters, bits) -> Encoding:
     named = _function(function, parameters)
     if function in _SHRINKS and parameters == (0.0,):
-        return _AT_ZERO.text
-    return text_of(store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT))
+        return _AT_ZERO
+    table = store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT)
+    return Encoding.of(table)
 
 
-@lru_cache(maxsize=256)
-def _given(function, parameters, table) -> str:
+def _given(function, parameters, table) -> Encoding:
     wanted = _function(function, parameters)
     if (table.function, table.parameters) != (wanted.name, dict(wanted.parameters)):
         expected = describe(wanted.name, wanted.parameters)
         raise TableError(f"expected a table of {expected}, got one of {describe_function(table)}")
-    return text_of(table)
+    return Encoding.of(table)
 
 
 @lru_cache(maxsize=256)

@@ -31,7 +31,9 @@ from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
-_kernels.use_tensors(_DTYPES, check_dense)
+# A build of torch without CUDA has no streams.
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+_kernels.use_torch(_DTYPES, check_dense, torch.get_num_threads, _stream)
 KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2, UNBIASED: 3, MASKED_UNBIASED: 4}
 """The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
@@ -54,17 +56,15 @@ class Kernels:
     writes.
 
     Args:
-        kernels: the object that contains the kernels, an attribute of the extension module `fewbit._kernels`.
-        where: a function. where(tensor) returns the arguments that say where a kernel runs: on the CPU the number of
-            threads, on CUDA the index of the device and the stream.
+        kernels: the object that contains the kernels, an attribute of the extension module `fewbit._kernels`. The kernels
+            ask torch for the number of threads or the current stream.
         streams: a function. streams(widths) returns the arguments of a call of the group quantizer that say how many bits
             each sample has.
         name: the name of the kernels in reports.
     """
 
-    def __init__(self, kernels, where, streams, name):
+    def __init__(self, kernels, streams, name):
         self._kernels = kernels
-        self._where = where
         self._streams = streams
         self.name = name
 
@@ -75,13 +75,13 @@ class Kernels:
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
         """Pack codes as bit-planes, see `reference.pack`."""
         packed = _packed(codes.numel(), bits, codes.device)
-        self._kernels.pack(codes, bits, packed, *self._where(codes))
+        self._kernels.pack(codes, bits, packed)
         return packed
 
     def unpack(self, packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
         """Return the codes that `pack` packed, see `reference.unpack`."""
         codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
-        self._kernels.unpack(packed, bits, codes, *self._where(packed))
+        self._kernels.unpack(packed, bits, codes)
         return codes
 
     def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
@@ -90,13 +90,7 @@ class Kernels:
         if table is None:
             return reference.encode(x, encoding, seed)
         packed = _packed(x.numel(), encoding.bits, x.device)
-        self._kernels.encode(
-            table,
-            x,
-            packed,
-            seed,
-            *self._where(x),
-        )
+        self._kernels.encode(table, x, packed, seed)
         return packed
 
     def decode_mul(
@@ -106,28 +100,17 @@ class Kernels:
         table = _table(encoding)
         if table is None:
             return reference.decode_mul(grad, packed, encoding, out)
-        self._kernels.decode_mul(
-            table,
-            _element(grad, out) if is_broadcast_scalar(grad) else grad,
-            packed,
-            out,
-            *self._where(grad),
-        )
+        if not grad.is_contiguous() and is_broadcast_scalar(grad):
+            grad = _element(grad, out)
+        self._kernels.decode_mul(table, grad, packed, out)
 
     def forward(self, x, function, parameters, encoding, seed, out):
         """Compute an activation and the codes of x in one pass over memory, or return None, see `reference.forward`."""
-        fused = _fused(x, function, parameters, encoding)
-        if fused is None:
+        fused = _fused(function, parameters, encoding)
+        if fused is None or x.dtype == torch.float64:
             return None
         packed = _packed(x.numel(), encoding.bits, x.device)
-        self._kernels.forward(
-            *fused,
-            x,
-            out,
-            packed,
-            seed,
-            *self._where(x),
-        )
+        self._kernels.forward(*fused, x, out, packed, seed)
         return packed
 
     def can_quantize_result(self, function: str) -> bool:
@@ -159,31 +142,24 @@ class Kernels:
             if not self.can_quantize_result(function) or kind != MASKED:
                 return None
             return self._relu_quantized(x, out, qseed, bits, group_size, fp32_min)
-        fused = _fused(x, function, parameters, encoding)
-        if fused is None:
+        fused = _fused(function, parameters, encoding)
+        if fused is None or x.dtype == torch.float64:
             return None
-        samples, features = groups.samples_of(x.shape)
+        copy, words, rows = _copy(x.shape, bits, group_size, fp32_min, kind)
         codes = _packed(x.numel(), encoding.bits, x.device)
-        packed = _packed(x.numel(), bits, x.device)
-        rows = groups.group_count(samples, features, group_size)
-        ranges = _ranges(rows, fp32_min, kind, x.device)
+        packed = torch.empty(words, dtype=torch.int32, device=x.device)
+        ranges = _ranges(rows, fp32_min, x.device)
         spread = self._kernels.forward_quantized(
             *fused,
             x,
-            samples,
-            features,
+            copy,
             out,
             codes,
             seed,
-            group_size,
-            bits,
-            fp32_min,
-            KIND_NUMBERS[kind],
             qseed,
             levels_of(kind, x.device),
             packed,
             ranges,
-            *self._where(x),
         )
         if spread is None:
             # The shares of the threads would cut a group, so the kernel has done nothing.
@@ -191,13 +167,11 @@ class Kernels:
         return QuantizedForward(codes, QuantizedGroups(packed, ranges, spread))
 
     def _relu_quantized(self, x, out, seed, bits, group_size, fp32_min):
-        samples, features, words, rows = _copy_sizes(x.shape, bits, group_size)
+        copy, words, rows = _copy(x.shape, bits, group_size, fp32_min, MASKED)
         mask = _packed(x.numel(), 1, x.device)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        ranges = _ranges(rows, fp32_min, MASKED, x.device)
-        size = samples, features
-        copy = group_size, bits, fp32_min, seed, packed, ranges
-        done = self._kernels.relu_quantized(x, *size, out, mask, *copy, *self._where(x))
+        ranges = _ranges(rows, fp32_min, x.device)
+        done = self._kernels.relu_quantized(x, copy, out, mask, seed, packed, ranges)
         return QuantizedForward(mask, QuantizedGroups(packed, ranges, None)) if done else None
 
     def quantize(
@@ -217,28 +191,22 @@ class Kernels:
         In the result, `spread` is two Python floats, or None on CUDA.
         """
         if widths is None:
-            samples, features, words, rows = _copy_sizes(x.shape, bits, group_size)
+            copy, words, rows = _copy(x.shape, bits, group_size, fp32_min, kind)
         else:
-            samples, features = groups.samples_of(x.shape)
-            rows, bits = groups.most_groups(samples, features, group_size), _UNUSED_BITS
-        device = x.device
-        packed = torch.empty(words, dtype=torch.int32, device=device)
-        ranges = _ranges(rows, fp32_min, kind, device)
+            copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, fp32_min, kind)
+            rows = groups.most_groups(*groups.samples_of(x.shape), group_size)
+            rows += groups.seed_rows(kind)
+        packed = torch.empty(words, dtype=torch.int32, device=x.device)
+        ranges = _ranges(rows, fp32_min, x.device)
         spread = self._kernels.quantize(
             x,
-            samples,
-            features,
-            group_size,
-            bits,
+            copy,
             *self._streams(widths),
-            fp32_min,
-            KIND_NUMBERS[kind],
             seed,
-            levels_of(kind, device),
+            levels_of(kind, x.device),
             packed,
             ranges,
-            *self._where(x),
-            *(() if normalize is None else _vectors(normalize, x.numel())),
+            *_vectors(normalize, x.numel()),
         )
         return QuantizedGroups(packed, ranges, spread)
 
@@ -247,18 +215,10 @@ class Kernels:
         samples, features = groups.samples_of(x.shape)
         if features < groups.LEAST_FEATURES:
             return reference.squares(x, group_size, normalize, kind)
+        copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, False, kind)
         count = groups.group_count(samples, features, group_size)
         out = torch.empty(count, dtype=torch.float32, device=x.device)
-        self._kernels.squares(
-            x,
-            samples,
-            features,
-            group_size,
-            KIND_NUMBERS[kind],
-            out,
-            *self._where(x),
-            *_vectors(normalize, x.numel()),
-        )
+        self._kernels.squares(x, copy, out, *_vectors(normalize, x.numel()))
         return out.view(samples, count // max(samples, 1)).sum(1)
 
     def share_bits(self, squares, total, kind):
@@ -268,7 +228,7 @@ class Kernels:
         widths = torch.empty(len(squares), dtype=torch.uint8, device=squares.device)
         extra = total - MIN_BITS * len(squares)
         squares = squares.to(torch.float32).contiguous()
-        self._kernels.share_bits(squares, extra, gains_of(kind), widths, *self._where(squares))
+        self._kernels.share_bits(squares, extra, gains_of(kind), widths)
         return widths
 
     def dequantize(
@@ -284,20 +244,16 @@ class Kernels:
         mask=None,
     ) -> None:
         """Write the values that codes stand for to `out`, see `reference.dequantize`."""
-        samples, features = groups.samples_of(out.shape)
+        fp32_min = ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,)
+        bits = bits if widths is None else _UNUSED_BITS
+        copy, _, _ = _copy(out.shape, bits, group_size, fp32_min, kind)
         self._kernels.dequantize(
             packed,
             ranges,
-            bits if widths is None else _UNUSED_BITS,
+            copy,
             *self._streams(widths),
-            ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
-            KIND_NUMBERS[kind],
             levels_of(kind, out.device),
-            samples,
-            features,
-            group_size,
             out,
-            *self._where(out),
             *_map(affine, mask, out.numel()),
         )
 
@@ -321,28 +277,14 @@ class Kernels:
 
         The kernels add up in the same order in each run.
         """
-        samples, features = groups.samples_of(grad.shape)
+        fp32_min = ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,)
+        copy, _, _ = _copy(grad.shape, bits, group_size, fp32_min, ROTATED)
         of_weight, of_bias = torch.empty_like(rstd), torch.empty_like(rstd)
         out = torch.empty_like(grad) if needs_input else None
-        memory = torch.empty(
-            self._kernels.batch_norm_floats(len(rstd)), dtype=torch.float32, device=grad.device
-        )
+        floats = self._kernels.batch_norm_floats(len(rstd))
+        memory = torch.empty(floats, dtype=torch.float32, device=grad.device)
         done = self._kernels.batch_norm_backward(
-            packed,
-            ranges,
-            bits,
-            ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,),
-            samples,
-            features,
-            group_size,
-            grad,
-            rstd,
-            weight,
-            memory,
-            out,
-            of_weight,
-            of_bias,
-            *self._where(grad),
+            packed, ranges, copy, grad, rstd, weight, memory, out, of_weight, of_bias
         )
         return (out, of_weight, of_bias) if done else None
 
@@ -352,8 +294,7 @@ class Kernels:
             return reference.grid_fixed(gamma, beta, bits)
         n = len(gamma)
         grid = torch.empty(_kernels.GRID_ROWS, n, dtype=torch.float32, device=gamma.device)
-        arguments = gamma, beta, bits, grid
-        self._kernels.grid_fixed(*arguments, *self._where(gamma))
+        self._kernels.grid_fixed(gamma, beta, bits, grid)
         return grid
 
     def encode_fixed(self, x, y, grid, bits, inner, normalize=None):
@@ -366,7 +307,6 @@ class Kernels:
             inner,
             bits,
             packed,
-            *self._where(x),
             *_vectors(normalize, x.numel()),
         )
         return packed
@@ -381,22 +321,12 @@ class Kernels:
             slope is not None,
             slope or 0.0,
             out,
-            *self._where(out),
             *_vectors(scale, out.numel()),
         )
 
     def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
         """Write the gradient of a ReLU or LeakyReLU to `out`, see `reference.mask_fixed`."""
-        self._kernels.mask_fixed(
-            grad,
-            packed,
-            grid,
-            inner,
-            bits,
-            slope,
-            out,
-            *self._where(grad),
-        )
+        self._kernels.mask_fixed(grad, packed, grid, inner, bits, slope, out)
 
 
 def levels_of(kind: str, device: torch.device) -> torch.Tensor | None:
@@ -451,24 +381,18 @@ def _map(affine, mask, n):
     return *(_NO_VECTORS if affine is None else _vectors(affine, n)), mask
 
 
-def _fused(x, function, parameters, encoding):
+@lru_cache(maxsize=1024)
+def _fused(function, parameters, encoding):
     """Return the arguments (function number, two parameters, table) of a `forward` kernel; None if no kernel fits."""
     number, table = _NUMBERS.get(function), _table(encoding)
-    if number is None or table is None or x.dtype == torch.float64:
+    if number is None or table is None:
         return None
     return number, *(*parameters, 0.0, 0.0)[:2], table
 
 
+@lru_cache(maxsize=1024)
 def _table(encoding: Encoding):
-    """Return the encoding's constants as kernels read them, cached in the encoding; None if the table is too long."""
-    try:
-        return encoding.native
-    except AttributeError:
-        vars(encoding)["native"] = table = _native_table(encoding)
-        return table
-
-
-def _native_table(encoding: Encoding):
+    """Return the encoding's constants as kernels read them; None if the table is too long for them."""
     if len(encoding.breaks64) > _MOST_BREAKS:
         return None
     if encoding.unbiased and len(encoding.draw.points) > _MOST_POINTS:
@@ -487,20 +411,27 @@ def _native_table(encoding: Encoding):
 
 
 @lru_cache(maxsize=4096)
-def _copy_sizes(shape, bits: int, group_size: int) -> tuple[int, int, int, int]:
-    """Return (samples, features of a sample, words of the packed codes, groups) of a tensor of the given shape."""
-    samples, features = groups.samples_of(shape)
-    words = packed_words(samples * features, bits)
-    return samples, features, words, groups.group_count(samples, features, group_size)
+def _copy(shape, bits: int, group_size: int, fp32_min: bool, kind: str):
+    """Return (sizes and settings of a tensor's copy, words of the packed codes, rows of `ranges`).
+
+    The words and rows are those of a copy whose samples all have the same bits.
+    """
+    made = _kernels.CopyShape(
+        *groups.samples_of(shape), group_size, bits, fp32_min, KIND_NUMBERS[kind]
+    )
+    return made, made.words, made.rows
 
 
 def _packed(n: int, bits: int, device) -> torch.Tensor:
-    return torch.empty(packed_words(n, bits), dtype=torch.int32, device=device)
+    return torch.empty(_words(n, bits), dtype=torch.int32, device=device)
 
 
-def _ranges(rows: int, fp32_min: bool, kind: str, device) -> torch.Tensor:
+_words = lru_cache(maxsize=4096)(packed_words)
+
+
+def _ranges(rows: int, fp32_min: bool, device) -> torch.Tensor:
     columns = groups.FP32_MIN_COLUMNS if fp32_min else groups.FP32_MIN_COLUMNS - 1
-    return torch.empty(rows + groups.seed_rows(kind), columns, dtype=torch.bfloat16, device=device)
+    return torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
 
 
 def cpu(isa: str | None = None) -> Kernels:
@@ -512,7 +443,7 @@ def cpu(isa: str | None = None) -> Kernels:
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     _kernels.use_openmp_of(str(library))
     isa = isa or _asked_isa() or _kernels.cpu_isas()[0]
-    return Kernels(_kernels.Cpu(isa), lambda tensor: (torch.get_num_threads(),), _widths, isa)
+    return Kernels(_kernels.Cpu(isa), _widths, isa)
 
 
 def _asked_isa() -> str | None:
@@ -532,14 +463,7 @@ def _widths(widths):
 
 def cuda() -> Kernels:
     """Return the CUDA kernels, which run on the tensor's device and torch's current stream."""
-    return Kernels(_kernels.cuda, _where_on_cuda, _order, "cuda")
-
-
-def _where_on_cuda(tensor):
-    """Return the arguments that say where a CUDA kernel runs: the index of the device and the current stream."""
-    index = tensor.device.index
-    # torch.cuda.current_stream would make an object each time, which takes longer than the rest of a call.
-    return index, torch._C._cuda_getCurrentRawStream(index)
+    return Kernels(_kernels.cuda, _order, "cuda")
 
 
 def _order(widths):
@@ -558,7 +482,7 @@ def _order(widths):
         return order, (widths[None, :] == possible[:, None]).sum(1)
     order = torch.empty(len(widths), dtype=torch.int64, device=widths.device)
     counts = torch.empty(MAX_BITS + 1, dtype=torch.int64, device=widths.device)
-    _kernels.cuda.order_samples(widths, order, counts, *_where_on_cuda(widths))
+    _kernels.cuda.order_samples(widths, order, counts)
     return order, counts
 
 

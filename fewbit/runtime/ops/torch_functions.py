@@ -81,5 +81,5 @@ CONTIGUOUS = {"logsigmoid", "rrelu"}
 OTHER_STRIDES = {"relu6", "hardtanh", "identity"}
 """Functions whose results have other strides than `layout.result_stride` in dimensions of size 1."""
 
-MADE_CONTIGUOUS = {"cpu": {"logsigmoid"}}
-"""{device type: functions that torch computes from a contiguous copy of the input, with a contiguous gradient}."""
+MADE_CONTIGUOUS = {"logsigmoid": {"cpu"}}
+"""{function: types of devices on which torch computes it from a contiguous copy of the input, with a contiguous gradient}."""

@@ -167,7 +167,7 @@ def save_fixed_point(
     return SavedTensors(tensors, spec)
 
 
-def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
+def activate(x, function: str, parameters: tuple, encoding: Encoding, inplace: bool):
     """Apply a ReLU or LeakyReLU to the result x of a norm, if the cache has a fixed-point copy of x.
 
     The gradient needs only the sign of x, which the copy contains, so the activation saves nothing else. The copy is
@@ -177,7 +177,7 @@ def activate(x, function: str, parameters: tuple, encoding: str, inplace: bool):
         x: the input of the activation.
         function: the name of the activation in `fewbit.functions`.
         parameters: the parameters of the activation; for "leaky_relu" the slope.
-        encoding: the activation's few-bit derivative as text, see `Encoding.parse`.
+        encoding: the activation's few-bit derivative.
         inplace: whether to write the result to x.
 
     Returns:
@@ -219,14 +219,11 @@ class _TwoValued(Function):
 
 
 @lru_cache(maxsize=256)
-def _is_exact(encoding: str, slope: float) -> bool:
+def _is_exact(encoding: Encoding, slope: float) -> bool:
     """Return whether an encoded few-bit derivative is the exact derivative of ReLU or LeakyReLU with this slope."""
-    encoded = Encoding.parse(encoding)
-    if encoded.unbiased:
+    if encoding.unbiased or encoding.breaks64.tolist() != [0.0]:
         return False
-    return encoded.breaks64.tolist() == [0.0] and sorted(encoded.lut64.tolist()) == sorted(
-        [slope, 1.0]
-    )
+    return sorted(encoding.lut64.tolist()) == sorted([slope, 1.0])
 
 
 def _inner_of(y, channels: int | None) -> int | None:

@@ -36,7 +36,9 @@ _running = threading.local()  # the innermost call of any model in this thread
 
 def current() -> ForwardContext | None:
     """Return the context of the model whose forward pass runs in this thread, or None."""
-    call = _innermost(_running)
+    # Every layer calls this function, so it does not call `_innermost`.
+    reference = getattr(_running, "call", None)
+    call = None if reference is None else reference()
     return None if call is None else call.context
 
 

@@ -49,9 +49,10 @@ _running = _Running()
 
 def mark(*tensors: torch.Tensor) -> None:
     """Mark tensors that a layer made only for the backward pass, so that an `Offload` may move them to the host."""
-    forward = _running.forward()
-    if forward is not None:
-        forward.mark(tensors)
+    if _running.entered:  # most calls end here
+        forward = _running.forward()
+        if forward is not None:
+            forward.mark(tensors)
 
 
 def is_active() -> bool:

@@ -6,6 +6,7 @@
 
 #include "bindings/entry.h"
 #include "bindings/module.h"
+#include "bindings/tensors.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/quantizer.h"

@@ -8,6 +8,7 @@
 
 #include "bindings/entry.h"
 #include "bindings/module.h"
+#include "bindings/tensors.h"
 #include "cuda/kernels.h"
 
 namespace py = pybind11;

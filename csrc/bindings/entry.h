@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "bindings/tensors.h"
+#include "bindings/buffer.h"
 #include "common/dtype.h"
 #include "common/fixed_point.h"
 #include "common/planes.h"

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/entry.h"
+#include "bindings/tensors.h"
 #include "common/fixed_point.h"
 #include "common/table.h"
 #include "cpu/allocation.h"
@@ -99,11 +100,12 @@ py::dict functions() {
 }
 
 void bind_common(py::module_& module) {
-  module.def(
-      "use_torch", &use_torch, py::arg("dtypes"), py::arg("check_dense"), py::arg("threads"), py::arg("stream"),
-      "Let entries take tensors and ask torch where to run. dtypes: {dtype: position in DTYPES}. check_dense(tensor) raises "
-      "ValueError unless a tensor is dense. threads() returns the number of threads for the CPU. stream(index of a CUDA "
-      "device) returns the address of the current stream.");
+  module.def("use_torch", &use_torch, py::arg("tensor"), py::arg("dtypes"), py::arg("check_dense"), py::arg("threads"),
+             py::arg("stream"),
+             "Let entries take tensors and ask torch where to run. tensor: the class torch.Tensor. dtypes: {dtype: position in "
+             "DTYPES}. check_dense(tensor) raises "
+             "ValueError unless a tensor is dense. threads() returns the number of threads for the CPU. stream(index of a CUDA "
+             "device) returns the address of the current stream.");
 
   py::class_<OwnedTable>(module, "Table", "A table's constants, checked and copied (fewbit.runtime.format.encoding).")
       .def(py::init(&make_table), py::arg("bits"), py::arg("initial"), py::arg("breaks32"), py::arg("flips32"),

@@ -10,6 +10,7 @@ namespace {
 
 // The arguments of `use_torch`. The references are never released.
 struct Torch {
+  PyObject* tensor = nullptr;
   PyObject* dtypes = nullptr;
   PyObject* check_dense = nullptr;
   PyObject* threads = nullptr;
@@ -20,6 +21,12 @@ struct Torch {
 py::object owned(PyObject* result) {
   if (!result) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
+}
+
+uint64_t number_of(const py::object& value) {
+  const uint64_t number = PyLong_AsUnsignedLongLong(value.ptr());
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return number;
 }
 
 py::object call(PyObject* object, PyObject* method) { return owned(PyObject_CallMethodNoArgs(object, method)); }
@@ -50,13 +57,15 @@ void check_is_set(PyObject* function) {
 
 }  // namespace
 
-void use_torch(const py::dict& dtypes, const py::function& check_dense, const py::function& threads, const py::function& stream) {
-  torch = {dtypes.inc_ref().ptr(), check_dense.inc_ref().ptr(), threads.inc_ref().ptr(), stream.inc_ref().ptr()};
+void use_torch(const py::type& tensor, const py::dict& dtypes, const py::function& check_dense, const py::function& threads,
+               const py::function& stream) {
+  torch = {tensor.inc_ref().ptr(), dtypes.inc_ref().ptr(), check_dense.inc_ref().ptr(), threads.inc_ref().ptr(),
+           stream.inc_ref().ptr()};
 }
 
 bool load_buffer(py::handle source, Buffer& buffer) {
   if (source.is_none()) return true;
-  if (torch.dtypes && PyObject_HasAttrString(source.ptr(), "data_ptr")) {
+  if (torch.tensor && PyObject_TypeCheck(source.ptr(), reinterpret_cast<PyTypeObject*>(torch.tensor))) {
     buffer = buffer_of(source.ptr());
     return true;
   }
@@ -73,14 +82,13 @@ bool load_buffer(py::handle source, Buffer& buffer) {
 
 int torch_threads() {
   check_is_set(torch.threads);
-  return owned(PyObject_CallNoArgs(torch.threads)).cast<int>();
+  return static_cast<int>(number_of(owned(PyObject_CallNoArgs(torch.threads))));
 }
 
 void* torch_stream(int device) {
   check_is_set(torch.stream);
   const py::object index = py::int_(device);
-  const auto address = owned(PyObject_CallOneArg(torch.stream, index.ptr())).cast<uintptr_t>();
-  return reinterpret_cast<void*>(address);
+  return reinterpret_cast<void*>(static_cast<uintptr_t>(number_of(owned(PyObject_CallOneArg(torch.stream, index.ptr())))));
 }
 
 }  // namespace fewbit::bindings

@@ -3,44 +3,22 @@
 
 #include <pybind11/pybind11.h>
 
-#include <cstdint>
+#include "bindings/buffer.h"
 
 namespace fewbit::bindings {
 
-// A buffer, which in Python is a tensor, the tuple (address, number of elements, number of their dtype, device), or None. The
-// device is the index of a CUDA device, or -1 for the CPU.
-struct Buffer {
-  bool exists = false;
-  uintptr_t address = 0;
-  int64_t count = 0;
-  int item = -1;
-  int device = -1;
-};
-
-// A seed, which in Python is an int, a tensor of one int64, or None.
-struct SeedArgument {
-  int64_t value = 0;
-  bool is_value = false;
-  Buffer buffer;
-};
-
 // Lets entries take tensors and ask torch where to run.
 //
+// tensor: the class torch.Tensor.
 // dtypes: the numbers of torch's dtypes.
 // check_dense: raises ValueError unless a tensor is dense.
 // threads: returns the number of threads that a CPU kernel may use.
 // stream: returns the address of the current stream of a CUDA device, given the device's index.
-void use_torch(const pybind11::dict& dtypes, const pybind11::function& check_dense, const pybind11::function& threads,
-               const pybind11::function& stream);
+void use_torch(const pybind11::type& tensor, const pybind11::dict& dtypes, const pybind11::function& check_dense,
+               const pybind11::function& threads, const pybind11::function& stream);
 
 // Returns what a value of Python stands for; nothing if it stands for no buffer. Throws the errors that torch raises.
 bool load_buffer(pybind11::handle source, Buffer& buffer);
-
-// Returns the number of threads that torch uses on the CPU.
-int torch_threads();
-
-// Returns torch's current stream of a CUDA device.
-void* torch_stream(int device);
 
 }  // namespace fewbit::bindings
 

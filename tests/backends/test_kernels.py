@@ -447,7 +447,7 @@ codes = np.arange(1 << 18, dtype=np.uint8) & 7
 kernel = kernels.Cpu(kernels.cpu_isas()[0])
 
 used = 1
-kernels.use_torch({}, print, lambda: used, print)
+kernels.use_torch(np.ndarray, {}, print, lambda: used, print)
 
 def pack(threads):
     global used

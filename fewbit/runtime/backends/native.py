@@ -33,7 +33,7 @@ from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
 # A build of torch without CUDA has no streams.
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-_kernels.use_torch(_DTYPES, check_dense, torch.get_num_threads, _stream)
+_kernels.use_torch(torch.Tensor, _DTYPES, check_dense, torch.get_num_threads, _stream)
 KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2, UNBIASED: 3, MASKED_UNBIASED: 4}
 """The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}

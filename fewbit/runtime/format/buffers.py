@@ -1,6 +1,6 @@
 """Checks of the tensors that backends get: dense, on one device, of the right dtype and size.
 
-The compiled kernels make the same checks of their buffers (csrc/bindings.cpp, `Entry`), with the same messages.
+The compiled kernels make the same checks of their buffers (csrc/bindings/entry.h), with the same messages.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import warnings
 import click
 
 from fewbit._version import __version__
+from fewbit.cli.interrupts import repeat_lost
 from fewbit.cli.streams import OutputLost, secure
 from fewbit.errors import FewbitError, OutputExistsError
 from fewbit.extras import needed_for
@@ -113,6 +114,7 @@ def main():
     # objects repeatedly, also at exit, which takes a third of the time of a small solve.
     gc.set_threshold(100_000, 50, 50)
     secure()
+    repeat_lost()
     if not re.fullmatch("[1-9][0-9]{0,3}", os.environ.get("COLUMNS", "80")):
         del os.environ["COLUMNS"]  # not a valid width
     code = 0

@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from dataclasses import replace
@@ -637,6 +638,25 @@ def test_ctrl_c_is_one_line_exit_code_130_and_no_file():
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "fewbit: interrupted\n")
     assert os.listdir() == []
+
+
+def test_ctrl_c_in_python_code_that_c_code_calls_is_not_lost():
+    """As in the compiler of Numba: an exception cannot pass through the C code that called the function."""
+    script = """
+        import ctypes, signal, time
+        from fewbit.cli.interrupts import repeat_lost
+        repeat_lost()
+        call = ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))
+        call()
+        try:
+            time.sleep(20)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
 def test_a_terminal_that_lacks_the_characters_still_gets_the_numbers():

@@ -32,6 +32,7 @@ FLAGS = "-std=c++17 -O1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -U_FORTI
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # by number
 KINDS = (UNIFORM, ROTATED, MASKED, UNBIASED, MASKED_UNBIASED)  # by number
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+PER_ISA = "kernels", "quantize", "rotated", "fixed_point"  # sources in csrc/cpu, as in setup.py
 GUARD = 64  # bytes on both sides of an array that must not change
 
 needs_compiler = [
@@ -51,33 +52,66 @@ def emulation_in(folder: Path, has_pairs: bool) -> "Emulation":
         folder: a folder that the processes of a test run share.
         has_pairs: whether there are instructions on pairs of 16-bit floats, which GPUs of compute capability 7.5 lack.
     """
-    folder = folder / f"emulation{int(has_pairs)}"
-    folder.mkdir(exist_ok=True)
-    library = folder / "emulation.so"
-    with filelock.FileLock(folder / "lock"):
-        if not library.exists():
-            _compile(library, has_pairs)
+    library = _library(folder, has_pairs)
     emulation = Emulation(ctypes.CDLL(str(library)))
     emulation.library.emulated_device(4, 0)
     return emulation
 
 
-def _compile(library, has_pairs):
-    flags = f"-DFEWBIT_PAIR_INSTRUCTIONS={int(has_pairs)}", *FLAGS.split()
-    includes = f"-I{CSRC / 'tests' / 'cuda_emulation'}", f"-I{CSRC}"
-    others = CSRC / "common" / "table.cpp", CSRC / "tests" / "cuda_emulation.cpp"
+def extension_in(folder: Path) -> Path:
+    """Return the path of an extension module `fewbit._kernels` that has the emulation in place of the CUDA kernels.
+
+    Args:
+        folder: a folder that the processes of a test run share.
+    """
+    import pybind11
+
+    emulated = _library(folder, has_pairs=True).parent
+    library = emulated / "extension.so"
+    with filelock.FileLock(emulated / "extension.lock"):
+        if not library.exists():
+            includes = pybind11.get_include(), sysconfig.get_path("include")
+            flags = "-DFEWBIT_WITH_CUDA", *(f"-I{path}" for path in includes)
+            by_isa = [CSRC / "cpu" / f"{name}.cpp" for name in PER_ISA]
+            once = [*CSRC.glob("bindings/*.cpp"), *{*CSRC.glob("cpu/*.cpp")}.difference(by_isa)]
+            made = _compile(emulated / "once", flags, once)
+            made += _compile(emulated / "by_isa", ["-DFEWBIT_NAMESPACE=baseline"], by_isa)
+            _link(library, made + [str(path) for path in emulated.glob("*.o")])
+    return library
+
+
+def _library(folder, has_pairs):
+    folder = folder / f"emulation{int(has_pairs)}"
+    folder.mkdir(exist_ok=True)
+    library = folder / "emulation.so"
+    with filelock.FileLock(folder / "lock"):
+        if not library.exists():
+            includes = f"-I{CSRC / 'tests' / 'cuda_emulation'}"
+            flags = f"-DFEWBIT_PAIR_INSTRUCTIONS={int(has_pairs)}", includes
+            others = CSRC / "common" / "table.cpp", CSRC / "tests" / "cuda_emulation.cpp"
+            _link(library, _compile(folder, flags, [*sorted(CSRC.glob("cuda/*.cu")), *others]))
+    return library
+
+
+def _compile(folder, flags, sources) -> list[str]:
+    """Compile sources with FLAGS and the given flags into a folder. Return the paths of the object files."""
+    folder.mkdir(exist_ok=True)
+    flags = f"-I{CSRC}", *flags, *FLAGS.split()
 
     def compile_one(source):
-        target = library.parent / f"{source.stem}.{source.suffix[1:]}.o"
-        command = [COMPILER, *flags, *includes, "-x", "c++", "-c", str(source), "-o", str(target)]
+        target = folder / f"{source.stem}.{source.suffix[1:]}.o"
+        command = [COMPILER, *flags, "-x", "c++", "-c", str(source), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return str(target)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, [*sorted(CSRC.glob("cuda/*.cu")), *others]))
+        return list(pool.map(compile_one, sources))
+
+
+def _link(library, objects):
     linked = library.with_suffix(".linked")
-    subprocess.run([COMPILER, "-shared", *objects, "-o", str(linked)], check=True)
+    subprocess.run([COMPILER, "-shared", *objects, "-o", str(linked), "-ldl"], check=True)
     linked.rename(library)
 
 

@@ -1,4 +1,5 @@
-// Arguments of entries that stand for memory, and where torch lets kernels run. Nothing here needs the headers of Python.
+// An *entry* is a C++ function that Python calls. This file has the types of those arguments of entries that stand for memory,
+// and the functions that return torch's number of threads and current stream. It needs no headers of Python.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ struct Buffer {
   int device = -1;
 };
 
-// A seed, which in Python is an int, a tensor of one int64, or None.
+// A seed, which in Python is an int, a buffer of one int64, or None.
 struct SeedArgument {
   int64_t value = 0;
   bool is_value = false;

@@ -251,12 +251,13 @@ void bind_cpu(py::module_& module) {
       .def("squares", &Cpu::squares, py::arg("x"), py::arg("shape"), py::arg("out"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
            "Compute length * range^2 of each group in float32, or its energy in a rotated copy. mean, rstd as in quantize.")
-      .def("dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("shape"), py::arg("widths"),
-           py::arg("levels"), py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1,
-           py::arg("mask") = py::none(),
-           "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; element e is "
-           "value scale[i] + shift[i]. mask: None, or a bit for each element, packed, by which its value is multiplied; not for "
-           "uniform copies, nor with scale or shift.")
+      .def(
+          "dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("shape"), py::arg("widths"),
+          py::arg("levels"), py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1,
+          py::arg("mask") = py::none(),
+          "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; element e is "
+          "value * scale[i] + shift[i]. mask: None, or a bit for each element, packed, by which its value is multiplied; not for "
+          "uniform copies, nor with scale or shift.")
       .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"), py::arg("grid"),
            "Compute the grid, GRID_ROWS rows of n, of n float32 weights and biases of a norm.")
       .def("encode_fixed", &Cpu::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
@@ -265,10 +266,11 @@ void bind_cpu(py::module_& module) {
            "inner % columns. mean, rstd: as in quantize.")
       .def("decode_fixed", &Cpu::decode_fixed, py::arg("packed"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
            py::arg("activated"), py::arg("slope"), py::arg("out"), py::arg("scale") = py::none(), py::arg("inner_of_entries") = 1,
-           "Decode fixed-point codes: to y, times slope unless positive, if activated; else to the normalized input, times "
-           "scale[i].")
+           "Decode fixed-point codes. If activated, out is y for y > 0, else y * slope, where y is the norm's result. Otherwise "
+           "out is the normalized input * scale[i].")
       .def("mask_fixed", &Cpu::mask_fixed, py::arg("grad"), py::arg("packed"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
-           py::arg("slope"), py::arg("out"), "Compute out = grad, times slope unless y is positive. out may be grad.");
+           py::arg("slope"), py::arg("out"),
+           "Compute out = grad where y > 0, else grad * slope, where y is the norm's result. out may be grad.");
   module.def(
       "cpu_isas", [] { return py::tuple(py::cast(cpu_isas())); },
       "Return the names of the instruction sets that can be used here, best first.");

@@ -30,7 +30,7 @@ struct Where {
   }
 };
 
-// The CUDA kernels. Entries make the same checks as those of `Cpu`.
+// The CUDA kernels. Entries make the same checks as those of `Cpu`, apart from those that need the bits of each sample.
 struct Cuda {
   void pack(const Buffer& codes, int bits, const Buffer& packed) const {
     const Codes of = codes_at(Entry("pack", codes.device), codes, packed, bits);

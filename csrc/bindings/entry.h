@@ -111,7 +111,7 @@ class Entry {
     return exactly<uint32_t>(name, buffer, packed_words(n, bits), kInt32);
   }
 
-  // Returns the index of vectors of `count` entries over n elements.
+  // Checks that n elements can use vectors of `count` entries, and returns the rule by which each element finds its entry.
   VectorIndex index(const char* name, int64_t count, int64_t inner, int64_t n) const {
     if (n > 0 && (count < 1 || inner < 1 || count > n / inner || n % (count * inner) != 0)) {
       wrong(name, "entries * inner to divide the number of elements, " + std::to_string(n),
@@ -120,7 +120,7 @@ class Entry {
     return {count, inner};
   }
 
-  // Returns no map if both vectors are None.
+  // Returns an empty normalization if both vectors are None.
   Normalization normalization(const Buffer& mean, const Buffer& rstd, int64_t inner, int64_t n) const {
     if (!mean.exists && !rstd.exists) return {};
     const int64_t entries = rstd.exists ? rstd.count : mean.count;
@@ -197,8 +197,8 @@ class Entry {
   int device_;
 };
 
-// The packed codes and ranges of a quantized tensor. For several widths there may be more than needed. After the rows of
-// `groups` groups, the ranges of a rotated copy have the rows of its seed.
+// The packed codes and ranges of a quantized tensor. If samples have different numbers of bits, there may be more words and rows
+// than needed. In copies that are not uniform, the rows of the seed follow the rows of `groups` groups.
 struct Copy {
   uint32_t* packed;
   uint16_t* ranges;

@@ -1,5 +1,6 @@
 // The Python module fewbit._kernels. It does not use libtorch: the arguments of entries are torch's tensors, of which `Buffer`
-// has the facts that kernels need. Every entry checks that each buffer has the size that the entry reads or writes.
+// has the facts that kernels need. Every entry checks the sizes of its buffers. There is one exception: if samples have different
+// numbers of bits on a CUDA device, the kernel checks the size of the copy.
 
 #include "bindings/module.h"
 

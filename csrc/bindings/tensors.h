@@ -17,7 +17,8 @@ namespace fewbit::bindings {
 void use_torch(const pybind11::type& tensor, const pybind11::dict& dtypes, const pybind11::function& check_dense,
                const pybind11::function& threads, const pybind11::function& stream);
 
-// Returns what a value of Python stands for; nothing if it stands for no buffer. Throws the errors that torch raises.
+// Reads a value of Python (a tensor, a tuple of four numbers, or None) into `buffer`. Returns false if the value is of another
+// type. Throws the errors that torch raises.
 bool load_buffer(pybind11::handle source, Buffer& buffer);
 
 }  // namespace fewbit::bindings

@@ -11,10 +11,10 @@ DELAY = 0.1
 
 
 def repeat_lost() -> None:
-    """Raise each KeyboardInterrupt that Python could not pass on again, a moment later, in the main thread.
+    """Raise a lost KeyboardInterrupt again in the main thread, after `DELAY` seconds.
 
-    The compiler of Numba calls Python functions from C. If Ctrl-C is pressed meanwhile, Python raises KeyboardInterrupt in such
-    a function, cannot pass the exception on through the C code, and would only print it.
+    An interrupt is lost if Python cannot pass it on to the caller. The compiler of Numba calls Python functions from C. If Ctrl-C is pressed meanwhile, Python raises KeyboardInterrupt in such
+    a function, cannot pass the exception through the C code, and would only print it.
     """
     others = sys.unraisablehook
 

@@ -1,7 +1,7 @@
 """Apply a function f with a few-bit derivative, in eager mode, in torch.compile and in torch.func's transforms.
 
-The forward pass computes f exactly. The backward pass uses a step function in place of the derivative f'. A table lists
-the steps, and the code that is saved for an element says on which step the element is.
+The forward pass computes f exactly. The backward pass uses a step function in place of the derivative f'. A table has the
+breaks and levels of the step function. The code that is saved for an element is the index of its level.
 """
 
 from __future__ import annotations

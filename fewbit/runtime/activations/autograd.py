@@ -69,10 +69,11 @@ apply_activation = super(Function, Activation).apply
 
 
 def _in_context(context, x, function, parameters, encoding, seed, inplace):
-    """Return f(x), the packed codes of x and the content of f(x), and record f(x) in the cache of the model's context.
+    """Return f(x), the packed codes of x and the `Content` of f(x), and record f(x) in the cache of the model's context.
 
     If a layer saved the result of this activation in an earlier forward pass, the layer's quantized copy of f(x) is
-    made too, in the same pass over x. If f(x) overwrites x, torch increases x's version when the Function returns.
+    made too, in the same pass over x. The cache finds f(x) by its `Content`. If f(x) overwrites x, the `Content` counts
+    this change in advance, because torch increases x's version only when the Function returns.
     """
     quantizer = context.cache.consumer_quantizer(x) if layout.is_by_sample(x) else None
     arguments = x, function, parameters, encoding, seed, inplace
@@ -95,7 +96,7 @@ class Traceable(Function):
 
     @staticmethod
     def forward(x, function, encoding, seed):
-        # The product makes f(x) depend on the codes. Otherwise the compiler's partitioner would save x and make the
+        # Multiplying by `one` makes f(x) depend on the codes. Otherwise the compiler's partitioner would save x and make the
         # codes in the backward pass. For fake tensors outside of a compiler, it would only take memory.
         packed, one = activation_ops.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
         y = function(x)

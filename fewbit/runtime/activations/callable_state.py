@@ -162,5 +162,9 @@ def _is_transparent(kind: type) -> bool:
 
 @functools.cache
 def _attributes_of_modules() -> set[str]:
-    """Return the names of attributes that all torch modules have and that do not affect results: hooks and flags."""
+    """Return the names of the attributes that every torch module has and that are no part of the state: hooks and flags.
+
+    A hook that records results often changes with each call, and the values would be compared each time. A hook that is added
+    after the first call and changes results is therefore not noticed.
+    """
     return set(vars(torch.nn.Module())) - _OF_MODULES

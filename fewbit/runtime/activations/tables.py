@@ -52,9 +52,9 @@ def encoding_text(
     return encoding_of(function, parameters, bits, table, dtype).text
 
 
-# torch rounds the parameters of these functions to float32 (unless the input is float64) and compares elements with the
-# rounded numbers, so the table is made for the rounded numbers. The two shrinks round lambd to the input's own dtype.
-# If a 16-bit dtype cannot represent lambd, this makes a difference for one value of |x|.
+# Unless the input is float64, torch compares elements with parameters of threshold and hardtanh that it has rounded to float32,
+# so the table is made for the rounded numbers. The two shrinks round lambd to the dtype of the input. For an input of 16 bits,
+# the table is wrong at one value of |x| if that dtype cannot represent lambd.
 _COMPARED = {"threshold", "hardtanh", "hardshrink", "softshrink"}
 
 # With lambd=0, the derivative of torch's shrinks is 0 at x = 0, and 1 everywhere else. The solver cannot represent a

@@ -39,9 +39,12 @@ KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2, UNBIASED: 3, MASKED_UNBIASED:
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
 _NO_VECTORS = None, None, 1
 _UNUSED_BITS = 1
-"""The bits in calls of kernels that get the bits of each sample. Kernels check the number, and do not use it."""
+"""The argument `bits` of a `CopyShape` if each sample has its own bits. Kernels only check that the number is valid."""
 _MOST_SAMPLES = 8192
-"""The largest number of samples that one block of threads divides bits among, or orders. Beyond, torch sorts."""
+"""The largest number of samples that one block of threads divides bits among, or orders.
+
+For more samples, torch's own operations do this work.
+"""
 _MOST_BITS_OF_BATCH_NORM = 4
 # Tables with more breaks or points, which only unusual functions of a user have, do not fit the parameters of a CUDA
 # kernel.
@@ -58,14 +61,14 @@ class Kernels:
     Args:
         kernels: the object that contains the kernels, an attribute of the extension module `fewbit._kernels`. The kernels
             ask torch for the number of threads or the current stream.
-        streams: a function. streams(widths) returns the arguments of a call of the group quantizer that say how many bits
-            each sample has.
+        widths_arguments: a function of the bits of each sample, (N,) uint8, or None. It returns the arguments that tell a
+            kernel of the group quantizer these bits.
         name: the name of the kernels in reports.
     """
 
-    def __init__(self, kernels, streams, name):
+    def __init__(self, kernels, widths_arguments, name):
         self._kernels = kernels
-        self._streams = streams
+        self._widths_arguments = widths_arguments
         self.name = name
 
     def prepare(self, device: torch.device) -> None:
@@ -201,7 +204,7 @@ class Kernels:
         spread = self._kernels.quantize(
             x,
             copy,
-            *self._streams(widths),
+            *self._widths_arguments(widths),
             seed,
             levels_of(kind, x.device),
             packed,
@@ -251,7 +254,7 @@ class Kernels:
             packed,
             ranges,
             copy,
-            *self._streams(widths),
+            *self._widths_arguments(widths),
             levels_of(kind, out.device),
             out,
             *_map(affine, mask, out.numel()),
@@ -265,7 +268,7 @@ class Kernels:
         if not hasattr(self._kernels, "batch_norm_backward"):
             return False
         samples, features = groups.samples_of(shape)
-        # Groups run across samples that are shorter.
+        # Groups run across samples of fewer features.
         length = features if features >= groups.LEAST_FEATURES else samples * features
         is_full = group_size == GROUP_SIZE and length % GROUP_SIZE == 0
         return is_full and bits <= _MOST_BITS_OF_BATCH_NORM and shape[1] % 8 == 0
@@ -330,7 +333,7 @@ class Kernels:
 
 
 def levels_of(kind: str, device: torch.device) -> torch.Tensor | None:
-    """Return the codes of unbiased copies as the kernels read them (`packed_codes`); None for other kinds of copies."""
+    """Return the constants with which kernels encode and decode unbiased copies (`packed_codes`); None for other kinds."""
     return _unbiased_levels(device) if kind in (UNBIASED, MASKED_UNBIASED) else None
 
 
@@ -358,7 +361,9 @@ def _element(tensor, like):
 
 
 def _vectors(given, n):
-    """Return the last arguments of a kernel: the buffers of vectors, and `inner`.
+    """Return the last arguments of a kernel: vectors, and `inner`.
+
+    Element number e of the tensor uses entry (e div inner) mod (number of entries) of the vectors.
 
     Args:
         given: the argument `normalize`, `affine` or `scale` of a method: vectors, followed by `inner`; or None.
@@ -469,7 +474,7 @@ def cuda() -> Kernels:
 def _order(widths):
     """Return the arguments for the CUDA kernels.
 
-    They are the numbers of the samples, sorted by bits, and the number of samples that have 0, 1, ... 8 bits.
+    They are the indices of the samples, sorted by bits, and a vector of nine counts: how many samples have 0, 1, ... 8 bits.
 
     Args:
         widths: the bits of each sample, uint8, or None.

@@ -74,6 +74,7 @@ struct Cuda {
   bool relu_quantized(const Buffer& x, const CopyShape& shape, const Buffer& y, const Buffer& mask, const SeedArgument& seed,
                       const Buffer& packed, const Buffer& ranges) const {
     const Entry entry("relu_quantized", x.device);
+    check_kind(entry, shape, CopyKind::masked, "2 (masked)");
     const DType dtype = numbers_of(entry, "x", x, shape);
     auto* result = entry.exactly<void>("y", y, x.count, x.item);
     auto* bits_of_mask = entry.packed("mask", mask, x.count, 1);
@@ -91,6 +92,7 @@ struct Cuda {
                            const Buffer& rstd, const Buffer& weight, const Buffer& memory, const Buffer& out,
                            const Buffer& grad_weight, const Buffer& grad_bias) const {
     const Entry entry("batch_norm_backward", grad.device);
+    check_kind(entry, shape, CopyKind::rotated, "1 (rotated)");
     const DType dtype = numbers_of(entry, "grad", grad, shape);
     const int64_t n = rstd.count;
     const auto floats = [&](const char* name, const Buffer& buffer, int64_t count) {
@@ -249,6 +251,10 @@ struct Cuda {
   }
 
  private:
+  static void check_kind(const Entry& entry, const CopyShape& shape, CopyKind kind, const char* expected) {
+    if (shape.kind != kind) entry.wrong("kind", expected, std::to_string(static_cast<int>(shape.kind)));
+  }
+
   // Only the device knows the bits of samples that have different bits, so the kernel checks that words and groups suffice.
   static std::pair<cuda::Quantized, Copy> quantized(const Entry& entry, const CopyShape& shape, const Buffer& order,
                                                     const Buffer& counts, const Buffer& packed, const Buffer& ranges) {

@@ -1,6 +1,8 @@
 #include "bindings/tensors.h"
 
+#include <climits>
 #include <stdexcept>
+#include <string>
 
 namespace py = pybind11;
 
@@ -82,7 +84,10 @@ bool load_buffer(py::handle source, Buffer& buffer) {
 
 int torch_threads() {
   check_is_set(torch.threads);
-  return static_cast<int>(number_of(owned(PyObject_CallNoArgs(torch.threads))));
+  const uint64_t threads = number_of(owned(PyObject_CallNoArgs(torch.threads)));
+  if (threads < 1 || threads > INT_MAX)
+    throw std::invalid_argument("threads: expected 1 or more, got " + std::to_string(threads));
+  return static_cast<int>(threads);
 }
 
 void* torch_stream(int device) {

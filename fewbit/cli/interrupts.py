@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import sys
 import threading
 
@@ -19,11 +19,20 @@ def repeat_lost() -> None:
     others = sys.unraisablehook
 
     def hook(unraisable):
-        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
             return others(unraisable)
-        # Raised at once, the interrupt would end this function and be lost again.
-        timer = threading.Timer(DELAY, _thread.interrupt_main)
+        # Sent at once, the signal would end this function and be lost again.
+        timer = threading.Timer(DELAY, _interrupt)
         timer.daemon = True
         timer.start()
 
     sys.unraisablehook = hook
+
+
+def _interrupt() -> None:
+    if hasattr(
+        signal, "pthread_kill"
+    ):  # it also ends a wait of the main thread, for example for a lock
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    else:
+        signal.raise_signal(signal.SIGINT)

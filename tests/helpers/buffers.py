@@ -21,5 +21,7 @@ def torch_threads(number):
     """Let torch, and therefore the kernels, use so many threads in the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

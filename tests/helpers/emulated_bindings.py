@@ -150,6 +150,29 @@ def relu_and_copy(cuda, reference, dtype):
     same(ranges, expected.ranges)
 
 
+def kinds_of_fused_kernels(cuda, reference, dtype):
+    """A kernel that makes or reads one kind of copies refuses the others, whose memory has another size."""
+    from fewbit import _kernels
+
+    def refused(call, *arguments):
+        try:
+            call(*arguments)
+        except ValueError as error:
+            return "kind: expected" in str(error)
+        return False
+
+    x, mask = normal(4, 512, dtype=dtype), torch.zeros(64, dtype=torch.int32)
+    packed, ranges = torch.zeros(128, dtype=torch.int32), torch.zeros(10, 2).bfloat16()
+    rows = torch.ones(4)
+    for kind in range(5):
+        copy = _kernels.CopyShape(4, 512, 256, 2, False, kind)
+        if kind != 2:
+            assert refused(_kernels.cuda.relu_quantized, x, copy, x, mask, 7, packed, ranges)
+        if kind != 1:
+            grads = x, rows, None, rows, x, rows, rows
+            assert refused(_kernels.cuda.batch_norm_backward, packed, ranges, copy, *grads)
+
+
 def batch_norm(cuda, reference, dtype):
     shape = 4, 64, 8, 8
     x, grad = (normal(*shape, dtype=dtype).to(memory_format=torch.channels_last) for _ in range(2))
@@ -205,6 +228,7 @@ CASES = {
     "masked unbiased": copies("masked-unbiased"),
     "squares and shared bits": sums_of_squares,
     "relu and copy": relu_and_copy,
+    "kinds of fused kernels": kinds_of_fused_kernels,
     "batch norm": batch_norm,
     "fixed point": fixed_point,
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from bisect import bisect
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -23,6 +23,9 @@ from fewbit.config import MASKED
 from fewbit.runtime import backends
 from fewbit.runtime.backends import reference
 from fewbit.runtime.quantizers import normalized
+
+with suppress(ImportError):  # without compiled kernels
+    import fewbit.runtime.backends.native  # noqa: F401, gets torch's functions before `_patch` changes them
 
 DEVICE = torch.device("cuda:0")
 _CPU = torch.device("cpu")

@@ -639,6 +639,28 @@ def test_the_table_of_a_callable_follows_its_values(kind):
     assert error() < 0.1
 
 
+@pytest.mark.parametrize("slopes", [(0.0, -0.0, 0.0), (-0.0, 0.0)])
+def test_parameters_that_differ_only_in_the_sign_of_zero(slopes):
+    x = leaf(torch.tensor([-1.0, 2.0]))
+    for slope in slopes:
+        y, expected = F.leaky_relu(x, slope), torch.nn.functional.leaky_relu(x, slope)
+        assert torch.equal(y.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize("value", [None, [1.0], np.ones(2)])
+@pytest.mark.parametrize("function", [F.relu, F.silu, F.hardshrink])
+def test_what_is_no_tensor_is_refused_in_one_line(function, value):
+    with pytest.raises(fewbit.InputError, match="^expected a torch.Tensor, got .*$"):
+        function(value)
+
+
+def test_torch_fx_traces_torchs_function_without_gradients():
+    with torch.no_grad():
+        traced = torch.fx.symbolic_trace(lambda x: F.gelu(x, bits=3))
+    x = normal((7,))
+    assert torch.equal(traced(x), torch.nn.functional.gelu(x))
+
+
 def test_callables_that_compare_equal_have_tables_of_their_own():
     x = leaf(normal((2000,)))
     for function in (Equal(1.0), Equal(-3.0)):

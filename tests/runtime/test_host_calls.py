@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantized import compiled
 from samples import normal
 
 import fewbit
@@ -32,9 +33,10 @@ def calls_of(run):
     return names
 
 
+@compiled
 @pytest.mark.parametrize("function", [fewbit.functional.silu, fewbit.functional.gelu])
-def test_an_activation(function, device):
-    x = normal((16, 64)).to(device).requires_grad_()
+def test_an_activation(function):
+    x = normal((16, 64)).requires_grad_()
     grad = torch.ones_like(x)
     for _ in range(2):  # the first call makes what later calls find
         calls = calls_of(lambda: function(x, bits=3).backward(grad))

@@ -21,6 +21,7 @@ from fewbit.runtime.ops import library
 from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import preactivation
+from fewbit.text import shorten
 
 _creation_meta = torch._C._autograd._get_creation_meta
 _ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
@@ -77,10 +78,12 @@ def _apply_unusual(x, function, parameters, bits, table, inplace):
         # The table depends on the parameters and bits, so symbolic numbers become constants.
         parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
         bits = next((number for number in range(1, 9) if number == bits), bits)
-    check_tensors(x)
     parameters = tuple(map(float, parameters)) if parameters else ()
-    encoding = tables.encoding_text(function, parameters, bits, table, x.dtype)
+    dtype = getattr(x, "dtype", None)  # torch.fx traces with other objects in place of tensors
+    encoding = tables.encoding_text(function, parameters, bits, table, dtype)
     if torch.is_grad_enabled():
+        if not isinstance(x, torch.Tensor):
+            raise InputError(f"expected a torch.Tensor, got {shorten(x)}")
         x = shards.has_arrived(x)
         if shards.is_distributed(x):
             y = None

@@ -109,11 +109,11 @@ class Kernels:
 
     def forward(self, x, function, parameters, encoding, seed, out):
         """Compute an activation and the codes of x in one pass over memory, or return None, see `reference.forward`."""
-        fused = _fused(function, parameters, encoding)
-        if fused is None or x.dtype == torch.float64:
+        number, table = _NUMBERS.get(function), _table(encoding)
+        if number is None or table is None or x.dtype == torch.float64:
             return None
         packed = _packed(x.numel(), encoding.bits, x.device)
-        self._kernels.forward(*fused, x, out, packed, seed)
+        self._kernels.forward(number, *(*parameters, 0.0, 0.0)[:2], table, x, out, packed, seed)
         return packed
 
     def can_quantize_result(self, function: str) -> bool:
@@ -145,15 +145,17 @@ class Kernels:
             if not self.can_quantize_result(function) or kind != MASKED:
                 return None
             return self._relu_quantized(x, out, qseed, bits, group_size, fp32_min)
-        fused = _fused(function, parameters, encoding)
-        if fused is None or x.dtype == torch.float64:
+        number, table = _NUMBERS.get(function), _table(encoding)
+        if number is None or table is None or x.dtype == torch.float64:
             return None
         copy, words, rows = _copy(x.shape, bits, group_size, fp32_min, kind)
         codes = _packed(x.numel(), encoding.bits, x.device)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
         ranges = _ranges(rows, fp32_min, x.device)
         spread = self._kernels.forward_quantized(
-            *fused,
+            number,
+            *(*parameters, 0.0, 0.0)[:2],
+            table,
             x,
             copy,
             out,
@@ -384,15 +386,6 @@ def _map(affine, mask, n):
     if mask is None:
         return () if affine is None else _vectors(affine, n)
     return *(_NO_VECTORS if affine is None else _vectors(affine, n)), mask
-
-
-@lru_cache(maxsize=1024)
-def _fused(function, parameters, encoding):
-    """Return the arguments (function number, two parameters, table) of a `forward` kernel; None if no kernel fits."""
-    number, table = _NUMBERS.get(function), _table(encoding)
-    if number is None or table is None:
-        return None
-    return number, *(*parameters, 0.0, 0.0)[:2], table
 
 
 @lru_cache(maxsize=1024)

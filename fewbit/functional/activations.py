@@ -194,7 +194,10 @@ def gelu(
 ) -> Tensor:
     """Compute torch.nn.functional.gelu, with `approximate` "none" or "tanh", and save `bits` bits per element."""
     if approximate not in ("none", "tanh"):
-        raise FunctionError(f"gelu: expected 'none' or 'tanh' for approximate, got {approximate!r}")
+        hint = "; bits are given by name, as gelu(x, bits=3)" * isinstance(approximate, int)
+        raise FunctionError(
+            f"gelu: expected 'none' or 'tanh' for approximate, got {approximate!r}{hint}"
+        )
     function = "gelu" if approximate == "none" else "gelu_tanh"
     return apply(input, function, (), bits, table)
 

@@ -654,6 +654,21 @@ def test_what_is_no_tensor_is_refused_in_one_line(function, value):
         function(value)
 
 
+@pytest.mark.parametrize("function", [F.relu, F.silu, F.hardswish])
+def test_bits_in_the_place_of_inplace_are_refused(function):
+    x = leaf(normal((5,))) + 0.0
+    before = x.detach().clone()
+    name = function.__name__
+    message = f"expected False or True for inplace, got 3; bits are given by name, as {name}\\(x, bits=3\\)"
+    with pytest.raises(InputError, match=f"^{message}$"):
+        function(x, 3)
+    with torch.no_grad(), pytest.raises(InputError, match="^expected False or True for inplace"):
+        function(x, "yes")
+    with pytest.raises(FunctionError, match="got 3; bits are given by name, as gelu"):
+        F.gelu(x, 3)
+    assert torch.equal(x, before)
+
+
 def test_torch_fx_traces_torchs_function_without_gradients():
     with torch.no_grad():
         traced = torch.fx.symbolic_trace(lambda x: F.gelu(x, bits=3))

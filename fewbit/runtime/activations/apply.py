@@ -41,10 +41,13 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         inplace: whether to write f(x) to x.
 
     Raises:
-        InputError: the dtype is not float32, float64, float16 or bfloat16, or f(x) may not be written to x.
+        InputError: the dtype is not float32, float64, float16 or bfloat16, `inplace` is not a bool, or f(x) may not be
+            written to x.
         FunctionError, SolveError, TableError: there is no such table, see `encoding_of`.
         GradientError: a second derivative or a forward-mode derivative is computed.
     """
+    if inplace is not False and inplace is not True:
+        _refuse_inplace(inplace, function)
     if bits is None:
         return torchs_own(x, function, parameters, inplace)
     if not is_plain(x):
@@ -207,6 +210,11 @@ def _refuse(x, function: str) -> None:
     raise InputError(
         f"{function}: expected a float32, float64, float16 or bfloat16 tensor, got {x.dtype}"
     )
+
+
+def _refuse_inplace(inplace, function: str) -> None:
+    hint = f"; bits are given by name, as {function}(x, bits=3)" * isinstance(inplace, int)
+    raise InputError(f"expected False or True for inplace, got {shorten(inplace)}{hint}")
 
 
 def _autocast(x, function: str):

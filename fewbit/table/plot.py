@@ -216,6 +216,10 @@ def _level_colors(table: Table) -> np.ndarray:
     return figures.matplotlib().colormaps["viridis"](np.linspace(0.0, 0.86, len(table.levels)))
 
 
+_DERIVATIVE = "f\u200a′"
+"""The label of f', with a hair space because the prime would touch the f. It needs no fonts for formulas."""
+
+
 def _draw_values(axes, table: Table, legend: bool, wide: float = 2.6) -> None:
     function = table.activation
     low, high = window(table, function)
@@ -225,7 +229,7 @@ def _draw_values(axes, table: Table, legend: bool, wide: float = 2.6) -> None:
     else:
         _draw_steps(axes, table, low, high, wide)
     if curve is not None:
-        axes.plot(*curve, color=INK, linewidth=1.1, label="$f\\,'$", zorder=3)
+        axes.plot(*curve, color=INK, linewidth=1.1, label=_DERIVATIVE, zorder=3)
     axes.set_xlim(low, high)
     axes.set_ylim(*value_limits(table, curve))
     if legend:
@@ -299,7 +303,7 @@ def _draw_error(axes, table: Table, function) -> None:
     else:
         axes.fill_between(x, 0.0, difference, color=ERROR, alpha=0.18, linewidth=0)
         axes.plot(x, difference, color=ERROR, linewidth=1.0)
-        axes.set_ylabel("$f\\,' - q$")
+        axes.set_ylabel(f"{_DERIVATIVE} − q")
     if table.exact:
         axes.set_ylim(-1.0, 1.0)
     axes.set_xlabel("x")

@@ -266,13 +266,14 @@ class Demo(Result):
 
         They are shown beside a run of one seed, because the difference of a single seed is mostly chance.
         """
-        yield f"mean differences of those {self.stored['seeds']} seeds:"
+        yield f"mean differences of those {self.stored['seeds']} seeds, ± their standard deviation:"
         names = {arm.name for arm in self.arms}
         arms = [arm for arm in self.stored["arms"][1:] if arm["name"] in names]
         width = max(len(arm["name"]) for arm in arms)
         for arm in arms:
             verdict = "within" if arm["within_one_std"] else "not within"
-            yield f"  {arm['name']:{width}} {arm['difference']:+.4f}, {verdict} one std"
+            found = f"{arm['difference']:+.4f} ± {arm['difference_std']:.4f}"
+            yield f"  {arm['name']:{width}} {found}, {verdict} one std of exact's loss"
 
     def _draw(self, figure) -> None:
         draw_demo(figure, self)

@@ -287,7 +287,12 @@ def made_up(finals, few, stored=None):
 
 def stored(std, difference):
     within = abs(difference) <= std
-    few = {"name": "3 bits", "difference": difference, "within_one_std": within}
+    few = {
+        "name": "3 bits",
+        "difference": difference,
+        "difference_std": 0.01,
+        "within_one_std": within,
+    }
     return {"seeds": 5, "settings": asdict(SMALL), "arms": [{"std": std}, few]}
 
 
@@ -315,8 +320,8 @@ def test_the_verdict_of_one_seed_is_the_stored_one(std, verdict):
         assert demo.to_dict()["arms"][1]["within_one_std"] is None
         return
     assert f"std: {std:.4f}, from 5 seeds in benchmarks/results/demo.json." in text
-    assert ("+0.0500, within one std" in text) == (std == 0.2)
-    assert ("+0.0500, not within one std" in text) == (std == 0.04)
+    assert ("+0.0500 ± 0.0100, within one std" in text) == (std == 0.2)
+    assert ("+0.0500 ± 0.0100, not within one std" in text) == (std == 0.04)
 
 
 def test_a_narrow_terminal_leaves_out_bytes(demo):

@@ -241,7 +241,7 @@ def _own_workload(name, sizes):
     if not isinstance(made, tuple) or len(made) != 3:
         length = f" of {len(made)}" if isinstance(made, tuple) else ""
         raise FewbitError(
-            f"{name}: expected it to return (model, batch, loss), got a {type(made).__name__}{length}"
+            f"{name}: expected it to return (model, batch, loss), got {type(made).__name__}{length}"
         )
     model, batch, loss = made
     batches = batches_of(batch)
@@ -304,7 +304,7 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
     A character-level transformer learns the help texts that Python ships: with torch's GELU, with
     few-bit GELUs, and with all saved tensors compressed, from the same seeds. The command shows
     the bytes saved for the backward pass and the final losses, and draws the losses. By default it
-    trains three models from each seed, which takes about a minute on two cores; with --all it
+    trains three models from each seed, which takes one to two minutes on two cores; with --all it
     trains seven. It needs torch.
 
     \b

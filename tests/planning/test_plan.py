@@ -1072,7 +1072,7 @@ def test_command_with_a_model_by_name():
             ["resnet18", "--policy", "none"],
             "expected one of fixed, shared, error-bound, pre-activation, everything, cross-entropy, compile, activations for",
         ),
-        (["{own}:wrong"], "expected it to return (model, batch, loss), got a tuple of 2"),
+        (["{own}:wrong"], "expected it to return (model, batch, loss), got tuple of 2"),
         (["{own}:missing"], "has no attribute 'missing'"),
         (["{own}:setting", "--batch", "3"], "--batch: expected the name of a model with it"),
         (

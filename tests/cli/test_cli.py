@@ -649,9 +649,9 @@ def test_ctrl_c_in_python_code_that_c_code_calls_is_not_lost():
         signal.signal(signal.SIGINT, signal.default_int_handler)
         repeat_lost()
         call = ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))
+        start = time.monotonic()
         try:
             call()
-            start = time.monotonic()
             time.sleep(20)
         except KeyboardInterrupt:
             print("interrupted at once" if time.monotonic() - start < 10 else "too late")

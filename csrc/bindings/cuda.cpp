@@ -19,7 +19,7 @@ namespace {
 
 int item_of(DType dtype) { return static_cast<int>(dtype); }
 
-// Where a kernel runs: in torch's current stream of the device of a tensor.
+// A kernel runs in torch's current stream of the device of a tensor.
 struct Where {
   int device;
   void* stream;

@@ -233,13 +233,13 @@ struct Elements {
   int64_t bytes() const { return n * item_size(dtype); }
 };
 
-// The arguments of `encode`.
+// Checks the arguments of `encode`.
 Elements encoded(const Entry& entry, const OwnedTable& table, const Buffer& x, const Buffer& packed, const SeedArgument& seed);
 
-// The arguments of `decode_mul`. A gradient of one element is used for all elements.
+// Checks the arguments of `decode_mul`. A gradient of one element is used for all elements.
 Elements multiplied(const Entry& entry, const OwnedTable& table, const Buffer& grad, const Buffer& packed, const Buffer& out);
 
-// The arguments of `forward`. name: that of the buffer of packed codes.
+// Checks the arguments of `forward`. name: that of the buffer of packed codes.
 Elements activated(const Entry& entry, int function, const OwnedTable& table, const Buffer& x, const Buffer& y,
                    const Buffer& packed, const SeedArgument& seed, const char* name = "packed");
 

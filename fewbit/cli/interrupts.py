@@ -13,8 +13,9 @@ DELAY = 0.1
 def repeat_lost() -> None:
     """Raise a lost KeyboardInterrupt again in the main thread, after `DELAY` seconds.
 
-    An interrupt is lost if Python cannot pass it on to the caller. The compiler of Numba calls Python functions from C. If Ctrl-C is pressed meanwhile, Python raises KeyboardInterrupt in such
-    a function, cannot pass the exception through the C code, and would only print it.
+    An interrupt is lost if Python cannot pass it on to the caller. The compiler of Numba calls Python functions from C. If
+    Ctrl-C is pressed meanwhile, Python raises KeyboardInterrupt in such a function, cannot pass the exception through the C
+    code, and would only print it.
     """
     others = sys.unraisablehook
 
@@ -30,9 +31,8 @@ def repeat_lost() -> None:
 
 
 def _interrupt() -> None:
-    if hasattr(
-        signal, "pthread_kill"
-    ):  # it also ends a wait of the main thread, for example for a lock
+    if hasattr(signal, "pthread_kill"):
+        # This also ends a wait of the main thread, for example for a lock.
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
     else:
         signal.raise_signal(signal.SIGINT)

@@ -641,7 +641,7 @@ def test_ctrl_c_is_one_line_exit_code_130_and_no_file():
 
 
 def test_ctrl_c_in_python_code_that_c_code_calls_is_not_lost():
-    """As in the compiler of Numba: an exception cannot pass through the C code that called the function."""
+    """An exception cannot pass through the C code that called the function, as that of Numba's compiler does."""
     script = """
         import ctypes, signal, time
         from fewbit.cli.interrupts import repeat_lost

@@ -50,12 +50,8 @@ def activation(x, function, parameters, encoding, seed, inplace):
         inplace: whether to write f(x) to x. No two elements of x may share memory in this case.
     """
     backend, packed = backends.of(x), None
-    if x.is_contiguous() and not inplace and function not in OTHER_STRIDES and x.numel():
-        # This is the result of the lines below, in less of the host's time.
-        source, out = x, torch.empty_like(x, memory_format=torch.contiguous_format)
-    else:
-        source = layout.dense(x)
-        out = source if inplace else _empty_result(x, function)
+    source = x if x.is_contiguous() else layout.dense(x)
+    out = source if inplace else _empty_result(x, function)
     if out is not None:
         packed = backend.forward(source, function, parameters, encoding, seed, out)
     if packed is None:
@@ -70,6 +66,9 @@ def activation(x, function, parameters, encoding, seed, inplace):
 
 def _empty_result(x, function):
     """Return an empty tensor with the strides that torch gives f(x); None if no rule is known."""
+    if x.is_contiguous() and x.numel() and function not in OTHER_STRIDES:
+        # This is the result of the rules below, in less of the host's time.
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
     stride = _result_stride(x, function)
     return None if stride is None else x.new_empty_strided(x.shape, stride)
 

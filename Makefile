@@ -9,10 +9,12 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 # One process per core with one thread each; a test that needs more threads sets their number itself.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
+# A machine without a GPU does not wait for nvcc, even if it is there.
+export FEWBIT_CUDA ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,0)
 # The sources of the compiled kernels.
 KERNELS := $(wildcard csrc/bindings/* csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-all slow dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize docs clean
+.PHONY: demo test test-all tiers dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/fewbit solve gelu --bits 3
@@ -23,23 +25,25 @@ demo: $(VENV)/installed
 
 # The fast tier: see CONTRIBUTING.md.
 test: $(VENV)/installed-tests lint
-	$(PYTEST)
+	$(PYTEST) --budget
 
-# Everything that `make test` leaves out: slow tests, fuzz tests, `make dispatch` and `make sanitize`.
-test-all: slow
+# Everything that `make test` leaves out: the other tiers, `make dispatch` and `make sanitize`.
+test-all: tiers
 	$(MAKE) dispatch
 	@if command -v $${CXX:-c++} > /dev/null; then $(MAKE) sanitize; else echo "sanitize: left out, no C++ compiler"; fi
 
-# Only the slow tests and the fuzz tests. FEWBIT_FUZZ_CASES sets the number of cases of each fuzz test (default 10000).
-slow: $(VENV)/installed-tests
-	$(PYTEST) -m slow
+# The tiers besides the fast one, or those in TIERS, as in `make tiers TIERS="fuzz or slow"`. FEWBIT_FUZZ_CASES sets the number
+# of cases of each fuzz test (default 10000).
+TIERS ?= slow or inductor or frameworks or processes or fuzz
+tiers: $(VENV)/installed-all-tests
+	$(PYTEST) -m "$(TIERS)"
 
 # The fast tier with other BLAS, NumPy, torch and fewbit kernels, with other numbers of threads and in random orders.
 dispatch: $(VENV)/installed-tests
 	$(BIN)/python tests/dispatch.py
 
 # Builds the sdist and the wheel, and uses both in new environments without a compiler. Takes a few minutes.
-package-test: $(VENV)/installed-tests
+package-test: $(VENV)/installed-all-tests
 	$(BIN)/python tests/project/clean_install.py
 
 lint: $(VENV)/installed-tests
@@ -146,6 +150,11 @@ $(VENV)/installed: pyproject.toml setup.py $(KERNELS) | $(VENV)/installed-torch
 $(VENV)/installed-tests: $(VENV)/installed
 	@echo "installing what the tests need"
 	@$(PIP) 'fewbit[test]'
+	@touch $@
+
+$(VENV)/installed-all-tests: $(VENV)/installed-tests
+	@echo "installing what the other tiers of the tests need"
+	@$(PIP) 'fewbit[test-all]'
 	@touch $@
 
 $(VENV)/installed-benchmarks: $(VENV)/installed

@@ -4,6 +4,7 @@ import os
 import sys
 from types import SimpleNamespace
 
+import budget
 import pytest
 import tiers
 from hypothesis import settings
@@ -29,6 +30,11 @@ def pytest_addoption(parser):
         help="run the files, and the tests of a file, in an order drawn from SEED",
     )
     parser.addoption(
+        "--budget",
+        action="store_true",
+        help="fail tests of the fast tier that take too much processor time, as tests/budget.py says",
+    )
+    parser.addoption(
         "--threads",
         type=int,
         metavar="N",
@@ -37,6 +43,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.option.budget:
+        config.pluginmanager.register(budget.Budget())
     if config.option.threads is not None:
         import torch
 
@@ -60,13 +68,22 @@ def pytest_runtest_call(item):
         torch.manual_seed(0)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the folders of other tiers than the fast one, unless they are asked for."""
+    return tiers.skips_folder(collection_path, config) or None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest itself looks at -m
 def pytest_collection_modifyitems(config, items):
     """Put tests into tiers, deselect tests that were not asked for or cannot run here, and shuffle the others.
 
-    `slow` tests run if `-m` names tiers, or if they are named by file::test; see CONTRIBUTING.md. Tests marked `cuda` are
-    deselected without a CUDA device, since the same test functions run on the CPU.
+    Tests of other tiers than the fast one run if `-m` names tiers, or if they are named by file::test or by the folder of
+    their tier; see CONTRIBUTING.md. Tests marked `cuda` are deselected without a CUDA device, since the same test functions
+    run on the CPU.
     """
+    for item in items:
+        if tier := tiers.of_folder(item.path):
+            item.add_marker(tier)
     for item in tiers.rest_of_sweeps(items):
         item.add_marker(pytest.mark.slow)
     left_out = [item for item in items if item.get_closest_marker("cuda")]
@@ -76,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = [] if torch.cuda.is_available() else left_out
     if not config.option.markexpr:
         named = tiers.named(config)
-        left_out += [item for item in items if item.get_closest_marker("slow") and not named(item)]
+        left_out += [item for item in items if not (tiers.is_fast(item) or named(item))]
     if left_out:
         config.hook.pytest_deselected(items=list(dict.fromkeys(left_out)))
         gone = set(left_out)
@@ -156,6 +173,20 @@ def backend(request, choice, monkeypatch):
         kernels = native.cuda() if device == "cuda" else native.cpu(request.param)
     monkeypatch.setitem(choice, torch.zeros(0, device=device).device, kernels)
     return SimpleNamespace(name=request.param, kernels=kernels, device=device)
+
+
+@pytest.fixture
+def usual_backend(device):
+    """Run the test with the backend that the runtime chooses for each device: .name, .kernels, .device.
+
+    For tests of what random numbers do on average. All backends draw the same numbers, as other tests show bit for bit.
+    """
+    import torch
+
+    from fewbit.runtime import backends
+
+    kernels = backends.of(torch.zeros(0, device=device))
+    return SimpleNamespace(name=kernels.name, kernels=kernels, device=device)
 
 
 @pytest.fixture(params=[1, 3])

@@ -66,6 +66,7 @@ def trained(model, given, **options):
     return controller
 
 
+@pytest.mark.slow
 def test_the_relative_error_is_that_of_gradients():
     """The relative error is the ratio minus 1 if gradients have no bias."""
     torch.manual_seed(0)

@@ -86,6 +86,7 @@ def test_the_size_of_the_model_is_its_state():
     )
 
 
+@pytest.mark.slow
 def test_an_in_place_relu_keeps_nothing_that_the_next_layer_does_not():
     gelu, relu = measure("resnet18"), measure("resnet18", activation=None)
     # But for the last: the average pool that follows keeps nothing.
@@ -167,7 +168,7 @@ def test_largest_batches_follow_from_the_papers_own_figures():
 WIDER = {"efficientnet_b0": 0.055, "vgg11": 0.055, "vgg16": 0.055, "gpt2": 0.055}
 
 
-@pytest.mark.fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["resnet18", "resnet50", "vgg11", "vgg16", "densenet121", "efficientnet_b0"]
@@ -187,6 +188,7 @@ def test_the_papers_figures(name):
     assert all(a <= b + 0.06 for a, b in zip(ours[:3], PAPER[name], strict=False))
 
 
+@pytest.mark.slow
 def test_sizes_that_the_allocator_does_not_round_are_the_papers_to_the_digit():
     measured = measure("roberta-large")
     counted = [measured.model_bytes, measured.activation_bytes, measured.nonlinear_bytes]
@@ -197,6 +199,7 @@ def test_sizes_that_the_allocator_does_not_round_are_the_papers_to_the_digit():
     assert batches == list(PAPER["roberta-large"][3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"size": 224}, {"activation": None}, {"dropout": True}], ids=str
 )
@@ -227,6 +230,7 @@ def test_several_models_have_a_line_each():
     assert rows[1][1:] == ["44.6", "39.0", "11.5", "29", "%", "415", "580"]
 
 
+@pytest.mark.slow
 def test_json_has_the_counted_bytes():
     result = run("resnet18", "--json", "--bits", "3", "--batch", "2", "--image-size", "64")
     (record,) = json.loads(result.stdout)

@@ -465,7 +465,7 @@ def noisy():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_changes(fails):
     before = tokens()  # those of interrupted measurements in other tests
@@ -633,6 +633,7 @@ def test_json_round_trips(tmp_path):
         report.to_json(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_plot(tmp_path, suffix):
     report = saved_bytes(Transformer(), torch.randint(0, 50, (2, 12)))

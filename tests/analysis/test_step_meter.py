@@ -119,6 +119,7 @@ def test_a_step_that_fails_leaves_no_hooks():
     meter.end()
 
 
+@pytest.mark.slow
 def test_another_meter_takes_off_the_hooks_of_a_step_that_failed():
     """A training that is started again has a new meter, and nobody ends the old one."""
     model, x, labels = made("fixed")

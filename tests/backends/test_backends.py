@@ -400,6 +400,7 @@ def tables(draw):
     return make_table(np.linspace(-0.3, 1.3, n_levels), breaks, codes, closed, bits=4)
 
 
+@pytest.mark.slow
 @given(table=tables(), width=st.sampled_from([16, 32, 64]), data=st.data())
 def test_fuzzed_tables(kernels, table, width, data):
     """Any table and any input are compared on the reference and the kernels of every instruction set."""
@@ -426,6 +427,7 @@ def unbiased_tables(draw):
     return levels, Knots(points, values, tuple(sides[point] for point in points))
 
 
+@pytest.mark.slow
 @given(made=unbiased_tables(), seed=st.integers(-(2**63), 2**63 - 1), data=st.data())
 def test_fuzzed_draws(kernels, made, seed, data):
     from fewbit.table import lower_pieces

@@ -406,6 +406,7 @@ def op_cases():
     yield restore, (kept, limits, 3, 288, *place[2:-1], "rotated"), too_large
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["compiled", "reference"])
 @pytest.mark.parametrize("mode", ["eager", "aot_eager"])
 def test_ops_refuse_what_they_did_not_expect(kernels, mode, monkeypatch, choice):

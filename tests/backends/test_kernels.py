@@ -343,6 +343,7 @@ def test_draws_do_not_depend_on_threads(isa):
 # -- Fuzzing -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     bits=st.integers(1, 8),
     count=st.integers(0, 80),

@@ -10,7 +10,7 @@ from distributed_worker import CASES
 WORKER = Path(__file__).parent / "distributed_worker.py"
 
 
-@pytest.mark.fast(1)
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [case.__name__ for case in CASES])
 def test_two_processes(name, tmp_path):
     """Each process asserts the exact model's gradients over both inputs, within 2 %, and what is kept.

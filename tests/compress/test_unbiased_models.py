@@ -60,6 +60,7 @@ def test_unbiased_copies_take_the_bytes_of_rotated_ones():
     assert found["rotated"] == found["unbiased"]
 
 
+@pytest.mark.inductor
 def test_a_compiled_model():
     network = model()
     compiled = fewbit.compile(network, bits=4, layers=LAYERS, backend="aot_eager")

@@ -79,6 +79,7 @@ def check_equal(found, expected):
     assert max(errors.values()) < MOST, sorted(errors.items(), key=lambda item: -item[1])[:3]
 
 
+@pytest.mark.inductor
 def test_a_llama():
     """Layers draw as they do for users here, so the gradients are compared with the uncompressed model's."""
     torch.compiler.reset()

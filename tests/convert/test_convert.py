@@ -1019,7 +1019,7 @@ def storage_bytes(tensors):
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.inductor
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def gradient(model, inputs):
     return torch.cat(grads).double()
 
 
-@pytest.mark.fast(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_models(name):
     model, inputs = built(name)
@@ -355,7 +355,7 @@ def fall_of_loss(model, inputs, steps):
     return losses[0] - losses[-1]
 
 
-@pytest.mark.fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "llama", "t5"])
 def test_lora(name, dropout):

@@ -258,6 +258,7 @@ def test_the_state_of_the_optimizer_is_measured(make, copies):
 # --- what stays the same ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_model_its_optimizer_and_the_random_state_stay_the_same():
     model, batch = net(dropout=0.1), batch_of(16)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -306,6 +307,7 @@ def test_a_model_too_large_for_this_machine():
 # --- what fits --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["exact", 2])
 def test_the_largest_batch_fits_and_the_next_does_not(setting):
     model, capacity = net(), 8 * MIB
@@ -418,6 +420,7 @@ def test_the_tracker_follows_allocations_and_releases():
 # --- how it is shown --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_how_the_result_is_shown(tmp_path):
     model, batch = net(), batch_of(4096)
     peaks = [row.peak for row in fits(model, batch, loss, settings=["exact", 2]).rows]

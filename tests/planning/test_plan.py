@@ -58,6 +58,7 @@ def converted(candidate, model):
 # --- bytes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_a_model_that_is_compressed_by_hand():
     model, x = net(0.1), torch.randn(16, 32)
     found = plan(model, x, squared, chunks=4)
@@ -314,6 +315,7 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
         default_candidates(nn.Linear(4, 4), ["none"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_checkpoints_of_a_model_of_transformers(is_checkpointed):
@@ -389,6 +391,7 @@ def few_bits_of_next_word(model, words):
     return fewbit.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten(), bits=2)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_language_model_is_compressed_too():
     model, words = Words(dropout=0.2), [torch.randint(500, (8, 17)) for _ in range(4)]
     found = plan(model, words, of_next_word, progress=False)
@@ -412,11 +415,13 @@ def test_the_rounding_of_the_loss_differs_between_draws():
     assert abs(row.bias) < 0.5 * row.error
 
 
+@pytest.mark.slow
 def test_a_loss_without_cross_entropy_has_no_candidates_of_its_own():
     policies = {row.policy for row in plan(net(), torch.randn(16, 32), squared, chunks=4).rows}
     assert not policies & {"cross-entropy", "compile"}
 
 
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # which torch.compile causes
 def test_compiled_candidates_are_compared_with_exact_compiled_code():
     """Dropout draws other masks in compiled code, so the distance from the uncompiled gradient would be large."""
@@ -441,6 +446,7 @@ def test_compiled_candidates_are_compared_with_exact_compiled_code():
     assert TrainingPlan.from_json(found.to_json()) == found
 
 
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_models_of_torchs_own_classes_are_compiled_as_often_as_needed():
     """torch compiles a code object 8 times, and does not compile the methods of its own classes."""
@@ -863,6 +869,7 @@ def test_batches_that_are_all_alike_have_no_variance_between_them():
     assert "% of it" in made(("a", 2, 300, 5.0)).title
 
 
+@pytest.mark.slow
 def test_the_call_of_the_recommended_candidate_is_shown():
     found = made(("a", 2, 300, 0.05))
     call = found.recommended.candidate.call
@@ -872,6 +879,7 @@ def test_the_call_of_the_recommended_candidate_is_shown():
     assert call not in str(none) and "<pre>" not in none._repr_html_()
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_curve_for_each_policy_and_marks_what_is_recommended(tmp_path):
     rows = ("a", 8, 1024, 0.01), ("a", 2, 256, 0.3), ("b", 4, 512, 0.05), ("c", 1, 2048, 0.0)
     found = made(*rows)
@@ -905,6 +913,7 @@ CROWD += [("b", 8 - i, 1070 - 90 * i, 0.005 * 2.2**i) for i in range(7)]
 CROWD += [("c", 4 - i, 700 - 130 * i, 0.02 * 4**i) for i in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [CROWD, [CROWD[0], *CROWD[7:]], CROWD[:1]], ids=len)
 @pytest.mark.parametrize("dpi", [80, 160])
 def test_labels_cover_neither_each_other_nor_points(rows, dpi):
@@ -940,6 +949,7 @@ def test_labels_are_crossed_by_no_line_where_there_is_room(rows):
         assert not ((places > (x0, y0)) & (places < (x1, y1))).all(1).any()
 
 
+@pytest.mark.slow
 def test_a_label_stands_beside_its_own_point():
     """A label without a place is left out; the recommended candidate's label gets the first place."""
     rows = [(f"policy {i}", 1 + i / 100, 500 + i / 100, 0.05) for i in range(40)]
@@ -1028,6 +1038,7 @@ def wrong():
     return "planned_by_a_test"
 
 
+@pytest.mark.slow
 def test_command_with_a_function_of_the_users(own, tmp_path):
     result = run(f"{own}:setting", "--share", "0.5", "--draws", "3", "-o", "plan.json")
     assert result.exit_code == 0 and result.stderr == ""
@@ -1051,6 +1062,7 @@ def test_command_knows_before_the_work_that_it_cannot_draw(own, monkeypatch):
     assert result.exit_code == 2 and "needs matplotlib" in result.stderr
 
 
+@pytest.mark.slow
 def test_command_with_a_model_by_name():
     result = run("resnet18", "--batch", "2", "--batches", "2", "--policy", "activations", "--json")
     # On a slow machine, lines show the progress.

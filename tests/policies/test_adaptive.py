@@ -379,6 +379,7 @@ def test_numbers_that_are_refused(numbers, message):
             other.number_samples([1])
 
 
+@pytest.mark.slow
 def test_saving_changes_nothing():
     """Saving a state does not change the training, even if numbers are still on their way from a device."""
 

@@ -117,6 +117,7 @@ def test_a_model_around_a_compressed_one_takes_it_over():
 # -- other backward passes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_kept():
     """Passes through a graph after its measurement was taken in change nothing."""
     model, controller, x = build(bits=2)

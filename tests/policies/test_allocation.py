@@ -40,6 +40,7 @@ def instance(seed, tensors, sizes=(1, 2, 4, 9, 16)):
     return 10.0 ** rng.uniform(-3, 3, tensors), rng.choice(sizes, tensors)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 12)), max_size=12),

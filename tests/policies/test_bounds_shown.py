@@ -110,6 +110,7 @@ def test_layers_that_are_not_met_any_more_are_forgotten():
     assert controller.bounds.unobserved == ("blocks.0.0", "blocks.0.3")
 
 
+@pytest.mark.slow
 def test_layers_of_modules_that_are_called_one_by_one_are_all_named():
     """All layers are named although a module is observed in its turn only."""
     models = nn.ModuleDict({str(i): Regions(True) for i in range(4)})
@@ -198,7 +199,7 @@ def dynamo():
     return torch._dynamo.utils.counters
 
 
-@pytest.mark.fast(1)
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("how", ["whole", "in place", "function", "blocks", "wrapped blocks"])
@@ -220,6 +221,7 @@ def test_compiled_layers_are_named(how, dynamo):
     assert how == "in place" or dynamo["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_layers_that_do_not_run_or_have_given_bits_are_not_named(dynamo):

@@ -155,6 +155,7 @@ FOLLOWING = {
 """{name: (model, shape of the sample, settings of layers)}."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Dynamo warns of the functions that it traces
 @pytest.mark.parametrize("name", FOLLOWING)
 def test_tensors_with_bits_that_follow_the_average(name):

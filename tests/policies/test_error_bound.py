@@ -288,6 +288,7 @@ def test_codecs(codec, by_channel):
 # -- loops -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_with_scaled_half_precision_losses():
     model, controller, x = build("transformer")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=10**6)

@@ -284,6 +284,7 @@ def test_most_reads_counts_what_a_filter_meets(taps, stride, dilation, size, pad
         assert formulas.most_reads(taps, stride, dilation) == math.ceil(taps / stride)
 
 
+@pytest.mark.slow
 @given(
     filter=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),

@@ -275,6 +275,7 @@ def test_the_truth_about_attention():
     assert hat2 != pytest.approx(exact2, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_exact_values_are_freed(is_checkpointed, monkeypatch):
     """Only exact values of monitored slots are held, and none after the backward pass."""
@@ -304,6 +305,7 @@ def test_exact_values_are_freed(is_checkpointed, monkeypatch):
     assert monitored_of(probe.results()).keys() == {("2", 0)}
 
 
+@pytest.mark.slow
 def test_exact_values_go_with_the_graph():
     """If an exception comes between the forward and the backward pass, nothing else frees the values."""
     probe = ErrorBoundProbe(0, {("0", 0)})
@@ -324,6 +326,7 @@ def test_exact_values_go_with_the_graph():
     loss_of(y).backward()  # which finds nothing, and raises nothing
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_fails():
     """Exact values are freed although the graph exists. A later backward pass still has a result."""
 

@@ -90,7 +90,7 @@ def is_padded(layer) -> bool:
     return bool(layer.options.get("padding"))
 
 
-@pytest.mark.fast(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_d_against_rounding(device, layer):
     """D is measured at 3 bits with the errors: never below them, and near them if theory says so.
@@ -204,6 +204,7 @@ SHARED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
 def test_layers_that_share_the_copy_of_a_norm(name):
     """Each layer has a constraint on the norm's slot under its own name. The norm's weight scales errors."""
@@ -242,6 +243,7 @@ def test_layers_that_share_the_copy_of_a_norm(name):
         assert errors[constraint.label] > (0.05 if constraint.label == "input" else 0.8) * d
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", **ids([item for item in NORMS if len(item.shape) > 3][:4]))
 def test_two_copies(layer):
     """The D of one copy suffices for two copies."""
@@ -343,6 +345,7 @@ FUNCTIONS = {  # {name: (function, labels of its inputs, shape, module)}
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_measured_against_rounding(device, name):
     """The errors of each gradient from one slot at 4 bits with the others at 8, on average over measurements."""

@@ -69,6 +69,7 @@ def saved(model, controller, optimizer) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 @pytest.mark.parametrize("name", MODELS)
 def test_resumed_training_is_the_same(config, name):
@@ -76,6 +77,7 @@ def test_resumed_training_is_the_same(config, name):
     check(lambda: nn.Sequential(make(), nn.Dropout(0.1)), shape, config, (1, 2, 5), 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -89,7 +91,7 @@ def test_also_with_codecs_and_channels(config):
     check(make, shape, config, (1, 2, 5), 9)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("kernels", ["reference", "native"])

@@ -133,6 +133,7 @@ class Squares(nn.Module):
         return self.body(x).square().sum()
 
 
+@pytest.mark.slow
 def test_saved_bytes_are_those_that_hooks_see():
     from alternatives_memory import step_bytes
 
@@ -147,6 +148,7 @@ def test_saved_bytes_are_those_that_hooks_see():
     assert peak >= max(saved, gradients)
 
 
+@pytest.mark.slow
 def test_saved_bytes_of_a_compressed_model_are_those_of_the_meter():
     from alternatives_memory import step_bytes
 
@@ -159,6 +161,7 @@ def test_saved_bytes_of_a_compressed_model_are_those_of_the_meter():
     assert saved == pytest.approx(metered, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_hooks_save_rows_of_8_bits():
     from alternatives_hooks import int8_hooks
     from alternatives_memory import step_bytes

@@ -89,6 +89,7 @@ def test_imports_point_upwards(module):
         assert name == "fewbit" or place(name) <= place(module), f"{module} imports {name}"
 
 
+@pytest.mark.slow
 def test_no_circle_of_imports():
     """Between modules, as they are loaded; imports inside functions do not count."""
     graph = {}
@@ -119,6 +120,7 @@ def test_exact_code_is_compiled_without_fastmath(path):
                 assert text == "njit(cache=True, nogil=True, error_model='numpy')", node.name
 
 
+@pytest.mark.slow
 def test_import_is_lazy_and_solving_needs_no_torch():
     code = """
 import sys

@@ -1,8 +1,8 @@
 """docs/reference/cli.md and --help say the same thing, and every example in them runs, as the Python of other pages does.
 
 The Python of a page is run in order, in one namespace. A comment `<!-- not run: reason -->` above a block says why the
-block is not run. A comment `<!-- output -->` above a fenced block says that the page's Python prints its lines, and
-`<!-- slow -->` on a page moves the page to the slow tier. A page that imports a package which is not installed is skipped.
+block is not run. A comment `<!-- output -->` above a fenced block says that the page's Python prints its lines. A page that
+imports a package which is not installed is skipped.
 
 ``python tests/project/test_docs.py`` rewrites the help and output blocks of docs/reference/cli.md.
 """
@@ -120,6 +120,7 @@ def outputs():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "text"), outputs(), ids=lambda value: value if "\n" not in value else ""
 )
@@ -180,7 +181,6 @@ PYTHON = re.compile(
 # A fenced block, and the comment above it that says that the page's Python prints these lines, and others where
 # there are three dots.
 OUTPUT = re.compile(r"<!-- output -->\n+^```(?:text)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-SLOW = "<!-- slow -->"
 
 
 def python_blocks(page):
@@ -199,13 +199,8 @@ def packages(blocks):
 
 def pages_with_python():
     """A pytest.param for each page that has blocks to run."""
-    found = []
-    for page in PAGES:
-        if python_blocks(page):
-            is_slow = SLOW in page.read_text(encoding="utf-8")
-            name = page.relative_to(ROOT).as_posix()
-            found.append(pytest.param(page, id=name, marks=[pytest.mark.slow] * is_slow))
-    return found
+    names = {page: page.relative_to(ROOT).as_posix() for page in PAGES if python_blocks(page)}
+    return [pytest.param(page, id=name) for page, name in names.items()]
 
 
 def check_readme(names, shown, files):
@@ -265,6 +260,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with_python())
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     """The blocks run in order, in one namespace and in an empty folder."""

@@ -44,6 +44,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "policy",
     [

@@ -75,6 +75,7 @@ def third_party(path):
                 yield top
 
 
+@pytest.mark.processes
 def test_every_imported_package_is_a_requirement_or_in_an_extra():
     """Apart from the integrations, which import what their frameworks install."""
     allowed = CORE | set(extras.INSTALLED_BY)

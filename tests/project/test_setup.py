@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.processes
 def test_kernels_of_an_earlier_build_do_not_stay(tmp_path):
     """Old kernels would be packed into a wheel, or imported, although none were asked for."""
     pytest.importorskip("setuptools")

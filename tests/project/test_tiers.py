@@ -55,6 +55,7 @@ def collected(tmp_path_factory):
     return collect
 
 
+@pytest.mark.processes
 def test_every_test_is_in_one_tier(collected):
     fast, slow = collected(), collected("-m", "slow")
     assert len(fast) + len(slow) == len({*fast, *slow}) == 30 + 8 + 5 + 1 + 2
@@ -68,6 +69,7 @@ def test_every_test_is_in_one_tier(collected):
     assert fast == collected()
 
 
+@pytest.mark.processes
 def test_what_is_named_runs(collected):
     assert collected("test_sample.py::test_slow") == ["test_slow"]
     assert len(collected("test_sample.py::test_sweep")) == 30
@@ -76,6 +78,7 @@ def test_what_is_named_runs(collected):
     assert len(collected("-m", "slow or not slow")) == 46
 
 
+@pytest.mark.processes
 def test_an_order_is_that_of_its_seed(collected):
     plain, one, two = collected(), collected("--shuffle", "1"), collected("--shuffle", "2")
     assert sorted(one) == sorted(two) == sorted(plain)

@@ -163,7 +163,7 @@ def tensors(draw, spatial):
     return kind, x
 
 
-@pytest.mark.fast(2)
+@pytest.mark.slow
 @names
 @given(data=st.data())
 @settings(max_examples=100)
@@ -418,6 +418,7 @@ def test_transform_refuses_what_is_not_spatial():
         codec("jpeg").compress(torch.zeros(4, 8, 16), 0.1)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=60)
 def test_streams_come_back(data):

@@ -111,6 +111,7 @@ class Cached(nn.Module):
         return self.layer(torch.cat([x, x * 1], -1))
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("kind", ["linear", "activation", "norm", "sign", "gate", "attention"])
 def test_what_a_compiler_removes_changes_no_order(kind, dynamic, monkeypatch):
@@ -131,6 +132,7 @@ def test_what_a_compiler_removes_changes_no_order(kind, dynamic, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.inductor
 def test_symbolic_strides_are_those_of_the_trace(monkeypatch):
     """In the trace the cat makes a contiguous tensor. Without it the layers' inputs have x's strides."""
     monkeypatch.setattr(library, "new_seed", lambda x: torch.full((1,), 7, dtype=torch.int64))
@@ -178,6 +180,7 @@ def test_code_that_inductor_makes_compiles(dtype):
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("kind", [fewbit.nn.BatchNorm1d, fewbit.nn.InstanceNorm1d])
 def test_running_statistics_with_symbolic_sizes(kind):
     torch.manual_seed(0)
@@ -190,6 +193,7 @@ def test_running_statistics_with_symbolic_sizes(kind):
     torch.testing.assert_close(*running)
 
 
+@pytest.mark.inductor
 def test_inductor(device):
     x = normal((6, 50), device=device)
     check(lambda x: F.gelu(x * 2.0).sin() + F.relu(x), x, backend="inductor")
@@ -212,6 +216,7 @@ def test_draws(device):
     assert abs((first.cpu().double() - mean).mean()) < 0.05
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
 def test_a_compiled_forward_keeps_codes_and_nothing_else(device, backend):
     x = normal((40, 32), device=device).requires_grad_()
@@ -255,6 +260,7 @@ def test_parameters_that_change_between_calls(device):
             assert all(map(same, step(ours, x, weight), expected))
 
 
+@pytest.mark.inductor
 @needs_tracing
 def test_callables_that_enclose_other_numbers(device):
     """At the second value of an enclosed number the compiler makes it a variable."""
@@ -288,6 +294,7 @@ def test_a_callable_without_a_gradient_and_one_that_needs_one():
         function(x.requires_grad_())
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("layer", [nn.LayerNorm, nn.RMSNorm])
 def test_norms_of_sizes_that_the_compiler_does_not_know(layer):
     model = layer(16)
@@ -380,7 +387,7 @@ class Feedforward(nn.Module):
         return x + self.down(self.act(self.up(self.norm(x))))
 
 
-@pytest.mark.fast(1)
+@pytest.mark.inductor
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.2])
 def test_codes_are_kept_under_a_memory_budget(device, budget):
     """The partitioner recomputes other tensors but never the codes. Without the codes more is saved."""

@@ -173,6 +173,7 @@ def test_rotated_distortions():
     assert excess[6] > 0.03 * limits[6]
 
 
+@pytest.mark.slow
 def test_unbiased_distortions():
     pytest.importorskip("scipy")
     expected = [unbiased_error(unbiased_levels(bits)) for bits in BITS]

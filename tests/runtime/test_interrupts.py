@@ -209,6 +209,7 @@ def test_places_are_found():
     }
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_every_line_of_a_forward():
     """Each line is interrupted when it is reached first. tests/fuzz interrupts backward passes and measurements."""
     model = small()
@@ -269,6 +270,7 @@ def interrupted_in_torch(model, kind, at) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_an_interrupt_where_torch_takes_a_mode_off():
     """torch's generator restores the mode when the traceback is freed, which is after fewbit's clean-up."""
     model, at = Counting(), 0

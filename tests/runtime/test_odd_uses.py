@@ -360,7 +360,7 @@ class Mixed(nn.Module):
         return self.a(t) * 0.1 + self.b(x)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.inductor
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(

@@ -617,7 +617,7 @@ def test_a_change_in_place_is_found(late):
         z.sum().backward()
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 def test_a_forward_that_raises(place):
     model, x = converted("mlp", place.device)
 
@@ -688,6 +688,7 @@ class Broken(nn.Module):
         return x
 
 
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore:The .grad attribute")
 def test_with_a_compiled_part(late):
     """The hooks run for tensors that a compiled part saves, and are not compiled themselves."""

@@ -22,15 +22,15 @@ def bytes_of(shape, bits, group_size, fp32_min, kind):
 
 
 @kinds
-def test_bytes(backend, kind):
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_bytes(backend, kind, bits):
     for shape in ((7, 100), (1, 1000), (50, 3), (4, 8, 9), (0, 5), ()):
-        for bits in range(1, 9):
-            for fp32_min in (False, True):
-                x = torch.zeros(shape)
-                packed, ranges, _ = quantize(backend, x, bits, 64, fp32_min, kind=kind)
-                found = packed.nbytes + ranges.nbytes
-                assert found == groups.quantized_bytes(shape, bits, 64, fp32_min, kind)
-                assert found == bytes_of(shape, bits, 64, fp32_min, kind)
+        for fp32_min in (False, True):
+            x = torch.zeros(shape)
+            packed, ranges, _ = quantize(backend, x, bits, 64, fp32_min, kind=kind)
+            found = packed.nbytes + ranges.nbytes
+            assert found == groups.quantized_bytes(shape, bits, 64, fp32_min, kind)
+            assert found == bytes_of(shape, bits, 64, fp32_min, kind)
 
 
 def test_top_is_restored_exactly():

@@ -31,9 +31,10 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 
 @kinds
 @dtypes
-def test_normalized_on_load(backend, dtype, kind):
+@pytest.mark.parametrize("shapes", [SHAPES[i::4] for i in range(4)], ids=range(4))
+def test_normalized_on_load(backend, dtype, kind, shapes):
     sizes = possible_sizes(kind, 32, 256, 320)
-    for shape in SHAPES:
+    for shape in shapes:
         x = inputs(shape, dtype, "specials" if shape[0] == 6 else "offset")
         rows = x.to(torch.float32).numpy().reshape(groups.samples_of(shape))
         for i, (mean, rstd, inner) in enumerate(vectors(x.numel(), 0)):

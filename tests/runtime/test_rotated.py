@@ -89,9 +89,9 @@ SIZES = {
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_squared_error(backend, size, bits):
+def test_squared_error(usual_backend, size, bits):
     """It is that of the table, D / (1 - D), but for the directions of short groups, which the simulation knows."""
-    found, n = found_distortion(backend, *SIZES[size][:2], bits, SIZES[size][2])
+    found, n = found_distortion(usual_backend, *SIZES[size][:2], bits, SIZES[size][2])
     expected = distortion_of_directions(n, bits, 2**20 // n)
     within = (
         0.015 if bits < 5 else 0.03
@@ -101,11 +101,11 @@ def test_squared_error(backend, size, bits):
     assert 1 - 4.6 / n - within < found / limit < 1 + within, (found, limit)
 
 
-def test_squared_error_beside_a_uniform_copy(backend):
+def test_squared_error_beside_a_uniform_copy(usual_backend):
     x = inputs((256, 256), torch.float32)
-    packed, ranges, _ = quantize(backend, x, 2, kind="uniform")
-    uniform = dequantize(backend, packed, ranges, x, 2, kind="uniform").double() - x
-    rotated = copied(backend, x, 2, fp32_min=False)[0] - x
+    packed, ranges, _ = quantize(usual_backend, x, 2, kind="uniform")
+    uniform = dequantize(usual_backend, packed, ranges, x, 2, kind="uniform").double() - x
+    rotated = copied(usual_backend, x, 2, fp32_min=False)[0] - x
     assert rotated.square().sum() < uniform.square().sum() / 4
 
 
@@ -124,14 +124,14 @@ def draws_of(backend, x, bits, fp32_min=True, seeds=8, rows=64, group_size=256):
 @pytest.mark.parametrize("fp32_min", [False, True], ids=["bfloat16", "fp32_min"])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("data", GROUPS)
-def test_mean_error(backend, data, bits, fp32_min):
+def test_mean_error(usual_backend, data, bits, fp32_min):
     """The mean error is 0 in view of its deviation: along the group, across it, and of the sum of the elements.
 
     The rounding of the scale changes all elements in the same proportion. So the errors across the group are almost
     independent, but those of the elements are not.
     """
     x = one_group(data).double()
-    errors = draws_of(backend, x.float(), bits, fp32_min) - x
+    errors = draws_of(usual_backend, x.float(), bits, fp32_min) - x
     v = x - x.mean()
     gain = errors @ v / (v @ v).clamp(min=1e-12)
     across = errors - gain[:, None] * v
@@ -141,13 +141,13 @@ def test_mean_error(backend, data, bits, fp32_min):
 
 
 @pytest.mark.parametrize("bits, gain", [(1, 0.31), (2, 0.117)])
-def test_mean_error_of_a_large_element_that_is_rotated_once(backend, bits, gain):
+def test_mean_error_of_a_large_element_that_is_rotated_once(usual_backend, bits, gain):
     """An element with the share s < 1/8 of the energy is restored as (1 + gain s) times its value in the mean."""
     x = one_group("normal").double()
     x -= x.mean()
     x[0] = 0
     x[0] = (0.12 / 0.88 * x @ x).sqrt()
-    errors = draws_of(backend, x.float(), bits, rows=512) - x
+    errors = draws_of(usual_backend, x.float(), bits, rows=512) - x
     v = x - x.mean()
     share = float(v[0] ** 2 / (v @ v))
     found = errors[:, 0] / v[0]
@@ -163,11 +163,11 @@ LIMITS = {1: (0.6, 0.06), 2: (0.31, 0.03), 4: (0.085, 0.005)}
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 9, 12, 33, 48])
 @pytest.mark.parametrize("bits", LIMITS)
-def test_mean_error_of_short_groups(backend, n, bits):
+def test_mean_error_of_short_groups(usual_backend, n, bits):
     """A group of few elements has few patterns of signs. Its mean error is not 0, but orthogonal to the group."""
     for seed in range(3):
         x = inputs((1, 64 + n), torch.float32, seed=seed)[0]
-        errors = (draws_of(backend, x, bits, rows=256, group_size=64) - x)[:, -n:]
+        errors = (draws_of(usual_backend, x, bits, rows=256, group_size=64) - x)[:, -n:]
         v = x[-n:].double() - x[-n:].double().mean()
         energy = v @ v
         assert abs(z_score(errors @ v / energy)) < 4.5
@@ -180,14 +180,14 @@ def test_mean_error_of_short_groups(backend, n, bits):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_errors_of_equal_tokens_average_out(backend, bits):
+def test_errors_of_equal_tokens_average_out(usual_backend, bits):
     """The error of the weight's gradient falls as 1 / N if N tokens are equal: every group has signs of its own."""
     x = one_group("normal")
     v = (x - x.mean()).double()
     found = {}
     for tokens in (1, 8, 64):
         means = [
-            copied(backend, x.expand(tokens, -1).contiguous(), bits, seed=i)[0].mean(0) - x
+            copied(usual_backend, x.expand(tokens, -1).contiguous(), bits, seed=i)[0].mean(0) - x
             for i in range(4096 // tokens // 8)
         ]
         found[tokens] = float(torch.stack(means).square().sum(1).mean() / (v @ v))
@@ -197,10 +197,13 @@ def test_errors_of_equal_tokens_average_out(backend, bits):
 
 
 @pytest.mark.parametrize("tokens", [16, 256])
-def test_a_weight_gradient_of_equal_tokens(backend, tokens):
-    x = one_group("normal").to(backend.device)
-    weight = torch.zeros(1, 256, device=backend.device, requires_grad=True)
-    many, grad = x.expand(tokens, -1).contiguous(), torch.ones(tokens, 1, device=backend.device)
+def test_a_weight_gradient_of_equal_tokens(usual_backend, tokens):
+    x = one_group("normal").to(usual_backend.device)
+    weight = torch.zeros(1, 256, device=usual_backend.device, requires_grad=True)
+    many, grad = (
+        x.expand(tokens, -1).contiguous(),
+        torch.ones(tokens, 1, device=usual_backend.device),
+    )
     errors = []
     for i in range(8):
         torch.manual_seed(i)
@@ -219,10 +222,10 @@ def test_copies_of_one_seed_are_equal(backend):
 
 @pytest.mark.parametrize("bits", [1, 2, 8])
 @pytest.mark.parametrize("seeds", [(7, 8), (7, 7 + 2**32), (7, -7), (0, -(2**63))], ids=str)
-def test_copies_of_two_seeds_are_independent(backend, seeds, bits):
+def test_copies_of_two_seeds_are_independent(usual_backend, seeds, bits):
     """Errors have no correlation: of elements, which also have signs and levels in common, and of scales."""
     x = inputs((128, 256), torch.float32)
-    errors = [copied(backend, x, bits, seed=seed)[0] - x for seed in seeds]
+    errors = [copied(usual_backend, x, bits, seed=seed)[0] - x for seed in seeds]
     v = x.double() - x.double().mean(1, keepdim=True)
     gains = [(e * v).sum(1) / (v * v).sum(1) for e in errors]
     across = [e - gain[:, None] * v for e, gain in zip(errors, gains, strict=True)]
@@ -231,11 +234,11 @@ def test_copies_of_two_seeds_are_independent(backend, seeds, bits):
         assert abs(correlation) < 4.5 / math.sqrt(a.numel())
 
 
-def test_neighboring_groups_have_signs_of_their_own(backend):
+def test_neighboring_groups_have_signs_of_their_own(usual_backend):
     """One element is restored as levels with the signs of its group, which differ between groups."""
     x = torch.zeros(64, 512)
     x[:, 0] = x[:, 256] = 1.0
-    packed, _, _ = quantize(backend, x, 1, 256, True, kind="rotated")
+    packed, _, _ = quantize(usual_backend, x, 1, 256, True, kind="rotated")
     codes = np.unpackbits(packed.view(np.uint8), bitorder="little").reshape(128, 256)
     agreement = codes.astype(float) @ codes.T + (1.0 - codes) @ (1 - codes.T)
     apart = agreement[~np.eye(128, dtype=bool)] / 256 - 0.5
@@ -303,6 +306,7 @@ def copied_by_ops(x, seed, bits, group_size, fp32_min):
     return packed, ranges, quantizer_ops.dequantize_op(packed, ranges, *place)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_equals_eager(backend, dynamic):
     torch.compiler.reset()

@@ -200,6 +200,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_races(name):
     assert faults_of(7, 20, **SETTINGS[name]) == []
@@ -275,6 +276,7 @@ REMOVED = {
 """{name: (settings, seed of a schedule in which the fault should be found, a function that injects it)}."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("removed", REMOVED)
 def test_a_removed_call_is_found(removed):
     settings, first, inject = REMOVED[removed]

@@ -114,6 +114,7 @@ def test_norm(device, kind):
 # -- against the variance itself ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("name", MODELS)
 def test_each_part_of_the_variance(name, kind):
@@ -556,6 +557,7 @@ def test_backward_passes_with_collectives_run_once(function):
     assert all(sensitivity > 0 for sensitivity in sensitivities)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_graph_is_held():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     probe = VarianceProbe(0)

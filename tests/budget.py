@@ -1,0 +1,101 @@
+"""The budget of the fast tier: a test that takes more than half a second of processor time fails.
+
+``pytest --budget``, and so ``make test``, keeps to it. A test over the budget is run a second time, because its first run may
+have paid for what later tests find done, such as imports and compiled Numba functions. It fails if the second run is over the
+budget too. Put such a test into another tier (tests/tiers.py), make it cheaper, or give it a line in ALLOWED.
+"""
+
+import resource
+import time
+
+import pytest
+import tiers
+from _pytest.runner import runtestprotocol
+
+SECONDS = 0.5
+"""The budget of a test, its own fixtures included, on a processor that counts to COUNT in COUNTING seconds."""
+COUNT, COUNTING = 1_000_000, 0.03
+FIXTURE_SECONDS = 5.0
+"""The budget of a fixture that several tests share. It may be the first to import or compile something."""
+ALLOWED = {}
+"""{the name of a test, such as "tests/table/test_table.py::test_html": (its budget in seconds, the reason)}."""
+
+
+def processor_seconds():
+    """Return the processor time that this process and its finished children have used."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def slowness():
+    """Return how many times longer than the budget assumes this processor takes for the same work, at least 1."""
+    started = time.process_time()
+    for _ in range(COUNT):
+        pass
+    return max(1.0, (time.process_time() - started) / COUNTING)
+
+
+class Budget:
+    """The plugin that measures and limits the processor time of every test of the fast tier."""
+
+    def __init__(self):
+        self.shared = 0.0  # seconds spent in shared fixtures since the start of the test
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        """Run a test, run it again if it is over its budget, and report the last run."""
+        if not tiers.is_fast(item):
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        limit, _ = ALLOWED.get(item.nodeid.partition("[")[0], (SECONDS, "the usual budget"))
+        reports, seconds = self._run(item, nextitem)
+        if seconds > limit and all(report.passed for report in reports):
+            limit *= slowness()
+            item._initrequest()
+            reports, seconds = self._run(item, nextitem)
+            if seconds > limit:
+                _fail(
+                    reports,
+                    f"took {seconds:.2f} s of processor time twice, expected at most {limit:.2f}",
+                )
+        for report in reports:
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _run(self, item, nextitem):
+        """Return the reports of a run, and its processor time without that of shared fixtures."""
+        self.shared, started = 0.0, processor_seconds()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        return reports, processor_seconds() - started - self.shared
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        """Leave shared fixtures out of the tests' time, and limit them by themselves."""
+        if fixturedef.scope == "function":
+            return (yield)
+        before, started = self.shared, processor_seconds()
+        result = yield
+        seconds = processor_seconds() - started
+        self.shared = (
+            before + seconds
+        )  # without adding the shared fixtures that this one uses again
+        if seconds > FIXTURE_SECONDS and seconds > FIXTURE_SECONDS * slowness():
+            pytest.fail(
+                f"the fixture {fixturedef.argname} {_over(seconds, FIXTURE_SECONDS)}", pytrace=False
+            )
+        return result
+
+
+def _over(seconds, limit):
+    return f"took {seconds:.2f} s of processor time, expected at most {limit:.2f} (tests/budget.py)"
+
+
+def _fail(reports, message):
+    """Make the report of a test's call say that it failed."""
+    for report in reports:
+        if report.when == "call":
+            report.outcome, report.longrepr = (
+                "failed",
+                f"{report.nodeid} {message}",
+            )

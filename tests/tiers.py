@@ -1,5 +1,6 @@
 """The choice of tests: the tiers, and the order of a shuffled run. See CONTRIBUTING.md."""
 
+import functools
 import random
 import zlib
 from collections import defaultdict
@@ -19,6 +20,7 @@ def is_fast(item):
     return not any(map(item.get_closest_marker, TIERS))
 
 
+@functools.cache
 def of_folder(path):
     """Return the tier of all tests below a path of FOLDERS, or None."""
     return next(

@@ -4,9 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import budget
 import dispatch
 import pytest
+import tiers
 
 TESTS = Path(__file__).parents[1]
 SAMPLE = """
@@ -31,28 +34,106 @@ def test_one_case(n): pass
 """
 
 
+TIMES = """
+import time
+import pytest
+
+def work(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+@pytest.fixture
+def own():
+    work(5)
+
+@pytest.fixture(scope="module")
+def shared():
+    work(1)
+
+runs = []
+
+def test_waits(): time.sleep(1)
+
+def test_shares(shared): pass
+
+def test_has_a_first_run():
+    runs.append(0)
+    work(5 / len(runs) ** 9)
+
+def test_works(): work(5)
+
+def test_has_an_expensive_fixture(own): pass
+
+def test_fails(): assert False, "as expected"
+
+@pytest.mark.slow
+def test_slow(): work(5)
+"""
+
+
+def pytest_in(folder, sample, *arguments):
+    """Return the output of pytest with this project's settings, for a file of tests in a new folder."""
+    (folder / "test_sample.py").write_text(sample)
+    markers = "".join(f"    {name}\n" for name in ("fast", "cuda", *tiers.TIERS))
+    (folder / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{markers}")
+    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "conftest", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode in (0, 1, 5), done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory):
     """A function of arguments to pytest: the names of the tests that it would run, in order."""
     folder = tmp_path_factory.mktemp("sample")
-    (folder / "test_sample.py").write_text(SAMPLE)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    fast\n    cuda\n")
 
     def collect(*arguments):
-        options = ["--collect-only", "-q", "-p", "no:randomly", "-p", "conftest"]
-        paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *arguments],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode in (0, 5), done.stdout + done.stderr
-        return [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]
+        lines = pytest_in(folder, SAMPLE, "--collect-only", *arguments)
+        return [line.split("::")[1] for line in lines if "::" in line]
 
     return collect
+
+
+@pytest.mark.processes
+def test_the_budget(tmp_path):
+    """Only a test that works for too long twice fails. Waiting, shared fixtures and first runs do not count."""
+    lines = pytest_in(tmp_path, TIMES, "--budget", "-m", "slow or not slow", "-rf")
+    failed = {line.split("::")[1].split(" - ")[0] for line in lines if line.startswith("FAILED")}
+    assert failed == {"test_works", "test_has_an_expensive_fixture", "test_fails"}
+    assert sum("s of processor time, expected at most" in line for line in lines) >= 2
+    assert lines[-1].startswith("3 failed, 4 passed")
+
+
+def test_folders_of_one_tier():
+    here, config = TESTS.parent, SimpleNamespace(option=SimpleNamespace(markexpr=""))
+    config.invocation_params = SimpleNamespace(dir=here)
+    for names, left_out in (
+        (["tests"], {"integrations", "fuzz"}),
+        (["tests/fuzz"], {"integrations"}),
+        (["tests/integrations/test_lora.py::test_x", "tests/table"], {"fuzz"}),
+    ):
+        config.args = names
+        found = {path.name for path in TESTS.iterdir() if tiers.skips_folder(path, config)}
+        assert found == left_out
+    config.option.markexpr = "slow"
+    assert not any(tiers.skips_folder(path, config) for path in TESTS.iterdir())
+    assert tiers.of_folder(TESTS / "fuzz" / "cases.py") == "fuzz"
+    assert tiers.of_folder(TESTS / "table" / "test_table.py") is None
+
+
+def test_what_has_a_budget_of_its_own_exists():
+    for name, (seconds, reason) in budget.ALLOWED.items():
+        path, _, function = name.partition("::")
+        assert f"def {function}(" in (TESTS.parent / path).read_text(), name
+        assert seconds > budget.SECONDS and reason
 
 
 @pytest.mark.processes

@@ -54,10 +54,7 @@ class Budget:
             item._initrequest()
             reports, seconds = self._run(item, nextitem)
             if seconds > limit:
-                _fail(
-                    reports,
-                    f"took {seconds:.2f} s of processor time twice, expected at most {limit:.2f}",
-                )
+                _fail(reports, f"{item.nodeid} {_over(seconds, limit)}")
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -79,11 +76,10 @@ class Budget:
         seconds = processor_seconds() - started
         self.shared = (
             before + seconds
-        )  # without adding the shared fixtures that this one uses again
-        if seconds > FIXTURE_SECONDS and seconds > FIXTURE_SECONDS * slowness():
-            pytest.fail(
-                f"the fixture {fixturedef.argname} {_over(seconds, FIXTURE_SECONDS)}", pytrace=False
-            )
+        )  # shared fixtures that this one uses have been added meanwhile
+        if seconds > FIXTURE_SECONDS and seconds > (limit := FIXTURE_SECONDS * slowness()):
+            message = f"the fixture {fixturedef.argname} {_over(seconds, limit)}"
+            pytest.fail(message, pytrace=False)
         return result
 
 
@@ -93,9 +89,5 @@ def _over(seconds, limit):
 
 def _fail(reports, message):
     """Make the report of a test's call say that it failed."""
-    for report in reports:
-        if report.when == "call":
-            report.outcome, report.longrepr = (
-                "failed",
-                f"{report.nodeid} {message}",
-            )
+    report = next(report for report in reports if report.when == "call")
+    report.outcome, report.longrepr = "failed", message

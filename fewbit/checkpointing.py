@@ -193,7 +193,9 @@ def _torch_options(
         )
     options = {"use_reentrant": False, "determinism_check": determinism_check, **options}
     if _HOOKS in signature(torch_checkpoint).parameters:
-        options[_HOOKS] = True if respect_saved_tensors_hooks is None else respect_saved_tensors_hooks
+        options[_HOOKS] = (
+            True if respect_saved_tensors_hooks is None else respect_saved_tensors_hooks
+        )
     elif respect_saved_tensors_hooks:
         raise InputError(
             f"{_HOOKS}: expected None or False with torch {torch.__version__}, got True, which needs torch 2.14"

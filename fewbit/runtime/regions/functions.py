@@ -25,7 +25,8 @@ _RESIZED = frozenset("unique unique_consecutive nonzero argwhere".split())
 _NEUTRAL = frozenset("broadcast_tensors meshgrid view bernoulli randint".split())
 _NO_WRITES = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
 _IN_PLACE = frozenset(
-    f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+    f"__i{name}__"
+    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
 ) | {"__setitem__"}
 _STATISTICS = {
     functional.batch_norm: (1, 2),

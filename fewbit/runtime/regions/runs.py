@@ -29,7 +29,13 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.regions import functions
 
 _WAY_OUT = "; use torch.utils.checkpoint.checkpoint for this region"
-_WRAPPERS = "torch.overrides", "torch.nn.functional", "torch.functional", "torch._tensor", "torch._ops"
+_WRAPPERS = (
+    "torch.overrides",
+    "torch.nn.functional",
+    "torch.functional",
+    "torch._tensor",
+    "torch._ops",
+)
 """Modules of torch whose functions call other functions of torch for their callers."""
 
 
@@ -101,7 +107,10 @@ class Run(_RegionMode):
         super().__init__()
         self.decides = decides
         self.decisions, self.state, self.count = [], {}, 0
-        self._tensors, self._earlier = [], []  # SavedTensors of decisions, and of the memory in `state`
+        self._tensors, self._earlier = (
+            [],
+            [],
+        )  # SavedTensors of decisions, and of the memory in `state`
         self._made = set()  # storages of tensors without gradients that the region has made
 
     def call(self, function, kind, args, kwargs):
@@ -269,7 +278,9 @@ class Rerun(_RegionMode):
 
     def _without_parameters(self, function, args):
         """Return the arguments of a call with a copy of the parameter that the call would change a second time."""
-        changed = [x for x in functions.written(function, args, {}) if x.requires_grad and x.is_leaf]
+        changed = [
+            x for x in functions.written(function, args, {}) if x.requires_grad and x.is_leaf
+        ]
         return tuple(x.detach().clone() if any(x is y for y in changed) else x for x in args)
 
     def run_layer(self, function, args, kwargs):
@@ -337,7 +348,8 @@ def _packed(values: Tensor, count: int | None) -> SavedTensors:
     """Return a copy of integers or booleans, in as few bits per element as they need if that can be told at once."""
     if torch._C._functorch.is_functorch_wrapped_tensor(values):
         raise GradientError(
-            "fewbit.checkpoint: a decision within torch.func.vmap cannot be repeated from rounded inputs" + _WAY_OUT
+            "fewbit.checkpoint: a decision within torch.func.vmap cannot be repeated from rounded inputs"
+            + _WAY_OUT
         )
     values = values.detach()
     is_small = values.numel() * values.element_size() <= 4

@@ -29,14 +29,13 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.regions import functions
 
 _WAY_OUT = "; use torch.utils.checkpoint.checkpoint for this region"
-_WRAPPERS = (
-    "torch.overrides",
-    "torch.nn.functional",
-    "torch.functional",
-    "torch._tensor",
-    "torch._ops",
+_WRAPPERS = frozenset(
+    (
+        "torch.overrides torch.nn.functional torch.functional torch._tensor torch._ops fewbit.convert.functions "
+        "fewbit.runtime.regions.runs"
+    ).split()
 )
-"""Modules of torch whose functions call other functions of torch for their callers."""
+"""Modules whose functions call functions of torch for their callers."""
 
 
 class Decision(NamedTuple):
@@ -195,7 +194,7 @@ class Run(_RegionMode):
         """Call the forward of a layer of fewbit, args[0], outside of this mode."""
         buffers = getattr(args[0], "_buffers", None) if args else None
         if buffers and args[0].training:
-            for tensor in filter(None.__ne__, buffers.values()):
+            for tensor in functions.tensors_in(buffers.values()):
                 self.keep(tensor)
         return run_outside(function, *args, **kwargs)
 

@@ -50,6 +50,7 @@ _ENABLE = "activation_checkpointing_enable", "gradient_checkpointing_enable"
 CHECKPOINTING = "gradient_checkpointing", "_gradient_checkpointing_func"
 """The attributes of a layer of transformers that say whether it is a region, and by which function it is called."""
 _HOOKS = "respect_saved_tensors_hooks"
+_HAS_HOOKS = _HOOKS in signature(torch_checkpoint).parameters
 _OPTIONS = "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", _HOOKS
 """The arguments of torch's function, other than `preserve_rng_state`."""
 _CHECKS = "default", "none"
@@ -192,10 +193,10 @@ def _torch_options(
             f"determinism_check: expected {' or '.join(map(repr, _CHECKS))}, got {shorten(determinism_check)}"
         )
     options = {"use_reentrant": False, "determinism_check": determinism_check, **options}
-    if _HOOKS in signature(torch_checkpoint).parameters:
-        options[_HOOKS] = (
-            True if respect_saved_tensors_hooks is None else respect_saved_tensors_hooks
-        )
+    if options.get("context_fn") is noop_context_fn:
+        del options["context_fn"]  # which Dynamo would not trace
+    if _HAS_HOOKS:
+        options[_HOOKS] = respect_saved_tensors_hooks is not False
     elif respect_saved_tensors_hooks:
         raise InputError(
             f"{_HOOKS}: expected None or False with torch {torch.__version__}, got True, which needs torch 2.14"

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
 from fewbit.config import (
     GROUP_SIZE,
@@ -28,11 +31,15 @@ from fewbit.config import (
 from fewbit.errors import InputError
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
+from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import library
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
+from fewbit.runtime.regions.buffers import Buffers
+from fewbit.runtime.regions.runs import Rerun, Run, entered
 from fewbit.runtime.saved.context import current
+from fewbit.text import shorten
 
 Result = TypeVar("Result")
 
@@ -42,6 +49,11 @@ _ENABLE = "activation_checkpointing_enable", "gradient_checkpointing_enable"
 """The method of models of transformers, with its new and its old name."""
 CHECKPOINTING = "gradient_checkpointing", "_gradient_checkpointing_func"
 """The attributes of a layer of transformers that say whether it is a region, and by which function it is called."""
+_HOOKS = "respect_saved_tensors_hooks"
+_HAS_HOOKS = _HOOKS in signature(torch_checkpoint).parameters
+_OPTIONS = "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", _HOOKS
+"""The arguments of torch's function, other than `preserve_rng_state`."""
+_CHECKS = "default", "none"
 
 
 def checkpoint(
@@ -49,7 +61,13 @@ def checkpoint(
     *args: Any,
     bits: int = 8,
     group_size: int = GROUP_SIZE,
+    use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
+    context_fn: Callable[[], tuple] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Result:
     """Compute function(*args, **kwargs), save the inputs quantized, and compute it again in the backward pass.
@@ -61,35 +79,58 @@ def checkpoint(
     dropout in the region draws other masks than with torch's function.
     In compiled code, torch's own function runs, and nothing is quantized.
 
+    The second run decides as the first run did, although its inputs are rounded: integers, booleans and Python numbers that
+    the region computes from floating tensors are recorded, and used again. The second run does not change buffers, such as
+    running statistics, and reads the values that these had in the first run. Decisions and buffers of code that is compiled
+    within the region are not recorded.
+
     Args:
         function: the region, a function or module.
         *args: the positional arguments of `function`.
         bits: the bits per element, 1 to 8. With fewer than 8 bits, look at the error of the gradients first
             (docs/concepts/layers.md).
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        use_reentrant: False or None. The reentrant variant of torch's function is refused.
         preserve_rng_state: whether the recomputation draws the same random numbers as the forward pass, as in torch. It must
             be False while a CUDA graph is recorded.
-        **kwargs: the keyword arguments of `function`, and the arguments `context_fn`, `determinism_check`, `debug` and
-            `early_stop` of torch's function.
+        context_fn: as in torch. It may be a selective policy, functools.partial(create_selective_checkpoint_contexts, policy).
+        determinism_check: as in torch, "default" or "none". Shapes, dtypes and devices have to agree in both runs, although the
+            inputs of the second run are rounded.
+        debug: as in torch.
+        early_stop: as in torch.
+        respect_saved_tensors_hooks: as in torch 2.14, whether tensors that a selective policy saves pass through the hooks on
+            saved tensors around the region. None stands for True in torch 2.14 and newer. Earlier versions have no such choice:
+            the tensors do not pass through the hooks.
+        **kwargs: the keyword arguments of `function`.
 
     Returns:
         The result of `function`.
 
     Raises:
-        InputError: `function` cannot be called, or `bits` or `group_size` is invalid.
+        InputError: `function` cannot be called, or an argument is invalid.
+        GradientError: in the backward pass, if the second run takes other decisions than the first run.
     """
     if not callable(function):
         raise InputError(f"function: expected a function or module, got {type(function).__name__}")
     check_bits(bits)
     check_group_size(group_size)
-    options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state, **kwargs}
+    options = _torch_options(
+        use_reentrant,
+        respect_saved_tensors_hooks,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+    )
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return torch_checkpoint(function, *args, **options)
+        return torch_checkpoint(function, *args, **options, **kwargs)
     region = _Region(function, args, bits, group_size)
     # torch restores the random states of the devices of the tensors that it is given, and would save the arguments.
     devices = dict.fromkeys(x.device for x in tree_leaves(args) if isinstance(x, Tensor))
-    result = torch_checkpoint(region, *(torch.empty(0, device=each) for each in devices), **options)
-    region.forget_arguments()
+    flags = (torch.empty(0, device=device) for device in devices)
+    result = torch_checkpoint(region, *flags, **options, **kwargs)
+    region.finish()
     return result
 
 
@@ -98,6 +139,7 @@ def checkpoint_(
     bits: int = 8,
     group_size: int = GROUP_SIZE,
     preserve_rng_state: bool = True,
+    **options: Any,
 ) -> None:
     """Enable gradient checkpointing in a model of transformers, in place, with `checkpoint` in place of torch's function.
 
@@ -110,12 +152,18 @@ def checkpoint_(
         bits: as in `checkpoint`.
         group_size: as in `checkpoint`.
         preserve_rng_state: as in `checkpoint`.
+        **options: the other arguments of torch's function, as in `checkpoint`: `use_reentrant`, `context_fn`,
+            `determinism_check`, `debug`, `early_stop` and `respect_saved_tensors_hooks`.
 
     Raises:
-        InputError: `bits` or `group_size` is invalid, or the model has no method `gradient_checkpointing_enable`.
+        InputError: an argument is invalid, or the model has no method `gradient_checkpointing_enable`.
     """
     check_bits(bits)
     check_group_size(group_size)
+    unknown = ", ".join(options.keys() - set(_OPTIONS))
+    if unknown:
+        raise InputError(f"expected arguments among {', '.join(_OPTIONS)}, got {unknown}")
+    _torch_options(**options)
     enable = _enabling(model)
     if enable is None:
         raise InputError(
@@ -124,11 +172,36 @@ def checkpoint_(
             "model.enable_gradient_checkpointing(fewbit.checkpoint)"
         )
     enable()
-    options = {"group_size": group_size, "preserve_rng_state": preserve_rng_state}
+    options = {"group_size": group_size, "preserve_rng_state": preserve_rng_state, **options}
     quantized = partial(checkpoint, bits=bits, **options)
     for module in model.modules():
         if hasattr(module, CHECKPOINTING[1]):
             setattr(module, CHECKPOINTING[1], quantized)
+
+
+def _torch_options(
+    use_reentrant=False, respect_saved_tensors_hooks=None, determinism_check="default", **options
+) -> dict:
+    """Return the options for torch's function. Raise InputError for an option that is not supported."""
+    if use_reentrant:
+        raise InputError(
+            f"use_reentrant: expected False, got {shorten(use_reentrant)}, with which the region would get no gradients; "
+            "use torch.utils.checkpoint.checkpoint for a reentrant region"
+        )
+    if determinism_check not in _CHECKS:
+        raise InputError(
+            f"determinism_check: expected {' or '.join(map(repr, _CHECKS))}, got {shorten(determinism_check)}"
+        )
+    options = {"use_reentrant": False, "determinism_check": determinism_check, **options}
+    if options.get("context_fn") is noop_context_fn:
+        del options["context_fn"]  # which Dynamo would not trace
+    if _HAS_HOOKS:
+        options[_HOOKS] = respect_saved_tensors_hooks is not False
+    elif respect_saved_tensors_hooks:
+        raise InputError(
+            f"{_HOOKS}: expected None or False with torch {torch.__version__}, got True, which needs torch 2.14"
+        )
+    return options
 
 
 def supports_checkpoints(model: nn.Module) -> bool:
@@ -141,7 +214,7 @@ def _enabling(model: nn.Module) -> Callable | None:
 
 
 class _Region:
-    """A region: a function, and its arguments with quantized tensors.
+    """A region: a function, its arguments with quantized tensors, and what the second run needs to know of the first run.
 
     In the forward pass, the object calls the function with the arguments themselves. Later it calls the function with
     the dequantized arguments.
@@ -156,25 +229,50 @@ class _Region:
             in_storage_order(x, lambda x, i=i: _save(x, i, bits, group_size))
             for i, x in tensors.items()
         ]
-        # Autograd saves the tensors, so that hooks on saved tensors see them.
-        with torch.enable_grad():
-            self._holder = _Holder.apply(torch.empty(0, requires_grad=True), saved)
+        self._arguments, self._record = _hold(saved), None
+        is_rounded = any(not isinstance(copy.spec, copies.UnquantizedSpec) for copy in saved)
+        self._run, self._buffers = Run(is_rounded), Buffers(function)
+        self._has_begun = False
 
-    def forget_arguments(self) -> None:
-        """Forget the arguments themselves when the forward pass is done."""
+    def finish(self) -> None:
+        """Save the record of the first run, and forget the arguments."""
+        kept = self._run.kept()
+        self._record = _hold(kept) if kept else None
+        self._run.forget()
         self._args = None
 
     def __call__(self, *_, **kwargs):
-        args = self._restored() if self._args is None else self._args
-        return self._function(*args, **kwargs)
+        if not self._has_begun:
+            self._has_begun = True
+            with self._buffers.watched(), entered(self._run):
+                return self._function(*self._args, **kwargs)
+        with outside_dispatch_modes():
+            # Torch runs the region again before the first run has ended if the region itself computes gradients.
+            args = self._restored() if self._args is None else self._args
+            rerun = Rerun(self._run, self._recorded())
+        with self._buffers.earlier(), entered(rerun):
+            return self._function(*args, **kwargs)
+
+    def _recorded(self) -> list[tuple]:
+        """Return the record of the first run, a list of (spec, tensors)."""
+        if self._record is None:
+            return [(copy.spec, copy.tensors) for copy in self._run.kept()]
+        saved = iter(self._record.saved_tensors)
+        return [(spec, tuple(islice(saved, count))) for spec, count in self._record.specs]
 
     def _restored(self) -> list:
         args = list(self._others)
-        tensors, _ = copies.load(self._holder.grad_fn)
+        tensors, _ = copies.load(self._arguments)
         for (i, needs_grad), x in zip(self._needs_grad.items(), tensors, strict=True):
             x = x.detach()
             args[i] = x.requires_grad_() if needs_grad else x
         return args
+
+
+def _hold(saved: list[SavedTensors]):
+    """Return an autograd node that holds copies. Autograd saves their tensors, so that hooks on saved tensors see them."""
+    with torch.enable_grad():
+        return _Holder.apply(torch.empty(0, requires_grad=True), saved).grad_fn
 
 
 class _Holder(Function):

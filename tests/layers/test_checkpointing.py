@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import tiny_models
@@ -11,6 +12,7 @@ from samples import normal, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 import fewbit
 from fewbit.errors import InputError
@@ -252,6 +254,118 @@ def test_a_model_of_transformers(compresses):
     model.gradient_checkpointing_disable()
     fewbit.restore_(model)
     assert torch.equal(gradient(model), exact)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_a_model_with_routers(experts):
+    """The second run sends each token to the experts of the first run, so experts and routers have the errors of other layers."""
+    torch.manual_seed(0)
+    config = tiny_models.mixtral()
+    config._experts_implementation = experts
+    model, ids = MixtralForCausalLM(config).train(), torch.randint(100, (4, 32))
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    exact = gradients()
+    fewbit.checkpoint_(model, bits=8)
+    found = gradients()
+    for part in ("experts", "mlp.gate.", "self_attn"):
+        names = [name for name in exact if part in name]
+        one, other = (torch.cat([g[name].flatten() for name in names]) for g in (found, exact))
+        assert 0 < relative(one, other) < 0.02
+
+
+def plain_gradients(run):
+    model, x = nn.Linear(WIDTH, WIDTH), normal((WIDTH, WIDTH)).requires_grad_()
+    run(model, x).sum().backward()
+    return model.weight.grad, x.grad
+
+
+@pytest.mark.parametrize("use_reentrant", [False, None])
+def test_arguments_of_torch(use_reentrant):
+    """The gradients of a linear layer's weight and input are there."""
+    options = {"determinism_check": "default", "early_stop": False, "debug": False}
+    run = partial(fewbit.checkpoint, use_reentrant=use_reentrant, **options)
+    weight, x = plain_gradients(run)
+    assert weight.norm() > 0 and x.norm() > 0
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_reentrant_regions_are_refused(has_grad):
+    x = normal((WIDTH, WIDTH)).requires_grad_()
+    with (
+        torch.set_grad_enabled(has_grad),
+        pytest.raises(InputError, match="no gradients; use torc"),
+    ):
+        fewbit.checkpoint(nn.Linear(WIDTH, WIDTH), x, use_reentrant=True)
+
+
+def test_wrong_arguments_of_checkpoint_():
+    """They are refused before the model changes."""
+    model = LlamaForCausalLM(tiny_models.llama())
+    for options, message in (
+        ({"use_reentrant": True}, "expected False, got True"),
+        ({"determinism_check": "all"}, "expected 'default' or 'none', got"),
+        ({"offload": True}, "expected arguments among use_reentrant, .*, got offload"),
+    ):
+        with pytest.raises(InputError, match=message):
+            fewbit.checkpoint_(model, **options)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def test_hooks_on_what_a_policy_saves(monkeypatch):
+    """Torch 2.14 and newer ask whether such tensors pass through hooks; fewbit's meter has to see them."""
+    seen = []
+
+    def newer(function, *args, respect_saved_tensors_hooks=None, **options):
+        seen.append(respect_saved_tensors_hooks)
+        return torch_checkpoint(function, *args, **options)
+
+    monkeypatch.setattr("fewbit.checkpointing.torch_checkpoint", newer)
+    monkeypatch.setattr("fewbit.checkpointing._HAS_HOOKS", True)
+    for choice in (None, True, False):
+        plain_gradients(partial(fewbit.checkpoint, respect_saved_tensors_hooks=choice))
+    assert seen == [True, True, False]
+    monkeypatch.undo()
+    monkeypatch.setattr("fewbit.checkpointing._HAS_HOOKS", False)
+    plain_gradients(partial(fewbit.checkpoint, respect_saved_tensors_hooks=False))
+    with pytest.raises(InputError, match="expected None or False .* needs torch 2.14"):
+        plain_gradients(partial(fewbit.checkpoint, respect_saved_tensors_hooks=True))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["fewbit", "torch", "reentrant"])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_region_is_differentiated_twice(number, as_function):
+    """With 2 bits, new codes would change the gradients. The layers of all three kinds of regions draw the same codes again."""
+    run = (
+        fewbit.checkpoint,
+        partial(torch_checkpoint, use_reentrant=False),
+        partial(torch_checkpoint, use_reentrant=True),
+    )[number]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([block(0.1), block(0.1)])
+
+        def forward(self, x):
+            for body in self.blocks:
+                x = x + run((lambda x, body=body: body(x)) if as_function else body, x)
+            return x
+
+    model, x = Model(), normal((16, WIDTH), scale=1.0).requires_grad_()
+    fewbit.compress_(model, bits=2, verbose=False)
+    loss, gradients = model(x * 1).square().sum(), []
+    for _ in range(2):
+        model.zero_grad()
+        x.grad = None
+        loss.backward(retain_graph=True)
+        gradients.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(same(one, other) for one, other in zip(*gradients, strict=True))
 
 
 def test_other_models_are_refused():

@@ -66,11 +66,18 @@ def restore_modes(before: tuple) -> None:
 
 
 class ReplacingMode(TorchFunctionMode):
-    """The base of fewbit's function mode, by which `run_outside` recognizes it."""
+    """The base of fewbit's function modes, by which `run_outside` recognizes them.
+
+    Attributes:
+        is_region: whether the mode watches a checkpointed region. Then `run_layer(function, args, kwargs)` calls the forward
+            of a layer of fewbit outside of the mode.
+    """
+
+    is_region = False
 
 
 def run_outside(function, *args, **kwargs):
-    """Return function(*args, **kwargs), without fewbit's function mode if that is the innermost one.
+    """Return function(*args, **kwargs), without fewbit's function modes if these are the innermost ones.
 
     fewbit's layers call hundreds of methods of tensors. Each call would take a detour through the mode, which would
     replace none of them. If an interrupt prevents that the mode is put back, the call guard of the model restores it.
@@ -83,6 +90,8 @@ def run_outside(function, *args, **kwargs):
         return function(*args, **kwargs)
     mode = stack._pop_torch_function_stack()
     try:
+        if mode.is_region:
+            return mode.run_layer(function, args, kwargs)
         return function(*args, **kwargs)
     finally:
         stack._push_on_torch_function_stack(mode)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import sys
 import weakref
+from contextlib import nullcontext
 from types import FunctionType
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 _REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
@@ -66,3 +68,11 @@ def in_backward() -> bool:
 def in_checkpoint() -> bool:
     """Return whether this thread runs a region with `use_reentrant=False`, for the first time or again."""
     return checkpoint_hook() is not None
+
+
+def outside_dispatch_modes():
+    """Return a context manager in whose block no dispatch mode is active.
+
+    A selective policy of torch's checkpoint sets a dispatch mode, which expects the same operations in both runs of a region.
+    """
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()

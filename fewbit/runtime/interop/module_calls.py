@@ -29,8 +29,10 @@ PATH = "_fewbit_path"
 _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
 
 
-def leave_to_interpreter(code: CodeType) -> None:
+def leave_to_interpreter(code: CodeType, with_callees: bool = False) -> None:
     """Let torch.compile trace a function only as a part of the function's callers, and never compile it by itself.
+
+    With `with_callees`, functions that it calls are not compiled either.
 
     Otherwise Dynamo could reuse the code that it has compiled for one call of the function in a different call.
     """
@@ -38,7 +40,8 @@ def leave_to_interpreter(code: CodeType) -> None:
         eval_frame.skip_code(code)
         return
     actions = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    callees = actions.SKIP if with_callees else actions.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(actions.SKIP, callees)
     eval_frame.set_code_exec_strategy(code, strategy)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 
+import torch
+
 from fewbit.runtime.interop.checkpoint import (
     checkpoint_hook,
     in_backward,
@@ -21,10 +23,12 @@ from fewbit.runtime.interop.checkpoint import (
 class CheckpointRegions:
     """Remembers regions from their first run to their recomputation in the backward pass.
 
-    A recomputed region has to use the bits and seeds of its first run, so that both runs save the same copies.
+    A recomputed region has to use the bits and seeds of its first run, so that both runs save the same copies. If the region
+    is differentiated twice, it runs a third time, and has to save the same copies again.
     """
 
     def __init__(self):
+        self._seeds = weakref.WeakKeyDictionary()  # {region: (its number, its latest run, seeds)}
         self._forwards = weakref.WeakKeyDictionary()  # {region: forward}
         self._whole = weakref.WeakSet()  # regions around whole forwards
         self._local = _Local()
@@ -40,6 +44,24 @@ class CheckpointRegions:
         if found is None and in_backward():
             region = reentrant_region()
             found = None if region is None else self._forwards.get(region)
+            if found is not None:
+                run = torch._C._current_graph_task_id()
+                found = found._replace(seeds=self.seeds(region, run, found.seeds))
+        return found
+
+    def seeds(self, region, run, seeds):
+        """Return the seeds of a run of a region. They are the same in every run of the region.
+
+        Args:
+            region: the region.
+            run: an object that stands for the run.
+            seeds: the seeds of the forward pass of which the region is a part.
+        """
+        number, latest, found = self._seeds.get(region, (None, None, None))
+        if found is None or latest != run:
+            number = seeds.number("region") if number is None else number
+            found = seeds.restarted("region", number)
+            self._seeds[region] = number, run, found
         return found
 
     def is_over(self) -> bool:

@@ -9,6 +9,7 @@ the backward pass. A *probe* measures a forward pass for the policy, which choos
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -321,7 +322,9 @@ class ForwardContext:
             return local.forward
         forward = self._recomputed_forward(None, (x,))
         if frame is not None:
-            return self.checkpoints.remember(frame, forward)
+            forward = self.checkpoints.remember(frame, forward)
+            seeds = self.checkpoints.seeds(frame, weakref.ref(hook), forward.seeds)
+            return forward._replace(seeds=seeds)
         if self.cache.is_open:
             self._use(forward)
         return forward

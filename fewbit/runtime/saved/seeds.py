@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from itertools import count
 
@@ -35,7 +36,7 @@ class Seeds:
         if not torch.jit.is_tracing() and is_plain(generator := torch.get_rng_state()):
             state = generator.numpy()
         self.start = hashlib.blake2b(state, digest_size=16, salt=salt).digest()
-        self._counts = {}
+        self._counts, self._prefix = {}, ()
         self._groups = groups or ProcessGroups()
         self._rank = self._groups.data_rank
         self._agreed = {}  # {device: a random number that all processes of tensor parallelism have}
@@ -54,6 +55,16 @@ class Seeds:
         """
         return self.of(device, *running_shard(), *purpose, self.number(*purpose))
 
+    def restarted(self, *prefix) -> Seeds:
+        """Return other seeds of the same forward pass, which count from 0 again.
+
+        Args:
+            *prefix: values that are hashed too. With the same values, the seeds are the same again.
+        """
+        other = copy.copy(self)
+        other._counts, other._prefix = {}, prefix
+        return other
+
     def number(self, *purpose) -> int:
         """Return how often `number` was called with the same purpose before."""
         # One atomic step, since several threads may run backward passes at once.
@@ -65,6 +76,7 @@ class Seeds:
         Returns:
             An int that fits into int64; in a process of tensor parallelism (1,) int64 on the device.
         """
+        purpose = *self._prefix, *purpose
         if not self._groups.tensor:
             # The number of the device is constant in a process of tensor parallelism, but not equal in all of them.
             return self._hash(self.start, device.index or 0, *self._rank, *purpose)

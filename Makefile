@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --max
 # The sources of the compiled kernels.
 KERNELS := $(wildcard csrc/bindings/* csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-all slow dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize docs clean
+.PHONY: demo test test-all slow dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize mutants same docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/fewbit solve gelu --bits 3
@@ -69,6 +69,15 @@ sanitize: $(VENV)/installed-tests
 		CXX=$(abspath $(ASAN))/c++ TORCHINDUCTOR_CACHE_DIR=$(abspath $(ASAN))/inductor \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest -p no:cacheprovider $(ASAN_TESTS)
+
+# Which tests notice small changes of the sources: a seeded sample of 300 mutants. Results are in build/mutants. MUTANTS adds
+# options, such as MUTANTS="--base before.json" before tests are deleted; `$(BIN)/python tests/mutants --help` lists them.
+mutants: $(VENV)/installed-tests
+	$(BIN)/python tests/mutants $(MUTANTS)
+
+# Compares the results of the public API with those of the commit BASE, to the bit: make same BASE=main.
+same: $(VENV)/installed-tests
+	$(BIN)/python tests/same.py $(BASE)
 
 # The documentation site, in build/docs. Warnings, such as a broken link, are errors. Nothing is fetched while the site is built.
 docs: $(VENV)/installed-docs

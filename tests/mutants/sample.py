@@ -76,8 +76,9 @@ def allotted(sizes: dict[str, float], number: int) -> dict[str, int]:
     counts = {folder: max(fewest, int(exact)) for folder, exact in share.items()}
     while (missing := number - sum(counts.values())) and counts:
         step = 1 if missing > 0 else -1
-        most = max(counts, key=lambda folder: (step * (share[folder] - counts[folder]), folder))
-        counts[most] += step
+        free = [folder for folder in counts if step > 0 or counts[folder] > fewest]
+        chosen = max(free, key=lambda folder: (step * (share[folder] - counts[folder]), folder))
+        counts[chosen] += step
     return counts
 
 
@@ -110,9 +111,8 @@ def found_again(root: Path, names: list[str]) -> tuple[list[Mutant], list[str]]:
 def _files(root: Path) -> list[str]:
     found = [*(root / "fewbit").rglob("*.py")]
     for folder in CSRC:
-        found += [
-            path for path in (root / "csrc" / folder).iterdir() if path.suffix in (".h", ".cpp")
-        ]
+        found += (root / "csrc" / folder).glob("*.h")
+        found += (root / "csrc" / folder).glob("*.cpp")
     # Without nvcc, nothing compiles the bindings of the CUDA kernels.
     names = sorted(str(path.relative_to(root)) for path in found)
     return [name for name in names if name != "csrc/bindings/cuda.cpp"]

@@ -14,7 +14,7 @@ export FEWBIT_CUDA ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,0)
 # The sources of the compiled kernels.
 KERNELS := $(wildcard csrc/bindings/* csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-all tiers dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize docs clean
+.PHONY: demo test test-all tiers dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize mutants same docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/fewbit solve gelu --bits 3
@@ -73,6 +73,15 @@ sanitize: $(VENV)/installed-tests
 		CXX=$(abspath $(ASAN))/c++ TORCHINDUCTOR_CACHE_DIR=$(abspath $(ASAN))/inductor \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest -p no:cacheprovider $(ASAN_TESTS)
+
+# Which tests notice small changes of the sources: a seeded sample of 300 mutants. Results are in build/mutants. MUTANTS adds
+# options, such as MUTANTS="--base before.json" before tests are deleted; `$(BIN)/python tests/mutants --help` lists them.
+mutants: $(VENV)/installed-tests
+	$(BIN)/python tests/mutants $(MUTANTS)
+
+# Compares the results of the public API with those of the commit BASE, to the bit: make same BASE=main.
+same: $(VENV)/installed-tests
+	$(BIN)/python tests/same.py $(BASE)
 
 # The documentation site, in build/docs. Warnings, such as a broken link, are errors. Nothing is fetched while the site is built.
 docs: $(VENV)/installed-docs

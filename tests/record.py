@@ -5,7 +5,8 @@
 
 A record maps keys such as "model/mlp/2 bits" to answers: bytes, gradients, losses, states, tables and the numbers that
 commands print. Tensors are hashed with dtype and shape. Words and times are left out. Keys name
-questions and not places in fewbit, so that a record outlives renaming. `recorded/api.py` has all calls of fewbit.
+questions and not places in fewbit, so that a record outlives renaming. `recorded/api.py` has all calls of fewbit. The fewbit
+that answers is the one that Python imports; `same.py` asks those of two commits, and compares them.
 
 The script is a test that compares with an earlier version instead of an oracle, which is why it is in `tests/` and not in
 `benchmarks/`, whose scripts measure and keep results. pytest does not collect it, because a record holds on one machine
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -52,10 +54,11 @@ def main(arguments=None) -> int:
         for key, message in raised.items():
             if not key.startswith("refused/"):
                 print(f"recorded as an answer: {key}: {message}")
-        write(options.file, {"commit": _commit(), "machine": machine(), "entries": entries})
+        found = {"commit": _commit(), "machine": machine(), "entries": entries, "raised": raised}
+        write(options.file, found)
         return 0
     print(f"compared with the record of commit {before['commit']}")
-    elsewhere = _other_machine(before["machine"], machine())
+    elsewhere = other_machine(before["machine"], machine())
     if elsewhere:
         print(f"another machine, so that numbers may differ by rounding: {elsewhere}")
     asked = {
@@ -219,7 +222,7 @@ def machine() -> dict[str, str]:
     return found
 
 
-def _other_machine(before: dict, now: dict) -> str:
+def other_machine(before: dict, now: dict) -> str:
     """Return what differs between two machines, in one line, or ""."""
     found = []
     for name in dict.fromkeys([*before, *now]):
@@ -241,7 +244,7 @@ def _commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    root = Path(__file__).parent.parent
+    root = Path(importlib.util.find_spec("fewbit").origin).parents[1]
     try:
         return subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, check=True

@@ -62,8 +62,9 @@ def compile(
         InputError: an argument cannot be used.
 
     Warns:
-        UserWarning: the version of torch is not 2.11 or 2.13. The compiled code then saves exact tensors, and there is no
-            `partitioner`.
+        CompileWarning: the version of torch is not 2.11 or 2.13, or torch.compile is disabled. The model then saves exact
+            tensors, and there is no `partitioner`. Calls of the compiled model give this warning if a part of the model
+            saves exact tensors, because torch.compile has left it to Python.
     """
     settings = {"backend": backend, "mode": mode, "options": options, **settings}
     partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)

@@ -93,7 +93,7 @@ class Partitioner(CustomPartitionerFn):
 
     @property
     def compresses(self) -> bool:
-        """Whether any tensors get copies; False if overrides leave the tensors of all modules exact."""
+        """False if overrides leave the tensors of all modules exact, so that no tensor gets a copy."""
         return not self.paths or any(self.own.get(path, self.settings) for path in self.paths)
 
     def uuid(self):

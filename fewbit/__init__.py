@@ -51,6 +51,7 @@ _HOME = {
     "InputError": "fewbit.errors",
     "GradientError": "fewbit.errors",
     "BoundWarning": "fewbit.errors",
+    "CompileWarning": "fewbit.errors",
     "OutputExistsError": "fewbit.errors",
     "Pointwise": "fewbit.nn",
 }

@@ -30,6 +30,7 @@ from fewbit.config import PreActivationBits as PreActivationBits
 from fewbit.config import SampleBits as SampleBits
 from fewbit.convert.swap import restore_ as restore_
 from fewbit.errors import BoundWarning as BoundWarning
+from fewbit.errors import CompileWarning as CompileWarning
 from fewbit.errors import FewbitError as FewbitError
 from fewbit.errors import FunctionError as FunctionError
 from fewbit.errors import GradientError as GradientError

@@ -38,6 +38,10 @@ class BoundWarning(UserWarning):
     """The warning that the error of a gradient exceeds the bound of `ErrorBound`."""
 
 
+class CompileWarning(UserWarning):
+    """The warning that a model of `fewbit.compile` saves exact tensors because torch.compile does not compile all of it."""
+
+
 class MissingPackageError(FewbitError, ImportError):
     """Raised if a feature needs a package that is not installed.
 

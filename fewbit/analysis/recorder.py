@@ -216,7 +216,7 @@ def name_nodes(outputs) -> None:
         node = nodes.pop()
         for token in _tokens_of(node):
             token.node = token.node or node.name()
-            token.has_fewbit_node |= _is_fewbit_node(node)
+            token.has_fewbit_node |= is_fewbit_node(node)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -237,7 +237,8 @@ def _tokens_of(node) -> Iterator[Token]:
                     yield token
 
 
-def _is_fewbit_node(node) -> bool:
+def is_fewbit_node(node) -> bool:
+    """Return whether an autograd Function of fewbit, or one of its ops, has made an autograd node."""
     forward = getattr(type(node), "_forward_cls", None)
     is_own = forward is not None and _is_fewbit_class(forward)
     return is_own or "GeneratedBackwardFor_fewbit" in node.name()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from fewbit.compiler.seeds import counter_of
 from fewbit.config import UNBIASED, BitConfig, FixedBits, LayerSettings, as_config
 from fewbit.convert.select import Selection
 from fewbit.convert.settings import ResolvedSettings, resolve
-from fewbit.errors import InputError
+from fewbit.errors import CompileWarning, InputError
 from fewbit.runtime import backends
 
 TESTED = ("2.11", "2.13")
@@ -61,16 +62,22 @@ def compile(
         InputError: an argument cannot be used.
 
     Warns:
-        UserWarning: the version of torch is not 2.11 or 2.13. The compiled code then saves exact tensors, and there is no
-            `partitioner`.
+        CompileWarning: the version of torch is not 2.11 or 2.13, or torch.compile is disabled. The model then saves exact
+            tensors, and there is no `partitioner`. Calls of the compiled model give this warning if a part of the model
+            saves exact tensors, because torch.compile has left it to Python.
     """
     settings = {"backend": backend, "mode": mode, "options": options, **settings}
     partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)
     compiled = torch.compile(model, **arguments)
-    if partitioner is not None:
-        # Setting an attribute of the compiled model would set it on the model itself.
-        vars(compiled)["partitioner"] = partitioner
-    return compiled
+    if partitioner is None:
+        return compiled
+    if compiled is model:
+        _warn("torch.compile is disabled: the model saves exact tensors", stacklevel=2)
+        return model
+    from fewbit.compiler.compiled_call import CompiledModel
+
+    again = partial(compile, bits=bits, layers=layers, overrides=overrides, **settings)
+    return CompiledModel.of(compiled, partitioner, arguments, again)
 
 
 def compile_in_place(model: nn.Module, bits=None, layers=None, overrides=None, **settings) -> None:
@@ -81,15 +88,10 @@ def compile_in_place(model: nn.Module, bits=None, layers=None, overrides=None, *
     Raises:
         InputError: an argument cannot be used.
     """
-    arguments = _arguments(model, bits, layers, overrides, **settings)[1]
+    from fewbit.compiler.compiled_call import CompiledCall
 
-    def call(*args, **kwargs):
-        return model._call_impl(*args, **kwargs)
-
-    # torch compiles a code object only 8 times. All functions `call` would have one code object in common.
-    call.__code__ = call.__code__.replace()
-    model._compiled_call_impl = torch.compile(call, **arguments)
-    model._compiled_call_impl.is_from_fewbit = True
+    partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)
+    model._compiled_call_impl = CompiledCall(model, partitioner, arguments, in_place=True)
 
 
 def undo_compile(model: nn.Module) -> None:
@@ -201,12 +203,16 @@ def _partitioner(
         from fewbit.compiler.partitioner import Partitioner
 
         return Partitioner(settings, own, paths, is_inductor)
-    warnings.warn(
+    _warn(
         f"expected torch {', '.join(TESTED)}, with which fewbit.compile is tested, got torch {torch.__version__}: the "
         "compiled code saves exact tensors",
-        stacklevel=stacklevel,
+        stacklevel,
     )
     return None
+
+
+def _warn(message: str, stacklevel: int) -> None:
+    warnings.warn(message, CompileWarning, stacklevel=stacklevel + 1)
 
 
 def _of_mode(mode: str | None) -> dict:

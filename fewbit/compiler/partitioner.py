@@ -91,6 +91,11 @@ class Partitioner(CustomPartitionerFn):
         """
         return CompileReport(tuple(self._rows), self._graphs)
 
+    @property
+    def compresses(self) -> bool:
+        """False if overrides leave the tensors of all modules exact, so that no tensor gets a copy."""
+        return not self.paths or any(self.own.get(path, self.settings) for path in self.paths)
+
     def uuid(self):
         """Return the key by which torch's cache of compiled code knows these settings and this version of the code."""
         return get_hash_for_files(_FILES, repr((self.settings, self.own, self.is_inductor)))

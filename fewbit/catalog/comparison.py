@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from fewbit.catalog import paper
-from fewbit.catalog.error_table import as_tuple, names_of
+from fewbit.catalog.error_table import checked_bits, names_of
 from fewbit.functions.callables import resolve
+from fewbit.functions.function import Function
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
 from fewbit.sizes import counted
@@ -131,9 +132,13 @@ def compare(
 
     Returns:
         A `Comparison`.
+
+    Raises:
+        FewbitError: A name or a number of bits cannot be used. This is found before anything is solved.
     """
-    bits = as_tuple(bits, int)
+    bits = checked_bits(bits)
     names = [*paper.TABLE_3, "mish"] if functions is None else names_of(functions)
+    resolved = {name: resolve(name) for name in names}
     problems = [(name, count) for name in dict.fromkeys(names) for count in bits]
     if functions is None:
         # ReLU's derivative has two values, so one bit is exact. The paper has no figure for more bits.
@@ -144,17 +149,16 @@ def compare(
         for done, (name, count) in enumerate(problems):
             if progress is not None:
                 progress(f"{name}, {counted(count, 'bit')}", done, len(problems))
-            rows.append(_compare(name, count))
+            rows.append(_compare(name, resolved[name], count))
     return Comparison(tuple(rows))
 
 
-def _compare(name: str, bits: int) -> ComparisonRow:
+def _compare(name: str, f: Function, bits: int) -> ComparisonRow:
     from fewbit.solver.solve import solve
 
     printed = paper.printed_error(name, bits)
     discrete = None if printed is None else paper.discrete_optimum(name, bits)
     levels = solve(name, bits)
-    f = resolve(name)
     low, high = f.domain
     parity = f.even_derivative and low == -high
     half = (0.0, high) if parity else None

@@ -15,6 +15,7 @@ from fewbit.render.formats import short
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
 from fewbit.sizes import counted
+from fewbit.solver.request import count_levels
 from fewbit.table import Table, describe_weight
 
 METRICS = ("error", "relative_error")
@@ -130,7 +131,7 @@ def error_table(
 
     if metric not in METRICS:
         raise FewbitError(f"metric: expected {' or '.join(METRICS)}, got {metric!r}")
-    bits = as_tuple(bits, int)
+    bits = checked_bits(bits)
     rows = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # an unbounded derivative
@@ -146,10 +147,19 @@ def names_of(functions: str | Iterable[str] | None) -> list[str]:
     Args:
         functions: A name or an alias, or several; None for all functions. "package.module:name" is not changed.
     """
-    names = known.names() if functions is None else as_tuple(functions, str)
+    names = known.names() if functions is None else _as_tuple("functions", functions, str)
     return [name if ":" in name else known.canonical(name) for name in names]
 
 
-def as_tuple(value, kind: type) -> tuple:
+def checked_bits(bits: int | Iterable[int]) -> tuple[int, ...]:
+    """Return one or several numbers of bits as a tuple. Raise SolveError, before any work, if one is out of range."""
+    return tuple(count_levels(count, None)[1] for count in _as_tuple("bits", bits, int))
+
+
+def _as_tuple(argument: str, value, kind: type) -> tuple:
     """Return the values as a tuple. A value of type `kind` is a single one, and becomes a tuple of one item."""
+    if not isinstance(value, kind | Iterable):
+        raise FewbitError(
+            f"{argument}: expected one or several of type {kind.__name__}, got {value!r}"
+        )
     return (value,) if isinstance(value, kind) else tuple(value)

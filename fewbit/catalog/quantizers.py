@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fewbit.catalog.error_table import as_tuple
+from fewbit.catalog.error_table import checked_bits
 from fewbit.catalog.normal_levels import normal_levels, unbiased_levels, value_table
-from fewbit.errors import FewbitError
 from fewbit.extras import needed_for
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
@@ -120,10 +119,7 @@ def compare_quantizers(
     Raises:
         FewbitError: A number of bits is out of range.
     """
-    bits = as_tuple(bits, int)
-    for count in bits:
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 8:
-            raise FewbitError(f"bits: expected an integer from 1 to 8, got {count!r}")
+    bits = checked_bits(bits)
     random = np.random.default_rng(_SEED)
     x = random.standard_normal((_GROUPS, GROUP))
     signs = random.choice([-1.0, 1.0], x.shape)

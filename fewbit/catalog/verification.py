@@ -25,7 +25,7 @@ from fewbit.text import printable
 
 TOLERANCE = 1e-6
 """Largest relative difference between a claimed and a recomputed error."""
-# Rounding alone may cause a claimed error below this, for instance by deviations of 1e-15 on a domain of width 20.
+# Rounding alone may cause a claimed error of this share of the integral of f'**2 w.
 _ROUNDING = 1e-28
 
 
@@ -138,34 +138,48 @@ def recompute_error(table, weight=None):
 class _Recomputed:
     """A recomputed error, and numbers to compare claims with.
 
+    The numbers are those of the scaled weight (`fewbit.solver.weight.ScaledWeight`), so that they neither overflow nor
+    underflow.
+
     Attributes:
-        error: The recomputed error.
-        highest: The largest error that a table may claim. It is larger than `error` if f' is not known exactly.
-        scale: The integral of f'**2 w or, for objective "minimax", the largest |f'|. It is the divisor of relative
-            errors.
+        scaled_error: The recomputed error, divided by 2**exponent.
+        highest: The largest error that a table may claim, divided by 2**exponent. It is larger than `scaled_error` if f'
+            is not known exactly.
+        scale: The integral of f'**2 w, divided by 2**exponent, or, for objective "minimax", the largest |f'|. It is the
+            divisor of relative errors.
+        exponent: The exponent of the power by which the weight is divided; 0 for objective "minimax".
     """
 
-    error: float
+    scaled_error: float
     highest: float
     scale: float
+    exponent: int
+
+    @property
+    def error(self):
+        """The recomputed error; infinity if it is beyond the range of float64."""
+        with np.errstate(over="ignore"):
+            return float(np.ldexp(self.scaled_error, self.exponent))
 
 
 def _wrong_errors(table, found):
     """Return the list of problems: one line if the claimed error, or else the claimed relative error, does not hold."""
 
     def holds(claimed, tolerance):
-        allowed = tolerance * claimed + _ROUNDING
+        allowed = tolerance * claimed + _ROUNDING * found.scale
         # If f' is an approximation, the solver adds the effect of its inaccuracy to the error. `highest` includes the
         # effect.
-        return found.error - allowed <= claimed <= found.highest + allowed
+        return found.scaled_error - allowed <= claimed <= found.highest + allowed
 
-    if not holds(table.error, TOLERANCE):
+    with np.errstate(over="ignore"):
+        claimed = float(np.ldexp(table.error, -found.exponent))
+    if not holds(claimed, TOLERANCE):
         return [f"error: claimed {table.error:.9g}, recomputed {found.error:.9g}"]
     is_root = table.objective != "minimax"
     implied = table.relative_error ** (2 if is_root else 1) * found.scale
     if holds(implied, 2 * TOLERANCE):
         return []
-    share = found.error / found.scale if found.scale > 0 else 0.0
+    share = found.scaled_error / found.scale if found.scale > 0 else 0.0
     relative = math.sqrt(share) if is_root else share
     return [f"relative_error: claimed {table.relative_error:.9g}, recomputed {relative:.9g}"]
 
@@ -190,7 +204,7 @@ def _rows(table):
 
 def _recompute(table, weight=None):
     from fewbit.solver.certificate import widened
-    from fewbit.solver.weight import make_weight
+    from fewbit.solver.weight import ScaledWeight, make_weight
 
     f = table.activation
     if f is None:
@@ -201,14 +215,17 @@ def _recompute(table, weight=None):
     weight = make_weight(weight if is_callable and weight is not None else table.weight)
     ends = _smooth_intervals(table, f, weight)
     if table.objective == "minimax":
-        error, mass = _largest_deviation(table, f, weight, ends), 0.0
+        error, mass, exponent = _largest_deviation(table, f, weight, ends), 0.0, 0
         scale = _largest_slope(f, weight, ends)
     else:
-        error = _integral(lambda x: _loss(table, f, x) * weight.density(x), ends)
-        mass = _integral(weight.density, ends) if f.accuracy else 0.0
-        scale = _integral(lambda x: f.derivative(x) ** 2 * weight.density(x), ends)
+        scaled = ScaledWeight(weight, table.domain)
+        exponent = scaled.exponent
+        largest = _largest_slope(f, weight, ends)
+        error = _integral(lambda x: _loss(table, f, x) * scaled.density(x), ends, largest)
+        mass = _integral(scaled.density, ends) if f.accuracy else 0.0
+        scale = _integral(lambda x: f.derivative(x) ** 2 * scaled.density(x), ends, largest)
     highest, _ = widened(error, 0.0, accuracy=f.accuracy, mass=mass, objective=table.objective)
-    return _Recomputed(error, highest, scale)
+    return _Recomputed(error, highest, scale, exponent)
 
 
 def _smooth_intervals(table, f, weight):
@@ -218,7 +235,8 @@ def _smooth_intervals(table, f, weight):
     breaks = table.breaks
     if table.objective == "shared":
         breaks, _, _ = lower_pieces(build_staircase(table.shared_levels).means, table.knots)
-    points = np.concatenate([breaks, f.kinks, weight.edges(table.domain), knots, f.panels])
+    edges = weight.edges(table.domain), weight.support_edges(table.domain)
+    points = np.concatenate([breaks, f.kinks, *edges, knots, f.panels])
     inside = points[(points > low) & (points < high)]
     # Adaptive quadrature could miss a narrow density without points of the density's own mesh.
     hints = weight.mesh(table.domain)[::20]
@@ -239,8 +257,15 @@ def _loss(table, f, x):
     return (mean - levels[lower]) * (levels[lower + 1] - mean) + (slope - mean) ** 2
 
 
-def _integral(integrand, ends):
-    """Integrate over [ends[0], ends[-1]]; the integrand is smooth between neighboring ends."""
+def _integral(integrand, ends, slope=1.0):
+    """Integrate over [ends[0], ends[-1]].
+
+    Args:
+        integrand: A function that is smooth between neighboring ends.
+        ends: Ascending points.
+        slope: A number whose square has about the size of the integrand, so that the quadrature is accurate for
+            derivatives of every size.
+    """
     with needed_for("fewbit.verify"):
         from scipy.integrate import tanhsinh
 
@@ -254,7 +279,9 @@ def _integral(integrand, ends):
     thin = ~wide
     rest = np.sum(integrand(0.5 * (left[thin] + right[thin])) * (right[thin] - left[thin]))
     left, right = left[wide], right[wide]
-    result = tanhsinh(inside, left, right, args=(left, right), rtol=1e-9, atol=1e-30, maxlevel=8)
+    result = tanhsinh(
+        inside, left, right, args=(left, right), rtol=1e-9, atol=1e-30 * slope**2, maxlevel=8
+    )
     return float(np.sum(result.integral) + rest)
 
 
@@ -268,7 +295,7 @@ def _samples(left, right):
 def _largest_deviation(table, f, weight, ends):
     x = _samples(ends[:-1], ends[1:])
     deviation = np.abs(f.derivative(x) - table(x))
-    return float(deviation[weight.density(x) > 0].max())
+    return float(deviation[weight.support(x)].max())
 
 
 def _largest_slope(f, weight, ends):
@@ -276,7 +303,7 @@ def _largest_slope(f, weight, ends):
     left, right = ends[:-1], ends[1:]
     for _ in range(2):
         x = _samples(left, right)
-        slope = np.where(weight.density(x) > 0, np.abs(f.derivative(x)), 0.0)
+        slope = np.where(weight.support(x), np.abs(f.derivative(x)), 0.0)
         row, column = np.unravel_index(np.argmax(slope), slope.shape)
         neighbors = x[row, max(column - 1, 0)], x[row, min(column + 1, x.shape[1] - 1)]
         left, right = np.array(neighbors[:1]), np.array(neighbors[1:])

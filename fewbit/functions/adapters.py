@@ -91,7 +91,9 @@ def _torch_pair(f: Callable, name: str) -> tuple[Flat, Flat]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = _called(f, name, x.clone())  # f may change the clone in place
         if not isinstance(y, torch.Tensor):
-            raise FunctionError(f"{name}: expected a tensor, got {type(y).__name__}")
+            raise FunctionError(
+                f"{name}: expected an array or a tensor as the result, got {type(y).__name__}"
+            )
         _check_output(name, tuple(x.shape), tuple(y.shape), y.dtype == torch.float64, y.dtype)
         return y
 

@@ -119,6 +119,8 @@ def from_callable(
     """
     if not callable(f):
         raise FunctionError(f"expected a callable, got {type(f).__name__}")
+    if derivative is not None and not callable(derivative):
+        raise FunctionError(f"derivative: expected a callable, got {type(derivative).__name__}")
     name = name or qualified_name(f)
     low, high = domain = _checked_domain(domain)
     given = None if kinks is None else _checked_kinks(kinks)
@@ -138,7 +140,10 @@ def from_callable(
         slope, accuracy = with_flat_pieces(value, slope, panels, segments(domain, kinks))
     else:
         _check_finite(f"the derivative of {name}", slope, mesh)
-        _check_integral(name, value, panels, derivative is not None)
+        remedy = "choose another domain (--domain), or pass kinks= or derivative= to fewbit.solve"
+        if derivative is not None:
+            remedy = "check derivative=" if given is None else "check derivative= and kinks="
+        _check_integral(name, value, panels, remedy)
     return Function(
         name=name,
         parameters={},
@@ -314,7 +319,7 @@ def _pieces(
     known = given or []
     if slope is not None:
         also = [x for piece in segments(domain, known) for x in jumps(slope, *piece)]
-        _check_given(name, given, also)
+        _check_given(name, given, also, ", or leave kinks= out")
         known = sorted([*known, *also])
         _check_finite(f"the derivative of {name}", slope, np.array([*known, *domain]))
     try:
@@ -333,7 +338,9 @@ def _pieces(
             " or pass derivative= or kinks= to fewbit.solve"
         ) from None
     if slope is None:
-        _check_given(name, given, [x for x, first in found.items() if first == 1])
+        _check_given(
+            name, given, [x for x, first in found.items() if first == 1], " or give derivative="
+        )
     kinks = sorted([*known, *found])
     if len(found) > _MAX_KINKS:
         raise FunctionError(
@@ -343,15 +350,13 @@ def _pieces(
     return kinks, panels
 
 
-def _check_given(name: str, given: list[float] | None, also: list[float]) -> None:
+def _check_given(name: str, given: list[float] | None, also: list[float], choice: str) -> None:
     if given is not None and also:
-        raise FunctionError(
-            f"{name}: f' also jumps at x = {min(also)!r}; add it to kinks= or give derivative="
-        )
+        raise FunctionError(f"{name}: f' also jumps at x = {min(also)!r}; add it to kinks={choice}")
 
 
-def _check_integral(name: str, f: Flat, slopes: Panels, given: bool) -> None:
-    """Raise FunctionError if the integral of f' between two neighbors of a mesh is not the change of f."""
+def _check_integral(name: str, f: Flat, slopes: Panels, remedy: str) -> None:
+    """Raise FunctionError, which ends in `remedy`, if the integral of f' between neighbors of a mesh is not f's change."""
     mesh = np.linspace(slopes.left[0], slopes.right[-1], RESOLUTION)
     x = np.union1d(mesh, slopes.points(16))
     left, right = x[:-1], x[1:]
@@ -366,9 +371,6 @@ def _check_integral(name: str, f: Flat, slopes: Panels, given: bool) -> None:
     excess = error - (_INTEGRAL_TOLERANCE * steepest * (right - left) + rounding)
     worst = int(np.argmax(np.where(np.isnan(excess), np.inf, excess)))
     if not excess[worst] <= 0.0:
-        remedy = "choose another domain (--domain), or pass kinks= or derivative= to fewbit.solve"
-        if given:
-            remedy = "check derivative= and kinks="
         raise FunctionError(
             f"{name}: its derivative does not integrate back to it on"
             f" [{float(left[worst])!r}, {float(right[worst])!r}] (off by {error[worst]:.1e}); {remedy}"

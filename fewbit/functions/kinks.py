@@ -76,7 +76,7 @@ def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[
         if not alive.any():
             return sorted(found)
         left, right, at_left, at_right = left[alive], right[alive], at_left[alive], at_right[alive]
-        middle = _between(left, right)
+        middle = halfway(left, right)
         at_middle = g(middle)
         # g may be largest between points of the mesh.
         largest = np.max(np.abs(at_middle), where=np.isfinite(at_middle), initial=largest)
@@ -88,7 +88,7 @@ def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[
         )
 
 
-def _between(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def halfway(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Return the float halfway between left and right in the list of all floats; 64 halvings reach adjacent floats."""
     lowest = np.iinfo(np.int64).min
     a, b = ((np.where(i < 0, lowest - i, i)) for i in (left.view(np.int64), right.view(np.int64)))

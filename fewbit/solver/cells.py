@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from fewbit.errors import FunctionError, SolveError
+from fewbit.solver.weight import ScaledWeight
+from fewbit.table.checks import FLOAT32_MAX
 
 _GAUSS = np.polynomial.legendre.leggauss(8)
 _UNIFORM_MESH = 4096
@@ -106,7 +108,7 @@ class Landscape:
 
     Attributes:
         derivative: f', a function of float64 arrays. It raises FunctionError for a value that is not finite.
-        density: The weight w, a function of float64 arrays.
+        weight: The weight w, a `ScaledWeight`. Masses and errors of cells are those of the scaled weight.
         domain: The two ends of the domain.
         kinks: The kinks of f' in the domain, ascending.
         weight_edges: The points at which w jumps, ascending.
@@ -115,18 +117,32 @@ class Landscape:
     """
 
     derivative: object
-    density: object
+    weight: ScaledWeight
     domain: tuple[float, float]
     kinks: np.ndarray
     weight_edges: np.ndarray
     mesh: np.ndarray
     extrema: np.ndarray
 
+    @property
+    def density(self):
+        """The scaled weight, a function of float64 arrays."""
+        return self.weight.density
+
     def cells(self, count):
         """Cut the domain at `nodes(count)`, and return the cells that have mass."""
         nodes = self.nodes(count)
         cells = self.integrate(nodes[:-1], nodes[1:])
         return cells.take(cells.mass > 0)
+
+    def supporting_cells(self, count):
+        """Cut the domain into about `count` cells, and return those on which w is positive, however small it is."""
+        low, high = self.domain
+        weight = self.weight.weight
+        edges = weight.support_edges(self.domain)
+        nodes = np.union1d(self.nodes(count), edges[(edges > low) & (edges < high)])
+        cells = self.integrate(nodes[:-1], nodes[1:])
+        return cells.take(weight.support(0.5 * (cells.left + cells.right)))
 
     def nodes(self, count):
         """Return about `count` nodes, ascending points.
@@ -151,6 +167,7 @@ class Landscape:
             low, high = self.domain
             raise SolveError(
                 f"weight: expected some mass on the domain [{low:g}, {high:g}], got none"
+                + self.weight.weight.absence()
             )
         share = (1 - _EVEN_SHARE) * share + _EVEN_SHARE * even / even.sum()
         cumulative = np.concatenate([[0.0], np.cumsum(share)])
@@ -250,8 +267,13 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
         raise FunctionError(
             f"{name}: expected a derivative that is 0 or reaches {_LEAST_SLOPE:g}, got at most {largest:g}"
         )
+    if largest > FLOAT32_MAX:
+        raise FunctionError(
+            f"{name}: expected a derivative that is finite in float32, got {largest:g}; choose a smaller domain"
+        )
     extrema = _extrema(checked, mesh, value, inner, name, accuracy)
-    return Landscape(checked, weight.density, (low, high), inner, edges, mesh, extrema)
+    scaled = ScaledWeight(weight, (low, high))
+    return Landscape(checked, scaled, (low, high), inner, edges, mesh, extrema)
 
 
 def _mesh(low, high, hints):

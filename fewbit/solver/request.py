@@ -10,8 +10,11 @@ import numpy as np
 from fewbit.errors import SolveError
 from fewbit.sizes import counted
 from fewbit.table import FORMS, MOST_SHARED_LEVELS, OBJECTIVES, TAILS
+from fewbit.table.checks import NARROWEST
+from fewbit.text import shorten
 
 _FARTHEST = 1e30
+_LEAST_WIDTH = float(np.finfo(np.float32).tiny)
 DEFAULT_SHARED_BITS = 4
 """With more shared random bits, the error of a normal number with at least 3 bits falls by less than 1 %."""
 
@@ -98,12 +101,24 @@ def checked_domain(domain):
     try:
         low, high = (float(end) for end in domain)
     except (TypeError, ValueError, OverflowError):
-        raise SolveError(f"domain: expected two numbers A < B, got {domain!r}") from None
+        raise SolveError(f"domain: expected two numbers A < B, got {shorten(domain)}") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise SolveError(f"domain: expected two finite numbers A < B, got {low:g} {high:g}")
-    if max(-low, high) > _FARTHEST:
-        raise SolveError(f"domain: expected numbers within {_FARTHEST:g}, got {low:g} {high:g}")
+    problem = check_extent(low, high)
+    if problem:
+        raise SolveError(f"domain: {problem}")
     return low, high
+
+
+def check_extent(low, high):
+    """Return what is wrong with the interval from low to high as the domain of a table, or None."""
+    if max(-low, high) > _FARTHEST:
+        return f"expected numbers within {_FARTHEST:g}, got {low:g} to {high:g}"
+    # Quadrature and plots need floats between the ends.
+    least = max(NARROWEST * max(-low, high), _LEAST_WIDTH)
+    if not high - low >= least:
+        return f"expected a range that is at least {least:.3g} wide, got {low:.17g} to {high:.17g}"
+    return None
 
 
 def domain_of(f, weight, asked):
@@ -119,6 +134,9 @@ def domain_of(f, weight, asked):
 
     Returns:
         Two floats a < b.
+
+    Raises:
+        SolveError: The solver cannot use the domain of the function or the weight.
     """
     if asked is not None:
         return asked
@@ -129,4 +147,7 @@ def domain_of(f, weight, asked):
     if document["kind"] == "normal":
         mean, reach = document["mean"], 8 * document["std"]
         low, high = min(low, mean - reach), max(high, mean + reach)
+    problem = check_extent(float(low), float(high))
+    if problem:
+        raise SolveError(f"domain of {f.name} and the weight: {problem}; give a domain")
     return float(low), float(high)

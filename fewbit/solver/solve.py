@@ -50,7 +50,8 @@ from fewbit.solver.request import (
 )
 from fewbit.solver.steps import nearest_steps, totals
 from fewbit.solver.weight import make_weight
-from fewbit.table import Knots, Table, lower_pieces
+from fewbit.table import DRAWN, MOST_PIECES, Knots, Table, lower_pieces
+from fewbit.table.checks import FLOAT32_MAX, checked_function, checked_weight
 
 _FINE = 4096
 _MOST_CELLS = 2**22
@@ -59,6 +60,9 @@ _MOST_UNBIASED_CELLS = 2**17
 # If f' has more monotone pieces than this, the default grid depends on their number.
 _FEW_PIECES = 8
 _LARGE_GAP = 0.02
+# The number of pieces of a table is estimated before the search, from levels for this many atoms. The estimate is
+# wrong by a few percent.
+_ESTIMATE_ATOMS, _ESTIMATE_MARGIN = 1024, 1.1
 
 
 def solve(
@@ -123,9 +127,10 @@ def solve(
     """
     started = time.perf_counter()
     count, bits = count_levels(bits, levels)
-    _check_arguments(form, objective, tails, threads, parameters)
+    _check_arguments(form, objective, tails, threads, parameters, grid, progress)
     shared_bits = checked_shared_bits(objective, shared_bits, count, tails)
     weight, domain = make_weight(weight), checked_domain(domain)
+    checked_weight(weight.document())
 
     def resolved(on):
         return resolve(function, parameters, derivative=derivative, kinks=kinks, domain=on)
@@ -135,8 +140,8 @@ def solve(
     if domain != tuple(f.domain):
         # The kinks of a callable are searched on the domain of the table.
         f = resolved(domain)
+    checked_function(f.name)
     slopes = _pinned_slopes(f, tails, count, form)
-    _warn_of_saturation(f, domain)
     landscape = survey(
         f.derivative,
         f.kinks,
@@ -146,6 +151,7 @@ def solve(
         panels=f.panels,
         accuracy=f.accuracy,
     )
+    _warn_of_saturation(f, domain)
     cells, atoms = _grid(grid, count, form, objective, landscape)
     request = _Request(
         count=count,
@@ -158,8 +164,16 @@ def solve(
         effort=Effort(threads or thread_count(), progress or _silent),
         rows=2 ** (shared_bits or 0),
     )
+    _check_size(landscape, request, f)
     outcome = _METHODS[objective](landscape, request, f)
+    if len(outcome.codes) > MOST_PIECES:
+        raise _too_many_pieces(landscape, request, f, len(outcome.codes))
     error, bound = _certified(outcome, f, objective)
+    if error == 0 and objective != "minimax":
+        _check_exact(landscape, outcome)
+    relative_error = _relative(error, outcome.scale, objective)
+    if objective != "minimax":
+        error, bound = landscape.weight.restore(error, bound)
     table = Table(
         function=f.name,
         parameters=dict(f.parameters),
@@ -175,7 +189,7 @@ def solve(
         closed=outcome.closed,
         error=error,
         lower_bound=bound,
-        relative_error=_relative(error, outcome.scale, objective),
+        relative_error=relative_error,
         solver={
             "version": __version__,
             "grid": request.grid,
@@ -192,14 +206,42 @@ def solve(
     return table
 
 
-def _check_arguments(form, objective, tails, threads, parameters):
+def _check_arguments(form, objective, tails, threads, parameters, grid, progress):
     check_request(form, objective, tails, parameters)
+    if grid is not None and not (is_integer(grid) and 16 <= grid <= _MOST_CELLS):
+        raise SolveError(f"grid: expected an integer from 16 to {_MOST_CELLS}, got {grid!r}")
+    if progress is not None and not callable(progress):
+        raise SolveError(f"progress: expected a callable, got {progress!r}")
     if threads is not None and not (is_integer(threads) and threads >= 1):
         raise SolveError(f"threads: expected an integer of at least 1, got {threads!r}")
     if objective in ("unbiased", "shared") and form != "levels":
         raise SolveError(
             f"objective {objective}: expected form levels (the draw is between levels)"
         )
+
+
+def _check_size(landscape, request, f):
+    """Raise SolveError if the table would have more pieces than a table can have."""
+    turns = 1 + len(landscape.extrema) + len(landscape.kinks)
+    if request.form == "intervals" or turns * (request.count - 1) <= MOST_PIECES:
+        return
+    cells = landscape.cells(_FINE)
+    levels = relax_levels(cells, request.count, np.empty(0), Effort(1), _ESTIMATE_ATOMS).levels
+    drawn = request.objective in DRAWN
+    thresholds = levels[1:-1] if drawn else 0.5 * (levels[1:] + levels[:-1])
+    before, after = (np.searchsorted(thresholds, x) for x in (cells.value_left, cells.value_right))
+    pieces = 1 + int(np.abs(after - before).sum() + np.count_nonzero(after[:-1] != before[1:]))
+    if pieces > _ESTIMATE_MARGIN * MOST_PIECES:
+        raise _too_many_pieces(landscape, request, f, pieces)
+
+
+def _too_many_pieces(landscape, request, f, pieces):
+    low, high = landscape.domain
+    return SolveError(
+        f"{f.name}: expected at most {MOST_PIECES} pieces, got about {pieces}: the derivative turns "
+        f"{len(landscape.extrema)} times on the domain [{low:g}, {high:g}]; choose fewer than {request.count} levels "
+        "(--bits, --levels) or a smaller domain (--domain)"
+    )
 
 
 def _warn_of_saturation(f, domain):
@@ -225,12 +267,29 @@ def _warn_of_gap(table):
 def _certified(outcome, f, objective):
     """Return an error and a lower bound that hold for the exact f', even if `f.derivative` is an approximation."""
     error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
-    if outcome.lower_bound > error * (1 + 1e-9) + 1e-28:
+    if outcome.lower_bound > error * (1 + 1e-9) + 1e-27 * outcome.scale:
         raise SolveError(
             f"{f.name}: the lower bound {outcome.lower_bound!r} exceeds the error {error!r}; "
             "the quadrature did not resolve f' or w (a finer grid may)"
         )
     return widened(error, bound, accuracy=f.accuracy, mass=outcome.mass, objective=objective)
+
+
+def _check_exact(landscape, outcome):
+    """Raise SolveError if an error of 0 ignores cells whose mass underflows although the weight is positive there."""
+    cells = landscape.supporting_cells(_FINE)
+    cells = cells.take(cells.mass == 0)
+    middle = 0.5 * (cells.left + cells.right)
+    level = outcome.levels[outcome.codes[np.searchsorted(outcome.breaks, middle)]]
+    wrong = (cells.lowest != level) | (cells.highest != level)
+    if outcome.knots is not None:  # every level is drawn exactly
+        wrong = ~(np.isin(cells.lowest, outcome.levels) & np.isin(cells.highest, outcome.levels))
+    wrong &= landscape.weight.weight.density(middle) > 0
+    if wrong.any():
+        raise SolveError(
+            f"weight: expected values that float64 can integrate together, got positive values at x = "
+            f"{middle[wrong][0]:g} that are negligible beside the largest ones, and errors only there"
+        )
 
 
 @dataclass(frozen=True)
@@ -294,7 +353,7 @@ def _solve_mse(landscape, request, f):
 
 
 def _solve_minimax(landscape, request, f):
-    _, cells = _both_cells(landscape, request.grid)
+    cells = landscape.supporting_cells(max(request.grid, _FINE))
     if request.form == "levels":
         pinned = np.unique(request.slopes) if request.slopes else np.empty(0)
         levels, steps, bound = minimax_levels(landscape, cells, request.count, pinned)
@@ -376,10 +435,17 @@ def _solve_shared(landscape, request, f):
 
 def _varying_stand_in(landscape, request, f):
     stand_in = build_stand_in(landscape, request.count)
+    if len(stand_in.points) > MOST_PIECES:
+        raise _too_many_pieces(landscape, request, f, len(stand_in.points))
     if np.ptp(stand_in.values) == 0:
         raise SolveError(
             f"objective {request.objective}: expected a derivative that varies, got the constant "
             f"{stand_in.values[0]:g} for {f.name} (objective mse is exact)"
+        )
+    if np.ptp(stand_in.values) * FLOAT32_MAX < request.count - 1:
+        raise SolveError(
+            f"objective {request.objective}: expected a derivative with gaps between {request.count} levels that float32 "
+            f"can divide by, got values from {stand_in.values.min():g} to {stand_in.values.max():g} for {f.name}"
         )
     return stand_in
 
@@ -482,8 +548,6 @@ def _grid(grid, count, form, objective, landscape):
         landscape: f', with its kinks and extrema.
     """
     if grid is not None:
-        if not (is_integer(grid) and 16 <= grid <= _MOST_CELLS):
-            raise SolveError(f"grid: expected an integer from 16 to {_MOST_CELLS}, got {grid!r}")
         return int(grid), None
     usual = max(_FINE, 256 * count)
     pieces = 1 + len(landscape.extrema) + len(landscape.kinks)

@@ -13,16 +13,28 @@ from pathlib import Path
 
 import numpy as np
 
-from fewbit.errors import FewbitError, WeightError
+from fewbit.errors import FewbitError, SolveError, WeightError
+from fewbit.functions.kinks import halfway
 from fewbit.schema.documents import open_regular
+from fewbit.solver.request import check_extent
 from fewbit.table import MOST_BINS
-from fewbit.text import shorten
+from fewbit.text import one_line, shorten
 
 # A sample is cut into at most 512 equally likely bins of at least 32 values.
 _MOST_BINS = 512
 _SAMPLES_PER_BIN = 32
 # A density changes steeply between points if it changes by more than 1/32 of its largest value.
 _STEEP = 32
+# A density is sampled at 4,097 points, and then at 32,769 points to find peaks that the first ones miss.
+_COARSE, _FINE = 2**12, 2**15
+# The end of the support of a density is a node of the solver if the density rises beside it to this share of its
+# largest value.
+_NEGLIGIBLE = 1e-12
+# The standard deviations that the solver can resolve: absolute limits, and a limit relative to the mean.
+_LEAST_STD, _MOST_STD, _LEAST_SHARE = 1e-30, 1e30, 1e-12
+# A weight is scaled if its integral is beyond 2**20 or below 2**-20.
+_ORDINARY = 20
+_LEAST_NORMAL = float(np.finfo(np.float64).tiny)
 # Largest size in bytes of a compressed file of samples after decompression.
 _MOST_BYTES = 2**32
 
@@ -43,6 +55,18 @@ class Weight:
     def edges(self, domain):
         """Return the points at which w jumps, ascending. Points outside the domain may be included."""
         return np.empty(0)
+
+    def support(self, x):
+        """Return whether w(x) > 0, bool in the shape of x."""
+        return np.ones(np.shape(x), bool)
+
+    def support_edges(self, domain):
+        """Return the points at which w becomes or ceases to be 0. Points outside the domain may be included."""
+        return self.edges(domain)
+
+    def absence(self):
+        """Return the end of the message for a domain on which w has no mass."""
+        return ""
 
     def mesh(self, domain):
         """Return points, ascending, between which w changes little, or none if w varies slowly everywhere."""
@@ -73,6 +97,15 @@ class Normal(Weight):
             raise WeightError(
                 f"weight normal:MEAN,STD: expected finite numbers with STD > 0, got {mean:g},{std:g}"
             )
+        if abs(mean) > _MOST_STD:
+            raise WeightError(
+                f"weight normal:MEAN,STD: expected MEAN within {_MOST_STD:g}, got {mean:g}"
+            )
+        least = max(_LEAST_STD, _LEAST_SHARE * abs(mean))
+        if not least <= std <= _MOST_STD:
+            raise WeightError(
+                f"weight normal:MEAN,STD: expected STD from {least:g} to {_MOST_STD:g} for MEAN {mean:g}, got {std:g}"
+            )
         self.mean, self.std = float(mean), float(std)
 
     def density(self, x):
@@ -83,6 +116,10 @@ class Normal(Weight):
     def mesh(self, domain):
         """Return 721 points within 9 standard deviations of the mean."""
         return self.mean + self.std * np.linspace(-9, 9, 721)
+
+    def absence(self):
+        """Return the end of the message for a domain on which w has no mass."""
+        return f": the density of normal:{self.mean:g},{self.std:g} is too small for float64 there"
 
     def document(self):
         """Return a dict with "kind": "normal", the mean and the standard deviation."""
@@ -114,12 +151,12 @@ class Histogram(Weight):
             raise WeightError("histogram: expected finite, strictly ascending edges")
         if not (np.isfinite(density).all() and (density >= 0).all() and density.any()):
             raise WeightError("histogram: expected finite heights >= 0 that are not all 0")
-        self._edges = edges
-        total = math.fsum(density * np.diff(edges))
-        # A density that is already normalized is not changed, so that documents round-trip.
-        self._density = density if abs(total - 1) < 1e-12 else density / total
         used = np.flatnonzero(density)
         self.domain = (float(edges[used[0]]), float(edges[used[-1] + 1]))
+        _check_range("histogram edges", edges[0], edges[-1])
+        _check_range("histogram edges", *self.domain)
+        self._edges = edges
+        self._density = _normalized(density, np.diff(edges))
 
     @classmethod
     def from_samples(cls, samples):
@@ -144,6 +181,7 @@ class Histogram(Weight):
         low, high = values[0], values[-1]
         if low == high:
             raise WeightError(f"samples: expected more than one distinct value, got only {low:g}")
+        _check_range("samples", low, high)
         bins = int(np.clip(values.size // _SAMPLES_PER_BIN, 4, _MOST_BINS))
         # Towards both ends every bin has half as many samples as its neighbor, so that an outlier gets its own bin.
         tail = 0.5 ** np.arange(np.log2(bins), np.log2(values.size))
@@ -158,7 +196,7 @@ class Histogram(Weight):
                 kept.append(edge)
         kept.append(high)
         counts, edges = np.histogram(values, bins=np.array(kept))
-        return cls(edges, counts / np.diff(edges))
+        return cls(edges, _heights(counts, edges))
 
     def density(self, x):
         """Return the height of the bin that contains x; 0 outside all bins."""
@@ -169,6 +207,14 @@ class Histogram(Weight):
     def edges(self, domain):
         """Return the edges of the bins."""
         return self._edges
+
+    def support(self, x):
+        """Return whether x is in a bin whose height is not 0."""
+        return self.density(x) > 0
+
+    def absence(self):
+        """Return the end of the message for a domain on which w has no mass."""
+        return f": all mass of the histogram is in [{self.domain[0]:g}, {self.domain[1]:g}]"
 
     def mesh(self, domain):
         """Return the edges of the bins."""
@@ -193,11 +239,20 @@ class Density(Weight):
 
     def __init__(self, function, name):
         self._function, self._name = function, name
+        self._meshes = {}
 
     def density(self, x):
         """Return the density at x. Raise WeightError if a value is negative or not finite."""
-        with np.errstate(all="ignore"):  # the error below reports values that are not finite
-            values = _floats(f"density {self._name}", self._function(x))
+        try:
+            with np.errstate(all="ignore"):  # the error below reports values that are not finite
+                result = self._function(x)
+        except FewbitError:
+            raise
+        except Exception as error:
+            raise WeightError(
+                f"density {self._name}: expected a function of float64 arrays, but it raised {one_line(error)}"
+            ) from error
+        values = _floats(f"density {self._name}", result)
         if values.shape != x.shape:
             raise WeightError(
                 f"density {self._name}: expected an array of shape {x.shape}, got {values.shape}"
@@ -210,15 +265,50 @@ class Density(Weight):
         return values
 
     def edges(self, domain):
-        """Return the points at which the density jumps by more than 1/32 of its largest value."""
+        """Return the points at which the density jumps by more than 1/32 of its largest value, or becomes 0."""
         mesh = self.mesh(domain)
         value = self.density(mesh)
         steep = np.abs(np.diff(value)) > value.max() / _STEEP
-        return mesh[1:][steep & (np.nextafter(mesh[:-1], np.inf) >= mesh[1:])]
+        steps = mesh[1:][steep & (np.nextafter(mesh[:-1], np.inf) >= mesh[1:])]
+        return np.union1d(steps, self._ends(mesh, value, _NEGLIGIBLE * value.max()))
+
+    def support(self, x):
+        """Return whether the density is positive at x."""
+        return self.density(x) > 0
+
+    def support_edges(self, domain):
+        """Return the points at which the density becomes or ceases to be 0."""
+        mesh = self.mesh(domain)
+        return self._ends(mesh, self.density(mesh), 0.0)
+
+    def _ends(self, mesh, value, least):
+        """Return the ends of the support beside which the density exceeds `least` at a point of the mesh."""
+        zero = value == 0
+        ends = np.flatnonzero((zero[1:] != zero[:-1]) & (np.maximum(value[1:], value[:-1]) > least))
+        left, right, on_left = mesh[ends], mesh[ends + 1], zero[ends]
+        while len(left) and (np.nextafter(left, np.inf) < right).any():
+            middle = halfway(left, right)
+            moves = (self.density(middle) == 0) == on_left
+            left, right = np.where(moves, middle, left), np.where(moves, right, middle)
+        return right
 
     def mesh(self, domain):
         """Return ascending points between which the density jumps or changes by at most 1/32 of its largest value."""
-        mesh = np.linspace(*domain, 4097)
+        domain = tuple(domain)
+        if domain not in self._meshes:
+            mesh = self._refined(np.linspace(*domain, _COARSE + 1))
+            fine = np.linspace(*domain, _FINE + 1)
+            value, known = self.density(fine), self.density(mesh)
+            limit = max(value.max(), known.max()) / (_STEEP / 2)
+            missed = np.abs(value - np.interp(fine, mesh, known)) > limit
+            if missed.any():
+                beside = missed | np.roll(missed, 1) | np.roll(missed, -1)
+                mesh = self._refined(np.union1d(mesh, fine[beside]))
+            self._meshes[domain] = mesh
+        return self._meshes[domain]
+
+    def _refined(self, mesh):
+        """Halve the intervals of a mesh between whose ends the density changes much. Return the new mesh."""
         value = self.density(mesh)
         for _ in range(64):
             middle = 0.5 * (mesh[:-1] + mesh[1:])
@@ -231,9 +321,83 @@ class Density(Weight):
             value = np.insert(value, at, self.density(middle[steep]))
         return mesh
 
+    def absence(self):
+        """Return the end of the message for a domain on which w has no mass."""
+        return (
+            f": density {self._name} is 0 at {_FINE + 1} evenly spaced points; if it has a narrow peak, "
+            "choose a smaller domain around the peak"
+        )
+
     def document(self):
         """Return a dict with "kind": "callable" and the name of the user's function."""
         return {"kind": "callable", "name": self._name}
+
+
+class ScaledWeight:
+    """A weight on a domain, divided by a power of 4 if its integral is huge or tiny.
+
+    Integrals would overflow or underflow otherwise. The division is exact, unless it underflows: parts of w that are
+    about 2**-1000 times its integral count as 0, except for objective "minimax". Powers of 4 are used because the
+    square root of such a power is exact too. An ordinary weight is not changed.
+
+    Args:
+        weight: The `Weight`.
+        domain: The two ends of the domain.
+
+    Attributes:
+        weight: The `Weight`.
+        exponent: w is `density` times 2**exponent.
+    """
+
+    def __init__(self, weight, domain):
+        self.weight = weight
+        self.exponent = _exponent(weight, domain)
+
+    def density(self, x):
+        """Return w(x) / 2**exponent for float64 x of any shape."""
+        value = self.weight.density(x)
+        if self.exponent == 0:
+            return value
+        with np.errstate(over="ignore"):
+            value = np.ldexp(value, -self.exponent)
+        if np.isinf(value).any():
+            raise WeightError(
+                "weight: expected a density without peaks that are far narrower than the domain"
+            )
+        return value
+
+    def restore(self, error, bound):
+        """Return an error and a lower bound for w itself, from those for `density`.
+
+        Raises:
+            SolveError: float64 cannot represent the error accurately.
+        """
+        if self.exponent == 0:
+            return error, bound
+        with np.errstate(over="ignore"):
+            true_error, true_bound = (float(np.ldexp(x, self.exponent)) for x in (error, bound))
+        if error > 0 and not _LEAST_NORMAL <= true_error < math.inf:
+            power = math.floor(math.log10(error) + self.exponent * math.log10(2))
+            raise SolveError(
+                f"weight: expected an error that float64 can represent, got about 1e{power:+d}; "
+                "multiply the density by a constant"
+            )
+        if np.ldexp(true_bound, -self.exponent) > bound:  # rounded up
+            true_bound = math.nextafter(true_bound, 0.0)
+        return true_error, true_bound
+
+
+def _exponent(weight, domain):
+    """Return the exponent by which a weight is scaled on a domain; 0 for ordinary weights."""
+    low, high = domain
+    points = [np.linspace(low, high, _COARSE + 1), weight.mesh(domain), weight.edges(domain)]
+    points = np.unique(np.concatenate(points))
+    points = points[(points >= low) & (points <= high)]
+    value = weight.density(0.5 * (points[:-1] + points[1:]))
+    highest = math.frexp(value.max())[1]
+    mass = float(np.sum(np.ldexp(value, -highest) * np.diff(points)))
+    exponent = highest + math.frexp(mass)[1]
+    return 0 if mass == 0 or abs(exponent) <= _ORDINARY else exponent + exponent % 2
 
 
 def make_weight(spec):
@@ -316,7 +480,7 @@ def _from_arrays(arrays):
         edges, counts = _floats("edges", arrays["edges"]), _floats("counts", arrays["counts"])
         if counts.shape != (len(edges) - 1,):
             raise WeightError(f"expected {len(edges) - 1} counts, got shape {counts.shape}")
-        return Histogram(edges, counts / np.diff(edges))
+        return Histogram(edges, _heights(counts, edges))
     if "edges" in arrays and "density" in arrays:
         return Histogram(arrays["edges"], arrays["density"])
     if len(arrays) == 1:
@@ -348,6 +512,46 @@ def _from_document(document):
     except (TypeError, ValueError, OverflowError) as error:
         raise WeightError(f"weight {kind}: {error}") from None
     raise WeightError(f"weight: expected kind uniform, normal, histogram or callable, got {kind!r}")
+
+
+def _check_range(what, low, high):
+    """Raise WeightError if the solver cannot use the interval from low to high as a domain."""
+    problem = check_extent(low, high)
+    if problem:
+        raise WeightError(f"{what}: {problem}")
+
+
+def _unit(values):
+    """Return values divided by a power of two such that the largest is about 1, so that products do not overflow."""
+    largest = np.max(values, initial=0.0)
+    return np.ldexp(values, -math.frexp(largest)[1]) if 0 < largest < math.inf else values
+
+
+def _heights(counts, edges):
+    """Return heights that are proportional to counts per width."""
+    with np.errstate(all="ignore"):  # `Histogram` reports edges and counts that are wrong
+        return _unit(counts) / np.diff(edges)
+
+
+def _normalized(density, widths):
+    """Divide the heights of a histogram by their integral.
+
+    A density that is already normalized is not changed, so that documents round-trip.
+    """
+    scaled = _unit(density)
+    total = math.fsum(scaled * widths)
+    with np.errstate(over="ignore"):
+        integral = total * np.max(density) / np.max(scaled)
+        if abs(integral - 1) < 1e-12:
+            return density
+        normalized = scaled / total
+    bad = np.flatnonzero((density > 0) & ~((normalized > 0) & np.isfinite(normalized)))
+    if bad.size:
+        raise WeightError(
+            f"histogram: expected heights that float64 can divide by their integral, got {density[bad[0]]:g} "
+            f"with a largest height of {density.max():g}"
+        )
+    return normalized
 
 
 def _floats(what, values):

@@ -122,6 +122,20 @@ def test_compare_reports_its_progress():
     ]
 
 
+@pytest.mark.parametrize(
+    ("functions", "bits", "expected"),
+    [
+        ("gelu", [1, 99], "bits: expected an integer from 1 to 8, got 99"),
+        ("gelu", 2.5, "bits: expected one or several of type int, got 2.5"),
+        (["gelu", "no_module:f"], 1, "cannot import 'no_module'"),
+        (3, 1, "functions: expected one or several of type str, got 3"),
+    ],
+)
+def test_compare_refuses_before_it_solves_anything(functions, bits, expected):
+    with pytest.raises(FewbitError, match=expected):
+        fewbit.compare(functions, bits, progress=lambda *_: pytest.fail("a table is solved"))
+
+
 def test_compare_refuses_what_it_does_not_know():
     with pytest.raises(FunctionError, match="did you mean gelu"):
         fewbit.compare("gelo")

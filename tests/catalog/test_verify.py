@@ -50,6 +50,32 @@ def test_a_solved_table_holds(case, tmp_path):
     assert finding.table == table
 
 
+@pytest.mark.parametrize("power", [-1000, 1026])
+@pytest.mark.parametrize("objective", ["mse", "minimax"])
+def test_claims_about_weights_near_the_ends_of_float64(tmp_path, power, objective):
+    def weight(x):
+        return np.ldexp(0.03 + 0.01 * np.cos(x), power)
+
+    table = fewbit.solve("gelu", 2, weight=weight, objective=objective)
+    table.save(tmp_path / "true.json")
+    (finding,) = verify(tmp_path / "true.json", weight=weight)
+    assert finding.problems == () and finding.recomputed == pytest.approx(table.error, rel=1e-6)
+    for name in ("error", "relative_error"):
+        replace(table, **{name: 1.001 * getattr(table, name)}).save(tmp_path / f"{name}.json")
+        (finding,) = verify(tmp_path / f"{name}.json", weight=weight)
+        assert [problem.partition(":")[0] for problem in finding.problems] == [name]
+
+
+def test_a_wrong_error_of_a_tiny_derivative_is_found(tmp_path):
+    """The error is about 1e-40, which rounding may cause for a derivative of ordinary size."""
+    table = fewbit.solve("elu", 2, domain=(-60, -45))
+    assert 0 < table.error < 1e-39
+    for share, problems in ((1.0, 0), (1.001, 1)):
+        path = tmp_path / f"{share}.json"
+        replace(table, error=share * table.error).save(path)
+        assert len(verify(path)[0].problems) == problems
+
+
 def test_the_recomputation_agrees_with_scipys_quad():
     table = fewbit.solve("gelu", 2, weight="normal")
     slope = functions.get("gelu").derivative

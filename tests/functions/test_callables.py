@@ -252,8 +252,14 @@ def test_torch_without_gradient():
         (lambda x: 1.0 / (x - 0.3), {}, "jumps at x = 0.3"),
         (np.abs, {"kinks": []}, "f' also jumps at x = 0.0; add it to kinks= or give derivative="),
         (
+            np.abs,
+            {"kinks": [1.0], "derivative": np.sign},
+            "f' also jumps at x = 0.0; add it to kinks=, or leave kinks= out$",
+        ),
+        (np.sin, {"derivative": np.sin}, "does not integrate back to it on .*; check derivative=$"),
+        (
             np.tanh,
-            {"derivative": np.cos},
+            {"derivative": np.cos, "kinks": []},
             "does not integrate back to it on .*; check derivative= and kinks=",
         ),
         (
@@ -276,6 +282,8 @@ def test_torch_without_gradient():
         (np.tanh, {"domain": (0.0, math.inf)}, "expected a finite domain"),
         (np.tanh, {"domain": 3}, "expected a domain of two numbers, got 3"),
         (np.tanh, {"kinks": [math.nan]}, "expected finite kinks"),
+        (np.tanh, {"derivative": 3}, "derivative: expected a callable, got int"),
+        (lambda x: [1.0], {}, "expected an array or a tensor as the result, got list"),
         (np.tanh, {"kinks": 1.0}, "expected kinks to be a sequence of numbers, got 1.0"),
     ],
 )

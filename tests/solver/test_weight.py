@@ -157,6 +157,7 @@ def test_a_callable_density_that_jumps(form):
         (lambda x: np.full_like(x, np.nan), "nan"),
         (lambda x: 1.0, "shape"),
         (lambda x: x[:1], "shape"),
+        (lambda x: 1 / 0, "expected a function of float64 arrays, but it raised ZeroDivisionError"),
     ],
 )
 def test_a_density_that_is_none(density, expected):
@@ -338,6 +339,122 @@ def test_files_that_hold_no_weight(tmp_path, name):
 )
 def test_specifications_that_are_none(spec):
     refusal_of(make_weight, spec)
+
+
+# --- weights near the ends of float64 -----------------------------------------------------------
+
+
+def ripple(x):
+    """A density whose integral over [-10, 10] is 0.59, so that it is not scaled."""
+    return 0.03 + 0.01 * np.cos(x)
+
+
+OBJECTIVES = {
+    "levels": {},
+    "intervals": {"form": "intervals"},
+    "unrefined": {"refine": False},
+    "pinned": {"tails": "pinned"},
+    "minimax": {"objective": "minimax"},
+    "unbiased": {"objective": "unbiased"},
+    "shared": {"objective": "shared", "shared_bits": 1, "refine": False},
+}
+
+
+@pytest.mark.parametrize("power", [1026, -1000])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "shared")) for k in OBJECTIVES]
+)
+def test_a_weight_times_a_power_of_two_has_the_same_table(kind, power):
+    """The largest value is 1.4e307, so its integral overflows. The smallest error, 1e-305, is barely normal."""
+    options = {"levels": 3, **OBJECTIVES[kind]}
+    plain = solve("gelu", weight=ripple, **options)
+    scaled = solve("gelu", weight=lambda x: np.ldexp(ripple(x), power), **options)
+    for name in ("levels", "breaks", "codes"):
+        assert (getattr(scaled, name) == getattr(plain, name)).all()
+    assert scaled.relative_error == plain.relative_error > 0
+    assert scaled.solver["status"] == plain.solver["status"]
+    factor = 0 if kind == "minimax" else power
+    assert scaled.error == np.ldexp(plain.error, factor)
+    assert scaled.lower_bound == np.ldexp(plain.lower_bound, factor) > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("factor", [1e-320, 1e-300, 1e300, 1e308])
+def test_a_histogram_of_counts_near_the_ends_of_float64(tmp_path, factor, form):
+    counts = np.array([1.0, 0.0, 1.0, 1.0]) * factor
+    np.savez(tmp_path / "counts.npz", edges=[-4.0, -2.0, 0.0, 1.0, 3.0], counts=counts)
+    expected = ([-4.0, -2.0, 0.0, 1.0, 3.0], [0.5, 0.0, 1.0, 0.5])
+    for weight in (tmp_path / "counts.npz", (expected[0], np.array(expected[1]) * factor)):
+        document = make_weight(weight).document()
+        assert document == make_weight(expected).document()
+    assert solve("gelu", 1, form=form, weight=weight).weight == document
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        (lambda x: 1e-320 + 0 * x, "error that float64 can represent, got about 1e-32"),
+        (lambda x: 1e-310 * np.exp(-x * x), "error that float64 can represent, got about 1e-31"),
+        (([-5, 0, 5], [1e308, 1e-308]), "heights that float64 can divide by their integral"),
+        (([-1e300, 1e300], [1.0]), "histogram edges: expected numbers within 1e\\+30"),
+        ("normal:0,1e-310", "expected STD from 1e-30 to 1e\\+30 for MEAN 0, got 1e-310$"),
+        ("normal:1e20,1", "expected STD from 1e\\+08 to 1e\\+30 for MEAN 1e\\+20, got 1$"),
+        ("normal:1e300,1", "expected MEAN within 1e\\+30, got 1e\\+300$"),
+        ("normal:0,1e30", "domain of .*: expected numbers within 1e\\+30, got -8e\\+30 to 8e\\+30"),
+        (np.linspace(-1, 1, 99) * 1.7e308, "samples: expected numbers within 1e\\+30"),
+        (np.linspace(-1, 1, 99) * 1e-310, "samples: expected a range that is at least 1.18e-38"),
+        (1 + 1e-12 * np.arange(99), "samples: expected a range that is at least 1e-09 wide"),
+    ],
+)
+@pytest.mark.parametrize("objective", ["mse", "unbiased"])
+def test_weights_beyond_the_range_of_float64(weight, expected, objective):
+    with pytest.raises((WeightError, SolveError), match=expected) as refusal:
+        solve("gelu", 1, weight=weight, objective=objective)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_error_of_zero_does_not_ignore_negligible_parts_of_the_weight():
+    """One level is exact on the left, and wrong on the right, where the products of the weight underflow."""
+    with pytest.raises(SolveError, match="integrate together, got positive values at x = [0-9]"):
+        solve("relu", 1, weight=lambda x: np.where(x < 0, 1e308, 1e-320))
+    table = solve("relu", 1, weight=lambda x: np.where(x < 0, 1e308, 0.0))
+    assert table.exact and table.levels.tolist() == [0.0]
+
+
+# --- supports and narrow peaks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weight", "half"),
+    [
+        (lambda x: np.maximum(0.0, 1 - x * x), 1.0),
+        (lambda x: 1e-300 * np.maximum(0.0, 1 - x * x), 1.0),
+        (lambda x: np.where(x < 0, 1e308, 1e-320), 10.0),
+        ("normal:0,0.2", 10.0),
+        (([-3.0, -1.0, 1.0, 3.0], [0.0, 1.0, 0.0]), 1.0),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_minimax_counts_every_x_with_a_positive_weight(weight, half, form):
+    """The derivative x on [-h, h] has the least largest error h / 4 with four levels."""
+    table = solve("value", 2, weight=weight, domain=(-10, 10), objective="minimax", form=form)
+    assert table.error == pytest.approx(half / 4, rel=1e-12)
+    assert table.lower_bound == pytest.approx(half / 4, rel=1e-12)
+
+
+@pytest.mark.parametrize("floor", [0.0, 1.0])
+def test_a_peak_between_the_first_sample_points(floor):
+    """The first points of the mesh are 0 and 0.0049."""
+    peak = (0.002, 0.003)
+    table = solve("gelu", 2, weight=lambda x: floor + 1e4 * ((x > peak[0]) & (x < peak[1])))
+    if floor:
+        edges, heights = [-10.0, *peak, 10.0], [1.0, 1e4 + 1, 1.0]
+    else:
+        edges, heights = peak, [1e4]
+    expected = solve("gelu", 2, weight=(edges, heights), domain=(-10, 10))
+    mass = np.dot(heights, np.diff(edges))
+    assert table.error == pytest.approx(mass * expected.error, rel=1e-5)
+    assert table.relative_error == pytest.approx(expected.relative_error, rel=1e-5)
 
 
 # --- through the solver -------------------------------------------------------------------------

@@ -241,5 +241,5 @@ def _bound(mass, value, target, columns, effort):
     total = np.bincount(level_of, mass, columns)
     level = np.bincount(level_of, mass * target, columns) / np.where(total > 0, total, 1.0)
     product, kappa = float(np.sum(mass * target * value)), float(np.sum(mass * target**2)) - error
-    scale = product / kappa
+    scale = product / kappa if kappa > 0 else 0.0
     return product * scale, scale * target, scale * level[level_of]

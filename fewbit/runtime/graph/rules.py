@@ -348,6 +348,17 @@ def is_matrix_product(node) -> bool:
     return node.name() in ("MmBackward0", "BmmBackward0")
 
 
+_POINTWISE = "MulBackward", "DivBackward", "AddcmulBackward", "AddcdivBackward"
+
+
+def is_broadcast(node, x: torch.Tensor) -> bool:
+    """Return whether x is a factor that is repeated along the result, such as a temperature or a row's deviation.
+
+    Each of its elements changes many elements of the gradient, and a copy of it would save little.
+    """
+    return node.name().startswith(_POINTWISE) and [*x.shape] != [*node._input_metadata[0].shape]
+
+
 def rule_of(node, argument: str) -> Rule | None:
     """Return the rule for an argument that an autograd node has saved; None if the argument has to stay exact.
 

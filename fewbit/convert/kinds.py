@@ -96,7 +96,6 @@ FUNCTIONS = {F.relu: nn.ReLU, torch.relu: nn.ReLU, F.gelu: nn.GELU}
 
 _RECURRENT = "one op over all steps, which saves tensors of its own; on a CPU, layers={'everything': True} compresses them"
 LEFT_ALONE = {
-    nn.GLU: "no few-bit version: not pointwise; see fewbit.functional.swiglu and its kin",
     nn.Softmin: "no few-bit version",
     nn.Softmax2d: "no few-bit version",
     nn.EmbeddingBag: "no few-bit version",

@@ -154,6 +154,11 @@ def _misfit_of(module: nn.Module) -> str | None:
     return None
 
 
+def is_cell(module: nn.Module) -> bool:
+    """Return whether the module is an RNNCell, GRUCell or LSTMCell, whose operations a model calls at each step."""
+    return isinstance(module, nn.RNNCellBase)
+
+
 def why_not(module: nn.Module, everything: bool = False, functional: bool = False) -> str | None:
     """Return why a module without a kind is not converted; None if there is no need to report a reason.
 

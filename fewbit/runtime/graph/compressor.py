@@ -12,7 +12,7 @@ from torch import nn
 
 from fewbit.config import name_of_class, usual_kind
 from fewbit.errors import GradientError, InputError
-from fewbit.runtime.format.groups import LEAST_ELEMENTS, LEAST_FEATURES
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.graph import packs
 from fewbit.runtime.graph.packs import Pack, PackedCopy
 from fewbit.runtime.graph.rules import (
@@ -58,6 +58,7 @@ class GraphSettings(NamedTuple):
         min_dtype: the dtype of the groups' means or minimums: "bfloat16", "float32" or "auto".
         kind: the kind of the copies; None for the usual kind.
         functions: {name of an autograd Function: positions of saved tensors in which its gradients are linear}.
+        least: the number of elements from which on small tensors of one pack (`packs.py`) are quantized.
     """
 
     bits: int
@@ -66,6 +67,7 @@ class GraphSettings(NamedTuple):
     min_dtype: str
     kind: str | None
     functions: Mapping[str, list[int]]
+    least: int = LEAST_ELEMENTS
 
     def rules_of(self, node) -> Iterator[tuple[SavedArgument, Rule | None]]:
         """Yield the tensors that an autograd node has saved, each with its rule, or None if it has to stay exact.
@@ -183,7 +185,7 @@ class GraphCompressor:
         local = self._local
         waiting = [*local.packs.values()]
         while waiting:
-            small = [pack for pack in waiting if pack.count(local.exact) < LEAST_ELEMENTS]
+            small = [pack for pack in waiting if pack.count(local.exact) < pack.settings.least]
             if not small:
                 break
             # A copy of a tensor would free nothing if another pack keeps the tensor in full.
@@ -202,7 +204,7 @@ class GraphCompressor:
         multiply in the gradients of earlier layers.
         """
         x = argument.tensor
-        if x.numel() < LEAST_FEATURES or _storage(x) in self._local.owned:
+        if x.numel() < packs.LEAST_ELEMENTS or _storage(x) in self._local.owned:
             return True
         if x.numel() < LEAST_ELEMENTS and is_broadcast(argument.node, x):
             return True
@@ -239,13 +241,14 @@ class GraphCompressor:
         if not members:
             return
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            x = torch.stack([member.tensor for member in members])
+            x = torch.cat([member.tensor for member in members])
         copy = _copied(x, pack.rule, pack.settings, "packed", context)
         if copy is None:
             return
-        packed = PackedCopy(copy, len(members))
-        for number, member in enumerate(members):
-            restore = partial(packed.member, number, member.order)
+        packed, end = PackedCopy(copy, len(members)), 0
+        for member in members:
+            start, end = end, end + len(member.tensor)
+            restore = partial(packed.member, start, end, member.order)
             _hold(member.argument, copy.tensors, _checked(restore, pack.rule.is_exact))
 
 

@@ -1,8 +1,9 @@
 """Packs: small tensors that autograd nodes have saved, and that are quantized together.
 
 A recurrent layer saves small tensors at each step. If each had a copy of its own, most of the time would be spent on calls of
-kernels, and on a GPU most of the memory on the allocator's smallest blocks. The tensors of one pack have the same shape, dtype
-and rule, and each has groups of its own, so a pack's errors are those of single copies.
+kernels, and on a GPU most of the memory on the allocator's smallest blocks. The tensors of one pack have the same rule, dtype
+and shape except for the size of dimension 0, along which they are concatenated. So rows have the groups, and the errors, that
+they would have in a copy of a single tensor, and the steps of packed sequences, whose batches become smaller, have one pack.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from fewbit.runtime.interop.autograd_graph import SavedArgument, was_changed
 from fewbit.runtime.interop.cuda_streams import hold_for_stream, stream_of
 from fewbit.runtime.quantizers.spec import SavedTensors
 
+LEAST_ELEMENTS = 16
+"""Tensors of fewer elements stay exact."""
 MOST_ELEMENTS = 1 << 13
 """Tensors of more elements get copies of their own."""
 PACK_ELEMENTS = 1 << 16
@@ -48,15 +51,17 @@ class Pack:
     def __init__(self, rule: Rule, settings):
         self.rule, self.settings = rule, settings
         self.arguments: list[SavedArgument] = []
+        self._size = 0
 
     def add(self, argument: SavedArgument) -> None:
         """Add a saved tensor."""
         self.arguments.append(argument)
+        self._size += argument.tensor.numel()
 
     @property
     def is_full(self) -> bool:
         """True if the pack has enough elements to be quantized."""
-        return len(self.arguments) * self.arguments[0].tensor.numel() >= PACK_ELEMENTS
+        return self._size >= PACK_ELEMENTS
 
     def count(self, exact: set[int]) -> int:
         """Return the number of elements of tensors whose storages are not in `exact`."""
@@ -88,7 +93,7 @@ class PackedCopy:
     All members are restored when the first is needed, and are freed after each was needed once.
 
     Args:
-        copy: the copy of the stacked members.
+        copy: the copy of the concatenated members.
         count: the number of members.
     """
 
@@ -96,8 +101,8 @@ class PackedCopy:
         self._copy, self._count = copy, count
         self._values, self._left = None, 0
 
-    def member(self, number: int, order: tuple[int, ...] | None) -> torch.Tensor:
-        """Return an approximation of the member with this number, its dimensions permuted by `order`."""
+    def member(self, start: int, end: int, order: tuple[int, ...] | None) -> torch.Tensor:
+        """Return an approximation of the member in the rows from `start` to `end`, its dimensions permuted by `order`."""
         values = self._values
         if values is None:
             hold_for_stream(self._copy.tensors)
@@ -107,13 +112,15 @@ class PackedCopy:
         if self._left <= 0:
             self._values = None
         hold_for_stream((values,))
-        return values[number] if order is None else values[number].permute(order)
+        rows = values[start:end]
+        return rows if order is None else rows.permute(order)
 
 
 def key_of(x: torch.Tensor, rule: Rule, settings: int) -> tuple:
     """Return what tensors must have in common to be in one pack. `settings` is the id of their settings."""
     order = layout.storage_permutation(x)
-    return rule, settings, x.shape, order, x.dtype, x.device, stream_of(x)
+    shape = x.shape if order is None else [x.shape[dim] for dim in order]
+    return rule, settings, tuple(shape[1:]), order, x.dtype, x.device, stream_of(x)
 
 
 def _storage(x: torch.Tensor) -> int:

@@ -270,7 +270,7 @@ def is_like_an_activation(module: nn.Module) -> bool:
 
 def saves_nothing(module: nn.Module) -> bool:
     """Return whether a converted module saves no input, because its weight needs no gradient."""
-    kinds = (nn.Linear, nn.modules.conv._ConvNd, transformers_modules.Conv1D)
+    kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, transformers_modules.Conv1D)
     return isinstance(module, kinds) and not module.weight.requires_grad
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -250,6 +250,19 @@ def _row(path: str, before: str, module: nn.Module, bits: float | None) -> Conve
     after = kinds.name_of(type(module))
     frozen = kinds.saves_nothing(module)
     return ConvertedModule(path, before, after, bits, attention=attention, frozen=frozen)
+
+
+def as_now(report: Report, model: nn.Module) -> Report:
+    """Return the report with the modules that are frozen, or in evaluation mode while others train, as the model is now."""
+    modules, rows = dict(model.named_modules()), []
+    trains = any(module.training for module in modules.values())
+    for row in report.converted:
+        module = modules.get(row.path)
+        if module is not None:
+            is_evaluated = trains and not module.training
+            row = row._replace(frozen=kinds.saves_nothing(module), evaluated=is_evaluated)
+        rows.append(row)
+    return replace(report, converted=tuple(rows))
 
 
 def _change_class(module: nn.Module, kind) -> None:

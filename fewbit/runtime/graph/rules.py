@@ -319,7 +319,10 @@ _ARGUMENTS = {
     EXPONENTIAL: "Exp: result",
     SIGMOID: "Sigmoid: result",
     TANH: "Tanh: result",
-    MASK: "Where: condition, MaskedFill: mask, MaskedScatter: mask, MaskedSelect: mask, NativeDropout: result1",
+    MASK: (
+        "Where: condition, MaskedFill: mask, MaskedScatter: mask, MaskedSelect: mask, NativeDropout: result1, "
+        "FakeQuantizePerTensorAffineCachemask: mask, FakeQuantizePerChannelAffineCachemask: mask, FusedMovingAvgObsFqHelper: mask"
+    ),
     POSITIVE: "Relu: result",
     INDEX: (
         "Gather: index, Index: indices, IndexSelect: index, IndexAdd: index, IndexPut: indices, Scatter: index, "

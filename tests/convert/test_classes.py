@@ -231,7 +231,9 @@ def test_a_metaclass_and_a_class_made_by_another_library():
 # -- torch.ao.quantization -----------------------------------------------------------------------------------
 
 eager_quantization = pytest.mark.filterwarnings(
-    "ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min and quant_max"
+    "ignore:torch.ao.quantization is deprecated",
+    "ignore:Please use quant_min and quant_max",
+    "ignore:torch.quantize_per_tensor",
 )
 NOT_FOUND = (
     "torch.ao.quantization finds no layers in a compressed model: call prepare_qat before compress_"
@@ -247,7 +249,7 @@ def quantizable():
 
 @eager_quantization
 def test_layers_that_quantize_their_weights_are_compressed():
-    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    images = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     exact = quantization.prepare_qat(quantizable())
     few = copy.deepcopy(exact)
     classes = [type(module) for module in few.modules()]

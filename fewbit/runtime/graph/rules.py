@@ -321,7 +321,8 @@ _ARGUMENTS = {
     TANH: "Tanh: result",
     MASK: (
         "Where: condition, MaskedFill: mask, MaskedScatter: mask, MaskedSelect: mask, NativeDropout: result1, "
-        "FakeQuantizePerTensorAffineCachemask: mask, FakeQuantizePerChannelAffineCachemask: mask, FusedMovingAvgObsFqHelper: mask"
+        "FakeQuantizePerTensorAffineCachemask: mask, FakeQuantizePerTensorAffineCachemaskTensorQparams: mask, "
+        "FakeQuantizePerChannelAffineCachemask: mask, FusedMovingAvgObsFqHelper: mask"
     ),
     POSITIVE: "Relu: result",
     INDEX: (

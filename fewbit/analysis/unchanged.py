@@ -52,8 +52,12 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
                 module._buffers[name] = buffer
                 # An earlier graph may have saved the buffer, so write to .data, which keeps the version, and only if
                 # needed.
-                if copy is not None and not torch.equal(buffer, copy):
+                if copy is None or torch.equal(buffer, copy):
+                    continue
+                if buffer.shape == copy.shape:
                     buffer.data.copy_(copy)
+                else:  # observers of torch.ao.quantization resize their buffers in the first forward pass
+                    buffer.data = copy
 
     with undo_after(put_back):
         yield

@@ -12,6 +12,7 @@ from torch import nn
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
 from fewbit.config import BitConfig, Level
 from fewbit.convert.report import Report
+from fewbit.convert.swap import as_now
 from fewbit.errors import InputError
 from fewbit.policies.allocation_report import Allocation
 from fewbit.policies.error_bound.bounds import Bounds
@@ -44,7 +45,7 @@ class Controller:
         config: BitConfig | None = None,
     ):
         self._model = weakref.ref(model)
-        self.report = report
+        self._report = report
         self.context = context
         self.allocator = allocator
         self.config = config
@@ -54,6 +55,11 @@ class Controller:
     def model(self) -> nn.Module | None:
         """The compressed model, or None if it no longer exists."""
         return self._model()
+
+    @property
+    def report(self) -> Report:
+        """The modules that were converted, and what they save now: nothing few-bit if they are frozen or in eval mode."""
+        return self._report if self._ended else as_now(self._report, self.model)
 
     @property
     def allocation(self) -> Allocation:

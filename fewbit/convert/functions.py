@@ -34,7 +34,7 @@ ACTIVATIONS = tuple(_ACTIVATIONS.split())
 _ONE_BIT = ("relu", "relu6", "leaky_relu", "rrelu", "hardsigmoid")
 _QUANTIZED = (
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm layer_norm rms_norm "
-    "group_norm instance_norm prelu softmax log_softmax cross_entropy scaled_dot_product_attention matmul mul"
+    "group_norm instance_norm prelu glu softmax log_softmax cross_entropy scaled_dot_product_attention matmul mul"
 )
 _OTHER_QUANTIZED = {
     contractions.einsum: (torch.einsum,),

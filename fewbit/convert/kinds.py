@@ -96,7 +96,6 @@ FUNCTIONS = {F.relu: nn.ReLU, torch.relu: nn.ReLU, F.gelu: nn.GELU}
 
 _RECURRENT = "one op over all steps, which saves tensors of its own; on a CPU, layers={'everything': True} compresses them"
 LEFT_ALONE = {
-    nn.GLU: "no few-bit version: not pointwise; see fewbit.functional.swiglu and its kin",
     nn.Softmin: "no few-bit version",
     nn.Softmax2d: "no few-bit version",
     nn.EmbeddingBag: "no few-bit version",
@@ -153,6 +152,11 @@ def _misfit_of(module: nn.Module) -> str | None:
     except (FunctionError, TypeError, ValueError) as error:
         return str(error)
     return None
+
+
+def is_cell(module: nn.Module) -> bool:
+    """Return whether the module is an RNNCell, GRUCell or LSTMCell, whose operations a model calls at each step."""
+    return isinstance(module, nn.RNNCellBase)
 
 
 def why_not(module: nn.Module, everything: bool = False, functional: bool = False) -> str | None:
@@ -266,7 +270,7 @@ def is_like_an_activation(module: nn.Module) -> bool:
 
 def saves_nothing(module: nn.Module) -> bool:
     """Return whether a converted module saves no input, because its weight needs no gradient."""
-    kinds = (nn.Linear, nn.modules.conv._ConvNd, transformers_modules.Conv1D)
+    kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, transformers_modules.Conv1D)
     return isinstance(module, kinds) and not module.weight.requires_grad
 
 

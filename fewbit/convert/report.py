@@ -28,7 +28,9 @@ class ConvertedModule(NamedTuple):
         shared: Whether the module saves nothing of its own, because it uses the tensor that a norm has saved in fixed
             point. None if the module may use such a tensor, but no forward pass has shown whether it does.
         attention: The bits per element of q, k and v, if the module computes attention and if these bits are not `bits`.
-        frozen: Whether the module saves no input, because its weight needed no gradient when the model was converted.
+        frozen: Whether the module saves no input, because its weight needs no gradient.
+        evaluated: Whether the module is in evaluation mode while the rest of the model trains. Then it computes and saves
+            what torch's module does.
     """
 
     path: str
@@ -38,10 +40,13 @@ class ConvertedModule(NamedTuple):
     shared: bool | None = False
     attention: float | None = None
     frozen: bool = False
+    evaluated: bool = False
 
     @property
     def saves(self) -> str:
         """The text that says how many bits per element the module saves."""
+        if self.evaluated:
+            return "as torch, in eval()"
         if self.frozen:
             return "no input"
         if self.shared:

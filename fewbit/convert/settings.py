@@ -22,6 +22,8 @@ from fewbit.config import (
 from fewbit.convert import kinds
 from fewbit.convert.functions import FunctionQuantizers
 from fewbit.errors import InputError
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
+from fewbit.runtime.graph import packs
 from fewbit.runtime.graph.compressor import GraphSettings
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.context import ForwardContext
@@ -135,9 +137,14 @@ class ResolvedSettings:
             self.make_attention_quantizer(context),
         )
 
-    def make_graph_settings(self) -> GraphSettings | None:
-        """Return the settings for tensors that torch's operations save; None if these tensors stay exact."""
-        if not self.everything:
+    def make_graph_settings(self, is_cell: bool = False) -> GraphSettings | None:
+        """Return the settings for tensors that torch's operations save; None if these tensors stay exact.
+
+        Args:
+            is_cell: whether the module is a recurrent cell. What a cell saves is compressed by default, and of any size,
+                because the layers after the cell save copies of its results, besides the tensors that the cell saves.
+        """
+        if not (self.everything or (is_cell and self.functional)):
             return None
         return GraphSettings(
             math.floor(self.bits),
@@ -146,6 +153,7 @@ class ResolvedSettings:
             self.min_dtype,
             self.quantizer,
             self.autograd_functions,
+            packs.LEAST_ELEMENTS if is_cell else LEAST_ELEMENTS,
         )
 
     def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:

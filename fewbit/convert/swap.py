@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -212,7 +212,8 @@ def _convert(
     name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
     kind = kinds.kind_of(held)
     if kind is None:
-        everything = settings is not None and settings.everything
+        is_cell = kinds.is_cell(held)
+        everything = settings is not None and settings.make_graph_settings(is_cell) is not None
         is_reported = whole or kinds.is_like_an_activation(module)
         functional = settings is not None and settings.functional
         reason = kinds.why_not(module, everything, functional) if is_reported else None
@@ -249,6 +250,19 @@ def _row(path: str, before: str, module: nn.Module, bits: float | None) -> Conve
     after = kinds.name_of(type(module))
     frozen = kinds.saves_nothing(module)
     return ConvertedModule(path, before, after, bits, attention=attention, frozen=frozen)
+
+
+def as_now(report: Report, model: nn.Module) -> Report:
+    """Return the report with the modules that are frozen, or in evaluation mode while others train, as the model is now."""
+    modules, rows = dict(model.named_modules()), []
+    trains = any(module.training for module in modules.values())
+    for row in report.converted:
+        module = modules.get(row.path)
+        if module is not None:
+            is_evaluated = trains and not module.training
+            row = row._replace(frozen=kinds.saves_nothing(module), evaluated=is_evaluated)
+        rows.append(row)
+    return replace(report, converted=tuple(rows))
 
 
 def _change_class(module: nn.Module, kind) -> None:
@@ -380,12 +394,11 @@ def _attach(
 
 def _graph_compressor(settings: ResolvedSettings, selected) -> GraphCompressor | None:
     """Return the object that compresses what torch's operations save, or None if no settings ask for it."""
-    usual = settings.make_graph_settings()
-    own = {
-        one.path: None if one.settings is None else one.settings.make_graph_settings()
-        for one in selected
-        if one.settings is not settings
-    }
+    usual, own = settings.make_graph_settings(), {}
+    for path, module, _, chosen in selected:
+        is_cell = kinds.is_cell(module)
+        if chosen is not settings or is_cell:
+            own[path] = None if chosen is None else chosen.make_graph_settings(is_cell)
     if usual is None and not any(own.values()):
         return None
     return GraphCompressor(usual, own)

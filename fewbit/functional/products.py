@@ -13,6 +13,8 @@ grad^ the gradient that the backward pass computes:
     grad_up   = g act(gate)         E[grad^] - grad = g act''(gate) Var[gate^] / 2
     grad_gate = g up act'(gate)     E[grad^] - grad = g up act'''(gate) Var[gate^] / 2
 
+GLU is the same with sigmoid as act and the halves of one tensor as up and gate.
+
 The biases are correct up to terms of higher order; the paper ActNN (Chen et al., ICML 2021; long version, appendix B.2)
 derives the same for norms. Var[gate^] is the variance that rounding adds to an element of gate; docs/concepts/layers.md
 gives it for each kind of copies. The size of a bias is its norm divided by the norm of the exact gradient. For normally
@@ -51,7 +53,7 @@ from fewbit.runtime.quantizers.quantizer import (
 from fewbit.runtime.quantizers.softmax_copies import quantize_factor
 from fewbit.runtime.saved.single_backward import once_differentiable
 
-__all__ = ["geglu", "matmul", "mul", "reglu", "swiglu"]
+__all__ = ["geglu", "glu", "matmul", "mul", "reglu", "swiglu"]
 
 
 # -- matmul and mul --------------------------------------------------------------------------------
@@ -266,6 +268,38 @@ def reglu(
     return gated(gate, up, "relu", quantizer=quantizer_of(bits, group_size, quantizer))
 
 
+def glu(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.glu, which is a * sigmoid(b) for the halves a and b of the input, and save the input quantized.
+
+    The backward pass computes sigmoid and its derivative from the dequantized b. As in `swiglu`, the mean of a gradient
+    differs from the exact gradient.
+
+    Args:
+        input: a floating tensor, whose size along `dim` is even.
+        dim: the dimension along which the input is halved.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: as in `swiglu`.
+
+    Returns:
+        torch's result, whose size along `dim` is half the input's.
+
+    Raises:
+        InputError: `bits` or `group_size` is invalid.
+    """
+    quantizer = quantizer_of(bits, group_size, quantizer)
+    if not is_differentiated(input):
+        return torch_functional.glu(input, dim)
+    return _GLU.apply(input, dim, quantizer)
+
+
 _FORWARD = {
     "silu": torch_functional.silu,
     "gelu": torch_functional.gelu,
@@ -338,3 +372,17 @@ class _Gated(Function):
             activated = _FORWARD[ctx.activation](gate)
             grad_up = (grad * activated).sum_to_size(up_shape).to(up_dtype)
         return grad_gate, grad_up, None, None, None
+
+
+class _GLU(Function):
+    @staticmethod
+    def forward(ctx, x, dim, quantizer):
+        y = torch_functional.glu(x, dim)
+        ctx.dim = dim
+        return copies.save(ctx, y, (quantizer.quantize(x),))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,), _ = copies.load(ctx)
+        return torch.ops.aten.glu_backward(grad, x, ctx.dim), None, None

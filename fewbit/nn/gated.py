@@ -1,7 +1,7 @@
 """Gated units, which compute act(gate) * up with an activation act, and save quantized tensors.
 
 The modules have no parameters. Their arguments are `bits` and `group_size`, as in `fewbit.functional.swiglu`. GEGLU
-also has `approximate`, as in torch.nn.GELU.
+also has `approximate`, as in torch.nn.GELU, and GLU has `dim`, as in torch.nn.GLU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fewbit.errors import InputError
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.bypass import bypass
 
-__all__ = ["GEGLU", "ReGLU", "SwiGLU"]
+__all__ = ["GEGLU", "GLU", "ReGLU", "SwiGLU"]
 
 
 class SwiGLU(Quantized, nn.Module):
@@ -54,3 +54,13 @@ class ReGLU(Quantized, nn.Module):
             with bypass():
                 return torch_functional.relu(gate) * up
         return F.reglu(gate, up, quantizer=self.quantizer)
+
+
+class GLU(Quantized, nn.GLU):
+    """torch.nn.GLU, computed by `fewbit.functional.glu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            with bypass():
+                return torch_functional.glu(input, self.dim)
+        return F.glu(input, self.dim, quantizer=self.quantizer)

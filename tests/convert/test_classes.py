@@ -9,6 +9,7 @@ import pytest
 import torch
 from samples import normal
 from torch import nn
+from torch.ao import quantization
 from torch.nn import functional as torch_f
 
 import fewbit
@@ -186,7 +187,17 @@ class PlainAbstract(Block, ABC):
     pass
 
 
-@pytest.mark.parametrize("cls", [Tagged, Registered, Abstract, PlainAbstract])
+class AbstractFirst(ABC, Block):
+    """A class whose first base has no `__dict__`, so that Python gives its objects another layout than a Block's."""
+
+
+class AbstractDeeper(AbstractFirst):
+    pass
+
+
+@pytest.mark.parametrize(
+    "cls", [Tagged, Registered, Abstract, PlainAbstract, AbstractFirst, AbstractDeeper]
+)
 def test_metaclasses(cls):
     before = Registering.seen[:]
     model, other = cls(), cls()
@@ -215,6 +226,61 @@ def test_a_metaclass_and_a_class_made_by_another_library():
         and model.extra == 1
         and type(model).__bases__ == (Tagged,)
     )
+
+
+# -- torch.ao.quantization -----------------------------------------------------------------------------------
+
+eager_quantization = pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization is deprecated",
+    "ignore:Please use quant_min and quant_max",
+    "ignore:torch.quantize_per_tensor",
+)
+NOT_FOUND = (
+    "torch.ao.quantization finds no layers in a compressed model: call prepare_qat before compress_"
+)
+
+
+def quantizable():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8))
+    model.qconfig = quantization.default_qat_qconfig
+    return model
+
+
+@eager_quantization
+def test_layers_that_quantize_their_weights_are_compressed():
+    images = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    exact = quantization.prepare_qat(quantizable())
+    few = copy.deepcopy(exact)
+    classes = [type(module) for module in few.modules()]
+    fewbit.compress_(few, 8, layers={"everything": True}, verbose=False)
+    saved = fewbit.saved_bytes(few, images)
+    assert saved.total < fewbit.saved_bytes(exact, images).total / 2
+    assert not [entry for entry in saved.entries if entry.kind == "mask" and entry.bytes > 1024]
+    gradients = []
+    for model in (exact, few):
+        model(images).square().sum().backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    assert 0 < error < 0.02
+    fewbit.restore_(few)
+    assert [type(module) for module in few.modules()] == classes
+    quantization.convert(few.eval(), inplace=True)
+    assert type(few[3]).__module__ == "torch.ao.nn.quantized.modules.linear"
+
+
+@eager_quantization
+def test_a_compressed_model_that_is_prepared_warns():
+    model = quantizable()
+    quiet(model)
+    with pytest.warns(UserWarning, match=NOT_FOUND):
+        quantization.prepare_qat(model)
+    with pytest.warns(UserWarning, match="restore_ before convert"):
+        del model.qconfig
+    assert not hasattr(model, "qconfig")
+    fewbit.restore_(model)
+    model.qconfig = quantization.default_qat_qconfig
+    assert isinstance(quantization.prepare_qat(model)[3], torch.ao.nn.qat.Linear)
 
 
 # -- what is written to the class ----------------------------------------------------------------------------

@@ -391,6 +391,33 @@ def test_the_report_says_that_all_parameters_are_frozen():
     assert note in str(report) and report.saved == ({}, {})
 
 
+def test_the_report_says_which_modules_save_nothing_few_bit_now():
+    model = nn.Sequential(
+        nn.Embedding(9, 8), nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8)
+    )
+    controller = quiet(model, 2)
+
+    def saves():
+        return [row.saves for row in controller.report.converted]
+
+    usual = ["exact", "2 bits", "3 bits", "2 bits", "2 bits"]
+    assert saves() == usual
+    model[:2].requires_grad_(False)
+    for module in model[2:4]:
+        module.eval()
+    evaluated = "as torch, in eval()"
+    assert saves() == ["no input", "no input", evaluated, evaluated, "2 bits"]
+    ids = torch.arange(9)
+    found = fewbit.saved_bytes(model, ids).entries
+    assert {entry.module for entry in found if entry.kind == "packed"} == {"4"}
+    model.eval()  # nothing is compressed; the report says so in a line of its own if compress_ is called now
+    model.requires_grad_(True)
+    assert saves() == usual
+    fewbit.restore_(model)
+    model.train()
+    assert saves() == usual
+
+
 def test_modules_made_by_hand_keep_their_settings():
     model = nn.Sequential(fewbit.nn.Linear(96, 96, bits=5), nn.Linear(96, 96))
     report = quiet(model, bits=2).report

@@ -287,6 +287,16 @@ def _gated(name, arguments=(), shape=(6, 9, 50)):
     )
 
 
+def _glu(arguments, shape):
+    return Layer(
+        "GLU",
+        arguments,
+        shape,
+        exact=(False,),
+        saved=lambda bits, y: quantized_bytes(shape, bits),
+    )
+
+
 def _dropout(name, shape, features=None):
     """Return a dropout with a mask over the first `features` dimensions."""
     return Layer(
@@ -324,6 +334,8 @@ ROUNDED = [
     _gated("GEGLU"),
     _gated("GEGLU", ("tanh",)),
     _gated("ReGLU"),
+    _glu((), (6, 9, 100)),
+    _glu((1,), (3, 8, 40)),
 ]
 """Layers that save other quantized tensors."""
 DROPOUTS = [

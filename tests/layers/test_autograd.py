@@ -1,5 +1,6 @@
 """Few-bit activations in autograd: uses that must work as with torch's own, and uses that must be refused."""
 
+import copy
 import threading
 import warnings
 
@@ -344,12 +345,78 @@ def test_inplace_on_a_view_updates_its_base(device):
     assert (x.grad == theirs.grad).all()  # 0 * -1 is -0 here, 0 in torch's
 
 
-def test_inplace_on_one_of_several_views_is_refused(device):
-    halves = (leaf((6, 8), device) * 1.0).chunk(2)
-    start = halves[0].detach().clone()
-    with pytest.raises(InputError, match="expected an input that autograd lets be overwritten"):
-        F.relu(halves[0], inplace=True)
-    assert same(halves[0], start)
+class Viewed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def _made_without_gradients(x):
+    with torch.no_grad():
+        return x[1:]
+
+
+SEVERAL = "one of several views that one function returned"
+REFUSED_VIEWS = {
+    "chunk": (lambda x: x.chunk(2)[0], SEVERAL),
+    "split": (lambda x: x.split(2)[1], SEVERAL),
+    "unbind": (lambda x: x.unbind(0)[0], SEVERAL),
+    "Function": (Viewed.apply, "a view that the autograd Function Viewed returned"),
+    "no_grad": (_made_without_gradients, r"a view that was made in torch.no_grad\(\)"),
+}
+
+
+@pytest.mark.parametrize(("view", "reason"), REFUSED_VIEWS.values(), ids=REFUSED_VIEWS)
+def test_inplace_on_a_view_that_torch_refuses_too(device, view, reason):
+    for relu, error in ((torch_f.relu, RuntimeError), (F.relu, InputError)):
+        x = view(leaf((6, 8), device) * 1.0)
+        start = x.detach().clone()
+        with pytest.raises(error, match=reason if relu is F.relu else None):
+            relu(x, inplace=True)
+        assert same(x, start)
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_inplace_beside_a_full_backward_hook(hook, place):
+    """Torch refuses such activations too, because it passes the hooks' tensors through an autograd Function."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+    getattr(layers[place], hook)(lambda *_: None)
+    with pytest.raises(RuntimeError, match="BackwardHookFunction"):
+        layers(leaf((2, 8)))
+    fewbit.compress_(layers, verbose=False)
+    with pytest.raises(
+        InputError, match="full backward hook of a module; use inplace=False"
+    ) as error:
+        layers(leaf((2, 8)))
+    assert "chunk" not in str(error.value)
+    layers[1].inplace = False
+    layers(leaf((2, 8))).sum().backward()
+
+
+HOOKS = {
+    "forward": lambda layer, hook: layer.register_forward_hook(hook),
+    "forward, keywords": lambda layer, hook: layer.register_forward_hook(hook, with_kwargs=True),
+    "before": lambda layer, hook: layer.register_forward_pre_hook(hook),
+    "before, keywords": lambda layer, hook: layer.register_forward_pre_hook(hook, with_kwargs=True),
+    "always": lambda layer, hook: layer.register_forward_hook(hook, always_call=True),
+}
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+def test_inplace_beside_other_hooks(register):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+    exact, called, x = copy.deepcopy(layers), [], torch.randn(16, 8)
+    register(layers[1], lambda *_: called.append(1))
+    fewbit.compress_(layers, 8, verbose=False)
+    for model in (exact, layers):
+        model(x).sum().backward()
+    assert called == [1] and same(layers[0].bias.grad, exact[0].bias.grad)
 
 
 def test_an_earlier_op_that_needs_the_old_value_notices(device):

@@ -1,5 +1,6 @@
 """Gated units against torch's own act(gate) * up."""
 
+import copy
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as torch_f
 
 import fewbit.nn
 from fewbit.errors import InputError
-from fewbit.functional.products import geglu, reglu, swiglu
+from fewbit.functional.products import geglu, glu, reglu, swiglu
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import quantized_bytes
 
@@ -148,6 +149,44 @@ def test_any_configuration(gate, dropped, name, group_size, frozen):
     ):
         assert a.shape == b.shape
         torch.testing.assert_close(a, b, rtol=0.1, atol=0.2)
+
+
+class Units(torch.nn.Module):
+    """GLU as a module, and as a function that the forward calls."""
+
+    def __init__(self, is_module, dim):
+        super().__init__()
+        self.first, self.unit, self.dim = torch.nn.Conv1d(8, 12, 1), torch.nn.GLU(dim), dim
+        self.is_module = is_module
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.unit(x) if self.is_module else torch_f.glu(x, self.dim)
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+@pytest.mark.parametrize("dim", [1, -1])
+def test_a_glu_in_a_model(is_module, dim):
+    torch.manual_seed(0)
+    exact, x = Units(is_module, dim), normal((4, 8, 50), scale=1.0)
+    few = copy.deepcopy(exact)
+    for bits, most in ((2, 0.4), (4, 0.12), (8, 0.01)):
+        report = fewbit.compress_(few, bits, verbose=False).report
+        assert ("unit" in [row.path for row in report.converted]) and not report.left_alone[1:]
+        (y, ours), (expected, theirs) = gradients(few, x), gradients(exact, x)
+        assert torch.equal(y, expected) and 0 < relative(ours[0], theirs[0]) < most
+        inputs = quantized_bytes(x.shape, bits) + quantized_bytes((4, 12, 50), bits)
+        assert bytes_by(few, x.detach().requires_grad_(False)) == inputs
+        fewbit.restore_(few)
+    assert type(few.unit) is torch.nn.GLU
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((4, 5), -1), ((4, 6), 2), ((), 0)])
+def test_glu_refuses_what_torch_refuses(shape, dim):
+    x = torch.ones(shape, requires_grad=True)
+    for function in (torch_f.glu, glu):
+        with pytest.raises((RuntimeError, IndexError)):
+            function(x, dim)
 
 
 # -- saved tensors ---------------------------------------------------------------------------------

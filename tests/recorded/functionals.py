@@ -66,6 +66,7 @@ QUANTIZED = {
     "swiglu": ([ROWS, ROWS], {}),
     "geglu": ([ROWS, ROWS], {}),
     "reglu": ([ROWS, ROWS], {}),
+    "glu": ([ROWS], {}),
     "scaled_dot_product_attention": ([HEADS, HEADS, HEADS], {"is_causal": True}),
 }
 """Functions of tensors of these shapes and bits, with their other arguments by name."""

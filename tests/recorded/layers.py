@@ -80,6 +80,7 @@ QUANTIZED = [
     Layer("SwiGLU", inputs=2),
     Layer("GEGLU", ("tanh",), inputs=2),
     Layer("ReGLU", inputs=2),
+    Layer("GLU", (1,), IMAGE),
     Layer("MultiheadAttention", (40, 4), (5, 3, 40), inputs=3),
     Layer("MultiheadAttention", (40, 4), (5, 3, 40), {"batch_first": True, "dropout": 0.1}, 3),
 ]

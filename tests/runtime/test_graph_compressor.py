@@ -1,6 +1,7 @@
 """Compression of what torch's own operations save (`everything`): gradients against torch's, and saved bytes."""
 
 import copy
+import gc
 import math
 import pickle
 import threading
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import GradientError
-from fewbit.runtime.graph import rules
+from fewbit.runtime.graph import packs, rules
 from fewbit.runtime.interop import autograd_graph
 
 SHAPE = 8, 16, 24  # each tensor has 3072 elements, more than `compressor.SMALL`
@@ -471,8 +472,8 @@ class Recurrent(nn.Module):
 
     def __init__(self, cls, **kwargs):
         super().__init__()
-        self.layer = cls(32, 64, 2, batch_first=True, **kwargs)
-        self.head = nn.Linear(64, 5)
+        self.layer = cls(32, 64, 2, **{"batch_first": True} | kwargs)
+        self.head = nn.Linear(64 * (1 + self.layer.bidirectional), 5)
 
     def forward(self, x):
         return self.head(self.layer(x)[0])
@@ -489,6 +490,152 @@ def test_recurrent_layers(cls, dropout):
     assert 0 < error < 0.02
     before, after = saved(model, x), saved(compressed(model, 2), x)
     assert sum(after.values()) * 8 < sum(before.values())
+
+
+SHORT = {
+    "plain": {},
+    "bidirectional": {"bidirectional": True},
+    "steps first": {"batch_first": False},
+    "dropout": {"dropout": 0.25},
+}
+
+
+@pytest.mark.parametrize("options", SHORT.values(), ids=SHORT)
+@pytest.mark.parametrize(("cls", "least"), [(nn.RNN, 5), (nn.GRU, 8), (nn.LSTM, 8)])
+def test_small_tensors_of_steps_are_packed_together(cls, least, options):
+    """Each step saves tensors of 3 x 64 elements, far fewer than a tensor needs for a copy of its own."""
+    torch.manual_seed(3)
+    model = Recurrent(cls, **{"batch_first": True} | options)
+    x = torch.randn(3, 24, 32).transpose(0, 1 - model.layer.batch_first)
+    exact = gradients(model, x, seed=4)
+    for bits, most in ((2, 0.6), (4, 0.2), (8, 0.02)):
+        found = gradients(compressed(model, bits), x, seed=4)
+        assert 0 < (flat(found) - flat(exact)).norm() < most * flat(exact).norm()
+    few = compressed(model, 2)
+    assert sum(saved(few, x).values()) * least < sum(saved(model, x).values())
+    storages = [entry for entry in fewbit.saved_bytes(few, x).entries if entry.kind == "packed"]
+    assert len({entry.shape for entry in storages if entry.bytes}) < 20
+
+
+@pytest.mark.parametrize("cls", [nn.RNN, nn.GRU, nn.LSTM])
+def test_packed_sequences(cls):
+    torch.manual_seed(3)
+    layer, x = cls(32, 64), torch.randn(20, 3, 32)
+
+    def run(layer):
+        sequence = nn.utils.rnn.pack_padded_sequence(x, [20, 11, 5])
+        torch.manual_seed(4)
+        y = layer(sequence)[0].data
+        return torch.autograd.grad(y.square().sum(), [*layer.parameters()])
+
+    exact, found = flat(run(layer)), flat(run(compressed(layer)))
+    assert 0 < (found - exact).norm() < 0.02 * exact.norm()
+
+
+class Steps(nn.Module):
+    """A loop over a cell, whose results go through a linear layer one by one."""
+
+    def __init__(self, cell, size, **options):
+        super().__init__()
+        self.cell, self.head = cell(size, size, **options), nn.Linear(size, 4)
+
+    def forward(self, x):
+        state, results = None, []
+        for step in x:
+            state = self.cell(step, state)
+            results.append(self.head(state[0] if isinstance(state, tuple) else state))
+        return torch.stack(results)
+
+
+CELLS = {
+    "RNNCell": (nn.RNNCell, {}),
+    "RNNCell relu": (nn.RNNCell, {"nonlinearity": "relu"}),
+    "GRUCell": (nn.GRUCell, {}),
+    "LSTMCell": (nn.LSTMCell, {"bias": False}),
+}
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("size, batch", [(16, 2), (64, 4), (128, 8)])
+@pytest.mark.parametrize(("cell", "options"), CELLS.values(), ids=CELLS)
+def test_a_loop_over_a_cell_saves_less_than_exact(cell, options, size, batch, everything):
+    """The linear layer copies each state, which the cell would keep in full if it were not compressed."""
+    torch.manual_seed(3)
+    model, x = Steps(cell, size, **options), torch.randn(8, batch, size)
+    few = copy.deepcopy(model)
+    report = fewbit.compress_(few, 2, layers={"everything": everything}, verbose=False).report
+    assert sum(saved(few, x).values()) < 0.8 * sum(saved(model, x).values())
+    ((path, reason),) = [(row.path, row.reason) for row in report.left_alone if row.path]
+    assert path == "cell" and reason.endswith("what its operations save is compressed")
+    exact = flat(gradients(model, x))
+    fewbit.compress_(few, 8, layers={"everything": everything}, verbose=False)
+    assert 0 < (flat(gradients(few, x, seed=4)) - exact).norm() < 0.02 * exact.norm()
+
+
+def test_an_excluded_cell_stays_exact():
+    torch.manual_seed(3)
+    model, x = Steps(nn.GRUCell, 64), torch.randn(8, 4, 64)
+    few = copy.deepcopy(model)
+    fewbit.compress_(few, 2, exclude=["cell", "head"], verbose=False)
+    assert all(map(torch.equal, gradients(few, x), gradients(model, x)))
+
+
+def test_a_pack_is_freed_when_all_its_tensors_were_needed():
+    """The tensors of one pack are restored once for each backward pass, and not kept afterwards."""
+    model, x = compressed(nn.GRU(32, 64)), torch.randn(20, 3, 32)
+    y = model(x)[0].square().sum()
+    first, second = (
+        torch.autograd.grad(y, [*model.parameters()], retain_graph=True) for _ in range(2)
+    )
+    assert all(map(torch.equal, first, second))
+    found = [one for one in gc.get_objects() if type(one) is packs.PackedCopy]
+    assert found and all(one._values is None for one in found)
+
+
+@pytest.mark.parametrize("changed", ["x", "y"])
+def test_a_packed_tensor_that_is_changed_in_place_raises_as_in_torch(changed):
+    """A tensor that waits in a pack may still be changed before the forward pass ends."""
+
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList(Block(lambda x, y: x[0] * y[0]) for _ in range(8))
+
+        def forward(self, x):
+            results = [block(x) for block in self.inner]
+            if changed == "y":
+                return sum(y.sigmoid_() for y in results)
+            z = torch.special.expit(results[0] * 2)
+            total = sum(results) * z
+            z.add_(1.0)
+            return total
+
+    model = Changing()
+    few = compressed(model, 8, functional=False)
+    if changed == "y":
+        assert len(gradients(few, inputs())) == len(gradients(model, inputs()))
+        return
+    for each in (model, few):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(each, inputs())
+
+
+def test_factors_that_are_repeated_stay_exact():
+    """An error of a row's deviation would be one of the whole row."""
+
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(24))
+
+        def forward(self, x):
+            for _ in range(12):
+                x = x * (x * self.scale).square().mean(-1, keepdim=True).add(1).rsqrt()
+            return x
+
+    few = compressed(Norms(), 2, functional=False)
+    entries = fewbit.saved_bytes(few, inputs()).entries
+    assert [entry.kind for entry in entries if entry.shape == (8, 16, 1)].count("activation") >= 12
 
 
 def test_the_report_says_with_how_many_bits_an_lstm_saves():

@@ -239,18 +239,32 @@ def check_inplace(x, function: str, plain: bool) -> None:
             says.
     """
     view = plain and x._is_view()
-    if x.is_leaf or (view and x._base.is_leaf):
+    is_of_leaf = x._base.is_leaf if view else x.is_leaf
+    if is_of_leaf:
         raise InputError(
             f"{function}: expected an input that is not a leaf which requires grad for inplace=True, "
             "got one, or a view of one; its gradient would be lost"
         )
     if view and _creation_meta(x) != _ANY_VIEW:
         raise InputError(
-            f"{function}: expected an input that autograd lets be overwritten for inplace=True, got one "
-            "of several views (chunk, split, unbind ...) or a view made without gradients; clone it first"
+            f"{function}: expected an input that autograd lets be overwritten for inplace=True, got {_kind_of_view(x)}"
         )
     if plain and layout.overlaps(x):
         raise InputError(
             f"{function}: expected an input whose elements lie apart for inplace=True, got strides "
             f"{tuple(x.stride())} for shape {tuple(x.shape)}; clone it first"
         )
+
+
+def _kind_of_view(x) -> str:
+    """Return a text that says why autograd does not let the view x be overwritten, and what to do."""
+    meta, kinds = _creation_meta(x), torch._C._autograd.CreationMeta
+    maker = type(x.grad_fn).__name__.removesuffix("Backward") if x.grad_fn is not None else ""
+    if maker == "BackwardHookFunction":
+        return "a tensor that passes through a full backward hook of a module; use inplace=False beside such hooks"
+    if meta == kinds.MULTI_OUTPUT_NODE:
+        return "one of several views that one function returned (chunk, split, unbind ...); clone it first"
+    if meta == kinds.IN_CUSTOM_FUNCTION:
+        return f"a view that the autograd Function {maker} returned; clone it first"
+    made_in = "inference mode" if meta == kinds.INFERENCE_MODE else "torch.no_grad()"
+    return f"a view that was made in {made_in}; clone it first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,12 +13,15 @@ from torch import nn
 from fewbit.config import name_of_class, usual_kind
 from fewbit.errors import GradientError, InputError
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
+from fewbit.runtime.graph import packs
+from fewbit.runtime.graph.packs import Pack, PackedCopy
 from fewbit.runtime.graph.rules import (
     LINEAR,
     NAMED,
     TWO_VALUED,
     Rule,
     Settings,
+    is_broadcast,
     is_matrix_product,
     rule_of,
 )
@@ -54,6 +58,7 @@ class GraphSettings(NamedTuple):
         min_dtype: the dtype of the groups' means or minimums: "bfloat16", "float32" or "auto".
         kind: the kind of the copies; None for the usual kind.
         functions: {name of an autograd Function: positions of saved tensors in which its gradients are linear}.
+        least: the number of elements from which on small tensors of one pack (`packs.py`) are quantized.
     """
 
     bits: int
@@ -62,6 +67,7 @@ class GraphSettings(NamedTuple):
     min_dtype: str
     kind: str | None
     functions: Mapping[str, list[int]]
+    least: int = LEAST_ELEMENTS
 
     def rules_of(self, node) -> Iterator[tuple[SavedArgument, Rule | None]]:
         """Yield the tensors that an autograd node has saved, each with its rule, or None if it has to stay exact.
@@ -102,8 +108,8 @@ class _Candidate(NamedTuple):
 class GraphCompressor:
     """Compresses what torch's operations save in a model's forward passes.
 
-    `begin` is called when a forward pass begins, and `compress` when a module's call ends. A deep copy or an unpickled
-    compressor has the same settings and no state of a forward pass.
+    `begin` is called when a forward pass begins, `compress` when a module's call ends, and `finish` when the forward pass
+    ends. A deep copy or an unpickled compressor has the same settings and no state of a forward pass.
 
     Args:
         settings: the settings for modules that `own` does not name.
@@ -127,11 +133,13 @@ class GraphCompressor:
         # Sequence numbers do not suffice: nodes of another thread may have larger ones.
         local.start, local.seen = next_sequence_number(), {*nodes_of(tensors_in(inputs))}
         local.owned, local.earlier = _storages(module, inputs), []
+        local.exact, local.packs = set(), {}
 
     def end(self) -> None:
         """Forget the forward pass."""
         local = self._local
         local.start, local.seen, local.owned, local.earlier = None, set(), set(), []
+        local.exact, local.packs = set(), {}
 
     def compress(self, path: str, start: int, outputs, context: ForwardContext) -> None:
         """Compress what was saved in the call of a module, except in modules for which this was called before.
@@ -158,7 +166,9 @@ class GraphCompressor:
             for argument, rule in settings.rules_of(node)
             if argument.tensor is not None and is_plain(argument.tensor)
         ]
-        exact = {
+        # A storage that an earlier call needs in full is not freed by copies of this call.
+        exact = local.exact
+        exact |= {
             _storage(one.argument.tensor)
             for one in candidates
             if one.rule is None or self._stays(one.argument, one.rule)
@@ -170,6 +180,22 @@ class GraphCompressor:
             if _storage(one.argument.tensor) not in exact:
                 self._replace(one, settings, path, context)
 
+    def finish(self, context: ForwardContext) -> None:
+        """Make the copies of packs that are not full. Packs of few elements stay exact."""
+        local = self._local
+        waiting = [*local.packs.values()]
+        while waiting:
+            small = [pack for pack in waiting if pack.count(local.exact) < pack.settings.least]
+            if not small:
+                break
+            # A copy of a tensor would free nothing if another pack keeps the tensor in full.
+            for pack in small:
+                local.exact |= {_storage(one.tensor) for one in pack.arguments}
+            waiting = [pack for pack in waiting if pack not in small]
+        local.packs = {}
+        for pack in waiting:
+            self._close(pack, context)
+
     def _stays(self, argument: SavedArgument, rule: Rule) -> bool:
         """Return whether a tensor stays exact although there is a rule for it.
 
@@ -178,7 +204,9 @@ class GraphCompressor:
         multiply in the gradients of earlier layers.
         """
         x = argument.tensor
-        if x.numel() < LEAST_ELEMENTS or _storage(x) in self._local.owned:
+        if x.numel() < packs.LEAST_ELEMENTS or _storage(x) in self._local.owned:
+            return True
+        if x.numel() < LEAST_ELEMENTS and is_broadcast(argument.node, x):
             return True
         if x.untyped_storage().nbytes() == 0:
             return True
@@ -188,28 +216,62 @@ class GraphCompressor:
         return not (rule.is_exact or argument.is_computed or is_constant)
 
     def _replace(self, one: _Candidate, settings: GraphSettings, path: str, context) -> None:
+        """Make the copy of a saved tensor now, or put the tensor into a pack if it is small."""
         argument, rule = one.argument, one.rule
         x = argument.tensor.detach()
-
-        def quantize(x, bits, kind):
-            kind = usual_kind(kind, settings.group_size)
-            seed = context.seed(x, f"{path}:{argument.node.name()}.{argument.name}", 0)
-            given = seed, bits, settings.group_size, settings.has_fp32_min(x), kind
-            return in_storage_order(x, lambda x: copies.quantized(x, *given))
-
         # `softmax_copies.quantize_softmax` says why matrix products may use softmax's copy.
         shared = context.cache.get_softmax(x) if is_matrix_product(argument.node) else None
-        how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
-        hold_for_stream((x,))  # the node may have run in another stream
+        if shared is None and x.numel() <= packs.MOST_ELEMENTS:
+            key = packs.key_of(x, rule, id(settings))
+            pack = self._local.packs.get(key)
+            if pack is None:
+                pack = self._local.packs[key] = Pack(rule, settings)
+            pack.add(argument)
+            if pack.is_full:
+                self._close(self._local.packs.pop(key), context)
+            return
+        name = f"{path}:{argument.node.name()}.{argument.name}"
+        copy = shared or _copied(x, rule, settings, name, context)
+        if copy is not None:
+            _hold(argument, copy.tensors, _restoring(copy, rule.is_exact))
+
+    def _close(self, pack: Pack, context) -> None:
+        """Make the copy of a pack, and hold it in place of the pack's tensors."""
+        members = pack.members(self._local.exact)
+        if not members:
+            return
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            copy = shared or rule.compress(x, how)
+            x = torch.cat([member.tensor for member in members])
+        copy = _copied(x, pack.rule, pack.settings, "packed", context)
         if copy is None:
             return
-        restore = _restoring(copy, rule.is_exact)
-        if argument.meter is not None:
-            argument.meter.replace(copy.tensors, restore)
-        else:
-            argument.raw.register_hooks(lambda _: None, restore)
+        packed, end = PackedCopy(copy, len(members)), 0
+        for member in members:
+            start, end = end, end + len(member.tensor)
+            restore = partial(packed.member, start, end, member.order)
+            _hold(member.argument, copy.tensors, _checked(restore, pack.rule.is_exact))
+
+
+def _copied(x, rule: Rule, settings: GraphSettings, name: str, context) -> SavedTensors | None:
+    """Return the copy of x that the rule makes, or None if the rule makes none."""
+
+    def quantize(x, bits, kind):
+        kind = usual_kind(kind, settings.group_size)
+        given = context.seed(x, name, 0), bits, settings.group_size, settings.has_fp32_min(x), kind
+        return in_storage_order(x, lambda x: copies.quantized(x, *given))
+
+    how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
+    hold_for_stream((x,))  # the node may have run in another stream
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        return rule.compress(x, how)
+
+
+def _hold(argument: SavedArgument, tensors, restore: Callable) -> None:
+    """Make an autograd node hold a copy in place of a tensor that it has saved."""
+    if argument.meter is not None:
+        argument.meter.replace(tensors, restore)
+    else:
+        argument.raw.register_hooks(lambda _: None, restore)
 
 
 def _is_factor(argument: SavedArgument, rule: Rule | None) -> bool:
@@ -224,15 +286,24 @@ def _restoring(copy: SavedTensors, is_exact: bool) -> Callable:
     """Return the function that computes, from a copy, the tensor that an autograd node gets in its backward pass."""
     tensors, spec, _ = copy
 
-    def restore(_):
+    def restore():
+        hold_for_stream(tensors)
+        return spec.dequantize(tensors)
+
+    return _checked(restore, is_exact)
+
+
+def _checked(restore: Callable[[], torch.Tensor], is_exact: bool) -> Callable:
+    """Return a hook for autograd that calls `restore`, but refuses second derivatives of an inexact copy."""
+
+    def hook(_):
         # Gradients are enabled in a backward pass only for second derivatives, which are not those of the copy.
         if not is_exact and torch.is_grad_enabled() and in_backward():
             raise GradientError(NO_SECOND_DERIVATIVE)
-        hold_for_stream(tensors)
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            return spec.dequantize(tensors)
+            return restore()
 
-    return restore
+    return hook
 
 
 def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[int]:
@@ -266,3 +337,5 @@ class _Local(threading.local):
         self.seen = set()  # nodes that `compress` has visited
         self.owned = set()  # storages of the parameters, buffers and inputs of its module
         self.earlier = []  # nodes that `compress` has reached, and that belong to calls that have not ended
+        self.exact = set()  # storages that stay, because a node needs them in full
+        self.packs = {}  # {key: Pack} of small tensors that wait for others

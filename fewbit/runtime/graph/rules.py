@@ -319,7 +319,11 @@ _ARGUMENTS = {
     EXPONENTIAL: "Exp: result",
     SIGMOID: "Sigmoid: result",
     TANH: "Tanh: result",
-    MASK: "Where: condition, MaskedFill: mask, MaskedScatter: mask, MaskedSelect: mask, NativeDropout: result1",
+    MASK: (
+        "Where: condition, MaskedFill: mask, MaskedScatter: mask, MaskedSelect: mask, NativeDropout: result1, "
+        "FakeQuantizePerTensorAffineCachemask: mask, FakeQuantizePerTensorAffineCachemaskTensorQparams: mask, "
+        "FakeQuantizePerChannelAffineCachemask: mask, FusedMovingAvgObsFqHelper: mask"
+    ),
     POSITIVE: "Relu: result",
     INDEX: (
         "Gather: index, Index: indices, IndexSelect: index, IndexAdd: index, IndexPut: indices, Scatter: index, "
@@ -346,6 +350,17 @@ RULES = _by_argument()
 def is_matrix_product(node) -> bool:
     """Return whether an autograd node is that of a product of two matrices, or of two batches of matrices."""
     return node.name() in ("MmBackward0", "BmmBackward0")
+
+
+_POINTWISE = "MulBackward", "DivBackward", "AddcmulBackward", "AddcdivBackward"
+
+
+def is_broadcast(node, x: torch.Tensor) -> bool:
+    """Return whether x is a factor that is repeated along the result, such as a temperature or a row's deviation.
+
+    Each of its elements changes many elements of the gradient, and a copy of it would save little.
+    """
+    return node.name().startswith(_POINTWISE) and [*x.shape] != [*node._input_metadata[0].shape]
 
 
 def rule_of(node, argument: str) -> Rule | None:

@@ -136,7 +136,7 @@ def saved_by(node) -> Iterator[SavedArgument]:
         except RuntimeError:  # a backward pass has freed the node's tensors
             return
         members = saved if isinstance(saved, tuple | list) else (saved,)
-        if _was_changed(node, name, members):
+        if was_changed(node, name, members):
             continue
         for number, raw in enumerate(members):
             data = getattr(raw, "data", None)
@@ -163,8 +163,14 @@ def saved_by(node) -> Iterator[SavedArgument]:
                 yield SavedArgument(node, name, number, raw, None, False, False, None)
 
 
-def _was_changed(node, name: str, members) -> bool:
-    """Return whether a saved tensor was changed in place. torch checks this when the tensor is read."""
+def was_changed(node, name: str, members) -> bool:
+    """Return whether a saved tensor was changed in place, or was freed. torch checks this when the tensor is read.
+
+    Args:
+        node: the autograd node.
+        name: the name of the argument.
+        members: torch's SavedTensors of this name.
+    """
     if any(getattr(raw, "unpack_hook", None) is not None for raw in members):
         return False  # to read it would call the hook
     try:

@@ -9,6 +9,7 @@ after the call. A class or module with that `__call__` is called *tracked*.
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from abc import ABCMeta
 from inspect import unwrap
@@ -55,11 +56,42 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
+class _QConfig:
+    """The attribute `qconfig` of tracked modules, which warns when torch.ao.quantization sets it or deletes it.
+
+    Its functions find layers by their exact class, so they would silently pass over the layers of a compressed model.
+    """
+
+    def __get__(self, module, owner=None):
+        if module is None or "qconfig" not in vars(module):
+            raise AttributeError("qconfig")
+        return vars(module)["qconfig"]
+
+    def __set__(self, module, value):
+        self._warn(module)
+        vars(module)["qconfig"] = value
+
+    def __delete__(self, module):
+        self.__get__(module)
+        self._warn(module)
+        del vars(module)["qconfig"]
+
+    def _warn(self, module) -> None:
+        if GUARD in vars(module):
+            warnings.warn(
+                "torch.ao.quantization finds no layers in a compressed model: call prepare_qat before compress_, and "
+                "fewbit.restore_ before convert",
+                stacklevel=4,
+            )
+
+
 class TrackedModule:
     """A mixin for module classes: a call of the module runs within the model's call guard.
 
     If the module has no guard, the call is torch's own.
     """
+
+    qconfig = _QConfig()
 
     def __init_subclass__(cls, **kwargs):
         # A user's class may register its subclasses; classes that `tracked_class` makes must not be registered.
@@ -146,10 +178,24 @@ def tracked_class(base: type[nn.Module]) -> type[nn.Module]:
             "_fewbit_base": base,
         }
         mixin = TrackedGraph if issubclass(base, GraphModule) else TrackedModule
-        made = _new_class(type(base), base.__name__, (mixin, base), own)
+        made = _new_class(type(base), base.__name__, (*_layout_of(base), mixin, base), own)
         made._fewbit_names = frozenset(vars(made))
         _made[base] = weakref.ref(made)
     return made
+
+
+def _layout_of(base: type) -> tuple[type, ...]:
+    """Return the classes that must come first among the bases of a subclass, so that modules may change to it.
+
+    Python changes the class of an object only if both classes have added `__dict__` to the same class. This is `object`,
+    unless `base` has a class such as ABC, which has no `__dict__`, before nn.Module among its bases.
+    """
+    first = base
+    while getattr(first.__base__, "__dictoffset__", 0):
+        first = first.__base__
+    if first.__base__ is object:
+        return ()
+    return (_new_class(type(first.__base__), "_Layout", (first.__base__,), {}),)
 
 
 def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -> type:

@@ -137,6 +137,8 @@ class _Call:
             return
         if not in_backward():
             compressor.compress(self.path, self._start, outputs, self.context)
+            if self.is_outermost:
+                compressor.finish(self.context)
 
     def put_back(self) -> None:
         """Restore everything that the call has changed. Calling this twice has the same effect as calling it once."""

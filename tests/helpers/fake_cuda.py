@@ -73,8 +73,6 @@ class FakeCuda(TorchDispatchMode):
             monkeypatch.setattr(torch.cuda, name, value)
         number = "_cuda_getCurrentRawStream"
         monkeypatch.setattr(torch._C, number, lambda _: id(recorder.current), raising=False)
-        # Within a dispatch mode, fewbit would take tensors for those of a compiler.
-        monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
         monkeypatch.setattr(torch, "Generator", lambda device=_CPU: generator())
         monkeypatch.setattr(
             torch, "tensor", lambda *args, device=_CPU, **kw: tensor(*args, **kw).to(device)

@@ -8,14 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, prod
+from typing import NamedTuple
 
 import torch
-from samples import normal
+from samples import ACTIVATIONS, GELU, RELU, normal
 from torch import nn
 from torch.nn import functional as torch_f
 
+import fewbit.functional as F
 import fewbit.nn
+from fewbit.functional.operations import contractions, elementwise, vector_norm
 from fewbit.runtime.format.groups import quantized_bytes
+from fewbit.runtime.quantizers.quantizer import Quantizer
 
 
 class Called(nn.Module):
@@ -388,8 +392,8 @@ POOLINGS = [
     _pool("AvgPool3d", (3, 4, 5, 6), (3, (1, 2, 2), 1, True, False, 7)),
     _pool("AdaptiveAvgPool1d", (2, 3, 17), (5,)),
     _pool("AdaptiveAvgPool1d", (3, 17), (1,)),
-    _pool("AdaptiveAvgPool2d", (2, 3, 8, 9), (1,)),
     _pool("AdaptiveAvgPool2d", (2, 3, 8, 9), ((3, None),)),
+    _pool("AdaptiveAvgPool2d", (2, 3, 8, 9), (1,)),
     _pool("AdaptiveAvgPool2d", (3, 8, 9), ((1, 2),)),
     _pool("AdaptiveAvgPool3d", (2, 3, 4, 5, 6), ((2, 3, 4),)),
     _pool("AdaptiveAvgPool3d", (2, 3, 4, 5, 6), (1,)),
@@ -408,6 +412,152 @@ EVERY = [*LAYERS, *ROUNDED, *first_of_each(DROPOUTS), *first_of_each(POOLINGS)]
 def first(*names) -> list[Layer]:
     """Return the first layer of each class name."""
     return [next(layer for layer in EVERY if layer.name == name) for name in names]
+
+
+class Case(NamedTuple):
+    """A layer and inputs for it.
+
+    Args:
+        ours: a module of fewbit.
+        theirs: torch's module, with equal parameters.
+        inputs: the inputs of both.
+        is_coded: whether the layer saves codes within the transforms of torch.func.
+    """
+
+    ours: nn.Module
+    theirs: nn.Module
+    inputs: list
+    is_coded: bool = False
+
+
+def _layer(layer, **options):
+    return lambda: Case(*layer.pair(8, **options), layer.inputs())
+
+
+def _function(ours, theirs, *shapes, coded=False, **inputs):
+    """Return a maker of a case of two functions. A shape stands for random numbers; `inputs` are passed to both by name."""
+
+    def make():
+        numbers = [normal(shape, scale=1.0, seed=seed) for seed, shape in enumerate(shapes)]
+        return Case(*(Called(partial(run, **inputs)) for run in (ours, theirs)), numbers, coded)
+
+    return make
+
+
+def _operation(ours, theirs, *shapes, **inputs):
+    """Return a maker of a case of two functions whose tensors are computed. fewbit saves no quantized copy of a leaf."""
+
+    def of_computed(run):
+        return lambda *tensors, **inputs: run(*(x * 1 for x in tensors), **inputs)
+
+    return _function(of_computed(ours), of_computed(theirs), *shapes, **inputs)
+
+
+def _activation(sample):
+    return _function(sample, sample.torch, (5, 9), coded=True)
+
+
+QKV = [(1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 6, 8)]
+
+
+def _attended(**options):
+    ours = partial(F.scaled_dot_product_attention, bits=8)
+    return _function(ours, torch_f.scaled_dot_product_attention, *QKV, **options)
+
+
+def _self_attention(need_weights):
+    def make():
+        ours, theirs = (
+            of.MultiheadAttention(16, 4, batch_first=True, **bits)
+            for of, bits in ((fewbit.nn, {"bits": 8}), (nn, {}))
+        )
+        theirs.load_state_dict(ours.state_dict())
+
+        def on_itself(module):
+            wrapped = Called(lambda x: module(x, x, x, need_weights=need_weights)[0])
+            wrapped.module = module
+            return wrapped
+
+        return Case(on_itself(ours), on_itself(theirs), [normal((2, 5, 16), scale=1.0)])
+
+    return make
+
+
+def _embedding():
+    ours, theirs = fewbit.nn.Embedding(7, 4), nn.Embedding(7, 4)
+    theirs.load_state_dict(ours.state_dict())
+    return Case(ours, theirs, [torch.tensor([[1, 2, 6], [1, 0, 3]])])
+
+
+EIGHT = {"quantizer": Quantizer(8)}
+TARGET = torch.tensor([2, 0, 1, 4])
+CASES = {
+    **{layer.id: _layer(layer) for layer in EVERY},
+    **{f"{layer.id}, two copies": _layer(layer, copies=2) for layer in EVERY if "Norm" in layer.name},
+    **{sample.id: _activation(sample) for sample in ACTIVATIONS if not sample.parameters},
+    "RReLU in training": _function(
+        partial(F.rrelu, training=True), partial(torch_f.rrelu, training=True), (5, 9)
+    ),
+    "unbiased GELU": _function(
+        partial(F.gelu, table=fewbit.load_table("gelu", 2, objective="unbiased")),
+        lambda x: torch_f.gelu(x) + 0 * torch.rand(1),  # torch's own refuse random numbers in vmap, too
+        (5, 9),
+        coded=True,
+    ),
+    "Pointwise": _function(
+        partial(F.pointwise, function=torch.tanh, table=fewbit.load_table("tanh", 8)),
+        torch.tanh,
+        (5, 9),
+        coded=True,
+    ),
+    "attention": _attended(),
+    "causal attention": _attended(is_causal=True),
+    "masked attention": _attended(attn_mask=torch.ones(5, 6, dtype=torch.bool).tril(1)),
+    "attention with dropout": _attended(dropout_p=0.3),
+    "MultiheadAttention": _self_attention(False),
+    "MultiheadAttention with weights": _self_attention(True),
+    "matmul": _function(partial(F.matmul, bits=8), torch.matmul, (3, 5, 7), (3, 7, 4)),
+    "mul": _function(partial(F.mul, bits=8), torch.mul, (5, 7), (5, 7)),
+    "pad": _function(F.pad, torch_f.pad, (2, 3, 5, 6), pad=(1, 2, 1, 1), mode="reflect"),
+    "interpolate": _function(
+        F.interpolate, torch_f.interpolate, (2, 3, 8, 6), size=(4, 3), mode="area"
+    ),
+    "Embedding": _embedding,
+    "cross entropy": _function(
+        partial(F.cross_entropy, bits=8), torch_f.cross_entropy, (4, 6), target=TARGET
+    ),
+    "square": _operation(partial(elementwise.square, **EIGHT), torch.square, (5, 9)),
+    "exp": _operation(lambda x: elementwise.exp(x - 4, **EIGHT), lambda x: (x - 4).exp(), (5, 9)),
+    "erf": _operation(partial(elementwise.erf, **EIGHT), torch.erf, (5, 9)),
+    "clamp": _operation(elementwise.clamp, torch.clamp, (5, 9), min=-0.5, max=1),
+    "maximum": _operation(elementwise.maximum, torch.maximum, (5, 9), (5, 9)),
+    "gather": _operation(
+        elementwise.gather, torch.gather, (5, 9), dim=1, index=torch.arange(10).view(5, 2) % 9
+    ),
+    "einsum": _operation(
+        lambda a, b: contractions.einsum("ij,kj->ik", a, b, **EIGHT),
+        lambda a, b: torch.einsum("ij,kj->ik", a, b),
+        (5, 9), (4, 9),
+    ),
+    "baddbmm": _operation(
+        partial(contractions.baddbmm, **EIGHT), torch.baddbmm, (2, 5, 4), (2, 5, 9), (2, 9, 4)
+    ),
+    "addcmul": _operation(
+        partial(contractions.addcmul, **EIGHT), torch.addcmul, (5, 9), (5, 9), (5, 9)
+    ),
+    "vector norm": _operation(
+        partial(vector_norm.vector_norm, **EIGHT), torch.linalg.vector_norm, (5, 9), dim=1
+    ),
+    "normalize": _operation(partial(vector_norm.normalize, **EIGHT), torch_f.normalize, (5, 9)),
+}  # fmt: skip
+"""{name: a maker of a Case}, of every layer, activation and operation."""
+
+
+def one_of_each_class() -> list[str]:
+    """Return the names of cases of every layer and operation, one for each class, and of two activations."""
+    names = {name.split("(")[0]: name for name in reversed(CASES)}
+    others = {sample.id for sample in ACTIVATIONS} - {GELU.id, RELU.id} | {"unbiased GELU"}
+    return [name for name in names.values() if name not in others]
 
 
 def ids(layers) -> dict:

@@ -20,7 +20,6 @@ from torch.nn import functional as torch_f
 from torch.utils.checkpoint import checkpoint
 
 from fewbit.convert.functions import FunctionMode, FunctionQuantizers
-from fewbit.errors import GradientError
 from fewbit.functional.attention.attention import (
     How,
     _attend,
@@ -722,21 +721,6 @@ def test_with_dropout_gradients_need_the_mean_of_the_values():
 
 
 # -- attention: errors -----------------------------------------------------------------------------
-
-
-def test_second_derivatives_are_refused():
-    query, key, value = inputs()
-    y = scaled_dot_product_attention(query, key, value)
-    (grad,) = torch.autograd.grad(y.square().sum(), query, create_graph=True)
-    with pytest.raises(GradientError, match="no second derivative"):
-        grad.sum().backward()
-
-
-def test_transforms_see_torchs_own():
-    query, key, value = (x.detach() for x in inputs(query=(2, 3, 8), keys=4))
-    ours = torch.func.grad(lambda q: scaled_dot_product_attention(q, key, value).sum())(query)
-    theirs = torch.func.grad(lambda q: torch_f.scaled_dot_product_attention(q, key, value).sum())
-    assert torch.equal(ours, theirs(query))
 
 
 def test_empty():

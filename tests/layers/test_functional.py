@@ -438,7 +438,7 @@ def test_a_callable(backend):
         x = leaf(normal((300,), dtype, backend.device))
         grad = normal((300,), dtype, backend.device, seed=4)
         y, saved = saved_by(lambda x=x: F.pointwise(x, wavelet, table=table))
-        assert [tensor.nbytes for tensor in saved] == [4 * 3 * 10]
+        assert sum(tensor.nbytes for tensor in saved) == 4 * 3 * 10
         assert same(y, wavelet(x))
         y.backward(grad)
         assert same(x.grad, gradient(table, x, grad))

@@ -30,7 +30,7 @@ from samples import DTYPES, name_of, normal, same, same_sums
 
 import fewbit.functional as F
 import fewbit.nn
-from fewbit.errors import GradientError, InputError
+from fewbit.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel",
@@ -213,31 +213,6 @@ def test_compiled(device, layer):
         assert relative(grad, wanted) < 0.02
     kept = bytes_by(compiled, *(x.requires_grad_() for x in inputs))
     assert kept <= layer.expected_bytes(8, y) + 4 * layer.vectors + 16 * bool(layer.vectors)
-
-
-@every_layer
-def test_a_second_derivative_is_refused(device, layer):
-    """It is refused also if the incoming gradient is a constant, for which torch would return zero."""
-    if layer.name.startswith("AdaptiveAvg") and layer.arguments == (1,):
-        return  # torch's mean
-    for loss in (lambda y: y.square().sum(), lambda y: y.sum()):
-        module, _ = layer.pair(8, device)
-        inputs = [x.requires_grad_() for x in layer.inputs(device)]
-        (grad,) = torch.autograd.grad(loss(module(*inputs)), inputs[0], create_graph=True)
-        for leaf in (*inputs, *module.parameters()):
-            with pytest.raises(GradientError, match="no second derivative"):
-                torch.autograd.grad(grad.sum(), leaf, allow_unused=True, retain_graph=True)
-
-
-@every_layer
-def test_func_transforms_see_torchs_own(device, layer):
-    first, *rest = layer.inputs(device)
-
-    def gradient(module):
-        return torch.func.grad(lambda x: module(x, *rest).sin().sum())(first)
-
-    ours, theirs = (outcome(gradient, module) for module in layer.pair(1, device))
-    assert ours == theirs if isinstance(theirs, type) else same_sums(ours, theirs)
 
 
 @every_layer

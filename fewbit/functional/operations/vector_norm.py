@@ -99,7 +99,7 @@ class _Length(Function):
     def forward(ctx, x, dims, quantizer):
         y = torch.linalg.vector_norm(x, 2, dims, True)
         # The gradient of a vector of zeros is 0, as in torch.
-        direction = (x / y).masked_fill_(y == 0, 0)
+        direction = (x / y).masked_fill(y == 0, 0)
         return copies.save(ctx, y, (quantizer.quantize(direction, shared=False),))
 
     @staticmethod

@@ -7,9 +7,10 @@ breaks and levels of the step function. The code that is saved for an element is
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from fewbit.config import MAX_BITS, MIN_BITS
-from fewbit.errors import GradientError, InputError
+from fewbit.errors import InputError
 from fewbit.runtime.activations import autograd, tables
 from fewbit.runtime.activations.callable_tables import check_result, name_of
 from fewbit.runtime.format import layout
@@ -21,6 +22,7 @@ from fewbit.runtime.ops import library
 from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import preactivation
+from fewbit.runtime.saved.single_backward import refuse_forward_mode
 from fewbit.text import shorten
 
 _creation_meta = torch._C._autograd._get_creation_meta
@@ -60,6 +62,8 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
     encoding = tables.encoding_of(function, parameters, bits, table, x.dtype)
     if not x.requires_grad or not torch.is_grad_enabled() or torch._C._is_tracing():
         return torchs_own(x, function, parameters, inplace)
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(x)
     if x.dtype not in FLOATING:
         _refuse(x, function)
     if torch._C._is_any_autocast_enabled():
@@ -150,8 +154,9 @@ def apply_callable(x: torch.Tensor, function, encoding: str):
 
 
 def _traceable(x, function, encoding):
-    check_transforms(x)
-    return autograd.Traceable.apply(x, function, encoding, seed_for(x, encoding))[0]
+    compiled = torch.compiler.is_compiling()
+    run = autograd.Traceable if compiled else autograd.Transformable
+    return run.apply(x, function, encoding, seed_for(x, encoding))[0]
 
 
 def _forward(function, parameters):
@@ -162,13 +167,21 @@ def needs_grad(x) -> bool:
     """Return whether x may get a gradient, at any level of torch.func's transforms.
 
     The answer is False under torch.jit.trace, which therefore traces torch's own function. A trace of fewbit's function
-    could not be saved. Raise InputError if x is not a tensor.
+    could not be saved.
+
+    Raises:
+        InputError: x is not a tensor.
+        GradientError: x needs a gradient and is a dual number.
     """
     if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return False
     check_tensors(x)
-    if x.requires_grad or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return x.requires_grad
+    if x.requires_grad:
+        if forward_ad._current_level >= 0:
+            refuse_forward_mode(x)
+        return True
     # For a batched tensor requires_grad is False, even if the tensor that it wraps is being differentiated.
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
@@ -181,29 +194,6 @@ def seed_for(x, encoding: str):
     """Return a new seed if the encoding draws codes at random, else None."""
     # A compiler can trace a search in the text, but cannot trace the parsing of the text.
     return library.new_seed(x) if '"knots"' in encoding else None
-
-
-def check_transforms(x) -> None:
-    """Raise GradientError if a transform of torch.func differentiates x a second time, or in forward mode.
-
-    Codes are integers, so a second derivative would silently be zero.
-    """
-    if torch.compiler.is_compiling():
-        return
-    if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
-        raise GradientError(library.NO_FORWARD_MODE)
-    if torch._C._functorch.maybe_current_level() is None:
-        return
-    transforms = torch._C._functorch.TransformType
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    kinds = [interpreter.key() for interpreter in stack]
-    inner = x
-    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
-        inner = torch._C._functorch.get_unwrapped(inner)
-    if kinds.count(transforms.Grad) + inner.requires_grad > 1:
-        raise GradientError(library.NO_SECOND_DERIVATIVE)
-    if transforms.Jvp in kinds:
-        raise GradientError(library.NO_FORWARD_MODE)
 
 
 def _refuse(x, function: str) -> None:

@@ -1,8 +1,8 @@
 """The autograd Functions of few-bit activations, around the implementations in `fewbit.runtime.ops`.
 
 `Activation` runs named functions in eager mode. It calls fused kernels without torch's dispatcher, because the dispatch
-of an op written in Python takes twice as long as torch's own activation of a small tensor. `Traceable` runs callables,
-and any function that a compiler or `torch.func` traces.
+of an op written in Python takes twice as long as torch's own activation of a small tensor. `Traceable` runs any function
+that a compiler traces, and `Transformable` runs callables, and any function within the transforms of `torch.func`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,11 @@ class Activation(Function):
         # The first is the case with create_graph=True, the second with is_grads_batched=True.
         if torch.is_grad_enabled() or not is_plain(grad):
             stride = ctx.stride or layout.contiguous_stride(grad.shape)
-            grad = _product(ctx, grad, packed, ctx.encoding.text, stride)
+            anchors = graph_anchors(ctx) if torch.is_grad_enabled() else ()
+            grad = _product(grad, packed, ctx.encoding.text, stride, anchors)
         else:
             grad = activation_ops.decode_mul(grad, packed, ctx.encoding, ctx.stride)
         return grad, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx, *_):
-        raise GradientError(NO_FORWARD_MODE)
 
 
 apply_activation = super(Function, Activation).apply
@@ -105,25 +102,41 @@ class Traceable(Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         x, _, ctx.encoding, _ = inputs
-        _, packed = output
+        _, packed, *anchor = output
         ctx.stride = layout.dense_stride(x)
-        ctx.save_for_backward(packed)
+        ctx.save_for_backward(packed, *anchor)
         ctx.mark_non_differentiable(packed)
 
     @staticmethod
-    def backward(ctx, grad, _):
-        (packed,) = ctx.saved_tensors
-        return _product(ctx, grad, packed, ctx.encoding, ctx.stride), None, None, None
+    def backward(ctx, grad, *_):
+        packed, *anchor = ctx.saved_tensors
+        grad = _product(grad, packed, ctx.encoding, ctx.stride, anchor)
+        return grad, None, None, None
 
 
-def _product(ctx, grad, packed, encoding, stride):
+class Transformable(Traceable):
+    """Computes what `Traceable` does, and refuses second and forward-mode derivatives.
+
+    The third result is an empty tensor that depends on x at every level of torch.func's transforms. The gradient of x is
+    connected to this tensor, so that differentiating the gradient raises GradientError.
+    """
+
+    @staticmethod
+    def forward(x, function, encoding, seed):
+        return *Traceable.forward(x, function, encoding, seed), x.new_empty(0)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise GradientError(NO_FORWARD_MODE)
+
+
+def _product(grad, packed, encoding, stride, anchors):
     """Return the gradient of x: `grad` times the table's value for the code of each element.
 
-    In eager mode the result is connected to the graph, so that differentiating the result raises GradientError.
+    In eager mode the result is connected to the anchors, so that differentiating the result raises GradientError.
     """
     if torch.compiler.is_compiling():
         return activation_ops.decode_mul_op(grad, packed, encoding, stride)
-    anchors = graph_anchors(ctx) if torch.is_grad_enabled() else ()
     return Product.apply(grad, packed, encoding, stride, *anchors)
 
 

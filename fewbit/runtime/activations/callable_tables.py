@@ -20,6 +20,7 @@ from fewbit.runtime.activations.callable_state import State, contents, is_same, 
 from fewbit.runtime.activations.tables import DEFAULT, text_of
 from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.runtime.interop.fresh_state import in_fresh_state
 from fewbit.runtime.interop.tensor_kinds import is_abstract
 from fewbit.table import Table
 
@@ -54,14 +55,20 @@ def callable_encoding_text(
             return text_of(found.table)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return text_of(found.table)
+    solved = in_fresh_state(_solve, found, function, bits, device, dtype, device=device)
+    _remember(key, solved)
+    return text_of(solved.table)
+
+
+def _solve(found: _Solved | None, function, bits, device, dtype) -> _Solved:
+    """Return the callable's table and values. The table is that of `found` if the callable's values are the same."""
     values = _probe(function, device, dtype)
     if found is not None and _are_equal(found.values, values):
-        solved = found.table
+        table = found.table
     else:
         _check_steady(function, values, device, dtype)
-        solved = store.load_table(function, bits, **DEFAULT)
-    _remember(key, _Solved(function, state_of(function), values, solved))
-    return text_of(solved)
+        table = store.load_table(function, bits, **DEFAULT)
+    return _Solved(function, state_of(function), values, table)
 
 
 def name_of(function) -> str:
@@ -137,21 +144,14 @@ def _remember(key, solved: _Solved) -> None:
 def _probe(function, device, dtype) -> torch.Tensor:
     """Return the callable's values at 64 numbers between -10 and 10.
 
-    Autocast is switched off, so that values can be compared whether or not the caller uses autocast.
-
     Raises:
         FunctionError: a parameter of the callable needs a gradient.
     """
     points = torch.linspace(-9.7, 9.9, _POINTS, dtype=dtype, device=device)
-    with torch.enable_grad(), bypass(), _without_autocast(device.type):
+    with torch.enable_grad(), bypass():
         values = function(points)
     check_result(function, values)
     return values
-
-
-def _without_autocast(device: str):
-    available = torch.amp.is_autocast_available(device)
-    return torch.autocast(device, enabled=False) if available else torch.enable_grad()
 
 
 def _check_steady(function, values, device, dtype) -> None:

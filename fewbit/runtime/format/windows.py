@@ -77,7 +77,7 @@ class Windows(NamedTuple):
                 place = torch.div(place, self.dilation[dim], rounding_mode="trunc")
             position = position + place * scale
             scale *= self.extent[dim]
-        return position.clamp_(0, self.count - 1)
+        return position.clamp(0, self.count - 1)
 
     def indices(self, positions: torch.Tensor, size, stride) -> torch.Tensor:
         """Return the indices that torch's max-pooling would return.

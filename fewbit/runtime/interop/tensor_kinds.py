@@ -5,24 +5,29 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fewbit.errors import InputError
 from fewbit.text import shorten
 
 PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
 
 
 def is_plain(x) -> bool:
-    """Return whether x is an ordinary dense tensor in ordinary eager mode, so that its memory can be read."""
+    """Return whether x is an ordinary dense tensor in ordinary eager mode, so that its memory can be read.
+
+    A dispatch mode that only watches operations, such as FlopCounterMode, makes no difference. A mode that makes fake
+    tensors or traces makes one.
+    """
     return (
         not torch.compiler.is_compiling()
         and type(x) in PLAIN_CLASSES
         and torch._C._functorch.maybe_current_level() is None
         and not torch._C._functorch.is_legacy_batchedtensor(x)
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        and not torch._C._len_torch_dispatch_stack()
+        and not (torch._C._len_torch_dispatch_stack() and _has_mode(_FAKE, *_TRACING))
         and x.layout is torch.strided
         and not x.is_nested
         and not x.is_meta
@@ -40,7 +45,12 @@ def is_abstract(x) -> bool:
     is_meta = type(x) in PLAIN_CLASSES and x.is_meta
     if not (is_meta or type(x) is FakeTensor) or x.layout is not torch.strided or x.is_nested:
         return False
-    return all(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+    return not _has_mode(*_TRACING)
+
+
+def _has_mode(*keys) -> bool:
+    """Return whether one of torch's own dispatch modes is active."""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in keys)
 
 
 def is_batched(x, transforms_only: bool = False) -> bool:

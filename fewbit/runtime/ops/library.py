@@ -22,7 +22,7 @@ NO_SECOND_DERIVATIVE = (
     "use torch's own if you differentiate twice"
 )
 NO_FORWARD_MODE = (
-    "a few-bit activation has no forward-mode derivative; use torch's own function there"
+    "a layer or activation of fewbit has no forward-mode derivative; use torch's own there"
 )
 
 

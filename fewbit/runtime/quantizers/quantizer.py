@@ -16,6 +16,7 @@ from copy import copy
 from functools import lru_cache
 
 import torch
+from torch.autograd import forward_ad
 
 from fewbit.config import (
     DEFAULT_BITS,
@@ -57,6 +58,7 @@ from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
 from fewbit.runtime.saved.context import ForwardContext, current
 from fewbit.runtime.saved.min_dtype import MinDtypeSelector
+from fewbit.runtime.saved.single_backward import refuse_forward_mode
 
 
 class Quantizer:
@@ -503,6 +505,7 @@ def is_differentiated(*tensors) -> bool:
 
     Raises:
         InputError: gradients are enabled, and one of the arguments is neither a tensor nor None.
+        GradientError: fewbit's layer would have to run, and one of the arguments is a dual number.
     """
     if not torch.is_grad_enabled():
         return False
@@ -520,4 +523,8 @@ def is_differentiated(*tensors) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    return torch._C._functorch.maybe_current_level() is None and not torch.jit.is_tracing()
+    if torch._C._functorch.maybe_current_level() is not None or torch.jit.is_tracing():
+        return False
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(*tensors)
+    return True

@@ -1,15 +1,15 @@
-"""Backward functions whose results cannot be differentiated again: a second derivative raises GradientError."""
+"""Refusals of derivatives that fewbit's layers lack: second derivatives, forward mode, and some batches of gradients."""
 
 from __future__ import annotations
 
 from functools import wraps
 
 import torch
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from fewbit.errors import GradientError
 from fewbit.runtime.interop.tensor_kinds import is_batched
-from fewbit.runtime.ops.library import NO_SECOND_DERIVATIVE
+from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.probes.restoring import observed
 
 
@@ -72,6 +72,16 @@ def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
         )
 
 
+def refuse_forward_mode(*tensors) -> None:
+    """Raise GradientError if one of the tensors is a dual number of `torch.autograd.forward_ad`. None is ignored.
+
+    The autograd Functions have no method `jvp`, which could raise this error, because Dynamo traces no Function that has one.
+    """
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise GradientError(NO_FORWARD_MODE)
+
+
 def graph_anchors(ctx) -> list[torch.Tensor]:
     """Return tensors on which `Once` makes a gradient depend, so that a second derivative raises GradientError.
 
@@ -88,8 +98,7 @@ def _leaves(node) -> list[torch.Tensor]:
     """Return the leaves of the graph that the input of an autograd node was computed from."""
     leaves, seen, waiting = [], set(), [node]
     while waiting:
-        # Within torch.func a context is no node. There the forward already refuses second derivatives.
-        for following, _ in getattr(waiting.pop(), "next_functions", ()):
+        for following, _ in waiting.pop().next_functions:
             if following is None or following in seen:
                 continue
             seen.add(following)

@@ -441,6 +441,7 @@ def test_compiled_candidates_are_compared_with_exact_compiled_code():
     assert TrainingPlan.from_json(found.to_json()) == found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_models_of_torchs_own_classes_are_compiled_as_often_as_needed():
     """torch compiles a code object 8 times, and does not compile the methods of its own classes."""

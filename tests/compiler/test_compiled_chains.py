@@ -103,14 +103,19 @@ def errors(function, dtype, scale=1):
     return error(of(model, compiled), exact), error(of(model, model), exact)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("function", CHAINS)
 def test_gradients_of_chains(function, dtype):
     found, plain = errors(function, dtype)
     assert found < 0.01 + 1.5 * plain
 
 
-@pytest.mark.parametrize("function", [*CHAINS, *FLOAT16])
+@pytest.mark.parametrize(
+    "function",
+    [*(pytest.param(function, marks=pytest.mark.slow) for function in CHAINS), *FLOAT16],
+)
 def test_float16_does_not_overflow(function):
     found, plain = errors(function, torch.float16, scale=1 if function is small_divisor else 1024)
     assert found < 0.02 + 1.5 * plain

@@ -31,7 +31,12 @@ def convolutions(draw):
         return tuple(draw(st.integers(1, most)) for _ in range(dims))
 
     kernel = each(3)
-    options = {"stride": each(2), "dilation": each(2), "groups": groups, "bias": draw(st.booleans())}
+    options = {
+        "stride": each(2),
+        "dilation": each(2),
+        "groups": groups,
+        "bias": draw(st.booleans()),
+    }
     options["padding"] = tuple(draw(st.integers(0, size // 2)) for size in kernel)
     channels = groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 3))
     batch = (draw(st.integers(1, 3)),) if draw(st.booleans()) else ()
@@ -172,7 +177,9 @@ def attentions(draw):
         mask = (lambda device, dtype: normal((query[-2], keys), scale=1.0, seed=4) > -2,)
     else:
         options["is_causal"] = draw(st.booleans())
-    functions = (partial(library.scaled_dot_product_attention, **options) for library in (F, torch_f))
+    functions = (
+        partial(library.scaled_dot_product_attention, **options) for library in (F, torch_f)
+    )
     return function_row("scaled_dot_product_attention", *functions, query, (key, value, *mask))
 
 

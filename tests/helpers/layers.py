@@ -522,7 +522,7 @@ def _self_attention(**options):
         (7, 3, 32),
         options,
         others=((9, 3, 32), (9, 3, 32)),
-        exact=(False,) * (7 if options.get("bias", True) else 5),
+        exact=(False,) * 6 + (True,) if options.get("bias", True) else (False,) * 5,
         # The inputs, the projected inputs, and the result of attention.
         saved=_copies(*2 * [(length, 3, 32) for length in lengths], (21, 32)),
         limit=0.1,
@@ -558,9 +558,7 @@ def _embedding(rows, size, shape=(3, 5), **options):
 
 
 def _resized(name, shape, **options):
-    return Layer(
-        name, (), shape, options, exact=(True,), saved=lambda bits, y: 0, has_bits=False
-    )
+    return Layer(name, (), shape, options, exact=(True,), saved=lambda bits, y: 0, has_bits=False)
 
 
 def _operation(
@@ -640,15 +638,24 @@ EMBEDDINGS = [
     _embedding(50, 1, (40,), max_norm=1.0, norm_type=1.0, scale_grad_by_freq=True),
 ]
 RESIZED = [
-    *(_resized("Upsample", (2, 3, 9), mode=mode, scale_factor=1.7) for mode in ("nearest", "linear")),
+    *(
+        _resized("Upsample", (2, 3, 9), mode=mode, scale_factor=1.7)
+        for mode in ("nearest", "linear")
+    ),
     *(_resized("Upsample", (2, 3, 9), mode=mode, size=1) for mode in ("nearest-exact", "area")),
-    *(_resized("Upsample", (2, 3, 9, 8), mode=mode, scale_factor=0.5) for mode in ("bilinear", "area")),
+    *(
+        _resized("Upsample", (2, 3, 9, 8), mode=mode, scale_factor=0.5)
+        for mode in ("bilinear", "area")
+    ),
     _resized("Upsample", (2, 3, 9, 8), mode="bicubic", size=3),
     _resized("Upsample", (2, 3, 9, 8), mode="area", scale_factor=(0.6, 1.5)),
     _resized("Upsample", (2, 3, 9, 8), mode="area", size=[2, 11]),
     _resized("Upsample", (2, 3, 9, 8), mode="area", scale_factor=0.4, recompute_scale_factor=True),
     _resized("Upsample", (2, 3, 9, 8), mode="bilinear", scale_factor=2.0, align_corners=True),
-    *(_resized("Upsample", (2, 3, 5, 4, 6), mode=mode, scale_factor=1.7) for mode in ("trilinear", "area")),
+    *(
+        _resized("Upsample", (2, 3, 5, 4, 6), mode=mode, scale_factor=1.7)
+        for mode in ("trilinear", "area")
+    ),
     _resized("UpsamplingNearest2d", (2, 3, 4, 5), scale_factor=2),
     _resized("UpsamplingBilinear2d", (2, 3, 4, 5), scale_factor=2),
     *(
@@ -681,6 +688,12 @@ OPERATIONS = [
         lambda a, b, **ours: contractions.einsum("nij,nkj->nik", a, b, **ours),
         lambda a, b: torch.einsum("nij,nkj->nik", a, b),
         MATRICES, _copies(*MATRICES), is_unbiased=True,
+    ),
+    _operation(
+        "einsum, one tensor",
+        lambda a, **ours: contractions.einsum("nij,nkj->nik", a, a, **ours),
+        lambda a: torch.einsum("nij,nkj->nik", a, a),
+        MATRICES[:1], _copies(MATRICES[0], MATRICES[0]), is_unbiased=True,
     ),
     _operation(
         "baddbmm",

@@ -176,18 +176,18 @@ def test_gradients_are_made_from_the_copies(layer):
 def test_gradients_are_exact_in_expectation(layer):
     """The pooled squares of errors, and the signed sums of errors, over draws at 2 bits and several means of the inputs."""
     options = copies_of(layer)[-1]
-    for kind, offset in ((layer.kind, 0.0), ("unbiased", 1000.0 if layer.kind == "rotated" else 0.0)):
+    for kind, offset in (
+        (layer.kind, 0.0),
+        ("unbiased", 1000.0 if layer.kind == "rotated" else 0.0),
+    ):
         dtype = torch.float32 if layer.name == "grouped_mm" else torch.float64
         ours, theirs = layer.pair(2, dtype=dtype, quantizer=kind, **options)
         # Numbers that float32 holds, which the quantizer starts from.
-        inputs = [
-            x.to(dtype) if x.is_floating_point() else x for x in layer.inputs(offset=offset)
-        ]
+        inputs = [x.to(dtype) if x.is_floating_point() else x for x in layer.inputs(offset=offset)]
         exact = seeded(gradients, theirs, *inputs)[1]
         torch.manual_seed(int(offset))
-        for grads, wanted in zip(
-            drawn(lambda: gradients(ours, *inputs)[1], 32), exact, strict=True
-        ):
+        draws = drawn(lambda ours=ours, inputs=inputs: gradients(ours, *inputs)[1], 32)
+        for grads, wanted in zip(draws, exact, strict=True):
             # With draws of 16 bits the smallest fractions of a step are never rounded up.
             least = 1e-5 * float(wanted.abs().max())
             # Entries that share sums over rounded elements are not independent.
@@ -295,9 +295,7 @@ def test_evaluation_mode_is_torchs_own(device, layer):
         return
     ours, theirs = layer.pair(1, device)
     inputs = layer.inputs(device)
-    (y, grads), (expected, exact) = (
-        gradients(module.eval(), *inputs) for module in (ours, theirs)
-    )
+    (y, grads), (expected, exact) = (gradients(module.eval(), *inputs) for module in (ours, theirs))
     assert bytes_by(ours, *needing(inputs)) <= bytes_by(theirs, *needing(inputs))
     assert same(y, expected)
     for grad, wanted in zip(grads, exact, strict=True):
@@ -340,7 +338,9 @@ def test_layouts(device, layer):
             assert found == expected, name
             continue
         check_values(layer, found[0], expected[0])
-        limit = layer.limit if layer.name == "PreActivation" else EPS * torch.finfo(found[0].dtype).eps
+        limit = (
+            layer.limit if layer.name == "PreActivation" else EPS * torch.finfo(found[0].dtype).eps
+        )
         for grad, wanted in zip(found[1], expected[1], strict=True):
             assert relative(grad, wanted) <= limit, name
 
@@ -410,7 +410,9 @@ def test_checkpoints(layer):
         y.backward(output_gradient(y))
         found.append([y, *(leaf.grad for leaf in wanted)])
     plain, *same_ones, rounded = found
-    if layer.name != "exp":  # which saves its result in full, because the recomputation may find larger ones
+    if (
+        layer.name != "exp"
+    ):  # which saves its result in full, because the recomputation may find larger ones
         assert all(same(x, y) for results in same_ones for x, y in zip(results, plain, strict=True))
     if "ropout" not in layer.id:  # rounding draws from the generator before the dropout
         assert same(rounded[0], plain[0])
@@ -514,7 +516,9 @@ def test_a_result_may_be_written_to(layer):
 # -- modules --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", **ids([row for row in EVERY_CLASS if hasattr(fewbit.nn, row.name)]))
+@pytest.mark.parametrize(
+    "layer", **ids([row for row in EVERY_CLASS if hasattr(fewbit.nn, row.name)])
+)
 def test_modules_are_torchs(layer):
     """They have torch's class, keys and representation, and copies and pickles behave alike."""
     ours, theirs = layer.pair(2)

@@ -647,7 +647,7 @@ ABSTRACT = {
 }
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("fuse", ("blocks", None, "preactivation"))
 @pytest.mark.parametrize("name", ABSTRACT)
 @pytest.mark.parametrize("mode", ("meta", "fake"))

@@ -645,7 +645,7 @@ def compare(ours, theirs, tensors, masks, within=0.02):
     need_weights=st.booleans(),
     average=st.booleans(),
 )
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_module_in_any_configuration(
     options, widths, shared, batched, padding, mask, need_weights, average
 ):

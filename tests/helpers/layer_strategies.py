@@ -158,7 +158,10 @@ def functions_of_two(draw):
         arguments = shape[-1], other, 3, draw(st.booleans())
         return Layer("Bilinear", arguments, shape, others=((*shape[:-1], other),))
     name = draw(st.sampled_from(("SwiGLU", "GEGLU", "ReGLU")))
-    return Layer(name, (), shape, others=(shape[draw(st.integers(0, len(shape))) :],))
+    repeats = draw(st.lists(st.booleans(), min_size=len(shape), max_size=len(shape)))
+    other = tuple(1 if is_one else size for size, is_one in zip(shape, repeats, strict=True))
+    pair = draw(st.permutations([shape, other[draw(st.integers(0, len(shape))) :]]))
+    return Layer(name, (), pair[0], others=(pair[1],))
 
 
 @st.composite
@@ -193,16 +196,14 @@ def losses(draw):
         "ignore_index": draw(st.sampled_from([-100, 0])),
     }
     target = (shape[0], *shape[2:]) if len(shape) > 1 else ()
-    others = (indices(classes, *target),)
-    if draw(st.booleans()):
-        others += (lambda device, dtype: torch.arange(1, classes + 1, device=device, dtype=dtype),)
+    is_weighted = draw(st.booleans())
 
-    def call(function, logits, target, weight=None, **ours):
-        weight = None if weight is None else weight.detach()
-        return 1.0 * function(logits, target, weight, **options, **ours) + 0 * logits.sum()
+    def call(function, logits, target, **ours):
+        weight = torch.arange(1, classes + 1, dtype=logits.dtype) if is_weighted else None
+        return function(logits, target, weight, **options, **ours)
 
     functions = (partial(call, library.cross_entropy) for library in (F, torch_f))
-    return function_row("cross_entropy", *functions, shape, others)
+    return function_row("cross_entropy", *functions, shape, (indices(classes, *target),))
 
 
 @st.composite

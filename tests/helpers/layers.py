@@ -630,8 +630,10 @@ LOSSES = [
 ]
 EMBEDDINGS = [
     _embedding(10, 1),
-    _embedding(256, 1, (), padding_idx=3),
-    _embedding(257, 2, padding_idx=-1),
+    _embedding(256, 1, ()),
+    _embedding(257, 2),
+    _embedding(4, 1, padding_idx=-1),
+    _embedding(4, 1, padding_idx=1),
     _embedding(1 << 15, 2, (7,), scale_grad_by_freq=True),
     _embedding((1 << 15) + 1, 4),
     _embedding(50, 1, max_norm=1.0),

@@ -93,7 +93,9 @@ def check(layer, ours, theirs, inputs, limits):
     """Compare values, gradients within the limits and buffers, or the types of errors."""
     found, expected = outcome(gradients, ours, *inputs), outcome(gradients, theirs, *inputs)
     if isinstance(expected, type):
-        assert found == expected
+        assert (
+            found == expected and inputs[0].dtype != torch.float32
+        )  # for which torch computes all rows
         return
     (y, grads), (their_y, exact) = found, expected
     check_values(layer, y, their_y)
@@ -214,7 +216,7 @@ def test_any_layer(kind, data):
     inputs = layer.inputs(dtype=dtype, offset=data.draw(st.sampled_from((0.0, 10.0))))
     found, expected = (outcome(gradients, module, *inputs) for module in (ours, theirs))
     if isinstance(expected, type):
-        assert found == expected
+        assert found == expected and kind == "pooling", layer  # torch refuses some windows
         return
     (y, grads), (their_y, exact) = found, expected
     assert same(y, their_y) and strides(y) == strides(their_y)

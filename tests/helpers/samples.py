@@ -141,11 +141,18 @@ class Sample:
     def torch(self, x, **options):
         return self.theirs(x, *self.parameters, **options)
 
+    def named_parameters(self) -> dict:
+        names = functions.get(self.function).parameters
+        return dict(zip(names, self.parameters, strict=False))
+
+    def kinks(self) -> list[float]:
+        """Return the points where the derivative jumps."""
+        return list(functions.get(self.function, self.named_parameters()).kinks)
+
     def table(self, bits=None, **request):
         """Return the table for the parameters. request: as in fewbit.load_table."""
-        names = functions.get(self.function).parameters
-        parameters = dict(zip(names, self.parameters, strict=False))
-        return load_table(self.function, bits or self.bits, tuple(parameters.items()), **request)
+        parameters = tuple(self.named_parameters().items())
+        return load_table(self.function, bits or self.bits, parameters, **request)
 
 
 @cache

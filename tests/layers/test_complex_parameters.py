@@ -48,6 +48,7 @@ def ratio(model):
     return [controller.gradient_ratio(BATCH, loss).ratio]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", [profile, planned, ratio])
 def test_they_are_measured_as_pairs(measure):
     ours, pairs = measure(Filtered(True)), measure(Filtered(False))

@@ -5,12 +5,9 @@ from importlib import import_module
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from layers import bytes_by, saved_by
-from samples import DTYPES, LAYOUTS, laid_out, name_of, normal, same
+from samples import normal, same
 from torch.nn import functional as torch_f
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec"
@@ -47,9 +44,8 @@ def check(call, x, seed=3):
 
 
 @pytest.mark.parametrize("name, shape", SAMPLES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_equals_torch(device, name, shape, dtype):
-    x = normal(shape, dtype, device)
+def test_equals_torch(device, name, shape):
+    x = normal(shape, device=device)
     x.view(-1)[:4] = torch.tensor([torch.nan, torch.inf, 0.0, -0.0])
     for p in PROBABILITIES:
         check(lambda functions, x, p=p: getattr(functions, name)(x, p, True), x)
@@ -80,13 +76,6 @@ def test_inplace_on_views_and_leaves(device):
     assert same(leaf, x)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(device, layout):
-    x = laid_out(layout, device=device)
-    check(lambda functions, x: functions.dropout(x, 0.3), x)
-    check(lambda functions, x: functions.alpha_dropout(x, 0.3, True), x)
-
-
 @pytest.mark.parametrize("name, shape", SAMPLES)
 def test_little_is_saved_for_probabilities_of_0_and_1(device, name, shape):
     x = normal(shape, device=device).requires_grad_()
@@ -101,16 +90,7 @@ def test_sizes_that_torch_warns_of(device):
         check(lambda functions, x, name=name: getattr(functions, name)(x, p=0.3), x)
 
 
-def test_what_torch_refuses(device):
-    x = normal((2, 3, 4, 5), device=device).requires_grad_()
-    for name in SHAPES:
-        with pytest.raises(ValueError, match="between 0 and 1"):
-            getattr(F, name)(x, 1.5, True)
-    with pytest.raises(RuntimeError, match="Expected 2D or 3D"):
-        F.dropout1d(x, 0.3)
-
-
-@pytest.mark.fast(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_compiled(device, name, inplace):
@@ -143,31 +123,3 @@ def test_compiled(device, name, inplace):
     assert not same(compiled(x), first)
     torch.manual_seed(5)
     assert same(compiled(x), first)
-
-
-def test_a_checkpointed_region_draws_its_mask_again(device):
-    def region(functions, x):
-        def run(x):
-            return F.dropout(x.sin(), 0.5)
-
-        return checkpoint(run, x, use_reentrant=False) if functions is F else run(x)
-
-    check(region, normal((50, 7), device=device))
-
-
-@settings(max_examples=150)
-@given(
-    st.sampled_from(SAMPLES),
-    st.lists(st.integers(0, 7), min_size=5, max_size=5),
-    st.sampled_from(DTYPES),
-    st.floats(0.0, 1.0),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 9),
-)
-def test_any_configuration(sample, sizes, dtype, p, inplace, channels_last, seed):
-    name, shape = sample
-    x = normal(tuple(sizes[: len(shape)]), dtype, seed=seed)
-    if channels_last and x.dim() == 4 and x.numel():
-        x = x.to(memory_format=torch.channels_last)
-    check(lambda functions, x: getattr(functions, name)(x * 1.0, p, True, inplace), x, seed)

@@ -1,14 +1,14 @@
 """Pooling: torch's values, indices and gradients to the bit, and windows of every size."""
 
 from functools import partial
-from math import ceil, prod
+from math import ceil
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from layers import POOLINGS, bytes_by, first_of_each, ids, saved_by
-from samples import DTYPES, name_of, normal, same, same_sums
+from layers import POOLINGS, first_of_each, ids, saved_by
+from samples import normal, same, same_sums
 from torch.nn import functional as torch_f
 
 import fewbit.functional.pooling as F
@@ -18,7 +18,6 @@ from fewbit.runtime.quantizers import integers
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec"
 )
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 every_sample = pytest.mark.parametrize("layer", **ids(POOLINGS))
@@ -50,30 +49,7 @@ def check(ours, theirs, x):
         assert torch.equal(ours[1], theirs[1]) and ours[1].stride() == theirs[1].stride()
 
 
-@every_sample
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_equals_torch(device, layer, dtype):
-    check(layer.ours(), layer.theirs(), normal(layer.shape, dtype, device))
-
-
-@every_sample
-def test_channels_last(device, layer):
-    if len(layer.shape) not in CHANNELS_LAST:
-        return
-    x = normal(layer.shape, device=device).to(memory_format=CHANNELS_LAST[len(layer.shape)])
-    check(layer.ours(), layer.theirs(), x)
-
-
 @pytest.mark.parametrize("layer", **ids(first_of_each(POOLINGS)))
-def test_strided(device, layer):
-    doubled = normal((*layer.shape[:-1], 2 * layer.shape[-1]), device=device)
-    check(layer.ours(), layer.theirs(), doubled[..., ::2])
-    check(layer.ours(), layer.theirs(), normal(layer.shape[::-1], device=device).permute(
-        *reversed(range(len(layer.shape)))
-    ))  # fmt: skip
-
-
-@every_sample
 def test_ties_nan_and_infinities(device, layer):
     x = normal(layer.shape, device=device, scale=1.0).round()
     x[x == 2] = torch.nan
@@ -102,35 +78,6 @@ def test_k_of_each_number_of_bits(device):
         bits = ceil(torch.tensor(float(k)).log2().item())
         assert sum(tensor.nbytes for tensor in saved) == 4 * bits * ceil(y.numel() / 32)
         check(ours, theirs, x)
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    "layer", **ids([layer for layer in POOLINGS if layer.arguments in ((1, 2), (17,))])
-)
-def test_compiled_with_places_of_no_bits_and_of_16(device, layer):
-    torch.compiler.reset()
-    x = normal(layer.shape, device=device)
-    module = layer.ours()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager_decomp_partition")
-    (ours, ours_grad), (theirs, theirs_grad) = step(compiled, x), step(layer.theirs(), x)
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(ours_grad, theirs_grad)
-    # If there are only a few elements, unpacked ones are smaller, and the partitioner finds them.
-    count = ours[0].numel()
-    assert bytes_by(compiled, x.requires_grad_()) <= min(
-        layer.expected_bytes(8, ours[0]), 4 * count
-    )
-
-
-@pytest.mark.parametrize("name", ["max_pool2d", "avg_pool2d", "adaptive_avg_pool3d"])
-def test_what_torch_refuses(device, name):
-    x = normal((2, 3, 4, 5), device=device).requires_grad_()
-    for wrong in (x.long() if name == "max_pool2d" else x[0, 0], x[0, 0]):
-        with pytest.raises((RuntimeError, ValueError)) as theirs:
-            getattr(torch_f, name)(wrong, (9, 9, 9))
-        with pytest.raises(type(theirs.value)):
-            getattr(F, name)(wrong, (9, 9, 9))
 
 
 def test_unpooling(device):
@@ -164,47 +111,3 @@ def test_the_ops_of_integers(device):
 
 
 # -- all configurations ----------------------------------------------------------------------------
-
-
-@st.composite
-def cases(draw):
-    dims = draw(st.integers(1, 3))
-    kind = draw(st.sampled_from(["max", "avg", "adaptive_max", "adaptive_avg"]))
-    lead = draw(st.sampled_from([(2, 3), (3,), (1, 1), (0, 2)]))
-    size = tuple(draw(st.integers(1, 9)) for _ in range(dims))
-
-    def sizes(low, high):
-        one = st.integers(low, high)
-        return draw(one | st.tuples(*[one] * dims))
-
-    options = {}
-    if "adaptive" in kind:
-        arguments = (sizes(1, 7),)
-    else:
-        kernel = sizes(1, 4)
-        arguments = (kernel, draw(st.sampled_from([kernel, sizes(1, 3)])), sizes(0, 2))
-        options["ceil_mode"] = draw(st.booleans())
-        if kind == "max":
-            arguments += (sizes(1, 3),)
-        else:
-            options["count_include_pad"] = draw(st.booleans())
-    if "max" in kind:
-        options["return_indices"] = draw(st.booleans())
-    return f"{kind}_pool{dims}d", (*lead, *size), arguments, options
-
-
-@settings(max_examples=200)
-@given(cases(), st.sampled_from(DTYPES), st.booleans(), st.booleans(), st.integers(0, 9))
-def test_any_configuration(case, dtype, channels_last, ties, seed):
-    name, shape, arguments, options = case
-    x = normal(shape, dtype, scale=1.0, seed=seed)
-    if ties:
-        x = x.round()
-        x[x == 2] = torch.nan
-    if channels_last and len(shape) in CHANNELS_LAST and prod(shape):
-        x = x.to(memory_format=CHANNELS_LAST[len(shape)])
-
-    def call(functions):
-        return lambda x: getattr(functions, name)(x, *arguments, **options)
-
-    check(call(F), call(torch_f), x)

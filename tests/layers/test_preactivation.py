@@ -602,6 +602,7 @@ def test_other_depths_are_refused():
             PreActivationResNet(depth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", (1, 4))
 def test_networks_are_alike_whatever_their_blocks(width):
     torch.manual_seed(0)
@@ -647,7 +648,7 @@ ABSTRACT = {
 }
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("fuse", ("blocks", None, "preactivation"))
 @pytest.mark.parametrize("name", ABSTRACT)
 @pytest.mark.parametrize("mode", ("meta", "fake"))

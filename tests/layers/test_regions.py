@@ -131,6 +131,7 @@ def test_bytes_of_decisions():
     assert saved(lambda x: x.sin() * x.sort(-1)[1], x) - usual == WIDTH * WIDTH * 6 // 8
 
 
+@pytest.mark.slow
 def test_a_record_is_freed_with_the_graph():
     x = normal((WIDTH, WIDTH)).requires_grad_()
     buffer = torch.zeros(WIDTH)

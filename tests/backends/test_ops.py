@@ -191,7 +191,8 @@ def test_make_fx_traces_a_transposed_input(mode):
     torch.testing.assert_close(traced(x), torch.nn.functional.gelu(x.t()))
 
 
-def test_make_fx_traces_ops_only():
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_make_fx_traces_ops_only(pre_dispatch):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     import fewbit.functional as F
@@ -201,7 +202,7 @@ def test_make_fx_traces_ops_only():
     def step(x):
         return torch.autograd.grad(F.gelu(x).sum(), x)[0]
 
-    traced = make_fx(step)(x)
+    traced = make_fx(step, pre_dispatch=pre_dispatch)(x)
     targets = {str(node.target) for node in traced.graph.nodes if node.op == "call_function"}
     assert {"fewbit.encode_kept.default", "fewbit.decode_mul.default"} <= targets
     y = normal((50,), seed=5).requires_grad_()

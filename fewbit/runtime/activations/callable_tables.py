@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,6 @@ from fewbit.runtime.activations.callable_state import State, contents, is_same, 
 from fewbit.runtime.activations.tables import DEFAULT, text_of
 from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.compiler_constants import constant
-from fewbit.runtime.interop.fresh_state import in_fresh_state
 from fewbit.runtime.interop.tensor_kinds import is_abstract
 from fewbit.table import Table
 
@@ -55,7 +55,7 @@ def callable_encoding_text(
             return text_of(found.table)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return text_of(found.table)
-    solved = in_fresh_state(_solve, found, function, bits, device, dtype, device=device)
+    solved = _apart(device, _solve, found, function, bits, device, dtype)
     _remember(key, solved)
     return text_of(solved.table)
 
@@ -69,6 +69,24 @@ def _solve(found: _Solved | None, function, bits, device, dtype) -> _Solved:
         _check_steady(function, values, device, dtype)
         table = store.load_table(function, bits, **DEFAULT)
     return _Solved(function, state_of(function), values, table)
+
+
+def _apart(device: torch.device, function, *args):
+    """Return function(*args), called without the caller's modes, transforms, hooks on saved tensors and autocast.
+
+    torch keeps all of these for each thread, so a new thread has none. On a GPU the function computes in the caller's stream.
+    """
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def call():
+        with torch.cuda.stream(stream):
+            return function(*args)
+
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(call).result()
+    finally:
+        pool.shutdown(wait=False)  # so that Ctrl-C ends the call at once
 
 
 def name_of(function) -> str:

@@ -12,6 +12,8 @@ from fewbit.text import shorten
 
 PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+"""The key that is included in torch's dispatch while `make_fx(..., pre_dispatch=True)` traces."""
 _TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
 
 
@@ -28,6 +30,7 @@ def is_plain(x) -> bool:
         and not torch._C._functorch.is_legacy_batchedtensor(x)
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         and not (torch._C._len_torch_dispatch_stack() and _has_mode(_FAKE, *_TRACING))
+        and not torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         and x.layout is torch.strided
         and not x.is_nested
         and not x.is_meta

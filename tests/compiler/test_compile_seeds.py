@@ -16,6 +16,7 @@ from fewbit.runtime.ops.quantizer_ops import quantize_op
 pytestmark = MARKS
 
 
+@pytest.mark.inductor
 def test_dropout_draws_what_it_would_draw():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh()), torch.randn(32, 64)

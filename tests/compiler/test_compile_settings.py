@@ -12,6 +12,7 @@ from fewbit.compiler import compiling
 pytestmark = MARKS
 
 
+@pytest.mark.inductor
 def test_overrides():
     model, x = made("gated")
     bits = {}
@@ -28,6 +29,7 @@ def test_overrides():
     assert 3 not in numbers
 
 
+@pytest.mark.inductor
 def test_an_override_gives_more_bits():
     model, x = made("gated")
     compiled = fewbit.compile(model, 2, overrides={"down": 8}, backend="aot_eager")
@@ -50,6 +52,7 @@ def test_an_override_of_a_part_of_a_merged_product():
     assert not [row for row in compiled.partitioner.report.rows if row.bits]
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("glob", ["parts.*", "shared"])
 def test_an_override_of_a_module_with_two_paths(glob):
     class Shared(nn.Module):
@@ -67,6 +70,7 @@ def test_an_override_of_a_module_with_two_paths(glob):
     assert {row.bits for row in compiled.partitioner.report.rows if row.module} == {None}
 
 
+@pytest.mark.inductor
 def test_an_override_that_may_not_hold_warns():
     class Inner(nn.Module):
         def __init__(self):
@@ -83,6 +87,7 @@ def test_an_override_that_may_not_hold_warns():
         compiled(torch.randn(8, 64, 64)).sum().backward()
 
 
+@pytest.mark.inductor
 # torch warns when it compiles the second graph.
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_broken_graph():
@@ -110,6 +115,7 @@ def test_a_broken_graph():
     assert not any(row.op.startswith("primals") for row in report.rows)
 
 
+@pytest.mark.inductor
 def test_the_report():
     model, x = made("convolutions")
     compiled = fewbit.compile(model, 2, backend="aot_eager")
@@ -123,6 +129,7 @@ def test_the_report():
     assert len(report.records()) == len(report.rows)
 
 
+@pytest.mark.inductor
 def test_an_untested_torch_saves_exact_tensors(monkeypatch):
     model, x = made("gated")
     monkeypatch.setattr(compiling, "TESTED", ("1.0",))
@@ -134,6 +141,7 @@ def test_an_untested_torch_saves_exact_tensors(monkeypatch):
     torch.testing.assert_close(gradient(model, compiled, x), gradient(model, model, x))
 
 
+@pytest.mark.inductor
 def test_partition_fn():
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd

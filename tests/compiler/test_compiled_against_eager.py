@@ -121,6 +121,7 @@ def mean_square(x):
     return x.square().mean(-1, keepdim=True) + 1e-6
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "cls", [RunningMean, Probabilities, Rows, Channels, Truncated, MaskedMean, Ranks, LargeRow]
@@ -160,6 +161,7 @@ class ShortRows(nn.Module):
         return torch.tanh(self.b(x)).square().mean()
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", ["module", *FORMS])
 def test_small_rows_of_a_norm_have_small_errors(form, backend):

@@ -103,6 +103,7 @@ def errors(function, dtype, scale=1):
     return error(of(model, compiled), exact), error(of(model, model), exact)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
@@ -112,6 +113,7 @@ def test_gradients_of_chains(function, dtype):
     assert found < 0.01 + 1.5 * plain
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     "function",
     [*(pytest.param(function, marks=pytest.mark.slow) for function in CHAINS), *FLOAT16],
@@ -121,6 +123,7 @@ def test_float16_does_not_overflow(function):
     assert found < 0.02 + 1.5 * plain
 
 
+@pytest.mark.inductor
 def test_powers_have_exact_means():
     """The backward pass of x * x * x multiplies the gradient by x twice."""
     torch.manual_seed(0)
@@ -134,6 +137,7 @@ def test_powers_have_exact_means():
     assert others < 0.01 * float(products.diagonal().mean())
 
 
+@pytest.mark.inductor
 def test_a_derivative_that_is_written_out_is_one_tensor():
     torch.manual_seed(0)
     model, x = Chain(gelu_written_out), torch.randn(8, 16, 64)

@@ -27,6 +27,7 @@ def copies_of_layers(compiled, x):
     return sum(found)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_with_8_bits(name):
     model, x = made(name)
@@ -45,6 +46,7 @@ def test_gradients_under_inductor(name):
     assert 0 < error(gradient(model, compiled, x), exact) < 0.02
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", MODELS)
 def test_the_report_counts_what_is_saved(name):
     model, x = made(name)
@@ -57,6 +59,7 @@ def test_the_report_counts_what_is_saved(name):
     assert exact / counted > 8
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", ["attention", "gated", "functions", "scan"])
 def test_the_mean_of_gradients_is_exact(name):
     """The product of two independent means has the expected value of the squared bias."""
@@ -72,6 +75,7 @@ def test_the_mean_of_gradients_is_exact(name):
     assert abs(float(sums[0] @ sums[1])) < 0.05 * squares
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", ["attention", "convolutions", "functions"])
 def test_converted_layers_keep_their_copies(name):
     """The copies of layers are not quantized again, and what functions save is quantized too."""
@@ -95,6 +99,7 @@ def test_converted_layers_keep_their_copies(name):
     assert compiled.partitioner.report.saved_bytes < 1.4 * alone
 
 
+@pytest.mark.inductor
 def test_parts_of_a_weight_stay_exact():
     class Fused(nn.Module):
         def __init__(self):
@@ -118,6 +123,7 @@ def test_parts_of_a_weight_stay_exact():
     }
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_of_relu_are_restored_exactly(dtype, backend):
@@ -143,6 +149,7 @@ def test_a_product_with_probabilities_is_no_probability():
     assert not is_probability(graph.call_function(aten.view.default, (product, [4])))
 
 
+@pytest.mark.inductor
 def test_no_gradient_no_copies():
     model, x = made("gated")
     compiled = fewbit.compile(model, 2, backend="aot_eager")
@@ -150,6 +157,7 @@ def test_no_gradient_no_copies():
         assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.inductor
 def test_a_checkpointed_region_is_computed_again():
     class Region(nn.Module):
         def __init__(self):
@@ -170,6 +178,7 @@ def test_a_checkpointed_region_is_computed_again():
     assert compiled.partitioner.report.saved_bytes <= 2.1 * x.numel() * x.element_size()
 
 
+@pytest.mark.inductor
 def test_torchs_partition_stays_if_it_saves_fewer_bytes(monkeypatch):
     """torch computes a long chain of functions of a single tensor again, from one tensor with 32 bits per element."""
 
@@ -200,6 +209,7 @@ def test_torchs_partition_stays_if_it_saves_fewer_bytes(monkeypatch):
     assert len(calls) == 1  # a second partition takes time, and would be in vain
 
 
+@pytest.mark.inductor
 def test_a_memory_budget_of_torch_does_not_replace_the_copies():
     model, x = made("attention")
     with torch._functorch.config.patch(activation_memory_budget=0.5):
@@ -221,6 +231,7 @@ class Weighty(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_parameters_that_autocast_casts_are_not_saved(backend):
     torch.manual_seed(0)

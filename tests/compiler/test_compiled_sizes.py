@@ -11,7 +11,7 @@ import fewbit
 pytestmark = MARKS
 
 
-@pytest.mark.fast(2)
+@pytest.mark.inductor
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", ["attention", "attention written out", "convolutions", "gated"])
 def test_sizes_that_vary(name, dynamic):

@@ -115,6 +115,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_compressed_model(model):
     """Copies are shared, and dropout masks are drawn, as without a mode, also after several steps."""

@@ -165,6 +165,7 @@ def test_the_table_of_a_callable_follows_its_values(kind):
     assert error() < 0.3
 
 
+@pytest.mark.slow
 def test_callables_that_compare_equal_have_tables_of_their_own():
     x = leaf(normal((2000,)))
     for function in (Equal(1.0), Equal(-3.0)):

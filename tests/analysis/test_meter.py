@@ -414,7 +414,7 @@ class Net(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.inductor
 @pytest.mark.parametrize("measured_first", [True, False])
 @pytest.mark.parametrize("how", ["compile", "method", "part", "function"])
 def test_a_compiled_model_is_measured_and_stays_compiled(compiler, how, measured_first):
@@ -575,6 +575,7 @@ def test_refusals():
         report.plot("a.pdf")
 
 
+@pytest.mark.slow
 def test_nothing_saved_says_so(tmp_path):
     layer = nn.Linear(4, 4)
 

@@ -185,7 +185,7 @@ def cases():
     yield "dropout", Attention(), torch.randn(16, 8, 16), ("norm", "attention")
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(4))
 def test_the_sum_of_the_terms_is_the_variance(case):
     name, model, x, contexts = list(cases())[case]
@@ -538,6 +538,7 @@ def test_files_that_are_no_profile(change, message, tmp_path):
         VarianceProfile.load(tmp_path / "other.json")
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_known_come_back_and_are_shown():
     profile = made(("a", "b"))
     profile.terms[1, 0] = profile.sampling[1] = profile.bias_error[0] = np.nan

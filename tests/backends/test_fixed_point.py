@@ -213,6 +213,7 @@ numbers = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(
     gamma=numbers,
     beta=numbers,

@@ -442,6 +442,7 @@ def arrays(source):
     return result
 
 
+@pytest.mark.slow
 def test_header_holds_what_the_script_prints(fitting):
     printed = arrays(fitting.render())
     held = arrays((CSRC / "common" / "math.h").read_text())

@@ -59,6 +59,7 @@ def test_opcheck_of_masks(device, dtype):
     assert torch.equal(activation_ops.unpack_mask_op(packed, 70, dtype=dtype), mask)
 
 
+@pytest.mark.inductor
 def test_opcheck_traced_with_dynamic_sizes():
     x = normal((5, 7))
     utilities = ("test_aot_dispatch_dynamic",)

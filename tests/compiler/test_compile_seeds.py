@@ -1,5 +1,6 @@
 """The seeds of compiled graphs, and dropout."""
 
+import pytest
 import torch
 from compiled_gradients import EXACT, MARKS
 from torch import fx, nn

@@ -288,6 +288,7 @@ def test_a_compressed_model_gives_the_same_result():
     assert isinstance(model[0], fewbit.nn.Linear)
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_gives_the_same_result():
     model, batch = net(), batch_of(16)
     with torch.device("meta"):

@@ -106,6 +106,7 @@ def measured_by_hand(candidate, model, x, draws):
     return error, variance, error - variance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("candidate", [FIXED, SHARED, ACTIVATIONS], ids=lambda value: value.policy)
 def test_errors_are_those_of_a_loop_by_hand(candidate, device):
     """60 draws on both sides have standard errors of 1 to 2 %; that of the bias is as large a part of the error."""
@@ -766,6 +767,7 @@ def test_json_has_everything_back(tmp_path):
     found.save(path, force=True)
 
 
+@pytest.mark.slow
 def test_names_in_a_file_are_no_formulas():
     candidate = Candidate("fixed", 2)
     found = plan(net(), torch.randn(8, 32), squared, candidates=candidate, chunks=4)
@@ -823,6 +825,7 @@ def test_a_narrow_terminal_leaves_out_passes_first(width, left_out):
     assert "pre-activation 2 bits" in text, "columns are left out before names are shortened"
 
 
+@pytest.mark.slow
 def test_times_come_with_the_spread_of_their_passes():
     found = made(("a", 2, 300, 0.04), ("b", 2, 300, 0.04))
     found = replace(found, rows=(replace(found.rows[0], seconds_least=1.25), found.rows[1]))
@@ -937,6 +940,7 @@ NEAR_LIMITS = [("a", 8, 1100, 0.012), ("a", 4, 800, 0.09), ("a", 3, 600, 0.12), 
 NEAR_LIMITS += [("b", 8, 900, 0.02), ("b", 4, 560, 0.1), ("b", 3, 450, 0.3), ("b", 2, 330, 1.1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [NEAR_LIMITS, NEAR_LIMITS[:4], CROWD[7:]], ids=len)
 def test_labels_are_crossed_by_no_line_where_there_is_room(rows):
     (axes,) = (figure := made(*rows).plot()).axes

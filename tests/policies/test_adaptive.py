@@ -409,6 +409,7 @@ def test_numbers_on_their_way_are_part_of_a_state(monkeypatch):
     assert averages(other) == averages(controller)
 
 
+@pytest.mark.slow
 def test_a_budget_resumes_with_the_bits_that_it_came_to():
     """Weights that are loaded after the conversion would lead to other bits, and so would another budget."""
     sample = normal(MODELS["convnet"][1], scale=1.0)

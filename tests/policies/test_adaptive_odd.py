@@ -397,6 +397,7 @@ class Either(nn.Module):
         return self.a(x) if first else self.b(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpointed", "other shapes", "branches"])
 def test_budgets_are_of_the_sample(kind):
     """Training on other inputs does not change the budget."""

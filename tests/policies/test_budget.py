@@ -73,7 +73,7 @@ def offset(model):
                 module.bias.add_(1)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_offsets(name, settings):

@@ -79,7 +79,7 @@ def test_the_true_ratio_is_within_the_bound_and_not_far_below(name, e2):
     assert controller.bounds.limit == 1 + e2
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_larger_bound_takes_fewer_bytes(name):
     found = []
@@ -258,7 +258,7 @@ def test_activation_bits_that_are_given_stay():
 # -- codecs and channels -----------------------------------------------------------------------------------
 
 
-@pytest.mark.fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("codec", ["quant", "quant+zvc", "error-bounded", "jpeg"])
 def test_codecs(codec, by_channel):
@@ -331,6 +331,7 @@ def test_other_dtypes(dtype, e2):
 # -- the monitor -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_warning_while_gradients_keep_to_the_bound():
     with warnings.catch_warnings():
         warnings.simplefilter("error", BoundWarning)

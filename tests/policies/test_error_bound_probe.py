@@ -418,7 +418,7 @@ def test_gradients_that_are_not_finite_say_nothing(value):
     assert observed(model, converted(model), X, run=run) is None
 
 
-@pytest.mark.fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0), (3.0, 3.0)])
 def test_each_call_of_a_layer(scales, is_checkpointed):

@@ -389,6 +389,7 @@ def test_measured_against_rounding(device, name):
             assert v2 == pytest.approx(true, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", ["uniform", "rotated"])
 @pytest.mark.parametrize("slopes", [1, 8])
 @pytest.mark.parametrize("needs_input", [False, True])

@@ -53,16 +53,19 @@ def check(function, x, backend="aot_eager", **options):
     assert ours[0].stride() == theirs[0].stride()
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("layout", ["matrix", "channels last", "stepped", "transposed", "scalar"])
 def test_gelu(device, layout):
     check(lambda x: F.gelu(x * 1.0), laid_out(layout, device=device))
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtypes(device, dtype):
     check(F.gelu, normal((40,), dtype, device))
 
 
+@pytest.mark.inductor
 def test_inplace(device):
     check(lambda x: F.relu(x * 2.0, inplace=True) + 1.0, normal((5, 9), device=device))
 
@@ -72,11 +75,13 @@ def test_a_callable(device):
     check(lambda x: F.pointwise(x, torch.tanh, table=TANH), normal((50,), device=device))
 
 
+@pytest.mark.inductor
 def test_parameters_and_modules(device):
     model = nn.Sequential(fewbit.ELU(1.7, bits=2), fewbit.GELU("tanh"), fewbit.LeakyReLU(0.2))
     check(model, normal((50,), device=device))
 
 
+@pytest.mark.inductor
 def test_dynamic_shapes(device):
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     function = torch.compile(F.gelu, backend=count, fullgraph=True, dynamic=True)

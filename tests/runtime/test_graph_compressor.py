@@ -500,6 +500,7 @@ SHORT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SHORT.values(), ids=SHORT)
 @pytest.mark.parametrize(("cls", "least"), [(nn.RNN, 5), (nn.GRU, 8), (nn.LSTM, 8)])
 def test_small_tensors_of_steps_are_packed_together(cls, least, options):
@@ -580,6 +581,7 @@ def test_an_excluded_cell_stays_exact():
     assert all(map(torch.equal, gradients(few, x), gradients(model, x)))
 
 
+@pytest.mark.slow
 def test_a_pack_is_freed_when_all_its_tensors_were_needed():
     """The tensors of one pack are restored once for each backward pass, and not kept afterwards."""
     model, x = compressed(nn.GRU(32, 64)), torch.randn(20, 3, 32)
@@ -736,6 +738,7 @@ class Attention(nn.Module):
         return self.product((p if self.is_view else p + 0).flatten(0, 1), self.v(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_product_uses_the_copy_of_softmax(everything):
     product = (lambda p, v: torch.einsum("nqk,nkd->nqd", p, v)) if everything else torch.bmm

@@ -409,6 +409,7 @@ def test_a_layer_on_every_device(device):
     ).abs().max() < 0.6  # numbers of bfloat16 are 4 apart there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["quant+zvc", "jpeg"])
 def test_the_tensors_of_codecs_are_not_examined(monkeypatch, codec):
     """On a GPU, the ranges of a tensor are examined if the group quantizer has saved it."""

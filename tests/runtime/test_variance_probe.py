@@ -455,6 +455,7 @@ def nodes_below(y) -> list:
     return found
 
 
+@pytest.mark.slow
 def test_of_earlier_forwards_the_nearest_nodes_are_watched():
     """All nodes of the current forward are watched, at any depth."""
 

@@ -340,11 +340,25 @@ def _tried(options, worker, mutant, entered: reach.Reach, kernels: Path | None) 
         "names": trial.names, "usual": entered.usual(trial.names), "cap": options.cap, "files": files,
         "codes": trial.codes, "anew": not trial.codes, "numba": "njit" in source,
     }  # fmt: skip
-    result |= worker.do(task)
+    while unfit := _failing_anyway(worker, task, found := worker.do(task)):
+        print("left out for a mutant, because they also fail without it:", *unfit, sep="\n")
+        task["names"] = [name for name in task["names"] if name not in unfit]
+    result |= {key: value for key, value in found.items() if key != "files"}
     result["seconds"] = round(time.monotonic() - started, 1)
     if result["status"] == "survived":
         result.pop("test", None)
     return result
+
+
+def _failing_anyway(worker, task: dict, found: dict) -> list[str]:
+    """Return the tests that killed a mutant, if they also fail in the same way without it: then they prove nothing."""
+    if found["status"] == "survived":
+        return []
+    names = [found["test"]] if "test" in found else []
+    for file in () if names else found.get("files", ()):  # whose collection failed
+        names.append(next(name for name in task["names"] if name.split("::")[0] == file))
+    same = worker.do(task | {"names": names, "files": {}, "codes": [], "cap": float("inf")})
+    return [] if same["status"] == "survived" else names
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ def run_items(items: list, outcomes: dict, task: dict, send, reach: Reach | None
         signal.setitimer(signal.ITIMER_PROF, 0)
         run = task.setdefault("run", {})
         run[name] = outcomes.get(name, "failed"), seconds_used() - started, entered
-        send({"tests": len(run)})
+        send({"tests": len(run), "processor": round(seconds_used(), 2)})
         if run[name][0] == "failed" and not task.get("all"):
             send({"status": "killed", "how": "failed"})
             return False
@@ -319,9 +319,10 @@ class Collected(Outcomes):
 
     def _packages(self) -> list[str]:
         """Return the modules outside of the repository that are now imported, without those of pytest's plugins."""
-        plugins = {"pytest", "_pytest", "hypothesis", "__main__"}
+        # pytest rewrites the assertions of its plugins, and therefore wants to import them itself.
+        plugins = {"pytest", "_pytest", "__main__"}
         for entry in importlib.metadata.entry_points(group="pytest11"):
-            plugins.add(entry.value.split(".")[0])
+            plugins |= {path.parts[0].removesuffix(".py") for path in entry.dist.files or ()}
         found = []
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
@@ -410,6 +411,7 @@ def run_anew(options: list[str], task: dict, send) -> None:
         chunk, left = left[:size], left[size:]
         size *= 2
         names = [name for file in chunk for name in files[file]]
+        send({"files": chunk})
         plugin = Chosen(names, task, send)
         code = run_pytest([*chunk, *options], plugin)
         if plugin.ended:

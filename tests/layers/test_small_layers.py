@@ -1,11 +1,11 @@
-"""Embedding, interpolation, PReLU, Softmax, LogSoftmax, Bilinear and products: properties of these layers alone."""
+"""Bilinear, PReLU, Softmax and LogSoftmax: properties of these layers alone."""
 
 from math import ceil
 
 import pytest
 import torch
 from expectation import pooled_z
-from layers import relative, saved_by
+from layers import bytes_by, relative, saved_by
 from samples import normal, same
 from torch import nn
 from torch.nn import functional as torch_f

@@ -240,8 +240,10 @@ class GraphCompressor:
         members = pack.members(self._local.exact)
         if not members:
             return
+        tensors = [member.tensor for member in members]
+        hold_for_stream(tensors)  # their nodes may have run in other streams
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            x = torch.cat([member.tensor for member in members])
+            x = torch.cat(tensors)
         copy = _copied(x, pack.rule, pack.settings, "packed", context)
         if copy is None:
             return

@@ -69,6 +69,7 @@ def variance(breaks, levels):
     return 0.5 * (levels**2 * mass).sum() / (levels * first).sum() ** 2 - 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 def test_rotated_levels_cost_little(bits):
     breaks, levels = normal_levels(bits)

@@ -93,6 +93,7 @@ def test_the_summary_says_what_the_table_is_worth():
     assert "1.47x lower than Few-bit Backward, Table 3" in text["paper"]
 
 
+@pytest.mark.slow
 def test_the_summary_says_that_levels_are_drawn():
     """On each piece of such a table, one of two levels is drawn. So there may be more levels than pieces."""
     command = "solve value --bits 1 --weight normal --grid 64 --objective".split()
@@ -428,6 +429,7 @@ def test_what_a_file_names_is_never_imported_or_called(name, monkeypatch):
     assert "antigravity" not in sys.modules
 
 
+@pytest.mark.slow
 def test_the_user_may_name_the_function_of_a_file():
     replace(fewbit.solve("tanh", 2, domain=(-8, 8)), function="own:f").save("own.json")
     assert "holds" in succeed("verify", "own.json", "--function", "numpy:tanh").stdout
@@ -631,6 +633,7 @@ def test_a_closed_output_is_nobody_elses():
     assert Table.load("relu.json").function == "relu"
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_ctrl_c_is_one_line_exit_code_130_and_no_file():
     command = [sys.executable, ROOT / "cli.py", "solve", "gelu", "--bits", "8", "-o", "gelu.json"]
@@ -758,6 +761,7 @@ def test_show_selects_from_a_file(shipped, monkeypatch):
     assert len(two.splitlines()) == 6
 
 
+@pytest.mark.slow
 def test_plot_writes_a_picture(shipped):
     succeed("plot", "gelu", "--bits", "2", "-o", "gelu.png")
     assert Path("gelu.png").read_bytes().startswith(b"\x89PNG")

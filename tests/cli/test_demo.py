@@ -62,6 +62,7 @@ def test_corpus_is_the_text(corpus):
     assert len(corpus.held_out) == pytest.approx(len(text) / 10, abs=1)
 
 
+@pytest.mark.slow
 def test_batches_are_windows_and_their_successors(corpus):
     x, y = corpus.batch(5, 20, torch.Generator().manual_seed(3))
     again, _ = corpus.batch(5, 20, torch.Generator().manual_seed(3))
@@ -111,6 +112,7 @@ def test_the_seed_alone_decides_the_parameters(corpus):
 # --- training -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_same_seed_is_same_curve(corpus):
     settings = replace(SMALL, steps=40, batch=8)
 
@@ -203,6 +205,7 @@ def test_progress_counts_every_step(corpus):
     assert seen[-1][0] == "all 4 bits, seed 1"
 
 
+@pytest.mark.slow
 def test_the_default_arms_are_few_and_all_are_those_of_the_stored_runs():
     stored_arms = json.loads(experiment.STORED.read_text())["arms"]
     settings = replace(SMALL, steps=1)
@@ -370,6 +373,7 @@ def small(monkeypatch):
     monkeypatch.setattr(training, "Settings", lambda steps=2: replace(SMALL, steps=steps))
 
 
+@pytest.mark.slow
 def test_command_writes_both_files_and_refuses_to_overwrite(tmp_path, small):
     out = tmp_path / "new" / "folder"
     first = run("--bits", "3", "--output", str(out))

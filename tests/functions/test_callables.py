@@ -145,6 +145,7 @@ def test_polynomial():
     assert found.kinks == () and found.slopes == (math.inf, math.inf) and found.even_derivative
 
 
+@pytest.mark.slow
 def test_given_derivative_and_kinks():
     found = from_callable(np.tanh, derivative=lambda x: 1.0 - np.tanh(x) ** 2)
     np.testing.assert_allclose(found.derivative(0.5), 1.0 - np.tanh(0.5) ** 2, rtol=1e-15)
@@ -211,6 +212,7 @@ def test_torch_functions_find_what_is_known(name):
     np.testing.assert_allclose(found.slopes, known.slopes, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_torch_modules_are_evaluated_in_float64_and_left_alone():
     torch = pytest.importorskip("torch")
     module = torch.nn.PReLU().train()
@@ -386,7 +388,7 @@ STRAIGHT = {
 }
 
 
-@pytest.mark.fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRAIGHT)
 def test_straight_pieces_have_exact_tables(name):
     """The rounding errors of numerical differentiation do not appear in f'."""

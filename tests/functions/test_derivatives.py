@@ -152,6 +152,7 @@ def test_error_and_bound_hold_for_the_exact_derivative(f, objective):
     assert found.error == pytest.approx(exact.error, rel=1e-6) and found.gap < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, 1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 40))]
 )
@@ -172,6 +173,7 @@ def test_narrow_bumps_anywhere_are_seen(seed):
         assert any(abs(edge - place) < width for edge in found.panels)
 
 
+@pytest.mark.slow
 def test_a_narrow_bump_of_a_derivative_is_part_of_the_error():
     """The mesh of the solver alone would miss the bump."""
     width, place = 1e-4, PLACE

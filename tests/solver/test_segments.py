@@ -39,6 +39,7 @@ def test_segments_of_a_sequence(problem):
         assert_cost(items.cost(start, stop), exact)
 
 
+@pytest.mark.slow
 @STEADY
 @given(sequences)
 def test_any_sequence(pairs):

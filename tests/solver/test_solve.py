@@ -513,6 +513,7 @@ def oscillating(x):
     return x + np.sin(5 * x) ** 2 / 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "options"),
     [

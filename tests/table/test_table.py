@@ -947,6 +947,7 @@ def test_plot(table, tmp_path):
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_plot_files(tmp_path):
     pytest.importorskip("matplotlib")
     table = relu6_table()
@@ -982,6 +983,7 @@ def test_names_in_a_file_are_no_formulas(tmp_path):
     plot_grid([table], tmp_path / "b.svg")
 
 
+@pytest.mark.slow
 def test_html():
     text = relu6_table()._repr_html_()
     assert "data:image/png;base64," in text and "(-∞, 0]" in text and "(6, ∞)" in text

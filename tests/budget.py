@@ -14,7 +14,7 @@ from _pytest.runner import runtestprotocol
 
 SECONDS = 0.5
 """The budget of a test, its own fixtures included, on a processor that counts to COUNT in COUNTING seconds."""
-COUNT, COUNTING = 1_000_000, 0.03
+COUNT, COUNTING = 1_000_000, 0.02
 RUNS = 3
 """The number of runs of a test that does not keep to the budget."""
 FIXTURE_SECONDS = 5.0

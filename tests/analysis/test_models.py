@@ -82,7 +82,7 @@ def test_keys_are_torchvisions(name):
     assert {key: tuple(state[key].shape) for key in KEYS[name]} == KEYS[name]
 
 
-@pytest.mark.fast(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in PARAMETERS if name[0] not in "gr"] + ["resnet50"]
 )

@@ -160,7 +160,16 @@ def test_the_comparison_shows_itself(few):
     assert "nowhere above intervals" in text
     assert "* f' is even" in text and "\nsigmoid* " in text
     row = next(line for line in text.splitlines() if "0.008094" in line)
-    assert row.split() == ["gelu", "3", "0.0119", "0.0119", "0.0119", "0.008094", "1.47x", "0.008094"]
+    assert row.split() == [
+        "gelu",
+        "3",
+        "0.0119",
+        "0.0119",
+        "0.0119",
+        "0.008094",
+        "1.47x",
+        "0.008094",
+    ]
 
 
 def test_records_are_json(few):

@@ -43,6 +43,7 @@ def test_sizes_that_vary_under_inductor():
         assert 0 < error(gradient(model, compiled, x[:size]), exact) < 0.02
 
 
+@pytest.mark.inductor
 def test_copies_of_sizes_that_vary_have_the_bytes_of_other_copies():
     model, x = made("attention")
     compiled = fewbit.compile(model, 2, backend="aot_eager", dynamic=True)
@@ -55,6 +56,7 @@ def test_copies_of_sizes_that_vary_have_the_bytes_of_other_copies():
         assert found == pytest.approx(fewbit.saved_bytes(static, batch).total, rel=0.05)
 
 
+@pytest.mark.inductor
 def test_a_size_that_depends_on_values_stays_exact():
     class Chosen(nn.Module):
         def __init__(self):

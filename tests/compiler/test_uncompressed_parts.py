@@ -282,6 +282,7 @@ KINDS = {
 CHEAP = "Sequential", "user's class"
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     "kind, count, call",
     [

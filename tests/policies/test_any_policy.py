@@ -91,6 +91,7 @@ def test_checkpointed_regions_are_recomputed_as_they_were(config, reentrant):
         assert len({row.bits for row in rows}) > 1 or set(activations) != {8.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_copies_go_on_by_themselves(policy, again):

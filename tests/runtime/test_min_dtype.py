@@ -147,7 +147,7 @@ def test_what_a_bfloat16_minimum_costs():
     assert range_of(uniform.quantize(x)) < 1.1 * 0.01
 
 
-@pytest.mark.fast(1)
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec")
 @pytest.mark.parametrize("minimum, columns", [("auto", 2), ("bfloat16", 2), ("float32", 3)])
 def test_compiled(minimum, columns):

@@ -36,9 +36,9 @@ if ISAS:
 
 
 @kinds
-@pytest.mark.parametrize("first", range(0, 71, 6))
+@pytest.mark.parametrize("first", range(0, 71, 3))
 def test_every_small_size(backend, first, kind):
-    for features in range(first, min(first + 6, 71)):
+    for features in range(first, min(first + 3, 71)):
         bits, group_size, fp32_min = (
             1 + features % 8,
             (32, 64, 256)[features % 3],

@@ -79,6 +79,7 @@ def test_a_scale_without_a_shift_keeps_the_sign_of_zeros(backend, inner, kind):
     assert same(out, (x.view(-1, inner) * scale[:, None]).view(x.shape))
 
 
+@pytest.mark.slow
 @compiled
 @kinds
 @pytest.mark.parametrize("inner", [1, 7, 49, 67 * 8])

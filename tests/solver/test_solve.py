@@ -201,6 +201,7 @@ def test_hardswish_bends_where_torch_bends():
     assert at == after != before  # torch's gradient is 1 at 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_as_many_levels_as_values_are_enough(form):
     """A function with five slopes has an exact table with five levels, not with four."""
@@ -599,6 +600,7 @@ def xielu(alpha_p=0.8, alpha_n=0.8, beta=0.5, eps=-1e-6):
     return f, slope
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the derivative is unbounded")
 @pytest.mark.parametrize("kinks", [None, [-1e-6, 0.0]])
 def test_xielu_with_its_epsilon(kinks):

@@ -45,7 +45,7 @@ def work(seconds):
 
 @pytest.fixture
 def own():
-    work(5)
+    work(2)
 
 @pytest.fixture(scope="module")
 def shared():
@@ -61,14 +61,14 @@ def test_has_a_first_run():
     runs.append(0)
     work(5 / len(runs) ** 9)
 
-def test_works(): work(5)
+def test_works(): work(2)
 
 def test_has_an_expensive_fixture(own): pass
 
 def test_fails(): assert False, "as expected"
 
 @pytest.mark.slow
-def test_slow(): work(5)
+def test_slow(): work(2)
 """
 
 

@@ -96,9 +96,11 @@ def test_the_summary_says_what_the_table_is_worth():
 def test_the_summary_says_that_levels_are_drawn():
     """On each piece of such a table, one of two levels is drawn. So there may be more levels than pieces."""
     command = "solve value --bits 1 --weight normal --grid 64 --objective".split()
-    for objective in ("unbiased", "shared"):
-        first = succeed(*command, objective).stdout.splitlines()[0]
-        assert first == "value, 1 bit: 2 levels drawn in 1 piece"
+    first = succeed(*command, "unbiased").stdout.splitlines()[0]
+    assert first == "value, 1 bit: 2 levels drawn in 1 piece"
+    shared = "show value --bits 1 --weight normal --objective shared --domain -3 3".split()
+    first = succeed(*shared).stdout.splitlines()[0]
+    assert first == "value, 1 bit: 2 levels drawn in 1 piece"
 
 
 def test_the_summary_draws_and_lists_the_levels():
@@ -111,7 +113,9 @@ def test_the_summary_draws_and_lists_the_levels():
     assert [row[2].strip() for row in rows] == ["(-inf, 0]  [6, inf)", "(0, 6)"]
 
 
-@pytest.mark.parametrize("arguments", ["gelu --bits 8", "silu --bits 4 --objective unbiased"])
+@pytest.mark.parametrize(
+    "arguments", ["gelu --bits 6 --grid 512", "silu --bits 3 --objective unbiased"]
+)
 def test_human_output_fits_80_columns_and_is_plain_in_a_pipe(arguments):
     out = succeed("solve", *arguments.split()).stdout
     assert max(map(len, out.splitlines())) <= 80
@@ -393,6 +397,7 @@ def test_whatever_a_module_of_the_users_does_is_one_line(command, what, monkeypa
     assert message in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_module_of_the_users():
     Path("mine.py").write_text("raise KeyboardInterrupt")
     result = program(
@@ -553,6 +558,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(name, monke
 # --- the environment ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "columns",
     ["0", "\u00b2", *(pytest.param(width, marks=pytest.mark.slow) for width in ("-5", "abc", "1", "7", "9" * 30, ""))],
@@ -571,6 +577,7 @@ ENVIRONMENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("environment", "message"), ENVIRONMENTS)
 def test_an_environment_that_cannot_be_used_is_one_line(environment, message):
     result = program(
@@ -580,6 +587,7 @@ def test_an_environment_that_cannot_be_used_is_one_line(environment, message):
     assert result.stderr.startswith(f"fewbit: error: {message}") and result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not os.path.exists("/dev/full"), reason="there is no device that is always full"
 )
@@ -603,6 +611,7 @@ def test_output_that_is_full_or_closed_ends_quietly_with_a_code_of_its_own(argum
     os.close(writer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirection", ["", "2>&-", "2>/dev/full", ">&- 2>&-"])
 def test_an_error_of_a_process_has_its_code_though_nobody_can_see_it(redirection):
     command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, ROOT / "cli.py"]
@@ -614,6 +623,7 @@ def test_an_error_of_a_process_has_its_code_though_nobody_can_see_it(redirection
     assert result.stderr == (b"" if redirection else line)
 
 
+@pytest.mark.slow
 def test_a_closed_output_is_nobody_elses():
     """If the descriptor of a closed standard output were not reserved, the next opened file would get it."""
     command = [sys.executable, ROOT / "cli.py", "solve", "relu", "--bits", "1", "-o", "relu.json"]
@@ -662,6 +672,7 @@ def test_ctrl_c_in_python_code_that_c_code_calls_is_not_lost():
     assert (done.stdout, done.stderr) == ("interrupted at once\n", "")
 
 
+@pytest.mark.slow
 def test_a_terminal_that_lacks_the_characters_still_gets_the_numbers():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
     result = program("solve", "relu", "--bits", "1", env=environment)
@@ -750,12 +761,11 @@ def test_show_selects_from_a_file(shipped, monkeypatch):
 def test_plot_writes_a_picture(shipped):
     succeed("plot", "gelu", "--bits", "2", "-o", "gelu.png")
     assert Path("gelu.png").read_bytes().startswith(b"\x89PNG")
-    succeed("plot", str(shipped / "relu.json"), "--bits", "1", "-o", "relu.svg")
-    assert "<svg" in Path("relu.svg").read_text()
     assert run("plot", "gelu", "--bits", "2", "-o", "gelu.png").exit_code == 2
-    succeed("plot", "gelu", "--bits", "2", "-o", "gelu.png", "--force")
+    succeed("plot", str(shipped / "relu.json"), "--bits", "1", "-o", "gelu.png", "--force")
 
 
+@pytest.mark.slow
 def test_a_table_of_a_function_beyond_float32_is_drawn_without_it():
     """The parameter comes from a file, and matplotlib cannot scale an axis of such numbers."""
     document = fewbit.load_table("gelu", 2).document()
@@ -786,6 +796,7 @@ def test_compare_as_json_and_as_files():
     assert json.loads(Path("rows.json").read_text())[0]["levels"] == 0
 
 
+@pytest.mark.slow
 def test_compare_quantizer():
     out = succeed("compare", "quantizer", "--bits", "2").stdout
     assert max(map(len, out.splitlines())) <= 80
@@ -916,6 +927,7 @@ def test_nothing_appears_if(reason, monkeypatch):
 # --- start-up -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "heavy"),
     [

@@ -37,14 +37,12 @@ def test_the_levels_are_a_step_function_on_the_domain(name, weight, form):
     assert slopes.min() <= table.levels.min() and table.levels.max() <= slopes.max()
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("name", functions.names())
 def test_levels_are_never_worse_than_intervals(name):
-    for bits, weight in itertools.product((1, 2, 3, 4), WEIGHTS):
+    for bits, weight in itertools.product((1, 3), WEIGHTS):
         shared = solved(name, bits, weight=weight).error
         assert shared <= solved(name, bits, weight=weight, form="intervals").error * (1 + 1e-12)
-
-
-# --- the error is what it claims to be ----------------------------------------------------------
 
 
 # --- the bound is a bound -----------------------------------------------------------------------
@@ -82,16 +80,18 @@ def test_no_optimized_table_is_below_the_bound(form, close, far, name, weight, c
     assert found <= table.error * far
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "weight"), COMPETED)
 def test_tables_of_other_grids_are_not_below_the_bound(name, weight, form):
     best = solved(name, 3, weight=weight, form=form)
-    for grid, refine in itertools.product((16, 37, 256, 1000), (True, False)):
+    for grid, refine in itertools.product((16, 300), (True, False)):
         other = solved(name, 3, weight=weight, form=form, grid=grid, refine=refine)
         assert other.error >= best.lower_bound * (1 - 1e-12)
         assert other.lower_bound <= best.error * (1 + 1e-12)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "weight"), COMPETED)
 def test_the_gap_falls_with_the_grid(name, weight, form):
@@ -151,12 +151,13 @@ def test_levels_are_means_and_breaks_are_equally_near_to_two_levels(name, weight
     assert f.derivative(table.breaks)[smooth] == pytest.approx(middle[smooth], abs=1e-8)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gelu", "mish", "selu", "softsign", "relu_squared"])
 def test_refinement_never_raises_the_error(name, form):
-    for bits, weight, grid in itertools.product((1, 3), WEIGHTS, (64, 4096)):
-        raw = solved(name, bits, form=form, weight=weight, grid=grid, refine=False)
-        refined = solved(name, bits, form=form, weight=weight, grid=grid)
+    for weight, grid in itertools.product(WEIGHTS, (64, 4096)):
+        raw = solved(name, 3, form=form, weight=weight, grid=grid, refine=False)
+        refined = solved(name, 3, form=form, weight=weight, grid=grid)
         assert raw.solver["status"] in ("unrefined", "exact")
         assert refined.error <= raw.error * (1 + 1e-15)
         assert refined.lower_bound == min(raw.lower_bound, refined.error)

@@ -90,7 +90,7 @@ DOMAINS = [None, (-0.5, 0.5), (0.2, 0.3), (-6.5, -5.5), (5.5, 6.5)]
 @pytest.mark.parametrize("name", TAILED)
 def test_pinned_tails_are_the_slopes(name, form, objective):
     slopes = functions.get(name).slopes
-    for domain, count in itertools.product(DOMAINS, (2, 3, 8)):
+    for domain, count in itertools.product(DOMAINS, (2, 8)):
         options = {"levels": count, "form": form, "domain": domain, "objective": objective}
         table, free = solved(name, tails="pinned", **options), solved(name, **options)
         assert tuple(table(np.array([-1e9, 1e9]))) == slopes
@@ -121,7 +121,7 @@ def sampled(name, domain, n=50):
 def test_minimax_against_every_cover_of_a_sample(name, form, domain):
     values, step = sampled(name, domain)
     slopes = functions.get(name).slopes
-    for count, tails in itertools.product((2, 3, 4), ("free", "pinned")):
+    for count, tails in itertools.product((2, 4), ("free", "pinned")):
         if form == "levels":
             pinned = sorted(set(slopes)) if tails == "pinned" else ()
             least = minimax_levels(values, count, pinned)
@@ -225,15 +225,14 @@ def test_no_other_levels_have_less_variance(name, weight):
     ids=repr,
 )
 def test_bounds_of_coarse_grids_hold(name, options):
-    for count in (6, 8):
-        best = solved(name, levels=count, **options)
-        gaps = []
-        for grid in (64, 256, 1024):
-            coarse = solved(name, levels=count, grid=grid, **options)
-            assert coarse.lower_bound <= best.error * (1 + 1e-12)
-            assert coarse.error >= best.lower_bound * (1 - 1e-12)
-            gaps.append(coarse.gap)
-        assert gaps[0] > 2 * gaps[2] > 0  # a bound that is too high is cut to a gap of 0
+    best = solved(name, levels=6, **options)
+    gaps = []
+    for grid in (64, 1024):
+        coarse = solved(name, levels=6, grid=grid, **options)
+        assert coarse.lower_bound <= best.error * (1 + 1e-12)
+        assert coarse.error >= best.lower_bound * (1 - 1e-12)
+        gaps.append(coarse.gap)
+    assert gaps[0] > 2 * gaps[1] > 0  # a bound that is too high is cut to a gap of 0
 
 
 def test_unbiased_costs_more_than_mse_and_refinement_helps():

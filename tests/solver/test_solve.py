@@ -453,8 +453,8 @@ def test_the_size_of_the_weight_does_not_matter(scale, form):
 @pytest.mark.parametrize("objective", ["mse", "unbiased"])
 @pytest.mark.parametrize("weight", ["uniform", "normal"])
 def test_bounds_hold_on_the_coarsest_grids(grid, objective, weight):
-    for name in ("gelu", "hardswish", "tanh"):
-        for count in (2, 3, 5):
+    for name in ("gelu", "hardswish"):
+        for count in (2, 5):
             coarse = solve(name, levels=count, objective=objective, weight=weight, grid=grid)
             fine = solve(name, levels=count, objective=objective, weight=weight)
             assert coarse.lower_bound <= fine.error * (1 + 1e-9)
@@ -516,10 +516,11 @@ def oscillating(x):
 @pytest.mark.parametrize(
     ("bits", "options"),
     [
-        (3, {}),
-        (4, {"objective": "unbiased"}),
-        (4, {"form": "intervals"}),
-        (3, {"weight": "normal"}),
+        (1, {}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"objective": "unbiased"}, marks=pytest.mark.slow),
+        pytest.param(4, {"form": "intervals"}, marks=pytest.mark.slow),
+        pytest.param(3, {"weight": "normal"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_derivative_with_64_turns_has_a_close_certificate(bits, options):
@@ -607,6 +608,7 @@ def test_xielu_with_its_epsilon(kinks):
     assert table.error == pytest.approx(smooth.error, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the derivative is unbounded")
 def test_xielu_of_transformers():
     pytest.importorskip("torch")

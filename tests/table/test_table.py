@@ -191,6 +191,7 @@ def bits_of(table: Table):
     return [array.tobytes() for array in arrays], np.array(scalars).tobytes(), table.closed
 
 
+@pytest.mark.slow
 @given(st.one_of(tables(), unbiased_tables()))
 @settings(max_examples=60, deadline=None)
 def test_round_trip_is_exact(table):
@@ -367,7 +368,7 @@ def test_mean_is_clipped_to_the_levels():
 
 
 @given(unbiased_tables())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_lower_pieces_describe_the_lower_level(table):
     knots, edges = table.knots, np.concatenate([[-9.0], table.breaks, [9.0]])
     x = np.concatenate(
@@ -458,7 +459,7 @@ def test_sample_keeps_shape_and_counts_in_c_order():
 @pytest.mark.parametrize("table", [make_unbiased(), make_jump("left")])
 def test_sample_is_unbiased_for_the_stand_in(table):
     x = np.linspace(-4.5, 4.5, 61)
-    seeds = 2000
+    seeds = 800
     total = sum(table.sample(x, seed) for seed in range(seeds))
     mean, lower = table(x), table.code(x)
     variance = (table.levels[lower + 1] - mean) * (mean - table.levels[lower])
@@ -947,6 +948,7 @@ def test_plot(table, tmp_path):
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_plot_files(tmp_path):
     pytest.importorskip("matplotlib")
     table = relu6_table()
@@ -974,6 +976,7 @@ def test_plot_into_given_axes():
     assert set(y[~np.isnan(y)]) == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_names_in_a_file_are_no_formulas(tmp_path):
     pytest.importorskip("matplotlib")
     name = r"$\nonsense{$"

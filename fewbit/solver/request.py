@@ -139,7 +139,7 @@ def domain_of(f, weight, asked):
         SolveError: The solver cannot use the domain of the function or the weight.
     """
     if asked is not None:
-        return asked
+        return tuple(asked)
     if weight.domain is not None:
         return weight.domain
     low, high = f.domain

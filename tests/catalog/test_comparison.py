@@ -218,13 +218,13 @@ def test_the_error_table_refuses_an_unknown_metric():
 
 
 @pytest.mark.parametrize("width", [50, 80])
-def test_a_narrow_terminal_goes_without_bounds_and_the_most_bits(comparison, width):
+def test_a_narrow_terminal_goes_without_bounds_and_the_most_bits(few, width):
     errors = fewbit.error_table(["relu_squared", "gelu"])
     header = "function 1 bit 2 bits 3 bits 4 bits 5 bits 6 bits 7 bits 8 bits"
     for found, full, narrow in (
         (errors, header, header[: header.index(" 5")]),
         (
-            comparison,
+            few,
             "function bits paper eq. 9 intervals levels lower bound",
             "function bits paper intervals levels",
         ),

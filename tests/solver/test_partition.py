@@ -126,7 +126,7 @@ def test_no_weights_are_equal_weights(form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", LONG)
 def test_pruning_changes_nothing(kind, form, always_prune):
-    values, weights = long_sequence(kind, 20_000 if form == "levels" else 1_500)
+    values, weights = long_sequence(kind, 20_000 if form == "levels" else 1_200)
     for count in (2, 16):
         pruned = partition(values, count, weights, form=form, prune=True)
         plain = partition(values, count, weights, form=form, prune=False)

@@ -518,8 +518,8 @@ def oscillating(x):
 @pytest.mark.parametrize(
     ("bits", "options"),
     [
+        (1, {}),
         pytest.param(3, {}, marks=pytest.mark.slow),
-        (2, {}),
         pytest.param(4, {"objective": "unbiased"}, marks=pytest.mark.slow),
         pytest.param(4, {"form": "intervals"}, marks=pytest.mark.slow),
         pytest.param(3, {"weight": "normal"}, marks=pytest.mark.slow),

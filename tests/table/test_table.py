@@ -191,6 +191,7 @@ def bits_of(table: Table):
     return [array.tobytes() for array in arrays], np.array(scalars).tobytes(), table.closed
 
 
+@pytest.mark.slow
 @given(st.one_of(tables(), unbiased_tables()))
 @settings(max_examples=10, deadline=None)
 def test_round_trip_is_exact(table):
@@ -975,6 +976,7 @@ def test_plot_into_given_axes():
     assert set(y[~np.isnan(y)]) == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_names_in_a_file_are_no_formulas(tmp_path):
     pytest.importorskip("matplotlib")
     name = r"$\nonsense{$"

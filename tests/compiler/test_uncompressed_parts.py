@@ -302,6 +302,7 @@ def test_all_models_of_a_class_are_compressed(kind, count, call):
             assert saved(call(KINDS[kind](number)), x) < 0.6 * exact
 
 
+@pytest.mark.inductor
 def test_each_model_is_compiled_once_and_with_its_own_sizes():
     counters = torch._dynamo.utils.counters
     counters.clear()

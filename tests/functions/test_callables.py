@@ -129,6 +129,7 @@ def test_no_false_kinks():
         assert found.kinks == ()
 
 
+@pytest.mark.slow
 def test_scalar_only_callable():
     found = from_callable(scalar_elu)
     known = functions.get("elu")

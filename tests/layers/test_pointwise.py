@@ -290,6 +290,7 @@ def test_a_callable_that_draws_is_refused():
         F.pointwise(leaf(normal((4,))), dropout)
 
 
+@pytest.mark.slow
 def test_a_callable_of_meta_and_fake_tensors():
     from torch._subclasses import FakeTensorMode
 

@@ -967,6 +967,7 @@ def test_a_label_stands_beside_its_own_point():
         )  # (7 + 9) / 72 of 100: the ring, and the distance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "ticks"),
     [

@@ -25,7 +25,7 @@ def exact_second_derivative(name, x):
         return mpmath.diff(ORACLE[name], mpf(x), 2, h=mpf("1e-15"))
 
 
-@pytest.mark.fast(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMOOTH)
 def test_extrema_are_the_sign_changes_of_the_second_derivative(name):
     """The certificate assumes that f' is monotone between nodes, so no extremum may be missed."""

@@ -21,11 +21,11 @@ FIXTURE_SECONDS = 5.0
 """The budget of a fixture that several tests share. It may be the first to import or compile something."""
 ALLOWED = {
     "tests/functions/test_callables.py::test_refusals_name_the_point_in_one_line": (
-        2.0,
+        3.0,
         "a search for poles",
     ),
     "tests/functions/test_derivatives.py::test_what_cannot_be_promised_is_refused_with_the_place": (
-        2.0,
+        3.0,
         "a search for poles",
     ),
     "tests/functions/test_functions.py::test_far_tails_keep_their_digits": (

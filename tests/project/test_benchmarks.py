@@ -10,6 +10,9 @@ import torch
 
 import fewbit
 
+# Benchmarks import packages that the fast tier does not install.
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ONLY_BENCHMARKS_NEED = {"kmeans1d"}
 

@@ -7,6 +7,8 @@ TORCH  ?= torch==2.13.0
 # --no-compile saves time: packages have thousands of modules, and few are imported. Python compiles these on import.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
+# The kernels are compiled while packages are installed.
+MAKEFLAGS += --jobs=2
 # One process per core with one thread each; a test that needs more threads sets their number itself.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 # A machine without a GPU does not wait for nvcc, even if it is there.
@@ -90,7 +92,7 @@ docs: $(VENV)/installed-docs
 tables: $(VENV)/installed
 	$(BIN)/python -m fewbit.catalog.shipping
 
-benchmarks: $(VENV)/installed-tests $(VENV)/installed-benchmarks
+benchmarks: $(VENV)/installed-benchmarks
 	$(BIN)/python benchmarks/solver.py
 	$(BIN)/python benchmarks/activations.py cpu
 	$(BIN)/python benchmarks/memory.py
@@ -141,42 +143,51 @@ $(BIN)/python:
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed-torch: | $(BIN)/python
-	@echo "installing $(TORCH)"
-	@$(PIP) $(TORCH)
-	@touch $@
+# Installs what .ci/requirements.py prints for the words after it.
+install = $(BIN)/python .ci/requirements.py $(1) > $@.txt && $(PIP) --requirement $@.txt && touch $@
 
-# The kernels are built before pip installs fewbit, because pip would hide the progress of the build.
-$(VENV)/installed: pyproject.toml setup.py $(KERNELS) | $(VENV)/installed-torch
+$(VENV)/build-packages: | $(BIN)/python
 	@echo "installing what fewbit is built with"
-	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' > $(VENV)/build.txt
-	@$(PIP) --requirement $(VENV)/build.txt
+	@$(call install,build)
+
+# The kernels need neither torch nor pip, which would hide the progress of the build.
+$(VENV)/kernels: setup.py $(KERNELS) | $(VENV)/build-packages
 	@$(BIN)/python setup.py --quiet build_ext --inplace
-	@echo "installing fewbit and what it needs"
-	@$(PIP) --no-build-isolation --editable '.[plot,numerics]'
 	@touch $@
 
-$(VENV)/installed-tests: $(VENV)/installed
+# Only one pip runs at a time, so each of these files is made after the one before.
+$(VENV)/packages: pyproject.toml | $(VENV)/build-packages
+	@echo "installing $(TORCH) and what fewbit needs"
+	@$(PIP) $(TORCH)
+	@$(call install,fewbit plot numerics)
+
+$(VENV)/test-packages: $(VENV)/packages
 	@echo "installing what the tests need"
-	@$(PIP) 'fewbit[test]'
-	@touch $@
+	@$(call install,test)
 
-$(VENV)/installed-all-tests: $(VENV)/installed-tests
+$(VENV)/all-test-packages: $(VENV)/test-packages
 	@echo "installing what the other tiers of the tests need"
-	@$(PIP) 'fewbit[test-all]'
+	@$(call install,test-all)
+
+$(VENV)/installed: $(VENV)/kernels $(VENV)/packages
+	@echo "installing fewbit"
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/installed-benchmarks: $(VENV)/installed
-	@echo "installing what the benchmarks need"
-	@$(PIP) 'fewbit[benchmark]'
+$(VENV)/installed-tests: $(VENV)/installed $(VENV)/test-packages
 	@touch $@
+
+$(VENV)/installed-all-tests: $(VENV)/installed-tests $(VENV)/all-test-packages
+	@touch $@
+
+$(VENV)/installed-benchmarks: $(VENV)/installed-tests
+	@echo "installing what the benchmarks need"
+	@$(call install,benchmark)
 
 # The site is made from the source without importing it, so it needs neither fewbit nor torch.
 $(VENV)/installed-docs: pyproject.toml | $(BIN)/python
 	@echo "installing what the documentation site needs"
-	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(VENV)/docs.txt
-	@$(PIP) --requirement $(VENV)/docs.txt
-	@touch $@
+	@$(call install,docs)
 
 clean:
 	rm -rf $(VENV) build demo *.egg-info

@@ -94,9 +94,22 @@ def gradients(module, x, upstream):
     return y, torch.cat([grad.flatten() for grad in torch.autograd.grad(y, wanted, upstream)])
 
 
-def check(module):
-    """Check that a module is converted, computes the same, and saves less, and that restore_ undoes it."""
-    module.train()
+MODULES = {
+    "LigerRMSNorm": lambda liger: liger.rms_norm.LigerRMSNorm(WIDTH),
+    "LigerRMSNormForGemma": lambda liger: liger.rms_norm.LigerRMSNormForGemma(WIDTH),
+    "LigerRMSNormForOlmo2": lambda liger: liger.rms_norm.LigerRMSNormForOlmo2(WIDTH),
+    "LigerLayerNorm": lambda liger: liger.layer_norm.LigerLayerNorm(WIDTH, bias=True),
+    "LigerSwiGLUMLP": lambda liger: liger.swiglu.LigerSwiGLUMLP(CONFIG),
+    "LigerPhi3SwiGLUMLP": lambda liger: liger.swiglu.LigerPhi3SwiGLUMLP(CONFIG),
+    "LigerBlockSparseTop2MLP": lambda liger: liger.swiglu.LigerBlockSparseTop2MLP(CONFIG),
+    "LigerGEGLUMLP": lambda liger: liger.geglu.LigerGEGLUMLP(CONFIG),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module(name, liger):
+    """It is converted, computes the same, and saves less, and restore_ undoes it."""
+    module = MODULES[name](liger).train()
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     cls = type(module)
@@ -116,26 +129,6 @@ def check(module):
     assert type(module) is cls
     again, restored = gradients(module, x, upstream)
     assert torch.equal(again, y) and torch.equal(restored, exact)
-
-
-@pytest.mark.parametrize("name", ["LigerRMSNorm", "LigerRMSNormForGemma", "LigerRMSNormForOlmo2"])
-def test_rms_norm(liger, name):
-    check(getattr(liger.rms_norm, name)(WIDTH))
-
-
-def test_layer_norm(liger):
-    check(liger.layer_norm.LigerLayerNorm(WIDTH, bias=True))
-
-
-@pytest.mark.parametrize(
-    "name", ["LigerSwiGLUMLP", "LigerPhi3SwiGLUMLP", "LigerBlockSparseTop2MLP"]
-)
-def test_swiglu(liger, name):
-    check(getattr(liger.swiglu, name)(CONFIG))
-
-
-def test_geglu(liger):
-    check(liger.geglu.LigerGEGLUMLP(CONFIG))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

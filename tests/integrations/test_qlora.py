@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from test_lora import adapted, cosine, gradients, language_model
+from test_lora import SIZES, adapted, cosine, gradients
 from torch import nn
 
 import fewbit
 
 pytest.importorskip("peft")
+from trainer_runs import llama  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated:UserWarning")
 SAMPLES, WIDTH, OUT = 16, 128, 192
 TORCHAO = ("int8", "int4", "nf4")
@@ -155,7 +157,7 @@ def test_adapters_over_a_quantized_base(kind):
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_llama_with_a_quantized_base(kind):
     torch.manual_seed(1)
-    model = adapted(quantized(language_model("llama"), kind))
+    model = adapted(quantized(llama(**SIZES), kind))
     ids = torch.randint(96, (4, 64))
     inputs = {"input_ids": ids, "labels": ids}
     before, plain = frozen(model), fewbit.saved_bytes(model, **inputs).total

@@ -20,9 +20,18 @@ BACKENDS = pytest.mark.parametrize(
 )
 
 
+# Other tests compile the operations of "gated" and "experts" by Inductor.
+COMPILED = ["attention", "attention written out", "convolutions", "scan", "functions"]
+
+
 @pytest.mark.inductor
-@BACKENDS
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        *((name, "aot_eager") for name in MODELS),
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in COMPILED),
+    ],
+)
 def test_gradients_and_saved_bytes(name, backend):
     """The report counts what is saved, besides the input."""
     model, x = made(name)

@@ -70,19 +70,20 @@ def test_a_repr_leaves_out_what_is_usual(one, text):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "expected", "average"),
     [
-        (None, fewbit.FixedBits(4)),
-        (2.0, fewbit.FixedBits(2)),
-        (np.int64(3), fewbit.FixedBits(3)),
-        (np.float32(1.5), fewbit.AdaptiveBits(1.5)),
-        (fewbit.ErrorBound(), fewbit.ErrorBound()),
+        (None, fewbit.FixedBits(4), 4),
+        (2.0, fewbit.FixedBits(2), 2),
+        (np.int64(3), fewbit.FixedBits(3), 3),
+        (np.float32(1.5), fewbit.AdaptiveBits(1.5), 1.5),
+        (fewbit.Level("L2", 3), fewbit.Level("L2", 3), 3),
+        (fewbit.Level("L0"), fewbit.Level("L0"), None),
     ],
 )
-def test_numbers_stand_for_configurations(given, expected):
+def test_numbers_stand_for_configurations(given, expected, average):
     assert as_config(given) == expected
-    model = nn.Linear(4, 4)
-    assert fewbit.compress_(model, given, verbose=False).config == expected
+    controller = fewbit.compress_(nn.Linear(4, 4), given, verbose=False)
+    assert controller.config == expected and controller.average_bits == average
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_levels_without_bits_by_layer(level):
     step(model, x)
     assert "reports no bits by layer" in str(controller.allocation)
     if level == "L2.5":
-        _, controller, _ = numbered(level, range(8))
+        model, controller, _ = numbered(level, range(8))
         controller.load_state_dict({})
         assert controller.state_dict() == {}
 
@@ -275,12 +275,3 @@ def test_damaged_states_of_the_error_bound_policy_change_nothing():
         assert controller.state_dict() == before
     controller.load_state_dict(before)
     assert controller.state_dict() == before
-
-
-def test_average_bits():
-    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
-    found = [
-        fewbit.compress_(model, bits, verbose=False).average_bits
-        for bits in (2, fewbit.AdaptiveBits(1.75), fewbit.Level("L2", 3), fewbit.Level("L0"))
-    ]
-    assert found == [2, 1.75, 3, None]

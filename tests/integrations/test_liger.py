@@ -176,23 +176,3 @@ def test_layers_that_liger_has_patched(liger):
     fewbit.restore_(norm)
     assert norm.forward == patched["forward"]
     assert vars(norm).keys() == patched.keys()
-
-
-@pytest.mark.slow
-def test_llama_with_modules_of_liger(liger, monkeypatch):
-    """Classes of transformers are replaced, as apply_liger_kernel_to_llama does before the model is built."""
-    transformers = pytest.importorskip("transformers")
-    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
-    monkeypatch.setattr(modeling, "LlamaRMSNorm", liger.rms_norm.LigerRMSNorm)
-    monkeypatch.setattr(modeling, "LlamaMLP", liger.swiglu.LigerSwiGLUMLP)
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_attention_heads=4, use_cache=False
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).train()
-    ids = torch.randint(96, (4, 64))
-    inputs = {"input_ids": ids, "labels": ids}
-    before = fewbit.saved_bytes(model, **inputs).total
-    report = fewbit.compress_(model, 2, verbose=False).report
-    assert not report.left_alone
-    assert sum("Liger" in row.before for row in report.converted) == 7
-    assert fewbit.saved_bytes(model, **inputs).total < before / 8

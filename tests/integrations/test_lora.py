@@ -72,20 +72,15 @@ def cosine(first, second):
 @pytest.mark.parametrize("bits", [2, 4])
 def test_adapters_share_one_copy_and_the_base_saves_nothing(bits):
     model, x = adapted(Projections()), torch.randn(SAMPLES, WIDTH)
-    fewbit.compress_(model, bits, verbose=False)
+    report = fewbit.compress_(model, bits, verbose=False).report
     saved = fewbit.saved_bytes(model, x)
     wide, narrow = copy_size(bits, WIDTH), copy_size(bits, RANK)
     # Wide copies: the input of q, k and v, which lora_A of all three share, and that of out. Narrow copies: the inputs of
     # lora_B of four layers.
     assert saved.total == 2 * wide + 4 * narrow
-
-
-def test_report_of_a_frozen_base():
-    model = adapted(Projections())
-    report = fewbit.compress_(model, 2, verbose=False).report
     saves = {row.path.removeprefix("base_model.model."): row.saves for row in report.converted}
     assert saves["q.base_layer"] == "no input"
-    assert saves["q.lora_A.default"] == saves["q.lora_B.default"] == "2 bits"
+    assert saves["q.lora_A.default"] == saves["q.lora_B.default"] == f"{bits} bits"
     assert not report.left_alone
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiled_gradients import EXACT, MARKS
+from compiled_models import EXACT, MARKS
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from compiled_gradients import MARKS, error, gradient
+from compiled_models import MARKS, gradient
+from layers import relative
 from torch import nn
 
 import fewbit
@@ -100,7 +101,7 @@ def errors(function, dtype, scale=1):
         return gradient(module, lambda x: scale * run(x), x)
 
     exact = of(reference, reference)
-    return error(of(model, compiled), exact), error(of(model, model), exact)
+    return relative(of(model, compiled), exact), relative(of(model, model), exact)
 
 
 @pytest.mark.inductor

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from compiled_gradients import EXACT, MARKS, error, gradient
-from compiled_models import made
+from compiled_models import MARKS, gradient, made
+from composed import Composed
+from layers import relative
 from torch import nn
 
 import fewbit
@@ -17,21 +18,14 @@ pytestmark = MARKS
 def test_sizes_that_vary(name, dynamic):
     """The gradients of every size are right, and torch compiles as often as without copies."""
     model, x = made(name)
-    batches = [x[:size] for size in (len(x), len(x) * 3 // 4, len(x) // 2)]
-    gradients, graphs = {}, {}
-    for bits in (None, 8):
-        torch._dynamo.reset()
-        torch._dynamo.pgo.reset_code_state()  # the sizes that torch has seen change
-        torch._dynamo.utils.counters.clear()
-        overrides = EXACT if bits is None else None
-        compiled = fewbit.compile(
-            model, bits, overrides=overrides, backend="aot_eager", dynamic=dynamic
-        )
-        gradients[bits] = [gradient(model, compiled, batch) for batch in batches]
-        graphs[bits] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs[8] == graphs[None] <= 2
-    for found, exact in zip(gradients[8], gradients[None], strict=True):
-        assert 0 < error(found, exact) < 0.02
+    model.dropout = 0.0  # compiled code draws other masks than eager mode
+    torch._dynamo.pgo.reset_code_state()  # the sizes that torch has seen change
+    torch._dynamo.utils.counters.clear()
+    compiled = fewbit.compile(model, 8, backend="aot_eager", dynamic=dynamic)
+    for size in (len(x), len(x) * 3 // 4, len(x) // 2):
+        exact = gradient(model, model, x[:size])
+        assert 0 < relative(gradient(model, compiled, x[:size]), exact) < 0.02
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 2)
 
 
 @pytest.mark.slow
@@ -40,7 +34,7 @@ def test_sizes_that_vary_under_inductor():
     compiled = fewbit.compile(model, 8, fullgraph=True)
     for size in (32, 24, 16):
         exact = gradient(model, model, x[:size])
-        assert 0 < error(gradient(model, compiled, x[:size]), exact) < 0.02
+        assert 0 < relative(gradient(model, compiled, x[:size]), exact) < 0.02
 
 
 @pytest.mark.inductor
@@ -58,20 +52,15 @@ def test_copies_of_sizes_that_vary_have_the_bytes_of_other_copies():
 
 @pytest.mark.inductor
 def test_a_size_that_depends_on_values_stays_exact():
-    class Chosen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+    def forward(model, x):
+        x = model.a(x)
+        return model.b(x.tanh())[x[:, 0] > 0].tanh().square().mean()
 
-        def forward(self, x):
-            x = self.a(x)
-            return self.b(x.tanh())[x[:, 0] > 0].tanh().square().mean()
-
-    torch.manual_seed(0)
-    model, x = Chosen(), torch.randn(512, 64)
+    model = Composed(forward, a=nn.Linear(64, 64), b=nn.Linear(64, 64))
+    x = torch.randn(512, 64)
     exact = gradient(model, model, x)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = fewbit.compile(model, 8, backend="aot_eager", fullgraph=True)
-        assert 0 < error(gradient(model, compiled, x), exact) < 0.02
+        assert 0 < relative(gradient(model, compiled, x), exact) < 0.02
     reasons = {row.reason for row in compiled.partitioner.report.rows}
     assert "its size depends on values of tensors" in reasons

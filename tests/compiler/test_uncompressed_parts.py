@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from compiled_gradients import EXACT, MARKS
+from compiled_models import EXACT, MARKS
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -92,6 +92,20 @@ def in_place(model):
     return model
 
 
+def train_twice(net):
+    train(net)
+    train(net)
+
+
+def within(*contexts):
+    """Train a model twice in each context, and check that ordinary calls are compressed afterwards."""
+    net = compiled(Net())
+    for context in contexts:
+        with context():
+            train_twice(net)
+    assert saved(net) < 0.6 * saved(Net())
+
+
 def limited(name):
     """Compile a model a second time, with a limit of one compilation."""
     model = Net()
@@ -99,8 +113,7 @@ def limited(name):
     with config.patch({name: 1}):
         train(net)
         model.word = "b"
-        train(net)
-        train(net)
+        train_twice(net)
 
 
 def failing(patch):
@@ -108,20 +121,8 @@ def failing(patch):
         raise RuntimeError("no graph")
 
     patch.setattr(Partitioner, "__call__", fail)
-    net = compiled(Net())
     with config.patch(suppress_errors=True):
-        train(net)
-        train(net)
-
-
-def within(*contexts):
-    """Run a model twice within each context, and say whether ordinary calls are compressed afterwards."""
-    net = compiled(Net())
-    for context in contexts:
-        with context():
-            train(net)
-            train(net)
-    assert saved(net) < 0.6 * saved(Net())
+        train_twice(compiled(Net()))
 
 
 def transformed(transform):
@@ -132,70 +133,47 @@ def transformed(transform):
 
 
 def gradients(net):
-    torch.func.grad(lambda p: torch.func.functional_call(net, p, (X,)).sum())(
-        dict(net.named_parameters())
-    )
+    def loss(parameters):
+        return torch.func.functional_call(net, parameters, (X,)).sum()
+
+    torch.func.grad(loss)(dict(net.named_parameters()))
+
+
+def vmap(net):
+    torch.func.vmap(net)(X.expand(2, -1, -1))
 
 
 def eager():
     return torch.compiler.set_stance("force_eager")
 
 
+def flop_counter():
+    return FlopCounterMode(display=False)
+
+
 def inside(compile, **options):
     """Call a compiled model in a function or model that is compiled too."""
-    inner = compiled(Net())
-    outer = compile(nn.Sequential(inner, nn.Tanh()), backend="aot_eager", **options)
-    train(outer)
-    train(outer)
+    train_twice(compile(nn.Sequential(compiled(Net()), nn.Tanh()), backend="aot_eager", **options))
 
 
-def parts(model, **options):
-    net = compiled(model, **options)
-    train(net)
-    train(net)
-
-
+LOOP = nn.Sequential(nn.Linear(64, 64), Breaking(False))
 FALLBACKS = {
     "recompile limit": (lambda _: limited("recompile_limit"), r"reached .*config\.recompile_limit"),
-    "accumulated limit": (
-        lambda _: limited("accumulated_recompile_limit"),
-        r"reached .*config\.accumulated_recompile_limit",
-    ),
+    "accumulated limit": (lambda _: limited("accumulated_recompile_limit"), r"reached .*config\.accumulated_recompile_limit"),
     "suppressed error": (failing, "failed, and .*suppress_errors hides the error"),
-    "loop that breaks": (
-        lambda _: parts(nn.Sequential(nn.Linear(64, 64), Breaking(False))),
-        "Sequential: .* cannot compile some code",
-    ),
-    "disabled module": (
-        lambda _: parts(with_sigmoid()),
-        r"SigmoidBackward0.*torch\.compiler\.disable",
-    ),
-    "recurrent module": (
-        lambda _: parts(Recurrent(64, 64, batch_first=True)),
-        "cannot compile some code: .*LSTM",
-    ),
-    "dispatch mode": (lambda _: within(lambda: FlopCounterMode(display=False)), "FlopCounterMode"),
-    "vmap": (
-        lambda _: transformed(lambda net: torch.func.vmap(net)(X.expand(2, -1, -1))),
-        r"torch\.func",
-    ),
+    "loop that breaks": (lambda _: train_twice(compiled(LOOP)), "Sequential: .* cannot compile some code"),
+    "disabled module": (lambda _: train_twice(compiled(with_sigmoid())), r"SigmoidBackward0.*torch\.compiler\.disable"),
+    "recurrent module": (lambda _: train_twice(compiled(Recurrent(64, 64, batch_first=True))), "cannot compile some code: .*LSTM"),
+    "dispatch mode": (lambda _: within(flop_counter), "FlopCounterMode"),
+    "vmap": (lambda _: transformed(vmap), r"torch\.func"),
     "func.grad": (lambda _: transformed(gradients), r"torch\.func"),
     "stance": (lambda _: within(eager), r"switched off, .*set_stance"),
     "stance later": (lambda _: within(nullcontext, eager), r"switched off, .*set_stance"),
-    "switched off": (
-        lambda _: within(lambda: config.patch(disable=True)),
-        r"config\.disable is set",
-    ),
+    "switched off": (lambda _: within(lambda: config.patch(disable=True)), r"config\.disable is set"),
     "disable=True": (lambda _: compiled(Net(), disable=True), r"torch\.compile is disabled"),
-    "compiled caller": (
-        lambda _: inside(torch.compile),
-        "compiles a function that calls the model",
-    ),
-    "compiled caller in one graph": (
-        lambda _: inside(torch.compile, fullgraph=True),
-        "compiles a function that calls the model",
-    ),
-}
+    "compiled caller": (lambda _: inside(torch.compile), "compiles a function that calls the model"),
+    "compiled caller in one graph": (lambda _: inside(torch.compile, fullgraph=True), "compiles a function that calls the model"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FALLBACKS)
@@ -214,7 +192,7 @@ def changed(change):
 
 
 def without_gradients(net):
-    for context in (torch.no_grad(), torch.inference_mode(), FlopCounterMode(display=False)):
+    for context in (torch.no_grad(), torch.inference_mode(), flop_counter()):
         with context, torch.no_grad():
             net(X)
 
@@ -234,6 +212,7 @@ def concurrent():
     assert all(saved(net) < 0.6 * saved(Net()) for net in nets)
 
 
+FEW_BIT = disabled(fewbit.nn.Linear(64, 64, bits=2))
 COMPRESSED = {
     "evaluation mode": lambda: changed(lambda net: train(net.eval())),
     "no gradients": lambda: changed(without_gradients),
@@ -242,30 +221,24 @@ COMPRESSED = {
     "another dtype": lambda: changed(lambda net: train(net.double(), X.double())),
     "autocast": lambda: changed(cast),
     "threads": concurrent,
-    "break between parts": lambda: parts(Net(Breaking(True))),
+    "break between parts": lambda: train_twice(compiled(Net(Breaking(True)))),
     "small tensors": lambda: train(compiled(with_sigmoid()), X[:2]),
-    "exact on purpose": lambda: parts(with_sigmoid(), overrides=EXACT),
+    "exact on purpose": lambda: train_twice(compiled(with_sigmoid(), overrides=EXACT)),
     "model in a compiled model": lambda: inside(fewbit.compile, bits=2, fullgraph=True),
-    "few-bit layer": lambda: parts(nn.Sequential(disabled(fewbit.nn.Linear(64, 64, bits=2)))),
+    "few-bit layer": lambda: train_twice(compiled(nn.Sequential(FEW_BIT))),
     "called in uncompiled code": lambda: torch.compiler.disable(train)(compiled(Net())),
 }
 
 
-COMPILES_TWICE = (
-    "break between parts",
-    "no gradients",
-    "gradient of the input",
-    "another size",
-    "another dtype",
-    "autocast",
+SLOW = ["no gradients", "another size", "another dtype", "autocast"]
+SLOW += ["break between parts", "gradient of the input"]
+"""The names of those that are compiled twice."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in COMPRESSED],
 )
-NAMES = [
-    pytest.param(name, marks=pytest.mark.slow) if name in COMPILES_TWICE else name
-    for name in COMPRESSED
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_compressed_model_does_not_warn(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error", fewbit.CompileWarning)
@@ -279,25 +252,16 @@ KINDS = {
     "user's class of several sizes": lambda number: Plain(64, 64 + 8 * number),
     "broken graph": lambda _: Net(Breaking(True)),
 }
-CHEAP = "Sequential", "user's class"
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    "kind, count, call",
-    [
-        pytest.param(kind, count, call, id=f"{kind}, {count} models, {call.__name__}", marks=marks)
-        for kind in KINDS
-        for call in (compiled, in_place)
-        for count in (2, 30)
-        for marks in ([pytest.mark.slow] * (count > 2 or call is in_place or kind not in CHEAP),)
-    ],
-)
-def test_all_models_of_a_class_are_compressed(kind, count, call):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", [compiled, pytest.param(in_place, marks=pytest.mark.slow)])
+def test_all_models_of_a_class_are_compressed(kind, call):
     """torch.compile compiles the code of a class only `recompile_limit` times."""
     x = X.expand(2, -1, -1) if kind == "torch's class" else X
-    with config.patch(recompile_limit=count - 1):
-        for number in range(count):
+    with config.patch(recompile_limit=1):
+        for number in range(3):
             exact = saved(KINDS[kind](number), x)
             assert saved(call(KINDS[kind](number)), x) < 0.6 * exact
 

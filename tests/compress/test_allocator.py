@@ -78,28 +78,16 @@ ON = "expandable_segments:True"
     ("given", "report", "text", "calls"),
     [
         ({}, (True, 0, ""), "in force for all memory", [ON]),
-        (
-            {"segments": [(2 << 20, False), (20 << 20, True), (1 << 20, False)]},
-            (True, 3 << 20, ""),
-            "in force from now on; set too late for 3.00 MiB that were reserved before",
-            [ON],
-        ),
+        ({"segments": [(2 << 20, False), (20 << 20, True), (1 << 20, False)]}, (True, 3 << 20, ""),
+         "in force from now on; set too late for 3.00 MiB that were reserved before", [ON]),
         ({"settings": ON, "segments": [(20 << 20, True)]}, (True, 0, ""), "in force for all", []),
-        (
-            {"supported": False},
-            (False, 0, "PyTorch has none on this platform"),
-            "not in force, PyTorch has none on this platform",
-            [ON],
-        ),
-        (
-            {"backend": "cudaMallocAsync"},
-            (False, 0, "the allocator is cudaMallocAsync, which has no segments"),
-            "not in force, the allocator is cudaMallocAsync",
-            [],
-        ),
+        ({"supported": False}, (False, 0, "PyTorch has none on this platform"),
+         "not in force, PyTorch has none on this platform", [ON]),
+        ({"backend": "cudaMallocAsync"}, (False, 0, "the allocator is cudaMallocAsync, which has no segments"),
+         "not in force, the allocator is cudaMallocAsync", []),
     ],
     ids=["at first", "too late", "set before", "unsupported", "another allocator"],
-)
+)  # fmt: skip
 def test_expandable_segments_are_set_if_they_can_be(install, given, report, text, calls):
     fake = install(Allocator(**given))
     found = use()
@@ -178,8 +166,6 @@ def test_a_device_that_is_none(monkeypatch, device):
     with pytest.raises(InputError, match=f"^expected a CUDA device, got {device!r}"):
         peak_memory(device)
 
-
-# -- On a GPU ----------------------------------------------------------------------------------------------
 
 FRESH = """
 import torch

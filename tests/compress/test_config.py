@@ -1,7 +1,6 @@
 """Configuration objects: accepted values, printed form, and conversion to and from plain values."""
 
 import dataclasses
-import inspect
 import json
 from fractions import Fraction
 
@@ -40,6 +39,7 @@ OBJECTS = [
 
 @pytest.mark.parametrize("one", OBJECTS, ids=repr)
 def test_an_object_comes_back_from_its_repr_and_from_json(one):
+    """`compress_` takes the plain values in place of the object."""
     assert eval(repr(one), {"fewbit": fewbit}) == one
     values = json.loads(json.dumps(one.to_dict()))
     base = fewbit.BitConfig if isinstance(one, fewbit.BitConfig) else type(one)
@@ -47,6 +47,10 @@ def test_an_object_comes_back_from_its_repr_and_from_json(one):
     assert again == one and type(again) is type(one) and hash(again) == hash(one)
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(one, dataclasses.fields(one)[0].name, 3)
+    name = {fewbit.LayerSettings: "layers", fewbit.HostOffload: "offload"}.get(type(one), "bits")
+    assert config.plain_arguments({name: one}) == {name: values}
+    assert config.plain_arguments({name: values}) == {name: values}
+    assert base is not fewbit.BitConfig or as_config(values) == one
 
 
 @pytest.mark.parametrize(
@@ -66,19 +70,20 @@ def test_a_repr_leaves_out_what_is_usual(one, text):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "expected", "average"),
     [
-        (None, fewbit.FixedBits(4)),
-        (2, fewbit.FixedBits(2)),
-        (2.0, fewbit.FixedBits(2)),
-        (np.int64(3), fewbit.FixedBits(3)),
-        (np.float32(1.5), fewbit.AdaptiveBits(1.5)),
-        (1.75, fewbit.AdaptiveBits(1.75)),
-        (fewbit.ErrorBound(), fewbit.ErrorBound()),
+        (None, fewbit.FixedBits(4), 4),
+        (2.0, fewbit.FixedBits(2), 2),
+        (np.int64(3), fewbit.FixedBits(3), 3),
+        (np.float32(1.5), fewbit.AdaptiveBits(1.5), 1.5),
+        (fewbit.Level("L2", 3), fewbit.Level("L2", 3), 3),
+        (fewbit.Level("L0"), fewbit.Level("L0"), None),
     ],
 )
-def test_numbers_stand_for_configurations(given, expected):
+def test_numbers_stand_for_configurations(given, expected, average):
     assert as_config(given) == expected
+    controller = fewbit.compress_(nn.Linear(4, 4), given, verbose=False)
+    assert controller.config == expected and controller.average_bits == average
 
 
 @pytest.mark.parametrize(
@@ -86,39 +91,26 @@ def test_numbers_stand_for_configurations(given, expected):
     [
         (lambda: as_config("2"), "a configuration such as fewbit.AdaptiveBits(1.75), got '2'"),
         (lambda: as_config(True), "bits: expected a number from 1 to 8, or a configuration"),
-        (lambda: as_config(float("nan")), "bits: expected a number from 1 to 8, or a configuration"),
         (lambda: as_config(fewbit.FixedBits), "bits: expected a number from 1 to 8, or a configuration"),
         (lambda: as_config(9), "expected a number from 1 to 8 for bits, got 9"),
         (lambda: fewbit.FixedBits(2.5), "fewbit.AdaptiveBits(2.5) and fewbit.SampleBits(2.5) take averages"),
         (lambda: fewbit.FixedBits(0), "expected a whole number from 1 to 8 for bits, got 0"),
-        (lambda: fewbit.FixedBits(True), "expected a whole number from 1 to 8 for bits, got True"),
         (lambda: fewbit.SampleBits(9.5), "expected a number from 1 to 8 for average, got 9.5"),
         (lambda: fewbit.AdaptiveBits(0), "expected a number from 1 to 8 for average, got 0"),
         (lambda: fewbit.AdaptiveBits(2, 0), "expected a positive whole number for interval, got 0"),
-        (lambda: fewbit.AdaptiveBits(2, 1.5), "expected a positive whole number for interval, got 1.5"),
         (lambda: fewbit.Budget("6 apples"), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
-        (lambda: fewbit.Budget("6" * 100), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
-        (lambda: fewbit.Budget("0"), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
         (lambda: fewbit.Budget("1.5"), "(units are powers of 1024, GB as well as GiB), got '1.5'"),
-        (lambda: fewbit.Budget(0), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
         (lambda: fewbit.Budget(True), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
         (lambda: fewbit.ErrorBound(0), "expected a finite number above 0 for e2, got 0"),
         (lambda: fewbit.ErrorBound(float("inf")), "expected a finite number above 0 for e2, got inf"),
-        (lambda: fewbit.ErrorBound(float("nan")), "expected a finite number above 0 for e2, got nan"),
-        (lambda: fewbit.ErrorBound(True), "expected a finite number above 0 for e2, got True"),
         (lambda: fewbit.ErrorBound(interval=0), "expected a positive whole number for interval, got 0"),
-        (lambda: fewbit.ErrorBound("0.5"), "expected a finite number above 0 for e2, got '0.5'"),
         (lambda: fewbit.ErrorBound(window="median"), "expected mean or max for window, got 'median'"),
         (lambda: fewbit.ErrorBound(codec="zip"), "expected quant, quant+zvc, error-bounded, jpeg for a codec, got 'zip'"),
-        (lambda: fewbit.ErrorBound(codec=["quant"]), "expected quant, quant+zvc, error-bounded, jpeg for a codec"),
         (lambda: fewbit.ErrorBound(by_channel=1), "expected True or False for by_channel, got 1"),
         (lambda: fewbit.PreActivationBits(1.5), "expected a whole number from 1 to 8 for bits, got 1.5"),
         (lambda: fewbit.Level("L9"), "expected one of L0, L1, L2, L2.5, L3, L4, L5 for a level, got 'L9'"),
-        (lambda: fewbit.Level(3), "expected one of L0, L1, L2, L2.5, L3, L4, L5 for a level, got 3"),
         (lambda: fewbit.Level("L0", 2), "expected no bits at level L0"),
         (lambda: fewbit.Level("L2", 1.75), "expected a whole number from 1 to 8 for bits, got 1.75"),
-        (lambda: fewbit.Level("L3", 9), "expected a number from 1 to 8 for bits, got 9"),
-        (lambda: fewbit.LayerSettings(bits=9), "expected a number from 1 to 8 for bits, got 9"),
         (lambda: fewbit.LayerSettings(group_size=33), "expected a multiple of 32 from 32 to 65536"),
         (lambda: fewbit.LayerSettings(quantizer="octal"), "expected rotated, uniform or unbiased for quantizer, got 'octal'"),
         (lambda: fewbit.LayerSettings(min_dtype="int8"), "expected auto, bfloat16 or float32 for min_dtype"),
@@ -128,7 +120,6 @@ def test_numbers_stand_for_configurations(given, expected):
         (lambda: fewbit.LayerSettings(functional="yes"), "expected True or False for functional, got 'yes'"),
         (lambda: fewbit.HostOffload(1), "expected True or False for expandable_segments, got 1"),
         (lambda: fewbit.BitConfig.from_dict({"kind": "none"}), "expected a kind out of fixed, samples, adaptive"),
-        (lambda: fewbit.BitConfig.from_dict({"kind": ["fixed"]}), "expected a kind out of fixed, samples, adaptive"),
         (lambda: fewbit.BitConfig.from_dict([]), "expected a kind out of fixed, samples, adaptive"),
         (lambda: fewbit.BitConfig.from_dict({"kind": "fixed", "bit": 2}), "expected bits for FixedBits, got 'bit'"),
         (lambda: fewbit.BitConfig.from_dict({"kind": "budget"}), "expected a value of bytes for Budget, got none"),
@@ -187,41 +178,41 @@ def test_a_level_has_the_attributes_of_its_configuration():
     assert not fewbit.Level("L0").has_policy
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"layers": {"copies": 3}}, "expected 1 or 2 for copies, got 3"),
-        ({"offload": fewbit.HostOffload()}, "offload: expected none with fewbit.Level('L0')"),
-    ],
-)
-def test_settings_that_cannot_be_used_at_level_0(options, message):
-    with pytest.raises(InputError) as error:
-        fewbit.compress_(nn.Linear(4, 4), fewbit.Level("L0"), verbose=False, **options)
-    assert message in str(error.value)
-
-
 def test_names_of_codecs_are_those_of_the_registry():
     assert tuple(CODECS) == config.CODECS
 
 
-def test_compress_takes_few_arguments():
-    parameters = inspect.signature(fewbit.compress_).parameters.values()
-    assert sum(item.kind is not item.VAR_KEYWORD for item in parameters) <= 9
-
-
-def test_settings_of_layers_as_arguments_of_compress_():
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"quantizer": "uniform"}, InputError, "layers={'quantizer': 'uniform'}"),
+        ({"activation_bits": 2, "copies": 2}, InputError, "layers={'activation_bits': 2, 'copies': 2}"),
+        ({"quantiser": "uniform"}, TypeError, "unexpected keyword argument 'quantiser'"),
+        ({"bits": {"kind": "adaptiv"}}, InputError, "expected a kind out of fixed, samples, adaptive, "),
+        ({"offload": {"x": 1}}, InputError, "expected expandable_segments for HostOffload, got 'x'"),
+        ({"bits": fewbit.Level("L0"), "layers": {"copies": 3}}, InputError, "expected 1 or 2 for copies, got 3"),
+        ({"bits": fewbit.Level("L0"), "offload": fewbit.HostOffload()}, InputError,
+         "offload: expected none with fewbit.Level('L0')"),
+    ],
+)  # fmt: skip
+def test_arguments_that_compress_cannot_use(options, error, message):
     model = nn.Linear(64, 4)
-    with pytest.raises(InputError) as error:
-        fewbit.compress_(model, quantizer="uniform")
-    assert "layers={'quantizer': 'uniform'}" in str(error.value)
-    with pytest.raises(InputError, match=r"layers={'activation_bits': 2, 'copies': 2}"):
-        fewbit.compress_(model, activation_bits=2, copies=2)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'quantiser'"):
-        fewbit.compress_(model, quantiser="uniform")
+    with pytest.raises(error) as caught:
+        fewbit.compress_(model, verbose=False, **options)
+    assert message in str(caught.value)
     assert type(model) is nn.Linear
 
 
-def test_a_level_and_its_configuration_convert_alike():
+@pytest.mark.parametrize(
+    ("level", "bits", "options"),
+    [
+        (fewbit.Level("L2", 2), 2, {}),
+        (fewbit.Level("L2.5", 1.75), fewbit.SampleBits(1.75), {}),
+        (fewbit.Level("L3", 1.75), 1.75, {}),
+        (fewbit.Level("L4", 2), fewbit.AdaptiveBits(2), {"offload": fewbit.HostOffload()}),
+    ],
+)
+def test_a_level_and_its_configuration_convert_alike(level, bits, options):
     def saved(bits, **options):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
@@ -232,16 +223,10 @@ def test_a_level_and_its_configuration_convert_alike():
         gradients = [parameter.grad for parameter in model.parameters()]
         return controller, fewbit.saved_bytes(model, x).total, gradients
 
-    for level, bits, options in (
-        (fewbit.Level("L2", 2), 2, {}),
-        (fewbit.Level("L2.5", 1.75), fewbit.SampleBits(1.75), {}),
-        (fewbit.Level("L3", 1.75), 1.75, {}),
-        (fewbit.Level("L4", 2), fewbit.AdaptiveBits(2), {"offload": fewbit.HostOffload()}),
-    ):
-        (a, bytes_a, gradients_a), (b, bytes_b, gradients_b) = saved(level), saved(bits, **options)
-        assert bytes_a == bytes_b and all(map(torch.equal, gradients_a, gradients_b))
-        assert (a.offload is None) == (b.offload is None)
-        assert a.config == level and b.config == as_config(bits)
+    (a, bytes_a, gradients_a), (b, bytes_b, gradients_b) = saved(level), saved(bits, **options)
+    assert bytes_a == bytes_b and all(map(torch.equal, gradients_a, gradients_b))
+    assert (a.offload is None) == (b.offload is None)
+    assert a.config == level and b.config == as_config(bits)
 
 
 def test_functions_of_single_modules():
@@ -278,15 +263,6 @@ def test_filters_see_the_classes_before_the_conversion():
     for _ in range(2):
         model(torch.randn(8, 64)).square().sum().backward()
     assert [row.name for row in controller.bounds] == ["1"]
-
-
-@pytest.mark.parametrize("one", OBJECTS, ids=repr)
-def test_compress_takes_plain_values_in_place_of_objects(one):
-    name = {fewbit.LayerSettings: "layers", fewbit.HostOffload: "offload"}.get(type(one), "bits")
-    plain = json.loads(json.dumps(config.plain_arguments({name: one})))
-    assert plain == {name: one.to_dict()} and config.plain_arguments(plain) == plain
-    if name == "bits":
-        assert as_config(plain["bits"]) == one
 
 
 def test_all_arguments_of_compress_come_from_json():
@@ -328,12 +304,3 @@ def test_arguments_that_have_no_form_in_json(arguments, message):
     with pytest.raises(InputError) as error:
         config.plain_arguments(arguments)
     assert message in str(error.value)
-
-
-def test_mappings_that_compress_cannot_use():
-    model = nn.Linear(64, 4)
-    with pytest.raises(InputError, match="expected a kind out of fixed, .*, got 'adaptiv'"):
-        fewbit.compress_(model, {"kind": "adaptiv"})
-    with pytest.raises(InputError, match="expected expandable_segments for HostOffload, got 'x'"):
-        fewbit.compress_(model, 2, offload={"x": 1})
-    assert type(model) is nn.Linear

@@ -3,13 +3,11 @@
 import copy
 import dataclasses
 import functools
-import io
-import pickle
 import shutil
 
 import pytest
 import torch
-from composed import Composed
+from composed import COPIES, Composed
 from layers import relative, saved_by
 from samples import normal
 from torch import nn
@@ -220,9 +218,10 @@ def test_a_hook_that_changes_what_passes_is_heeded():
 
 def test_again_with_the_same_and_with_other_settings(case):
     model, x = case
-    first = quiet(model, bits=4).report
+    first = quiet(model, bits=4, layers={"group_size": 64}).report
     classes = [type(module) for module in model.modules()]
-    again = quiet(model, bits=4).report
+    again = quiet(model, bits=4, layers={"group_size": 64}).report
+    assert "an earlier call of compress_ was undone" in again.notes[-1]
     assert dataclasses.replace(again, notes=again.notes[:-1]) == first
     assert [type(module) for module in model.modules()] == classes
     assert sum(isinstance(module, TrackedModule) for module in model.modules()) == sum(
@@ -230,9 +229,11 @@ def test_again_with_the_same_and_with_other_settings(case):
     )
     kept = fewbit.saved_bytes(model, x).total
     quiet(model, bits=2)
+    assert model.head.quantizer.group_size == 256
     assert fewbit.saved_bytes(model, x).total < kept
     fewbit.restore_(model)
     assert not any(kinds.is_fewbit(module) for module in model.modules())
+    assert "was undone" not in str(quiet(model).report)
 
 
 def test_evaluation_and_no_grad_compress_nothing(case):
@@ -255,21 +256,14 @@ def test_evaluation_and_no_grad_compress_nothing(case):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("travel", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("travel", COPIES)
 def test_copies_and_pickles(case, travel):
     model, x = case
     quiet(model, bits=3)
-    if travel == "deepcopy":
-        twin = copy.deepcopy(model)
-    elif travel == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        twin = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    twin = COPIES[travel](model)
     a, b = gradients(model, x), gradients(twin, x)
     assert torch.equal(a[0], b[0])
-    assert all(torch.equal(p, q) for p, q in zip(a[1], b[1], strict=True))
+    assert all(map(torch.equal, a[1], b[1]))
     assert fewbit.saved_bytes(twin, x).total == fewbit.saved_bytes(model, x).total
     fewbit.restore_(twin)
     assert any(kinds.is_fewbit(module) for module in model.modules())
@@ -321,34 +315,12 @@ def test_which_modules(options, expected):
     assert excluded and not excluded & names
 
 
-def test_what_is_left_alone_and_why():
-    class Own(nn.Linear):
-        pass
-
-    class Raw(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
-    model = nn.ModuleList([Own(3, 3), Raw(), nn.LSTM(3, 3), nn.Linear(3, 3), nn.Identity()])
-    model[3].forward = lambda x: x
-    reasons = {row.path: row.reason for row in quiet(model).report.left_alone}
-    assert reasons == {
-        "0": "a subclass of Linear, which may compute something else; functions that it calls are "
-        "compressed",
-        "1": "no few-bit version; functions that it calls are compressed",
-        "2": "one op over all steps, which saves tensors of its own; on a CPU, layers={'everything': True} compresses them",
-        "3": "its forward was replaced on the instance, so its class does not say what it computes",
-    }
-
-
 class Scaled(nn.Module):
     """A module with a parameter of its own and a child."""
 
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
-        self.linear = nn.Linear(8, 8)
+        self.scale, self.linear = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
 
     def forward(self, x):
         return self.linear(x) * self.scale
@@ -365,23 +337,36 @@ class EinsumAttention(nn.Module):
         return torch.einsum("bij,bjd->bid", weights, v)
 
 
-def test_modules_around_others_are_left_alone_with_a_reason():
-    model = nn.Sequential(Scaled(), EinsumAttention())
-    reasons = {row.path: row.reason for row in quiet(model).report.left_alone}
+def test_what_is_left_alone_and_why():
+    class Own(nn.Linear):
+        pass
+
+    class Raw(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    replaced, patched = nn.Linear(3, 3), nn.Conv2d(1, 1, 1)
+    replaced.forward = lambda x: x
+    patched._conv_forward = patched._conv_forward
+    around = [Scaled(), EinsumAttention(), nn.Identity()]
+    model = nn.ModuleList([Own(3, 3), Raw(), nn.LSTM(3, 3), replaced, *around, patched])
+    functions = "; functions that it calls are compressed"
     own = "no few-bit version of what it computes with parameters of its own"
     einsum = "it calls einsum, which stays exact and saves its inputs in full"
-    assert reasons == {"0": f"{own}; functions that it calls are compressed"}
+    subclass = "a subclass of Linear, which may compute something else"
+    reasons = {row.path: row.reason for row in quiet(model).report.left_alone}
+    assert reasons == {
+        "0": subclass + functions,
+        "1": "no few-bit version" + functions,
+        "2": "one op over all steps, which saves tensors of its own; on a CPU, layers={'everything': True} compresses them",
+        "3": "its forward was replaced on the instance, so its class does not say what it computes",
+        "4": own + functions,
+        "7": OWN_FORWARD,
+    }
     off = quiet(model, layers={"functional": False}).report.left_alone
-    assert {row.path: row.reason for row in off} == {"0": own, "1": einsum}
-
-
-def test_the_report_says_that_an_earlier_call_was_undone():
-    model, note = nn.Sequential(nn.Linear(8, 8)), "an earlier call of compress_ was undone"
-    assert note not in str(quiet(model, layers={"group_size": 64}).report)
-    again = quiet(model, 2)
-    assert note in str(again.report) and model[0].quantizer.group_size == 256
-    fewbit.restore_(model)
-    assert note not in str(quiet(model).report)
+    reasons = {row.path: row.reason for row in off}
+    assert (reasons["4"], reasons["5"]) == (own, einsum)
 
 
 def test_the_report_says_that_all_parameters_are_frozen():
@@ -419,22 +404,20 @@ def test_the_report_says_which_modules_save_nothing_few_bit_now():
 
 
 def test_modules_made_by_hand_keep_their_settings():
-    model = nn.Sequential(fewbit.nn.Linear(96, 96, bits=5), nn.Linear(96, 96))
-    report = quiet(model, bits=2).report
-    assert model[0].quantizer.bits == 5 and model[1].quantizer.bits == 2
-    assert model[0].quantizer.context is model[1].quantizer.context
+    """They keep all settings of their quantizers, also one that a later version adds."""
+    layer = fewbit.nn.Linear(96, 96, bits=5, group_size=64)
+    layer.quantizer.min_dtype, layer.quantizer.added = "float32", "a setting"
+    model = nn.Sequential(layer, nn.Linear(96, 96))
+    controller = quiet(model, bits=2)
+    found, report = layer.quantizer, controller.report
+    assert (found.bits, found.average, found.is_fixed, found.group_size) == (5, 5, True, 64)
+    assert (found.min_dtype, found.added, found.fuse) == ("float32", "a setting", False)
+    assert found.name == "0" and found.context is controller.context
+    assert model[1].quantizer.bits == 2 and model[1].quantizer.context is controller.context
     assert [row.path for row in report.converted] == ["1"]
     assert report.left_alone[0].reason.startswith("few-bit already: Linear(")
     fewbit.restore_(model)
     assert type(model[0]) is fewbit.nn.Linear and type(model[1]) is nn.Linear
-
-
-def test_the_root_itself():
-    model = nn.Linear(70, 3)
-    (row,) = quiet(model, bits=3).report.converted
-    assert row[:4] == ("", "Linear", "fewbit.nn.Linear", 3)
-    _, saved = saved_by(model, normal((4, 70)))
-    assert sum(tensor.nbytes for tensor in saved) == quantized_bytes((4, 70), 3)
 
 
 def test_the_report(capsys):
@@ -481,82 +464,38 @@ def test_the_usual_bits_of_activations(bits, expected):
 A_FILTER = "expected a glob, a list of globs or a function (path, module) -> bool, got "
 
 
+AVERAGES = "; averages need a configuration such as fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples"
+FIELDS = "activation_bits, attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, autograd_functions"
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        (
-            {"bits": "2"},
-            "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(1.75), got '2'",
-        ),
-        (
-            {"layers": {"activation_bits": 9}},
-            "layers: expected a whole number from 1 to 8 for activation_bits, got 9",
-        ),
-        (
-            {"layers": {"attention_bits": 3.5}},
-            "layers: expected a whole number from 1 to 8 for attention_bits, got 3.5; averages need a configuration such as "
-            "fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples",
-        ),
-        (
-            {"overrides": {"stem": 2.5}},
-            "overrides['stem']: expected a whole number from 1 to 8 for bits, got 2.5; averages need a configuration such as "
-            "fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples",
-        ),
+        ({"bits": "2"}, "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(1.75), got '2'"),
+        ({"layers": {"attention_bits": 3.5}}, f"layers: expected a whole number from 1 to 8 for attention_bits, got 3.5{AVERAGES}"),
         ({"layers": 4}, "layers: expected fewbit.LayerSettings, or a mapping of its fields, got 4"),
-        (
-            {"layers": {"bits": 2}},
-            "layers: expected no bits, because the argument bits gives them, here fewbit.FixedBits(4); got bits=2",
-        ),
-        (
-            {"layers": {"quantiser": "uniform"}},
-            "layers: expected activation_bits, attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, "
-            "autograd_functions, got 'quantiser'",
-        ),
+        ({"layers": {"bits": 2}}, "layers: expected no bits, because the argument bits gives them, here fewbit.FixedBits(4); got bits=2"),
+        ({"layers": {"quantiser": "uniform"}}, f"layers: expected {FIELDS}, got 'quantiser'"),
         ({"verbose": "no"}, "expected True or False for verbose, got 'no'"),
-        (
-            {"sample": torch.ones(2, 5)},
-            "sample: expected inputs of the model's forward, got shape (2, 5), for which it raises RuntimeError: ",
-        ),
+        ({"sample": torch.ones(2, 5)}, "sample: expected inputs of the model's forward, got shape (2, 5), for which it raises RuntimeError: "),
+        ({"sample": [1]}, "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, got list"),
         ({"offload": True}, "offload: expected fewbit.HostOffload, got True"),
-        (
-            {"bits": fewbit.Level("L4"), "offload": fewbit.HostOffload()},
-            "offload: expected none with fewbit.Level('L4'), which has its own, got fewbit.HostOffload(False)",
-        ),
+        ({"bits": fewbit.Level("L4"), "offload": fewbit.HostOffload()},
+         "offload: expected none with fewbit.Level('L4'), which has its own, got fewbit.HostOffload(False)"),
         ({"include": "decoder"}, "include: expected a glob that matches a module, got 'decoder'"),
-        ({"exclude": 5}, f"exclude: {A_FILTER}5"),
         ({"include": nn.Linear}, f"include: {A_FILTER}{nn.Linear}"),
         ({"include": ["stem", 3]}, "include: expected a glob over dotted module paths, got 3"),
-        (
-            {"overrides": ["stem"]},
-            "overrides: expected a mapping of globs to settings, got ['stem']",
-        ),
+        ({"exclude": 5}, f"exclude: {A_FILTER}5"),
+        ({"overrides": ["stem"]}, "overrides: expected a mapping of globs to settings, got ['stem']"),
         ({"overrides": {3: 2}}, "overrides: expected a glob over dotted module paths, got 3"),
-        (
-            {"sample": [1]},
-            "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
-            "got list",
-        ),
-        (
-            {"overrides": {"nobody": 2}},
-            "overrides: expected a glob that matches a module, got 'nobody'",
-        ),
-        (
-            {"overrides": {"stem": 9}},
-            "overrides['stem']: expected a number from 1 to 8 for bits, got 9",
-        ),
-        (
-            {"overrides": {"stem": {"bit": 2}}},
-            "overrides['stem']: expected bits, activation_bits, attention_bits, group_size, min_dtype, copies, "
-            "functional, everything, quantizer, autograd_functions for LayerSettings, got 'bit'",
-        ),
-        (
-            {"overrides": {"stem": "2"}},
-            "overrides['stem']: expected bits, fewbit.LayerSettings, a mapping of bits, activation_bits, "
-            "attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, autograd_functions, "
-            "or None, got '2'",
-        ),
+        ({"overrides": {"nobody": 2}}, "overrides: expected a glob that matches a module, got 'nobody'"),
+        ({"overrides": {"stem": 9}}, "overrides['stem']: expected a number from 1 to 8 for bits, got 9"),
+        ({"overrides": {"stem": 2.5}}, f"overrides['stem']: expected a whole number from 1 to 8 for bits, got 2.5{AVERAGES}"),
+        ({"overrides": {"stem": {"bit": 2}}}, f"overrides['stem']: expected bits, {FIELDS} for LayerSettings, got 'bit'"),
+        ({"overrides": {"stem": "2"}},
+         f"overrides['stem']: expected bits, fewbit.LayerSettings, a mapping of bits, {FIELDS}, or None, got '2'"),
     ],
-)
+)  # fmt: skip
 def test_refused_with_nothing_changed(options, message):
     model = convnet()
     with pytest.raises(InputError) as caught:
@@ -577,7 +516,7 @@ def test_a_model_is_a_module():
 
 class Squared(nn.Module):
     def forward(self, x):
-        return x * x
+        return x.square()
 
 
 CHANGES = {
@@ -716,13 +655,6 @@ def test_nothing_of_torch_is_taken_for_replaced(cls):
     assert kinds.replaced(cls.__new__(cls)) is None
 
 
-def test_what_was_replaced_on_the_instance_is_left_alone():
-    layer = nn.Conv2d(1, 1, 1)
-    layer._conv_forward = layer._conv_forward
-    (left,) = quiet(nn.Sequential(layer)).report.left_alone
-    assert "on the instance" in left.reason
-
-
 @pytest.mark.parametrize("functional", [False, True])
 def test_a_function_that_was_replaced_is_called_once(monkeypatch, functional):
     """Forward and backward are those of the replacement of torch's function."""
@@ -749,33 +681,23 @@ def test_a_function_that_was_replaced_is_called_once(monkeypatch, functional):
     assert relative(found, expected) < 0.02
 
 
-def test_a_parametrized_module_with_layers_inside():
+@pytest.mark.parametrize("parametrized_first", [True, False])
+def test_a_parametrized_module_with_layers_inside(parametrized_first):
     """torch goes back to the class below its own, which must be fewbit's or the module's."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale, self.linear = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.linear(x) * self.scale
-
-    for parametrized_first in (True, False):
-        model = Block()
-        if not parametrized_first:
-            quiet(model)
-        nn.utils.parametrize.register_parametrization(model, "scale", nn.Softplus())
-        if parametrized_first:
-            quiet(model)
-        context = model.linear.quantizer.context
-        seen = []
-        model.linear.register_forward_hook(lambda *_: seen.append(context.is_running()))  # noqa: B023
-        model(torch.ones(2, 4)).sum().backward()
-        nn.utils.parametrize.remove_parametrizations(model, "scale")
-        model(torch.ones(2, 4)).sum().backward()
-        assert seen == [True, True]
-        fewbit.restore_(model)
-        assert type(model) is Block
+    model = Scaled()
+    if not parametrized_first:
+        quiet(model)
+    nn.utils.parametrize.register_parametrization(model, "scale", nn.Softplus())
+    if parametrized_first:
+        quiet(model)
+    context, seen = model.linear.quantizer.context, []
+    model.linear.register_forward_hook(lambda *_: seen.append(context.is_running()))
+    model(torch.ones(2, 8)).sum().backward()
+    nn.utils.parametrize.remove_parametrizations(model, "scale")
+    model(torch.ones(2, 8)).sum().backward()
+    assert seen == [True, True]
+    fewbit.restore_(model)
+    assert type(model) is Scaled
 
 
 def test_a_class_that_was_put_in_the_place_of_a_converted_one_is_refused():
@@ -871,17 +793,13 @@ def test_what_layers_do_not_take_is_torchs_own():
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize(
-    "make", [lambda: nn.Linear(0, 3), lambda: nn.Linear(3, 0), lambda: nn.LayerNorm(3)]
-)
-def test_sizes_of_zero(make):
-    layer = make()
-    model = nn.Sequential(layer)
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0)])
+def test_features_of_zero(sizes):
+    model = nn.Sequential(nn.Linear(*sizes))
     quiet(model)
-    features = getattr(layer, "in_features", 3)
-    x = torch.ones(0 if isinstance(layer, nn.LayerNorm) else 4, features, requires_grad=True)
+    x = torch.ones(4, sizes[0], requires_grad=True)
     model(x).sum().backward()
-    assert x.grad.shape == x.shape and layer.bias.grad.shape == layer.bias.shape
+    assert x.grad.shape == x.shape and model[0].bias.grad.shape == sizes[1:]
 
 
 # -- functions that a forward calls ---------------------------------------------------------------------------
@@ -925,17 +843,6 @@ def test_functions_are_compressed_too():
     assert fewbit.saved_bytes(model, x).total > 3 * after.total
 
 
-def test_functions_of_modules_in_evaluation_mode_stay_exact():
-    model = nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Softmax(-1))
-    exact = copy.deepcopy(model)
-    quiet(model, bits=1, layers={"activation_bits": 1})
-    for item in model:
-        item.eval()
-    x = normal((5, 96))
-    for a, b in zip(gradients(model, x)[1], gradients(exact, x)[1], strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_functions_of_excluded_modules_stay_exact():
     """Functions of modules within an excluded module stay exact too, unless those modules are included."""
 
@@ -969,39 +876,6 @@ def test_attention_has_its_own_bits():
     assert model.self_attn.attention_quantizer.bits == 3
     fewbit.restore_(model)
     assert "attention_quantizer" not in vars(model.self_attn)
-
-
-@pytest.mark.parametrize("function", [fewbit.functional.mul, fewbit.functional.matmul])
-def test_products_are_exact_in_expectation(function):
-    a, b = normal((70, 70)).requires_grad_(), normal((70, 70), seed=2).requires_grad_()
-    theirs = torch.mul if function is fewbit.functional.mul else torch.matmul
-    grad = normal((70, 70), seed=3)
-    exact = torch.autograd.grad(theirs(a, b), (a, b), grad)
-    assert torch.equal(function(a * 1.0, b * 1.0, bits=2), theirs(a, b))
-    draws = [
-        torch.autograd.grad(function(a * 1.0, b * 1.0, bits=2), (a, b), grad) for _ in range(100)
-    ]
-    for draw, wanted in zip(zip(*draws, strict=True), exact, strict=True):
-        draw = torch.stack(draw).double()
-        error = draw.std(0) / 10
-        known = error > 1e-5 * wanted.abs().max()  # else only one value was drawn, or almost
-        z = (draw.mean(0) - wanted)[known] / error[known]
-        assert 0.9 < float(z.square().mean()) < 1.15
-    x = a * 1.0
-    assert torch.equal(function(x, b.detach(), bits=1), theirs(x, b.detach()))  # torch's own
-
-
-@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
-def test_padding_keeps_nothing(mode):
-    x = normal((2, 3, 6, 7)).requires_grad_()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = fewbit.functional.pad(x, (1, 2, 3, 1), mode)
-    expected = TF.pad(x, (1, 2, 3, 1), mode)
-    grad = normal(y.shape, seed=4)
-    assert torch.equal(y, expected) and not saved
-    ours, theirs = (torch.autograd.grad(item, x, grad)[0] for item in (y, expected))
-    assert torch.equal(ours, theirs)
 
 
 # -- training ----------------------------------------------------------------------------------------------------
@@ -1039,60 +913,37 @@ def test_gradient_accumulation_and_several_forwards_before_a_backward():
         assert relative(a.grad, b.grad) < 0.05
 
 
-FEW_BIT = torch.int32, torch.bfloat16  # codes and ranges
-
-
-def storage_bytes(tensors):
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
 @pytest.mark.inductor
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.parametrize(
-    "layer, shape, vector",
-    [
-        (nn.Linear(64, 32), (40, 64), 0),
-        (nn.Conv2d(8, 4, 3), (3, 8, 9, 11), 0),
-        (nn.LayerNorm(96), (30, 96), 30),
-        (nn.BatchNorm2d(6), (5, 6, 7, 9), 6),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
-)
-def test_layers_under_inductor(layer, shape, vector):
-    """With the default backend a quantized input and a norm's deviations are saved, and gradients are torch's."""
+def test_layers_under_inductor():
+    """With the default backend, quantized inputs and the vectors of norms are saved, and gradients are near torch's."""
     torch.compiler.reset()
-    exact = copy.deepcopy(layer)
-    for number, parameter in enumerate(exact.parameters()):
-        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
-    model = nn.Sequential(copy.deepcopy(exact))
+    torch.manual_seed(0)
+    exact = nn.Sequential(
+        nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(252, 96), nn.LayerNorm(96)
+    )
+    model = copy.deepcopy(exact)
     quiet(model, bits=8)
-    x = normal(shape, scale=1.0).requires_grad_()
+    x = normal((3, 8, 9, 11), scale=1.0).requires_grad_()
     y, saved = saved_by(torch.compile(model, fullgraph=True), x)
     expected = exact(x)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
-    few_bit = [tensor for tensor in saved if tensor.dtype in FEW_BIT]
-    assert storage_bytes(few_bit) == quantized_bytes(shape, 8)
+    few_bit = [tensor for tensor in saved if tensor.dtype in (torch.int32, torch.bfloat16)]
+    shapes = [x.shape, (3, 4, 7, 9), (3, 252), (3, 96)]
+    assert sum(tensor.nbytes for tensor in few_bit) == sum(
+        quantized_bytes(shape, 8) for shape in shapes
+    )
     # A convolution's weight is saved a second time, in the compiler's own layout, as in the exact model.
-    others = [tensor for tensor in saved if tensor.dtype not in FEW_BIT]
-    vectors = [tensor for tensor in others if tensor.shape != exact.weight.shape or vector]
-    assert storage_bytes(vectors) == 4 * vector
+    weights = exact[0].weight.shape, exact[3].weight.shape
+    others = [x for x in saved if x.dtype == torch.float32 and x.shape not in weights]
+    assert sum(tensor.numel() for tensor in others) == 4 + 3  # deviations of the norms
     grad = normal(y.shape, seed=3)
     ours = torch.autograd.grad(y, [x, *model.parameters()], grad)
     theirs = torch.autograd.grad(expected, [x, *exact.parameters()], grad)
-    for a, b in zip(ours, theirs, strict=True):
-        assert relative(a, b) < 0.02
-
-
-def test_a_layer_of_fewbits_keeps_all_settings_of_its_quantizer():
-    """A setting that is added to the quantizer is one of them."""
-    layer = fewbit.nn.Linear(8, 8, bits=3, group_size=64)
-    layer.quantizer.min_dtype, layer.quantizer.added = "float32", "a setting"
-    controller = fewbit.compress_(nn.Sequential(layer), 2, verbose=False)
-    found = layer.quantizer
-    assert (found.bits, found.average, found.is_fixed, found.group_size) == (3, 3, True, 64)
-    assert (found.min_dtype, found.added, found.fuse) == ("float32", "a setting", False)
-    assert found.name == "0" and found.context is controller.context
+    largest = max(float(gradient.norm()) for gradient in theirs)
+    for a, b in zip(ours, theirs, strict=True):  # the bias before a norm has a gradient of 0
+        assert float((a - b).norm()) < 0.02 * max(float(b.norm()), 1e-3 * largest)
 
 
 def test_the_report_names_a_parent_of_all_modules_once():
@@ -1108,20 +959,18 @@ def test_the_report_names_a_parent_of_all_modules_once():
 
 
 @pytest.mark.parametrize(
-    ("bits", "layers", "is_told"),
+    ("bits", "options", "is_told"),
     [
-        (fewbit.AdaptiveBits(1.5), None, True),
-        (fewbit.AdaptiveBits(1.5), {"attention_bits": 3}, False),
-        (fewbit.AdaptiveBits(2), None, False),
-        (1, None, False),
+        (fewbit.AdaptiveBits(1.5), {}, True),
+        (fewbit.AdaptiveBits(1.5), {"layers": {"attention_bits": 3}}, False),
+        (fewbit.AdaptiveBits(1.5), {"overrides": {"*": {"attention_bits": 3}}}, False),
+        (fewbit.AdaptiveBits(2), {}, False),
+        (1, {}, False),
     ],
 )
-def test_the_report_says_that_attention_may_get_too_few_bits(bits, layers, is_told):
+def test_the_report_says_that_attention_may_get_too_few_bits(bits, options, is_told):
     model = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    assert (
-        "attention may get 1 bit" in str(quiet(model, bits=bits, layers=layers).report)
-    ) == is_told
+    report = quiet(model, bits=bits, **options).report
+    assert ("attention may get 1 bit" in str(report)) == is_told
     plain = nn.Sequential(nn.Linear(64, 64), nn.GELU())
-    assert "attention may" not in str(quiet(plain, bits=bits, layers=layers).report)
-    own = {"bits": bits, "overrides": {"*": {"attention_bits": 3}}}
-    assert "attention may" not in str(quiet(model, **own).report)
+    assert "attention may" not in str(quiet(plain, bits=bits, **options).report)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from composed import Composed, names_of_nodes
+from layers import relative
 from samples import normal
 from torch import nn
 from torch.nn import functional as TF
@@ -24,56 +26,45 @@ class ActivatedWeight(nn.Module):
         return TF.gelu(weight)
 
 
-def names_of_functions(model, x):
-    """Return the names of the nodes of the autograd graph of model(x)."""
-    names, waiting = set(), [model(x).grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None:
-            names.add(type(node).__name__)
-            waiting += [following for following, _ in node.next_functions]
-    return names
-
-
-def test_functions_in_a_users_subclass_of_a_layer_are_replaced():
-    model = nn.Sequential(nn.Linear(8, 8), ActivatedLinear(8, 8))
-    fewbit.compress_(model, bits=2, verbose=False)
-    names = names_of_functions(model, normal((4, 8)))
-    assert "ActivationBackward" in names and "GeluBackward0" not in names
-
-
-def test_functions_in_a_parametrization_of_a_layer_are_replaced():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    fewbit.compress_(model, bits=2, verbose=False)
-    nn.utils.parametrize.register_parametrization(model[1], "weight", ActivatedWeight())
-    names = names_of_functions(model, normal((4, 8)))
-    assert "ActivationBackward" in names and "GeluBackward0" not in names
-
-
-def test_functions_in_a_gated_unit_with_another_activation_are_replaced():
+def gated_unit(activation="silu"):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    config = llama.LlamaConfig(
-        hidden_size=8, num_attention_heads=2, intermediate_size=16, hidden_act="quick_gelu"
-    )
-    model = nn.Sequential(nn.Linear(8, 8), llama.LlamaMLP(config))
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    return llama.LlamaMLP(llama.LlamaConfig(**sizes, hidden_act=activation))
+
+
+def parametrized_layer():
+    layer = nn.Linear(8, 8)
+    nn.utils.parametrize.register_parametrization(layer, "weight", ActivatedWeight())
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make, ours, theirs",
+    [
+        (lambda: ActivatedLinear(8, 8), "ActivationBackward", "GeluBackward0"),
+        (parametrized_layer, "ActivationBackward", "GeluBackward0"),
+        (lambda: gated_unit("quick_gelu"), "_MulBackward", "MulBackward0"),
+    ],
+    ids=["a user's subclass", "a parametrization", "another activation in a gated unit"],
+)
+def test_functions_in_a_layer_are_replaced_if_they_are_the_users(make, ours, theirs):
+    model = nn.Sequential(nn.Linear(8, 8), make())
     fewbit.compress_(model, bits=2, verbose=False)
-    names = names_of_functions(model, normal((2, 4, 8)))
-    assert "_MulBackward" in names and "MulBackward0" not in names
+    names = names_of_nodes(model(normal((2, 4, 8))))
+    assert ours in names and theirs not in names
 
 
 def test_a_write_through_data_in_a_gated_unit_stops_sharing(monkeypatch):
     """On a GPU no checksum would detect the write, so the mode has to."""
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    config = llama.LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=16)
-    model = nn.Sequential(nn.Linear(8, 8), llama.LlamaMLP(config))
+    model = nn.Sequential(nn.Linear(8, 8), gated_unit())
     fewbit.compress_(model, bits=2, verbose=False)
     exposed = []
-    cache = model[1].gate_proj.quantizer.context.cache
-    monkeypatch.setattr(cache, "stop_sharing", exposed.append)
 
     def negate(_, inputs):
         inputs[0].data.neg_()
 
+    cache = model[1].gate_proj.quantizer.context.cache
+    monkeypatch.setattr(cache, "stop_sharing", exposed.append)
     model[1].up_proj.register_forward_pre_hook(negate)
     model(normal((2, 4, 8)))
     assert len(exposed) == 1
@@ -92,17 +83,6 @@ def test_no_function_of_a_layer_passes_through_the_mode(monkeypatch):
     monkeypatch.setattr(FunctionMode, "__torch_function__", counted)
     model(normal((2, 4, 8, 8)))
     assert not calls
-
-
-class Calls(nn.Module):
-    """A model that calls one function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.scale, self.function = nn.Parameter(normal((24,), seed=1)), function
-
-    def forward(self, x):
-        return self.function(x * self.scale)
 
 
 INDEX = torch.arange(4 * 16 * 24).view(4, 16, 24) % 16
@@ -127,7 +107,10 @@ TORCHS_ARGUMENTS = {
 
 @pytest.mark.parametrize("name", TORCHS_ARGUMENTS)
 def test_arguments_are_those_of_torch(name):
-    model = Calls(TORCHS_ARGUMENTS[name])
+    function = TORCHS_ARGUMENTS[name]
+    model = Composed(
+        lambda model, x: function(x * model.scale), scale=nn.Parameter(normal((24,), seed=1))
+    )
     x = normal((4, 16, 24))
     exact = model(x)
     (wanted,) = torch.autograd.grad(exact.square().sum(), model.scale)
@@ -135,9 +118,10 @@ def test_arguments_are_those_of_torch(name):
     found = model(x)
     torch.testing.assert_close(found, exact)
     (grad,) = torch.autograd.grad(found.square().sum(), model.scale)
-    assert (grad - wanted).norm() < 0.02 * wanted.norm()
+    assert relative(grad, wanted) < 0.02
 
 
+ZEROS = torch.zeros(64, 64, dtype=torch.int64)
 NAMED = {
     "square": lambda x, y: torch.square(input=x),
     "pow": lambda x, y: torch.pow(input=x, exponent=2),
@@ -150,27 +134,19 @@ NAMED = {
     "vector_norm": lambda x, y: torch.linalg.vector_norm(x=x, dim=1),
     "addcmul": lambda x, y: torch.addcmul(input=x, tensor1=x, tensor2=y, value=0.5),
     "baddbmm": lambda x, y: torch.baddbmm(input=x[None], batch1=x[None], batch2=y[None], beta=0.5),
-    "gather": lambda x, y: torch.gather(
-        input=x, dim=1, index=torch.zeros(64, 64, dtype=torch.int64)
-    ),
+    "gather": lambda x, y: torch.gather(input=x, dim=1, index=ZEROS),
 }
 """Calls of torch's functions with the names of their arguments."""
 
 
-class Calling(nn.Module):
-    """Calls a function of two results that are not in memory otherwise."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x + 1, x - 1)
+def calling(function):
+    """Return a model that calls a function of two results that are not in memory otherwise."""
+    return Composed(lambda model, x: function(x + 1, x - 1))
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_tensors_that_are_passed_by_name_are_compressed(name):
-    model, x = Calling(NAMED[name]), normal((64, 64)).requires_grad_()
+    model, x = calling(NAMED[name]), normal((64, 64)).requires_grad_()
     wanted = model(x).detach()
     before = fewbit.saved_bytes(model, x).total
     fewbit.compress_(model, bits=2, verbose=False)
@@ -188,7 +164,7 @@ MIXED = {
 @pytest.mark.filterwarnings("ignore:This overload of")
 @pytest.mark.parametrize("name", MIXED)
 def test_older_overloads_of_torch_get_their_own_arguments(name):
-    model, x = Calling(MIXED[name]), normal((64, 64)).requires_grad_()
+    model, x = calling(MIXED[name]), normal((64, 64)).requires_grad_()
     wanted = model(x).detach()
     fewbit.compress_(model, bits=2, verbose=False)
     assert torch.equal(model(x).detach(), wanted)

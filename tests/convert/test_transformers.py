@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from layers import bytes_by, gradients, relative, saved_by
 from modeling import of
 from samples import normal
 from torch import nn
@@ -44,26 +45,8 @@ def convert(model, bits=8, context=None):
     return found
 
 
-def restore(model):
-    for module in model.modules():
-        cls = original(module)
-        if cls is not None:
-            module.__class__ = cls
-            del module.quantizer
-
-
-def off(ours, theirs):
-    return float((ours - theirs).detach().double().norm() / theirs.detach().double().norm())
-
-
-def kept_by(function, model):
-    """Return the result and the saved bytes that are not parameters', each storage once."""
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        y = function()
-    own = {x.untyped_storage()._cdata for x in model.parameters()}
-    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in saved}
-    return y, sum(size for storage, size in storages.items() if storage not in own)
+def batch(dtype=torch.float32, device="cpu"):
+    return normal((2, 7, WIDTH), dtype, device, scale=1.0, seed=1).requires_grad_()
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -97,18 +80,18 @@ UNITS = {
     "t5": lambda: of("t5", "T5DenseGatedActDense")(t5_config()),
     "long t5": lambda: of("longt5", "LongT5DenseGatedActDense")(t5_config("gated-silu")),
 }
+
+
+def unit(name, cls, config, **options):
+    """Return a function that makes a unit of the usual sizes."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, **options}
+    return lambda: of(name, cls)(of(name, config)(**sizes))
+
+
 OTHER_UNITS = {
-    "unit phi3": lambda: of("phi3", "Phi3MLP")(
-        of("phi3", "Phi3Config")(hidden_size=WIDTH, intermediate_size=64, pad_token_id=0)
-    ),
-    "unit modernbert": lambda: of("modernbert", "ModernBertMLP")(
-        of("modernbert", "ModernBertConfig")(hidden_size=WIDTH, intermediate_size=64)
-    ),
-    "unit t5gemma": lambda: of("t5gemma", "T5GemmaMLP")(
-        of("t5gemma", "T5GemmaModuleConfig")(
-            hidden_size=WIDTH, intermediate_size=64, dropout_rate=0.0
-        )
-    ),
+    "unit phi3": unit("phi3", "Phi3MLP", "Phi3Config", pad_token_id=0),
+    "unit modernbert": unit("modernbert", "ModernBertMLP", "ModernBertConfig"),
+    "unit t5gemma": unit("t5gemma", "T5GemmaMLP", "T5GemmaModuleConfig", dropout_rate=0.0),
 }
 """Units whose linear layers have other shapes, so that they save other bytes."""
 MODULES = {
@@ -132,22 +115,14 @@ def randomized(module):
     return module.train()
 
 
-def step(module, x):
-    y = module(x)
-    wanted = [x, *module.parameters()]
-    wanted = [item for item in wanted if item.requires_grad]
-    grad = normal(y.shape, y.dtype, y.device, scale=1.0, seed=5)
-    return y, torch.autograd.grad(y, wanted, grad)
-
-
 def check(module, x, within=0.02):
-    y, grads = step(module, x)
+    y, grads = gradients(module, x)
     assert convert(module)
-    ours, our_grads = step(module, x)
+    ours, our_grads = gradients(module, x)
     assert torch.equal(ours, y) and ours.dtype == y.dtype and ours.stride() == y.stride()
     for a, b in zip(our_grads, grads, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
-        assert off(a, b) < within
+        assert relative(a, b) < within
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
@@ -169,8 +144,7 @@ def test_norms_of_other_dtypes(device, name):
     ):
         torch.manual_seed(0)
         module = randomized(NORMS[name]()).to(device, of_weight)
-        x = normal((2, 7, WIDTH), dtype, device, scale=1.0, seed=1).requires_grad_()
-        check(module, x, within=0.03)
+        check(module, batch(dtype, device), within=0.03)
 
 
 def expected_bytes(name, x):
@@ -189,12 +163,11 @@ def test_saved_bytes(name, is_frozen):
     is_unit = name.startswith("unit")
     module = randomized(MODULES[name]()).requires_grad_(is_unit or not is_frozen)
     convert(module, 2)
-    x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
-    _, kept = kept_by(lambda: module(x), module)
-    assert kept == (0 if is_frozen and name == "conv1d" else expected_bytes(name, x))
+    x = batch()
+    expected = 0 if is_frozen and name == "conv1d" else expected_bytes(name, x)
+    assert bytes_by(module, x) == expected
     if not is_unit and (is_frozen or not list(module.parameters())):
-        _, kept = kept_by(lambda: module(x.detach()), module)
-        assert not kept
+        assert not bytes_by(module, x.detach())
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -206,23 +179,22 @@ def test_a_norm_offers_its_copy_to_the_next_layer(name):
     context = ForwardContext()
     convert(module, 8, context)
     weight = normal((10, WIDTH), scale=1.0, seed=3).requires_grad_()
-    x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
+    x = batch()
     both = lambda x: (y := module(x), linear(y, weight, quantizer=module.quantizer))  # noqa: E731
-    (y, z), kept = kept_by(lambda: CallGuard(context).call(module, both, (x,)), module)
-    of_weight = 4 * weight.numel()  # for y's gradient
-    assert kept <= quantized_bytes(x.shape, 8) + 4 * 14 + of_weight + 4 * WIDTH
+    (y, z), saved = saved_by(lambda: CallGuard(context).call(module, both, (x,)))
+    few_bit = [tensor for tensor in saved if tensor.dtype in (torch.int32, torch.bfloat16)]
+    assert sum(tensor.nbytes for tensor in few_bit) == quantized_bytes(x.shape, 8)
+    assert not [tensor for tensor in saved if tensor.shape == x.shape]
     grad = normal(z.shape, scale=1.0, seed=4)
     ours = torch.autograd.grad(z, weight, grad)[0]
-    assert off(ours, grad.reshape(-1, 10).T @ y.detach().reshape(-1, WIDTH)) < 0.02
+    assert relative(ours, grad.reshape(-1, 10).T @ y.detach().reshape(-1, WIDTH)) < 0.02
 
 
 def test_activations_that_are_not_known_stay():
-    module = randomized(of("llama", "LlamaMLP")(mlp_config("quick_gelu")))
-    x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
-    before = kept_by(lambda: module(x), module)
+    module, x = randomized(of("llama", "LlamaMLP")(mlp_config("quick_gelu"))), batch()
+    before = module(x), bytes_by(module, x)
     convert(module, 2)
-    after = kept_by(lambda: module(x), module)
-    assert torch.equal(before[0], after[0]) and before[1] == after[1]
+    assert torch.equal(module(x), before[0]) and bytes_by(module, x) == before[1]
 
 
 def test_hooks_of_an_activation_run():
@@ -236,16 +208,13 @@ def test_hooks_of_an_activation_run():
 
 def test_few_bit_activations_within_units():
     """The converter may have replaced the activation before."""
-
-    module = randomized(of("llama", "LlamaMLP")(mlp_config()))
+    module, plain = (randomized(of("llama", "LlamaMLP")(mlp_config())) for _ in range(2))
     module.act_fn = fewbit.SiLU(bits=2)
-    plain = randomized(of("llama", "LlamaMLP")(mlp_config()))
     plain.load_state_dict(module.state_dict())
     convert(module, 8)
-    x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
-    (y, ours), (expected, theirs) = step(module, x), step(plain, x)
+    (y, ours), (expected, theirs) = gradients(module, batch()), gradients(plain, batch())
     assert torch.equal(y, expected)
-    assert all(off(a, b) < 0.02 for a, b in zip(ours, theirs, strict=True))
+    assert all(relative(a, b) < 0.02 for a, b in zip(ours, theirs, strict=True))
 
 
 def test_what_is_not_known():
@@ -267,17 +236,15 @@ def test_norms_read_their_own_constant(name, other):
     theirs.load_state_dict(ours.state_dict())
     setattr(ours, other, 0.5)
     assert convert(ours)
-    x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
-    assert torch.equal(ours(x), theirs(x))
+    assert torch.equal(ours(batch()), theirs(batch()))
 
 
 def test_unweighted_norms_ignore_a_weight():
     ours, theirs = NORMS["unweighted"](), NORMS["unweighted"]()
     ours.weight = nn.Parameter(torch.full((WIDTH,), 7.0), requires_grad=False)
     assert convert(ours)
-    x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
-    (y, (grad,)), (expected, (exact,)) = step(ours, x), step(theirs, x)
-    assert torch.equal(y, expected) and off(grad, exact) < 0.02
+    (y, (grad,)), (expected, (exact,)) = gradients(ours, batch()), gradients(theirs, batch())
+    assert torch.equal(y, expected) and relative(grad, exact) < 0.02
 
 
 def test_norms_without_their_attributes_are_left_alone():
@@ -288,29 +255,23 @@ def test_norms_without_their_attributes_are_left_alone():
 
 
 def test_eval_and_no_grad_are_the_originals(module):
-    x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
-    before, size = kept_by(lambda: module.eval()(x), module)
+    x = batch()
+    before, size = module.eval()(x), bytes_by(module, x)
     convert(module, 2)
-    after, same = kept_by(lambda: module(x), module)
-    assert torch.equal(before, after) and size == same
+    assert torch.equal(module(x), before) and bytes_by(module, x) == size
     with torch.no_grad():
         assert torch.equal(module.train()(x), before)
 
 
 def test_classes(module):
-    cls = type(module)
-    keys = list(module.state_dict())
+    cls, keys = type(module), list(module.state_dict())
     convert(module, 3)
     assert isinstance(module, cls) and isinstance(module, Quantized)
     assert type(module).__name__ == cls.__name__ and type(module).__module__.startswith("fewbit.")
     assert becomes(module) is None and original(module) is cls
     assert list(module.state_dict()) == keys
-    x = normal((2, 7, WIDTH), scale=1.0, seed=1).requires_grad_()
     for again in (copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))):
         assert type(again) is type(module) and again.quantizer.bits == 3
-        assert torch.equal(again(x), module(x))
-    restore(module)
-    assert type(module) is cls
-
-
-# The classes that are found, and how many attention modules.
+        assert torch.equal(again(batch()), module(batch()))
+    module.__class__ = original(module)
+    assert becomes(module) is type(again)

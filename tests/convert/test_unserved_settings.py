@@ -11,20 +11,13 @@ from torch import nn
 import fewbit
 
 UNSERVED = {
-    "Hardtanh(0, inf)": (
-        lambda: nn.Hardtanh(0.0, math.inf),
-        "expected a finite number for max_val",
-    ),
+    "Hardtanh(0, inf)": (lambda: nn.Hardtanh(0.0, math.inf), "a finite number for max_val"),
     "Hardtanh(-inf, 1)": (lambda: nn.Hardtanh(-math.inf, 1.0), "a finite number for min_val"),
     "Hardshrink(-.5)": (lambda: nn.Hardshrink(-0.5), "expected lambd >= 0"),
-    "Hardshrink(inf)": (lambda: nn.Hardshrink(math.inf), "a finite number for lambd"),
     "Softplus(-1)": (lambda: nn.Softplus(beta=-1.0), "expected beta > 0"),
     "Softplus(1, inf)": (lambda: nn.Softplus(1.0, math.inf), "a finite number for threshold"),
     "CELU(-1)": (lambda: nn.CELU(-1.0), "expected alpha > 0"),
-    "ELU(inf)": (lambda: nn.ELU(math.inf), "a finite number for alpha"),
-    "Threshold(inf, 0)": (lambda: nn.Threshold(math.inf, 0.0), "a finite number for threshold"),
     "Threshold(0, inf)": (lambda: nn.Threshold(0.0, math.inf), "a finite number for value"),
-    "LeakyReLU(inf)": (lambda: nn.LeakyReLU(math.inf), "a finite number for negative_slope"),
     "LeakyReLU(nan)": (lambda: nn.LeakyReLU(math.nan), "a finite number for negative_slope"),
 }
 CONVERTERS = [fewbit.compress_, fewbit.replace_activations_]

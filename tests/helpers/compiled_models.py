@@ -1,9 +1,19 @@
-"""Small models that compute their tensors by functions, for tests of `fewbit.compile`. Each returns a loss."""
+"""Small models that compute their tensors by functions, and their gradients, for tests of `fewbit.compile`."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fewbit
+
+MARKS = [
+    pytest.mark.usefixtures("compiled_anew"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+"""The marks of all tests of the compiler mode."""
+EXACT = {"": None}
+"""Overrides that leave all tensors exact."""
 ACTIVATIONS = (
     F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, F.elu, F.softplus, F.mish, F.leaky_relu,
 )  # fmt: skip
@@ -31,14 +41,15 @@ class Attention(nn.Module):
 class WrittenOut(nn.Module):
     """Attention by einsum and softmax, with dropout."""
 
-    def __init__(self, width=64):
+    def __init__(self, width=64, dropout=0.1):
         super().__init__()
+        self.dropout = dropout
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
         weights = torch.softmax(torch.einsum("btd,bsd->bts", q, k) / 8, -1)
-        weights = F.dropout(weights, 0.1, self.training)
+        weights = F.dropout(weights, self.dropout, self.training)
         return self.out(torch.einsum("bts,bsd->btd", weights, v)).square().mean()
 
 
@@ -76,7 +87,7 @@ class Gated(nn.Module):
 class Experts(nn.Module):
     """A mixture of experts: topk of a router, and masks."""
 
-    def __init__(self, width=64, experts=4):
+    def __init__(self, width=64, experts=3):
         super().__init__()
         self.embed, self.router = nn.Linear(width, width), nn.Linear(width, experts)
         self.experts = nn.ModuleList(
@@ -123,6 +134,18 @@ class Functions(nn.Module):
         return x.pow(3).mean() + quotients + torch.sqrt(x.square() + 1).mean()
 
 
+MODELS = {
+    "attention": (Attention, (8, 64, 64)),
+    "attention written out": (WrittenOut, (64, 16, 64)),
+    "convolutions": (Convolutions, (16, 3, 32, 32)),
+    "gated": (Gated, (32, 16, 64)),
+    "experts": (Experts, (32, 16, 64)),
+    "scan": (Scan, (16, 8, 64)),
+    "functions": (Functions, (32, 16, 64)),
+}
+"""{name: (class, shape of the input)}. Each model returns a loss."""
+
+
 def made(name):
     """Return the model `name` and its input, both from one seed."""
     torch.manual_seed(0)
@@ -130,12 +153,21 @@ def made(name):
     return kind(), torch.randn(shape)
 
 
-MODELS = {
-    "attention": (Attention, (8, 64, 64)),
-    "attention written out": (WrittenOut, (64, 16, 64)),
-    "convolutions": (Convolutions, (16, 3, 32, 32)),
-    "gated": (Gated, (32, 16, 64)),
-    "experts": (Experts, (32, 16, 64)),
-    "scan": (Scan, (16, 16, 64)),
-    "functions": (Functions, (32, 16, 64)),
-}
+def gradient(model, compiled, x, seed=3):
+    """Return the gradient of all parameters after one step, as a float64 vector."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    compiled(x).backward()
+    gradients = [
+        parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None
+    ]
+    return torch.cat(gradients).double()
+
+
+def exact_gradient(model, x, **settings):
+    """Return the gradient in eager mode. That of a dropout is compiled, because compiled code draws other masks."""
+    if getattr(model, "dropout", 0.0) == 0.0:
+        return gradient(model, model, x)
+    found = gradient(model, fewbit.compile(model, overrides=EXACT, **settings), x)
+    torch._dynamo.reset()
+    return found

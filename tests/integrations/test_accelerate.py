@@ -11,7 +11,6 @@ import accelerate
 
 import fewbit
 from fewbit.analysis.step_meter import StepMeter
-from fewbit.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 CONFIGS = [
@@ -70,8 +69,9 @@ def weights(model):
     return [parameter.tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("bits", CONFIGS, ids=repr)
+@pytest.mark.parametrize(
+    "bits, precision", [*((bits, "no") for bits in CONFIGS), (CONFIGS[1], "bf16")], ids=repr
+)
 def test_resumed_training_ends_with_the_same_weights(bits, precision, tmp_path):
     """The state of the controller and torch's random state are in the checkpoint of `save_state`."""
     accelerator, model, optimizer, batches, controller = made(bits, precision, accumulation=2)
@@ -85,28 +85,6 @@ def test_resumed_training_ends_with_the_same_weights(bits, precision, tmp_path):
     assert other.state_dict() == controller.state_dict()
     assert other.allocation == controller.allocation and other.bounds == controller.bounds
     assert bool(controller.state_dict()) == (bits != CONFIGS[0])
-
-
-def test_without_its_state_a_resumed_training_differs(tmp_path):
-    """The test above can fail: the controller matters."""
-    accelerator, model, optimizer, batches, controller = made(CONFIGS[1])
-    train(accelerator, model, optimizer, batches)
-    accelerator.save_state(str(tmp_path / "state"))
-    train(accelerator, model, optimizer, batches)
-    accelerator, resumed, optimizer, batches, _ = made(CONFIGS[1], seed=5)
-    accelerator.load_state(str(tmp_path / "state"))
-    fewbit.compress_(resumed, CONFIGS[1], verbose=False)
-    train(accelerator, resumed, optimizer, batches)
-    assert weights(resumed) != weights(model)
-
-
-def test_a_state_of_another_configuration_is_refused(tmp_path):
-    accelerator, model, optimizer, batches, _ = made(CONFIGS[1])
-    train(accelerator, model, optimizer, batches)
-    accelerator.save_state(str(tmp_path / "state"))
-    accelerator, *_ = made(CONFIGS[2])
-    with pytest.raises(InputError, match="expected the state of a controller of ErrorBound"):
-        accelerator.load_state(str(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from composed import names_of_nodes
 from torch import nn
 from torch.nn import functional as F
 
@@ -140,12 +141,7 @@ class Watch(lightning.Callback):
         self.metrics, self.nodes = {}, set()
 
     def on_before_backward(self, trainer, module, loss):
-        waiting = [loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is not None:
-                self.nodes.add(node.name())
-                waiting += [parent for parent, _ in node.next_functions]
+        self.nodes |= names_of_nodes(loss)
 
     def on_train_batch_end(self, trainer, *_):
         self.metrics = {**self.metrics, **trainer.callback_metrics}
@@ -182,17 +178,12 @@ def test_layers_that_are_made_late(make, tmp_path):
 
 
 def test_manual_optimization(tmp_path):
-    module = Manual()
+    module, watch = Manual(), Watch()
     before = module.net[0].weight.detach().clone()
-    callback = adapter.FewbitCallback(bits=2, verbose=False)
-    fit(module, mappings(2), [callback], folder=tmp_path)
+    callback = adapter.FewbitCallback(bits=4, verbose=False)
+    fit(module, mappings(2), [callback, watch], folder=tmp_path)
     assert len(callback.controller.report.converted) == 4
     assert not torch.equal(before, module.net[0].weight)
-
-
-def test_bytes_are_counted_with_manual_optimization_too(tmp_path):
-    watch, callback = Watch(), adapter.FewbitCallback(bits=4, verbose=False)
-    fit(Manual(), mappings(1), [callback, watch], folder=tmp_path)
     exact = saved(Layers(), mappings(1)[0])
     assert exact / 20 < watch.metrics["fewbit/saved_bytes"] < exact / 3
 

@@ -10,6 +10,7 @@ from cases_checkpoint import CASES as CHECKPOINT
 from cases_context import CASES as CONTEXT
 from cases_data import CASES as DATA
 from cases_pipeline import CASES as PIPELINE
+from cases_policies import CASES as POLICIES
 from cases_tensor import CASES as TENSOR
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -19,6 +20,7 @@ FILES = {
     "cases_pipeline": PIPELINE,
     "cases_context": CONTEXT,
     "cases_checkpoint": CHECKPOINT,
+    "cases_policies": POLICIES,
 }
 NAMES = [(file, case.__name__) for file, cases in FILES.items() for case in cases]
 

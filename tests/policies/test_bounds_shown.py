@@ -3,11 +3,10 @@
 import copy
 import math
 import pickle
-import re
-import warnings
 
 import pytest
 import torch
+from composed import Composed
 from probed_models import loss_of
 from regions import Regions, block
 from samples import normal
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from training import bounded
 
 import fewbit
-from fewbit.errors import BoundWarning, InputError
+from fewbit.errors import InputError
 from fewbit.policies.allocation_report import Allocation
 from fewbit.policies.error_bound.bounds import Bounded, Bounds
 from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec
@@ -34,6 +33,11 @@ ALONE = "(called by themselves, outside of a forward of the model)"
 def steps(model, count=3, x=X):
     for _ in range(count):
         loss_of(model(x)).backward()
+
+
+def saved_rows(controller):
+    """Return the rows of tensors that layers save."""
+    return [row for row in controller.bounds if row.input is not None]
 
 
 def plain(text):
@@ -54,7 +58,7 @@ def test_layers_in_reentrant_checkpoints_are_named(regions):
     controller = bounded(model)
     steps(model)
     bounds = controller.bounds
-    assert {row.name for row in bounds if row.input is not None} == {"first"}
+    assert {row.name for row in saved_rows(controller)} == {"first"}
     named = IN_BLOCKS
     if regions == "modules":
         named = tuple(name for name in IN_BLOCKS if not name.endswith(".1"))
@@ -143,7 +147,7 @@ def test_layers_that_are_called_by_themselves_are_named():
     for _ in range(3):
         loss_of(model[1](model[0](X))).backward()
     assert controller.bounds.unobserved == ("1",)
-    assert {row.name for row in controller.bounds if row.input is not None} == {"0.0", "0.3"}
+    assert {row.name for row in saved_rows(controller)} == {"0.0", "0.3"}
     assert ALONE in plain(str(controller.bounds))
     model = nn.Sequential(block(), nn.Linear(64, 64))
     controller = bounded(model)
@@ -170,8 +174,10 @@ class Blocks(nn.Sequential):
 
 
 COMPILED = tuple(f"{i}.{j}" for i in (1, 2) for j in (0, 1, 3))
-
-
+COMPILER_WARNINGS = (
+    "ignore::DeprecationWarning:torch.*",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+)
 COMPILER = {"backend": "aot_eager", "fullgraph": True}
 
 
@@ -200,8 +206,7 @@ def dynamo():
 
 
 @pytest.mark.inductor
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings(*COMPILER_WARNINGS)
 @pytest.mark.parametrize("how", ["whole", "in place", "function", "blocks", "wrapped blocks"])
 def test_compiled_layers_are_named(how, dynamo):
     """One piece of code may serve several equal layers. Naming them makes no break in a graph."""
@@ -212,7 +217,7 @@ def test_compiled_layers_are_named(how, dynamo):
     bounds = controller.bounds
     is_whole = "block" not in how
     assert bounds.unobserved == ("0",) * is_whole + COMPILED
-    assert len([row for row in bounds if row.input is not None]) == (not is_whole)
+    assert len(saved_rows(controller)) == (not is_whole)
     named = f"not observed, so that they have 8 bits: {', '.join(bounds.unobserved[:4])} and "
     assert f"{named}{len(bounds.unobserved) - 4} more {IN_COMPILE}" in plain(str(bounds))
     if is_whole:
@@ -222,8 +227,7 @@ def test_compiled_layers_are_named(how, dynamo):
 
 
 @pytest.mark.inductor
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings(*COMPILER_WARNINGS)
 def test_compiled_layers_that_do_not_run_or_have_given_bits_are_not_named(dynamo):
     model = Blocks()
     controller = bounded(model, overrides={"2.1": 5})
@@ -300,7 +304,7 @@ def test_rows_say_what_codecs_made_of_them(name, monkeypatch):
     model(x)
     controller = bounded(model, codec=name, e2=0.5)
     steps(model, 3, x)
-    rows = [row for row in controller.bounds if row.input is not None]
+    rows = saved_rows(controller)
     sizes = {"0": (8, 3, 18, 18), "2": (8, 8, 16, 16), "4": (8, 8 * 14 * 14)}
     assert {row.name for row in rows} == set(sizes)
     for row in rows:
@@ -328,7 +332,7 @@ def test_of_a_state_nothing_has_been_kept_yet():
     assert "payload" not in str(state) and "latest" not in str(state)
     controller = bounded(model, codec="quant+zvc")
     controller.load_state_dict(state)
-    rows = [row for row in controller.bounds if row.input is not None]
+    rows = saved_rows(controller)
     assert {(row.kept, row.bits) for row in rows} == {("quant+zvc", None)}
     assert controller.bounds.bits is None
     steps(model, 1, x)
@@ -357,46 +361,22 @@ def test_the_codec_that_really_kept_it(name, x, kept):
 # -- kinds, given bits, width ------------------------------------------------------------------------------
 
 
-class Called(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.act, self.b, self.last = (
-            nn.Linear(64, 64),
-            nn.GELU(),
-            nn.Linear(64, 64),
-            nn.Linear(64, 64),
-        )
-
-    def forward(self, x):
-        return self.last(F.relu(F.silu(self.b(self.act(self.a(x))))))
-
-
-def test_given_bits_of_activations_are_rows():
-    model = Called()
-    controller = bounded(model, overrides={"act": {"activation_bits": 3}}, interval=1)
-    steps(model, 4)
-    rows = {row.name: row for row in controller.bounds if row.input is None}
-    assert {name: row.is_fixed for name, row in rows.items()} == {
-        "act": True,
-        ":silu": False,
-        ":relu": False,
-    }
-    row = rows["act"]
-    assert (row.bits, row.kept, row.kind, row.demand) == (3.0, "bits", "worst case", "input")
-    assert re.search(r"act f' +input +worst case +\S+ +3 given", str(controller.bounds))
-    free = Called()
-    other = bounded(free, interval=1)
-    steps(free, 1)
-    assert "act" not in other.bounds
-    assert controller.context.policy.activations.keys() == {":silu", ":relu"}
+def called():
+    torch.manual_seed(0)
+    return Composed(
+        lambda model, x: model.last(F.relu(F.silu(model.b(model.act(model.a(x)))))),
+        a=nn.Linear(64, 64),
+        act=nn.GELU(),
+        b=nn.Linear(64, 64),
+        last=nn.Linear(64, 64),
+    )
 
 
 def test_given_bits_change_no_others():
     """Bits of layers are those of a policy that knows nothing of given activations."""
     found = []
     for forgets in (False, True):
-        model = Called()
+        model = called()
         controller = bounded(model, layers={"activation_bits": 4}, interval=1)
         policy = controller.context.policy
         if forgets:
@@ -408,7 +388,7 @@ def test_given_bits_change_no_others():
 
 
 def test_a_state_goes_on_where_bits_are_not_given_any_more():
-    model = Called()
+    model = called()
     controller = bounded(model, layers={"activation_bits": 4})
     steps(model)
     state = controller.state_dict()
@@ -443,36 +423,18 @@ def test_kinds_are_named_alike_and_the_table_is_narrow():
 def test_an_empty_table_is_its_text_in_html():
     for found in (Bounds(empty="nothing <yet>"), Allocation(empty="nothing <yet>")):
         assert found._repr_html_().endswith("><b>nothing &lt;yet&gt;</b></div>")
-    controller = bounded(Called())
+    controller = bounded(called())
     assert "no bounds found yet" in controller.bounds._repr_html_()
-
-
-def test_steps_that_a_warning_takes(monkeypatch):
-    """The documentation promises it: the three measurements with something to compare are those of steps 2, 4 and 8."""
-    from fewbit.policies.error_bound.choices import BitChoice
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(96, 24))
-    x = normal((32, 96), scale=1.0)
-    controller = bounded(model, e2=0.05)
-    one_bit = "fewbit.policies.error_bound.choices.choose_bits"
-    monkeypatch.setattr(one_bit, lambda slot, bound: BitChoice(1.0, 1.0, None))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BoundWarning)
-        steps(model, 8, x)
-    assert controller.bounds.ratio > 1.05 and "more than 1.05" in plain(controller.bounds.title)
-    with pytest.warns(BoundWarning):
-        steps(model, 1, x)
 
 
 # -- the report of the conversion --------------------------------------------------------------------------
 
 
 def test_the_report_says_that_its_bits_are_those_of_the_first_steps():
-    text = plain(str(bounded(Called(), sample=X).report))
+    text = plain(str(bounded(called(), sample=X).report))
     assert "8 bits before the first, as this report shows" in text
     assert "controller.bounds shows later ones" in text
-    fixed = fewbit.compress_(Called(), 8, sample=X, verbose=False).report
+    fixed = fewbit.compress_(called(), 8, sample=X, verbose=False).report
     assert "before the first" not in str(fixed)
 
 
@@ -481,18 +443,16 @@ def test_the_report_says_that_its_bits_are_those_of_the_first_steps():
 
 def restored(model):
     fewbit.restore_(model)
-    return "of a model that was restored or compressed anew since"
 
 
 def again(model):
     fewbit.compress_(model, 4, verbose=False)
-    return "of a model that was restored or compressed anew since"
 
 
 @pytest.mark.parametrize("end", [restored, again])
 @pytest.mark.parametrize("bits", [fewbit.ErrorBound(), 2.5], ids=repr)
 def test_a_restored_model_is_not_shown_as_live(end, bits):
-    model = Called()
+    model = called()
     controller = fewbit.compress_(model, bits, verbose=False)
     steps(model)
 
@@ -502,7 +462,8 @@ def test_a_restored_model_is_not_shown_as_live(end, bits):
     assert found() and "restored" not in found().title
     rows, state = list(found()), controller.state_dict()
     controller.load_state_dict(state)
-    told = end(model)
+    end(model)
+    told = "of a model that was restored or compressed anew since"
     assert found().title.startswith(f"{told}: ") and list(found()) == rows
     assert told in plain(str(found())) and told in found()._repr_html_()
     with pytest.raises(InputError, match=f"as it is compressed now, got one {told}"):
@@ -511,7 +472,7 @@ def test_a_restored_model_is_not_shown_as_live(end, bits):
 
 @pytest.mark.parametrize("bits", [fewbit.ErrorBound(), 2.5, 4], ids=repr)
 def test_a_model_that_is_gone(bits):
-    model = Called()
+    model = called()
     controller = fewbit.compress_(model, bits, verbose=False)
     state = controller.state_dict()
     del model
@@ -522,7 +483,7 @@ def test_a_model_that_is_gone(bits):
 
 
 def test_what_was_never_converted_is_not_restored():
-    model = Called()
+    model = called()
     controller = fewbit.compress_(model, fewbit.Level("L0"), verbose=False)
     controller.load_state_dict(controller.state_dict())
 
@@ -557,7 +518,7 @@ def test_an_empty_state_of_another_model_is_refused_by_its_modules(bits):
 
 
 def test_a_state_from_before_the_first_step_is_one():
-    model = Called()
+    model = called()
     controller = bounded(model)
     state = controller.state_dict()
     controller.load_state_dict(state)

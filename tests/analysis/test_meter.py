@@ -461,24 +461,17 @@ def test_a_graph_built_before_can_still_run_backward():
 
 
 def test_replaced_buffers_come_back():
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
+    """A sparse buffer is no obstacle."""
 
-        def forward(self, x):
-            self.count = self.count + 1
-            return x
+    def forward(model, x):
+        model.count = model.count + 1
+        return model.layer(x)
 
-    model = Counts()
-    saved_bytes(model, torch.ones(2))
-    assert model.count == 0
-
-
-def test_sparse_buffers_are_no_obstacle():
-    model = nn.Linear(3, 3)
+    model = Composed(forward, layer=nn.Linear(3, 3))
+    model.register_buffer("count", torch.zeros(()))
     model.register_buffer("mask", torch.eye(3).to_sparse())
     assert saved_bytes(model, torch.ones(2, 3)).total == 24
+    assert model.count == 0
 
 
 def test_gradients_may_be_switched_off_outside():
@@ -618,13 +611,11 @@ def test_plot(tmp_path, suffix):
 def test_bits_of_samples_count_with_the_ranges():
     model = nn.Sequential(nn.Linear(64, 8))
     fewbit.compress_(model, fewbit.SampleBits(2.5), verbose=False)
-    found = fewbit.saved_bytes(model, torch.randn(16, 64))
-    by_kind = {}
-    for entry in found.kept:
-        by_kind[entry.kind] = by_kind.get(entry.kind, 0) + entry.bytes
+    found = saved_bytes(model, torch.randn(16, 64))
     assert "float32 minimums" not in str(found)
     # 16 groups of 4 bytes, the seed of 8 bytes, and a byte a sample; 40 bits a column of 64, and 36 words for the ends of widths.
-    assert by_kind == {"packed": 4 * (40 * 2 + 36), "range": 4 * 16 + 8 + 16}
+    by_kind = found.by_kind()
+    assert (by_kind["packed"], by_kind["range"]) == (4 * (40 * 2 + 36), 4 * 16 + 8 + 16)
 
 
 # --- what a compressed model saves in full -----------------------------------------------------------

@@ -402,20 +402,12 @@ def test_the_model_stays_as_it_is(measure, is_compressed, fails):
     assert_same(before, state_of(model))
 
 
-def test_it_is_reproducible_and_the_seed_counts():
+def test_it_is_reproducible_and_what_the_model_was_compressed_with_does_not_matter():
     model, x = Images(), torch.randn(16, 1, 8, 8)
-    first, second, other = (
-        variance_profile(model, x, squared, draws=2, seed=seed) for seed in (0, 0, 1)
-    )
-    assert first.to_json() == second.to_json()
+    first, other = (variance_profile(model, x, squared, draws=2, seed=seed) for seed in (0, 1))
     assert (first.terms != other.terms)[first.terms > 0].all()
-
-
-def test_a_compressed_model_has_the_profile_of_the_model():
-    model, x = Images(), torch.randn(16, 1, 8, 8)
-    expected = variance_profile(model, x, squared, draws=2)
     fewbit.compress_(model, bits=5, verbose=False)
-    assert variance_profile(model, x, squared, draws=2).to_json() == expected.to_json()
+    assert variance_profile(model, x, squared, draws=2).to_json() == first.to_json()
 
 
 @pytest.mark.slow

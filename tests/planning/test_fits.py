@@ -8,6 +8,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
+from composed import Composed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -90,23 +91,16 @@ def measured_peak(model, batch, loss, make=torch.optim.AdamW):
 # --- bytes ------------------------------------------------------------------------------------------
 
 
-class Scale(nn.Module):
-    """One parameter of n elements, which multiplies a batch of rows."""
-
-    def __init__(self, n):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(n))
-
-    def forward(self, x):
-        return (self.weight * x).sum()
+def scale(n):
+    """Return a model of one parameter of n elements, which multiplies a batch of rows."""
+    return Composed(lambda model, x: (model.weight * x).sum(), weight=nn.Parameter(torch.ones(n)))
 
 
 def test_the_peak_of_one_product_is_that_by_hand():
     """Backward: the weight, x, the gradient of the product, and the sum of its rows; the loss has 4 bytes."""
     n, rows = 1000, 16
-    (row,) = fits(
-        Scale(n), torch.randn(rows, n), optimizer=torch.optim.SGD, settings=["exact"]
-    ).rows
+    options = {"optimizer": torch.optim.SGD, "settings": ["exact"]}
+    (row,) = fits(scale(n), torch.randn(rows, n), **options).rows
     assert (row.weights, row.optimizer, row.all_gradients) == (4 * n, 0, 4 * n)
     assert row.all_saved == 4 * rows * n + 4
     gradient, product = 4 * n, 4 * rows * n
@@ -453,13 +447,11 @@ def test_the_command_refuses(arguments, message):
 # --- what is refused --------------------------------------------------------------------------------
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.layer(x) if x.sum() > 0 else self.layer(-x)
+def branches():
+    """Return a model whose operations depend on values."""
+    return Composed(
+        lambda model, x: model.layer(x) if x.sum() > 0 else model.layer(-x), layer=nn.Linear(4, 4)
+    )
 
 
 def test_a_loss_of_another_model_is_refused_before_it_changes_that_model():
@@ -496,7 +488,7 @@ def test_a_loss_of_another_model_is_refused_before_it_changes_that_model():
         ({"loss": lambda model, batch: model(batch[0])}, "loss: expected a scalar tensor"),
         ({"batch": (torch.randn(2, 3), torch.zeros(2).long())}, "batch: expected one that loss"),
         ({"loss": None}, "batch: expected the arguments of the model's forward"),
-        ({"model": Branches(), "batch": torch.randn(2, 4), "loss": None}, "expected one whose operations do not depend on values"),
+        ({"model": branches(), "batch": torch.randn(2, 4), "loss": None}, "expected one whose operations do not depend on values"),
     ],
 )  # fmt: skip
 def test_what_is_refused(changes, message):

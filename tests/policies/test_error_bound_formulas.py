@@ -246,40 +246,6 @@ def test_most_reads_counts_what_a_filter_meets(taps, stride, dilation, size, pad
         assert formulas.most_reads(taps, stride, dilation) == math.ceil(taps / stride)
 
 
-@pytest.mark.slow
-@given(
-    filter=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    dilation=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    extra=st.tuples(st.integers(0, 4), st.integers(0, 4)),
-    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    groups=st.sampled_from([1, 2]),
-    transposed=st.booleans(),
-)
-def test_no_convolution_exceeds_its_worst_case(
-    filter, stride, dilation, extra, padding, groups, transposed
-):
-    reach = [d * (f - 1) + 1 for f, d in zip(filter, dilation, strict=True)]
-    padding = tuple(min(p, r // 2) for p, r in zip(padding, reach, strict=True))
-    size = extra if transposed else tuple(r + e for r, e in zip(reach, extra, strict=True))
-    assume(all(s > 0 for s in size))
-    if transposed:
-        assume(
-            all(
-                (s - 1) * t - 2 * p + r > 0
-                for s, t, p, r in zip(size, stride, padding, reach, strict=True)
-            )
-        )
-    case = Case(size, filter, stride, dilation, padding, groups, transposed, 2, 2, 2)
-    g = torch.randn_like(case(case.x(), case.w())).abs()
-    dx = unit(case.x().abs())
-    for _ in range(6):
-        dw = weight_gradient(case, dx, g)
-        assume(dw.norm() > 0)  # no tap of a padded filter falls on the image
-        assert ratio(case, dx, g) <= ROUNDING
-        dx, g = unit(input_gradient(case, unit(dw), g)), unit(case(dx, unit(dw)))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

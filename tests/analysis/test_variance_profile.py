@@ -58,7 +58,7 @@ def variance_of_rows(rows, bits, kind):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "rotated"])
-@pytest.mark.parametrize("bits", [1, 2, 3])
+@pytest.mark.parametrize("bits", [1, 3])
 def test_linear_layers_as_their_formula_says(bits, kind):
     """ActNN, equation 9 before its average over positions: sum of g^2 times the variance, own contexts alone."""
     n, d = 4, 256 if kind == "rotated" else 96
@@ -299,11 +299,6 @@ def test_chunks_with_a_batch_norm_come_with_a_warning():
     assert several.sampling.shape == profile.sampling.shape
 
 
-def test_two_batches_say_nothing_of_the_error():
-    profile = variance_profile(nn.Linear(3, 1), list(torch.randn(2, 8, 3)), squared, draws=2)
-    assert np.isnan(profile.sampling_error).all() and np.isfinite(profile.sampling).all()
-
-
 def test_bias_is_that_of_few_bit_activations():
     """Exact inputs but for 8 bits: what is left is the codes' difference, which no draw changes."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(16, 64)
@@ -463,7 +458,7 @@ def test_json_has_every_number_back(tmp_path):
     profile.save(path)
     document = json.loads(path.read_text())
     assert document["schema"] == "fewbit.variance_profile/1"
-    assert document["sampling_error"] == [None] * 5
+    assert document["sampling_error"] == [None] * 5  # two batches say nothing of it
     loaded = VarianceProfile.load(path)
     for item in fields(VarianceProfile):
         np.testing.assert_array_equal(getattr(loaded, item.name), getattr(profile, item.name))

@@ -57,7 +57,9 @@ def nbytes(tensors):
 
 
 def gpt2():
-    return GPT2LMHeadModel(tiny_models.gpt2()).train()
+    config = tiny_models.gpt2()
+    config.attn_pdrop = config.resid_pdrop = 0.1
+    return GPT2LMHeadModel(config).train()
 
 
 def tokens(batch=4, length=32):

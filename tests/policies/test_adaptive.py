@@ -198,6 +198,14 @@ def test_graph_that_is_never_used():
 # -- state -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def after_two_steps():
+    """Return a model after two steps, and its controller."""
+    model, controller, x = build(bits=2)
+    step(model, x), step(model, x)
+    return model, controller
+
+
 def changed(state, key, value):
     """Return the state with another value in its first variable."""
     first, *others = state["variables"]
@@ -228,9 +236,8 @@ def changed(state, key, value):
         (lambda state: {**state, "magnitudes": []}, "of AdaptiveBits, got one with 'magnitudes' alone"),
     ],
 )  # fmt: skip
-def test_states_that_are_refused(change, message):
-    model, controller, x = build(bits=2)
-    step(model, x), step(model, x)
+def test_states_that_are_refused(change, message, after_two_steps):
+    _, controller = after_two_steps
     before = controller.state_dict()
     with pytest.raises(InputError) as caught:
         controller.load_state_dict(change(before))

@@ -206,11 +206,12 @@ def test_layers_that_share_the_copy_of_a_norm(name):
     make, shape = SHARED[name]
     torch.manual_seed(0)
     norm, *layers = make()
-    theirs = Composed(
-        lambda model, x: torch.cat([part(model.norm(x)).flatten(1) for part in model.layers], 1),
-        norm=norm,
-        layers=nn.ModuleList(layers),
-    )
+
+    def forward(model, x):
+        x = model.norm(x)
+        return torch.cat([layer(x).flatten(1) for layer in model.layers], 1)
+
+    theirs = Composed(forward, norm=norm, layers=nn.ModuleList(layers))
     with torch.no_grad():
         theirs.norm.weight.copy_(torch.rand_like(theirs.norm.weight) * 3)
     x = normal(shape, scale=1.0)

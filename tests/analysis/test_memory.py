@@ -1,5 +1,6 @@
 """`fewbit memory`: counted bytes against sums by hand, real tensors and the paper's appendix B."""
 
+import functools
 import json
 import sys
 from dataclasses import replace
@@ -9,25 +10,17 @@ import torch
 from click.testing import CliRunner
 
 from fewbit import cli, models
-from fewbit.analysis.memory import (
-    DEVICE_BYTES,
-    GB,
-    MB,
-    PAPER,
-    Measurement,
-    MemoryReport,
-    freeze_dropout,
-    measure,
-    memory,
-)
+from fewbit.analysis import memory
+from fewbit.analysis.memory import DEVICE_BYTES, GB, MB, PAPER, Measurement, MemoryReport
 from fewbit.analysis.meter import saved_bytes
 from fewbit.errors import FewbitError
 
+measure = functools.cache(memory.measure)
+
 
 def run(*arguments):
-    return CliRunner().invoke(
-        cli.app, ["memory", *arguments], prog_name="fewbit", env={"COLUMNS": "80"}
-    )
+    arguments = ["memory", *arguments]
+    return CliRunner().invoke(cli.app, arguments, prog_name="fewbit", env={"COLUMNS": "80"})
 
 
 # --- what is counted ------------------------------------------------------------------------------
@@ -74,7 +67,7 @@ def test_fake_tensors_are_counted_like_real_ones(name, options):
     torch.manual_seed(0)
     model = models.build(name, counted.activation)
     if not counted.dropout:
-        freeze_dropout(model)
+        memory.freeze_dropout(model)
     real = saved_bytes(model, torch.randn(counted.batch, 3, counted.size, counted.size))
     assert real.total == counted.activation_bytes
 
@@ -110,10 +103,8 @@ def test_gpt2_keeps_four_tensors_per_nonlinearity_and_few_bits_pack_one():
 
 @pytest.mark.slow
 def test_dropout_keeps_more():
-    assert (
-        measure("roberta-base", size=64, dropout=True).activation_bytes
-        > 1.2 * measure("roberta-base", size=64).activation_bytes
-    )
+    dropped = measure("roberta-base", size=64, dropout=True).activation_bytes
+    assert dropped > 1.2 * measure("roberta-base", size=64).activation_bytes
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -178,25 +169,15 @@ def test_the_papers_figures(name):
     measured = measure(name)
     assert measured.like_paper
     counted = [measured.model_bytes, measured.activation_bytes, measured.nonlinear_bytes]
+    sizes = [value / MB for value in counted]
     batches = [
         measured.max_batch(measured.saved(bits), DEVICE_BYTES) for bits in (None, 1, 2, 3, 4)
     ]
-    ours = [value / MB for value in counted] + batches
-    tolerance = WIDER.get(name, 0.04)
-    assert ours == pytest.approx(PAPER[name], rel=tolerance)
+    assert sizes + batches == pytest.approx(PAPER[name], rel=WIDER.get(name, 0.04))
     # The paper's megabytes carry an allocator's rounding, so they are never below ours.
-    assert all(a <= b + 0.06 for a, b in zip(ours[:3], PAPER[name], strict=False))
-
-
-@pytest.mark.slow
-def test_sizes_that_the_allocator_does_not_round_are_the_papers_to_the_digit():
-    measured = measure("roberta-large")
-    counted = [measured.model_bytes, measured.activation_bytes, measured.nonlinear_bytes]
-    assert [round(value / MB, 1) for value in counted] == list(PAPER["roberta-large"][:3])
-    batches = [
-        measured.max_batch(measured.saved(bits), DEVICE_BYTES) for bits in (None, 1, 2, 3, 4)
-    ]
-    assert batches == list(PAPER["roberta-large"][3:])
+    assert all(a <= b + 0.06 for a, b in zip(sizes, PAPER[name], strict=False))
+    if name == "roberta-large":  # whose sizes the allocator does not round
+        assert [round(size, 1) for size in sizes] + batches == list(PAPER[name])
 
 
 @pytest.mark.slow
@@ -278,7 +259,7 @@ def test_torch_missing_is_said_in_a_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     for name in ("resnet18", "gpt2"):
         with pytest.raises(FewbitError, match=f"^the model {name} needs torch: pip install torch$"):
-            measure(name)
+            memory.measure(name)
 
 
 def test_every_model_by_default(monkeypatch):
@@ -289,6 +270,6 @@ def test_every_model_by_default(monkeypatch):
         return example(model=name)
 
     monkeypatch.setattr("fewbit.analysis.memory.measure", stand_in)
-    memory(image_size=224)
+    memory.memory(image_size=224)
     assert [name for name, _ in seen] == list(models.names())
     assert dict(seen)["vgg11"] == 224 and dict(seen)["gpt2"] is None

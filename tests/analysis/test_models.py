@@ -128,10 +128,10 @@ def test_the_activation_of_images_is_exchanged_everywhere(name):
     assert own in {type(module).__name__ for module in build(name).modules()}
 
 
-@pytest.mark.parametrize(("name", "layers"), [("roberta-base", 12), ("gpt2", 12)])
-def test_the_activation_of_transformers_is_exchanged_in_every_layer(name, layers):
+@pytest.mark.parametrize("name", ["roberta-base", "gpt2"])
+def test_the_activation_of_transformers_is_exchanged_in_every_layer(name):
     model = build(name, nn.SELU)
-    assert sum(isinstance(module, nn.SELU) for module in model.modules()) == layers
+    assert sum(isinstance(module, nn.SELU) for module in model.modules()) == 12
     assert not any("GELU" in type(module).__name__ for module in model.modules())
     # RoBERTa's pooler keeps its own.
     assert sum(isinstance(module, nn.Tanh) for module in model.modules()) == (name != "gpt2")
@@ -148,12 +148,8 @@ def test_softmax_and_attention_are_no_activations():
     [
         ("ResNet-18", "resnet18"),
         ("VGG 16", "vgg16"),
-        ("DenseNet-161", "densenet161"),
         ("Efficient Net B0", "efficientnet_b0"),
-        ("EfficientNet-B7", "efficientnet_b7"),
-        ("RoBERTa-base", "roberta-base"),
         ("roberta_large", "roberta-large"),
-        ("GPT2", "gpt2"),
         ("GPT-2 XL", "gpt2-xl"),
     ],
 )
@@ -161,28 +157,21 @@ def test_spellings(spelling, name):
     assert models.resolve(spelling) == name
 
 
-def test_unknown_names_get_the_closest_ones():
-    with pytest.raises(FewbitError, match=r"^unknown model 'resnet9': did you mean resnet50 or "):
-        models.build("resnet9")
-    with pytest.raises(FewbitError, match=r"^unknown model '%': expected resnet18, .*, gpt2-xl$"):
-        models.build("%")
-    with pytest.raises(FewbitError, match="^unknown activation 'geluu': did you mean gelu"):
-        models.build("vgg11", "geluu")
-
-
-def test_transformers_missing_is_said_in_a_line(monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resnet9"], r"^unknown model 'resnet9': did you mean resnet50 or "),
+        (["%"], r"^unknown model '%': expected resnet18, .*, gpt2-xl$"),
+        (["vgg11", "geluu"], "^unknown activation 'geluu': did you mean gelu"),
+        (["gpt2"], "^the model gpt2 needs transformers: pip install transformers$"),
+    ],
+)
+def test_what_cannot_be_built(arguments, message, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        FewbitError, match="^the model gpt2 needs transformers: pip install transformers$"
-    ):
-        models.build("gpt2")
+    with pytest.raises(FewbitError, match=message):
+        models.build(*arguments)
 
 
 def test_names_need_neither_torch_nor_transformers():
-    code = """
-import sys
-sys.modules["torch"] = None
-from fewbit import models
-assert models.resolve("GPT2") == "gpt2" and "resnet18" in models.names()
-"""
-    run(code)
+    code = "import sys; sys.modules['torch'] = None; from fewbit import models; "
+    run(code + "assert models.resolve('GPT2') == 'gpt2' and 'resnet18' in models.names()")

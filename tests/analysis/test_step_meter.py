@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from composed import Composed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,21 +23,20 @@ SETTINGS = {
 }
 
 
-class Block(nn.Module):
-    """Layers, functions, an operation that only `everything` compresses, and dropout."""
+def block():
+    """Return layers, functions, an operation that only `everything` compresses, and dropout."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+    def forward(model, x):
+        y = nn.functional.gelu(model.up(model.norm(x)))
+        return x + nn.functional.dropout(model.down(y * y.sigmoid()), 0.1, model.training)
 
-    def forward(self, x):
-        y = nn.functional.gelu(self.up(self.norm(x)))
-        return x + nn.functional.dropout(self.down(y * y.sigmoid()), 0.1, self.training)
+    parts = {"norm": nn.LayerNorm(64), "up": nn.Linear(64, 128), "down": nn.Linear(128, 64)}
+    return Composed(forward, **parts)
 
 
 def made(name):
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), nn.Linear(64, 10))
+    model = nn.Sequential(block(), block(), nn.Linear(64, 10))
     if SETTINGS[name] is not None:
         fewbit.compress_(model, verbose=False, **SETTINGS[name])
     torch.manual_seed(1)

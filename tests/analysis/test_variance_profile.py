@@ -9,25 +9,24 @@ from dataclasses import fields
 import naive_quantizer as naive
 import numpy as np
 import pytest
+import torch
+from measured import Images, gradient, squared
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-from measured import Images, gradient, squared  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-import fewbit  # noqa: E402
-from fewbit.analysis import deferred  # noqa: E402
-from fewbit.analysis.profile import ARRAYS, VarianceProfile  # noqa: E402
-from fewbit.analysis.variance_profile import variance_profile  # noqa: E402
-from fewbit.demo.transformer import CharTransformer  # noqa: E402
-from fewbit.errors import InputError, OutputExistsError  # noqa: E402
-from fewbit.planning.candidates import Candidate  # noqa: E402
-from fewbit.render.terminal import plain  # noqa: E402
-from fewbit.runtime.backends.reference_quantizer import squares  # noqa: E402
-from fewbit.runtime.format.distortion import distortion, relative_distortion  # noqa: E402
-from fewbit.runtime.quantizers.quantizer import Quantizer  # noqa: E402
-from fewbit.runtime.saved.context import ForwardContext  # noqa: E402
+import fewbit
+from fewbit.analysis import deferred, progress
+from fewbit.analysis.profile import ARRAYS, VarianceProfile
+from fewbit.analysis.variance_profile import variance_profile
+from fewbit.demo.transformer import CharTransformer
+from fewbit.errors import InputError, OutputExistsError
+from fewbit.planning.candidates import Candidate
+from fewbit.render.terminal import plain
+from fewbit.runtime.backends.reference_quantizer import squares
+from fewbit.runtime.format.distortion import distortion, relative_distortion
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.saved.context import ForwardContext
 
 SIGMAS = 4.5
 
@@ -59,7 +58,7 @@ def variance_of_rows(rows, bits, kind):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "rotated"])
-@pytest.mark.parametrize("bits", [1, 2, 3])
+@pytest.mark.parametrize("bits", [1, 3])
 def test_linear_layers_as_their_formula_says(bits, kind):
     """ActNN, equation 9 before its average over positions: sum of g^2 times the variance, own contexts alone."""
     n, d = 4, 256 if kind == "rotated" else 96
@@ -225,11 +224,6 @@ def test_a_checkpoint_changes_nothing():
     assert np.abs(regions.agreement).max() < SIGMAS
 
 
-def test_parameters_of_an_attention_are_its_own():
-    profile = variance_profile(Attention(), torch.randn(16, 8, 16), squared, draws=2)
-    assert profile.parameters == ("norm", "attention")
-
-
 class Late(nn.Module):
     """Parameters in another order than that of the forward, as in transformers' Llama: norms after what they feed."""
 
@@ -258,31 +252,27 @@ def test_both_axes_are_in_the_order_of_the_forward():
     called = "", "embedding", "norm", "attention", "scale", "head"
     assert profile.parameters == (*called, "bias")
     # The numbers are those of the names.
-    gradients = []
-    for batch in batches:
-        model.zero_grad()
-        squared(model, batch).backward()
-        named = dict(model.named_parameters())
-        gradients.append(
-            {
-                name: parameter.grad
-                for name, parameter in named.items()
-                if parameter.grad is not None
-            }
+    names = [name for name, _ in model.named_parameters()]
+    gradients = [
+        torch.autograd.grad(
+            squared(model, batch),
+            list(model.parameters()),
+            materialize_grads=True,
+            allow_unused=True,
         )
+        for batch in batches
+    ]
     for column, path in enumerate(profile.parameters):
-        own = [name for name in gradients[0] if path_of(name) == path]
-        expected = sum((gradients[0][name] - gradients[1][name]).square().sum() / 2 for name in own)
-        assert profile.sampling[column] == pytest.approx(expected.item(), rel=1e-4)
+        expected = sum(
+            (first - second).square().sum().item() / 2
+            for name, first, second in zip(names, *gradients, strict=True)
+            if name.rpartition(".")[0].removesuffix(".out_proj") == path
+        )
+        assert profile.sampling[column] == pytest.approx(expected, rel=1e-4)
     head = profile.parameters.index("head")
     assert profile.terms[2, head] > 0 and not profile.terms[:2, head].any()
     assert profile.direct[head] == pytest.approx(profile.terms[2, head], rel=0.5)
     assert (profile.bias_error[[0, 6]] == 0).all() and profile.bias_error[head] > 0
-
-
-def path_of(parameter):
-    path = parameter.rpartition(".")[0]
-    return path.removesuffix(".out_proj")
 
 
 def test_a_tied_parameter_and_a_frozen_one():
@@ -307,11 +297,6 @@ def test_chunks_with_a_batch_norm_come_with_a_warning():
     several = variance_profile(Images(), list(x.split(4)), squared, draws=2)
     assert several.sampled == "4 batches of 4"
     assert several.sampling.shape == profile.sampling.shape
-
-
-def test_two_batches_say_nothing_of_the_error():
-    profile = variance_profile(nn.Linear(3, 1), list(torch.randn(2, 8, 3)), squared, draws=2)
-    assert np.isnan(profile.sampling_error).all() and np.isfinite(profile.sampling).all()
 
 
 def test_bias_is_that_of_few_bit_activations():
@@ -356,20 +341,12 @@ def disturbable(is_compressed):
 
 
 def state_of(model):
+    named = model.named_parameters()
     return (
         {name: value.clone() for name, value in model.state_dict().items()},
-        {
-            name: (id(parameter), parameter.grad.clone())
-            for name, parameter in model.named_parameters()
-        },
-        [
-            (id(module), type(module), module.training, dict(vars(module)))
-            for module in model.modules()
-        ],
-        [
-            (len(module._forward_hooks), len(module._forward_pre_hooks))
-            for module in model.modules()
-        ],
+        {name: (id(parameter), parameter.grad.clone()) for name, parameter in named},
+        [(id(part), type(part), part.training, dict(vars(part))) for part in model.modules()],
+        [(len(part._forward_hooks), len(part._forward_pre_hooks)) for part in model.modules()],
         repr(model),
         torch.get_rng_state(),
     )
@@ -420,20 +397,12 @@ def test_the_model_stays_as_it_is(measure, is_compressed, fails):
     assert_same(before, state_of(model))
 
 
-def test_it_is_reproducible_and_the_seed_counts():
+def test_it_is_reproducible_and_what_the_model_was_compressed_with_does_not_matter():
     model, x = Images(), torch.randn(16, 1, 8, 8)
-    first, second, other = (
-        variance_profile(model, x, squared, draws=2, seed=seed) for seed in (0, 0, 1)
-    )
-    assert first.to_json() == second.to_json()
+    first, other = (variance_profile(model, x, squared, draws=2, seed=seed) for seed in (0, 1))
     assert (first.terms != other.terms)[first.terms > 0].all()
-
-
-def test_a_compressed_model_has_the_profile_of_the_model():
-    model, x = Images(), torch.randn(16, 1, 8, 8)
-    expected = variance_profile(model, x, squared, draws=2)
     fewbit.compress_(model, bits=5, verbose=False)
-    assert variance_profile(model, x, squared, draws=2).to_json() == expected.to_json()
+    assert variance_profile(model, x, squared, draws=2).to_json() == first.to_json()
 
 
 @pytest.mark.slow
@@ -453,9 +422,6 @@ def test_settings_are_those_of_a_conversion():
     assert ratio == pytest.approx(expected, rel=0.3)
     others = np.arange(len(few.contexts)) != row
     assert more.terms[others].sum() == pytest.approx(few.terms[others].sum(), rel=0.2)
-
-
-# --- bad input --------------------------------------------------------------------------------------
 
 
 def mean(model, batch):
@@ -492,7 +458,7 @@ def test_json_has_every_number_back(tmp_path):
     profile.save(path)
     document = json.loads(path.read_text())
     assert document["schema"] == "fewbit.variance_profile/1"
-    assert document["sampling_error"] == [None] * 5
+    assert document["sampling_error"] == [None] * 5  # two batches say nothing of it
     loaded = VarianceProfile.load(path)
     for item in fields(VarianceProfile):
         np.testing.assert_array_equal(getattr(loaded, item.name), getattr(profile, item.name))
@@ -506,19 +472,17 @@ def test_json_has_every_number_back(tmp_path):
     [
         (lambda document: document.update(schema="fewbit.table/1"), "expected the schema"),
         (lambda document: document.pop("direct"), 'expected the field "direct", got none'),
-        (lambda document: document.update(of=1), "expected no other field than .*, got 'of'"),
         (lambda document: document["terms"].pop(), r"terms: expected shape \(2, 2\), got \(1, 2\)"),
         (lambda document: document["terms"][1].pop(), r"terms: expected shape \(2, 2\), got rows of diff"),
         (lambda document: document["bias"].append("x"), r"bias\[2\]: expected a number or null, got 'x'"),
-        (lambda document: document.update(bias=["1", 2]), r"bias\[0\]: expected a number or null"),
         (lambda document: document.update(bias=[1, True]), r"bias\[1\]: expected a number or null"),
         (lambda document: document.update(direct=[1, 10**400]), "expected finite numbers, got '1000"),
         (lambda document: document.update(direct=[1, float("nan")]), "expected finite numbers, got 'NaN'"),
         (lambda document: document.update(terms={"a": 1}), "terms: expected an array"),
-        (lambda document: document.update(contexts=["a", 2]), r"contexts\[1\]: expected a string, got 2"),
         (lambda document: document.update(contexts=["a", "a"]), "contexts: expected different items"),
         (lambda document: document.update(parameters=[]), "parameters: expected at least 1 item,"),
         (lambda document: document.update(bits=9), "bits: expected at most 8, got 9"),
+        (lambda document: document.update(contexts=["a", "\x1b[2J"]), r"contexts\[1\]: expected printable characters, got"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_profile(change, message, tmp_path):
@@ -528,12 +492,10 @@ def test_files_that_are_no_profile(change, message, tmp_path):
     path.write_text(json.dumps(document))
     with pytest.raises(InputError, match=f"profile.json: {message}"):
         VarianceProfile.load(path)
-    path.write_text("{")
-    with pytest.raises(InputError, match="expected JSON"):
-        VarianceProfile.load(path)
-    path.write_bytes(b"\xff")
-    with pytest.raises(InputError, match="expected JSON text in UTF-8"):
-        VarianceProfile.load(path)
+    for content, message in ((b"{", "expected JSON"), (b"\xff", "expected JSON text in UTF-8")):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            VarianceProfile.load(path)
     with pytest.raises(InputError, match="expected a readable file, got: No such file"):
         VarianceProfile.load(tmp_path / "other.json")
 
@@ -553,8 +515,6 @@ def test_numbers_that_are_not_known_come_back_and_are_shown():
 def test_names_in_a_file_are_no_formulas():
     text = made((r"$\nonsense{$", "b")).to_json()
     assert "<img" in VarianceProfile.from_json(text)._repr_html_()
-    with pytest.raises(InputError, match=r"contexts\[1\]: expected printable characters, got"):
-        VarianceProfile.from_json(made(("a", "\x1b[2J")).to_json())
 
 
 def test_findings_are_sums_of_the_matrix():
@@ -624,69 +584,52 @@ def test_picture_has_a_row_for_each_source_and_room_for_its_name(count, tmp_path
     assert names == [*profile.contexts, "", "sampling"]
     assert bar.get_ylabel() == "variance (white: none)"
     figure.draw_without_rendering()
-    boxes = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
-    heights = sorted((box.y0, box.y1) for box in boxes)
-    assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(heights))
-    boxes = sorted(
-        (label.get_window_extent().x0, label.get_window_extent().x1)
-        for label in axes.get_xticklabels()
-    )
-    assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(boxes))
+    rows = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
+    columns = [label.get_window_extent() for label in axes.get_xticklabels()]
+    for sides in ([(box.y0, box.y1) for box in rows], [(box.x0, box.x1) for box in columns]):
+        assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(sorted(sides)))
     with pytest.raises(OutputExistsError):
         profile.plot(tmp_path / "profile.png")
 
 
-def test_progress_in_a_file_is_a_line_from_time_to_time(monkeypatch, capsys):
-    from fewbit.analysis import progress
-
+@pytest.mark.parametrize(
+    ("terminal", "asked"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_progress_is_shown_if_it_takes_long(terminal, asked, monkeypatch, capsys):
+    """In a file, progress is a line from time to time."""
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
-    variance_profile(nn.Linear(4, 2), torch.randn(8, 4), mean, draws=2)
-    out, err = capsys.readouterr()
-    first, *_, last = err.splitlines()
-    assert out == "" and re.fullmatch(r"variance profile: 1 of \d+ steps after \d+ s", first)
-    assert re.search(r": (\d+) of \1 steps", last)
-
-
-def test_progress_is_shown_if_it_takes_long(monkeypatch, capsys):
-    from fewbit.analysis import progress
-
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setenv("TERM", "xterm")  # a dumb terminal shows no progress
-    for terminal, asked in ((True, True), (True, False), (False, True)):
-        monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
-        variance_profile(nn.Linear(4, 2), torch.randn(8, 4), mean, draws=2, progress=asked)
-        captured = capsys.readouterr()
-        assert captured.out == "" and ("variance profile" in captured.err) == (terminal and asked)
-        assert terminal or captured.err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
+    variance_profile(nn.Linear(4, 2), torch.randn(8, 4), mean, draws=2, progress=asked)
+    out, err = capsys.readouterr()
+    assert out == "" and ("variance profile" in err) == asked
+    if asked and not terminal:
+        first, *_, last = err.splitlines()
+        assert re.fullmatch(r"variance profile: 1 of \d+ steps after \d+ s", first)
+        assert re.search(r": (\d+) of \1 steps", last)
 
 
-def test_a_deferred_quantizer_rounds_with_all_settings():
+def test_a_deferred_quantizer_rounds_with_all_settings(monkeypatch):
     """A setting that is added to the quantizer is one of them."""
     noise = deferred.Noise(0, lambda: "layer")
     quantizer = noise.defer(Quantizer(3, 64, "float32", ForwardContext()))
     quantizer.added = "a setting"
-    found = []
-
-    class Rounding(deferred._Seeded):
-        def quantize(self, x, *arguments):
-            found.append(self)
-            return super().quantize(x, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferred, "_Seeded", Rounding)
-        tensors, spec, _ = quantizer.quantize(torch.randn(4, 64))
-        with noise.drawn({"layer": 1}):
-            spec.dequantize(tensors)
+    found, quantize = [], deferred._Seeded.quantize
+    monkeypatch.setattr(
+        deferred._Seeded, "quantize", lambda self, *of: found.append(self) or quantize(self, *of)
+    )
+    tensors, spec, _ = quantizer.quantize(torch.randn(4, 64))
+    with noise.drawn({"layer": 1}):
+        spec.dequantize(tensors)
     (one,) = found
     assert (one.bits, one.group_size, one.min_dtype, one.added) == (3, 64, "float32", "a setting")
     assert one.context is None and one._selector is quantizer._selector
 
 
-def test_zeros_behind_a_relu_are_not_rounded():
+def test_zeros_behind_a_relu_are_not_rounded(monkeypatch):
     """The ReLU's own codes say where zeros are, as in a converted model."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
-    x = torch.randn(16, 64)
     found = {}
     rounded = deferred._Deferred._rounded
 
@@ -694,9 +637,8 @@ def test_zeros_behind_a_relu_are_not_rounded():
         found[spec.context, spec.kind] = x, rounded(spec, x, seed)
         return found[spec.context, spec.kind][1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferred._Deferred, "_rounded", note)
-        variance_profile(model, x, squared, bits=2, draws=2)
+    monkeypatch.setattr(deferred._Deferred, "_rounded", note)
+    variance_profile(model, torch.randn(16, 64), squared, bits=2, draws=2)
     assert found.keys() == {("0", "rotated"), ("2", "masked")}
     exact, values = found["2", "masked"]
     assert ((values == 0) == (exact == 0)).all() and (exact == 0).any()

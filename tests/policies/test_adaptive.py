@@ -9,6 +9,7 @@ import pytest
 import torch
 from composed import Composed
 from probed_models import MODELS, gradient, loss_of
+from regions import Regions
 from samples import normal
 from torch import nn
 from training import build, least_budget, step
@@ -25,16 +26,12 @@ def mean_bits(controller):
     return sum(row.bits * row.elements for row in rows) / sum(row.elements for row in rows)
 
 
-def averages(controller):
-    return {(row.name, row.input): row.bits for row in controller.allocation}
-
-
 # -- bits --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("bits", [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 8])
+@pytest.mark.parametrize("bits", [1, 1.25, 2.5, 8])
 def test_bits_keep_to_the_average(name, bits):
     model, controller, x = build(name, bits=bits)
     uniform = fewbit.saved_bytes(model, x).total
@@ -50,14 +47,12 @@ def test_bits_keep_to_the_average(name, bits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "bits", "least"), [("transformer", 1.5, 2), ("transformer", 3, 2)]
-)
-def test_variance_of_the_gradient_is_lower(name, bits, least):
-    """With the same bits for all layers the variance is at least `least` times as large."""
+@pytest.mark.parametrize("bits", [1.5, 3])
+def test_variance_of_the_gradient_is_lower(bits):
+    """With the same bits for all layers the variance is at least twice as large."""
     found = {}
     for level in ("L2.5", "L3"):
-        model, _, x = build(name, bits=fewbit.AdaptiveBits(bits, interval=10**6))
+        model, _, x = build("transformer", bits=fewbit.AdaptiveBits(bits, interval=10**6))
         if level == "L2.5":
             fewbit.compress_(
                 model, fewbit.Level(level, bits), layers={"attention_bits": bits}, verbose=False
@@ -66,31 +61,28 @@ def test_variance_of_the_gradient_is_lower(name, bits, least):
             gradient(model, x, seed)
         pairs = ((gradient(model, x, 20 + i), gradient(model, x, 40 + i)) for i in range(10))
         found[level] = sum(float((a - b).square().sum()) for a, b in pairs)
-    assert found["L2.5"] > least * found["L3"]
+    assert found["L2.5"] > 2 * found["L3"]
 
 
-def test_attention_takes_part_unless_given():
-    model, controller, x = build("transformer", bits=2)
+@pytest.mark.parametrize("options", [{}, {"layers": {"attention_bits": 4}}], ids=["free", "given"])
+def test_attention_takes_part_unless_given(options):
+    model, controller, x = build("transformer", bits=2, **options)
     step(model, x), step(model, x)
     own = [row for row in controller.allocation if "scaled_dot_product" in row.name]
-    assert len(own) >= 2 and not any(row.is_fixed for row in own)
-    model, controller, x = build("transformer", bits=2, layers={"attention_bits": 4})
-    step(model, x), step(model, x)
-    own = [row for row in controller.allocation if "scaled_dot_product" in row.name]
-    assert all(row.is_fixed and row.bits == 4 for row in own)
+    assert len(own) >= 2
+    assert all(row.is_fixed == bool(options) for row in own)
+    assert not options or all(row.bits == 4 for row in own)
 
 
 def test_a_layer_without_gradient_gets_least():
-
     model = Composed(
         lambda model, x: model.used(x) + 0 * model.unused(2 * x),
         used=nn.Linear(64, 64),
         unused=nn.Linear(64, 64),
     )
     controller = fewbit.compress_(model, fewbit.AdaptiveBits(3), verbose=False)
-    x = normal((8, 64), scale=1.0)
     for _ in range(4):
-        step(model, x)
+        step(model, normal((8, 64), scale=1.0))
     assert {row.name: row.bits for row in controller.allocation} == {"used": 5, "unused": 1}
 
 
@@ -161,27 +153,22 @@ def test_several_forwards_before_a_backward():
 
 
 def test_forwards_that_change_shape_or_skip_layers():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-        def forward(self, x, used):
-            for number in used:
-                x = torch.relu(self.layers[number](x))
-            return x
-
     torch.manual_seed(0)
-    model = Model()
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(x, used):
+        for number in used:
+            x = torch.relu(model[number](x))
+        return x
+
+    model.forward = forward
     controller = fewbit.compress_(model, fewbit.AdaptiveBits(2.25, interval=3), verbose=False)
     for i in range(24):
         x = normal((3 + i % 5, 4 + i % 3, 64), scale=1.0)
         model.zero_grad()
-        model(x, [0, 1, 2, 3][i % 2 :: 1 + i % 3]).square().sum().backward()
-        assert all(
-            parameter.grad is None or parameter.grad.isfinite().all()
-            for parameter in model.parameters()
-        )
+        model(x, range(i % 2, 4, 1 + i % 3)).square().sum().backward()
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert all(grad.isfinite().all() for grad in grads)
     assert len(controller.allocation) == 4 and mean_bits(controller) <= 2.25
 
 
@@ -211,6 +198,14 @@ def test_graph_that_is_never_used():
 # -- state -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def after_two_steps():
+    """Return a model after two steps, and its controller."""
+    model, controller, x = build(bits=2)
+    step(model, x), step(model, x)
+    return model, controller
+
+
 def changed(state, key, value):
     """Return the state with another value in its first variable."""
     first, *others = state["variables"]
@@ -221,20 +216,16 @@ def changed(state, key, value):
     ("change", "message"),
     [
         (lambda state: [], "got list"),
-        (lambda state: None, "got NoneType"),
         (lambda state: {}, "expected the state of a controller of AdaptiveBits, got one of a configuration that learns nothing"),
         (lambda state: {**state, "version": None}, "expected version 1 of a controller's state, as its state_dict() gave it, got None"),
-        (lambda state: {**state, "version": 7}, "its state_dict() gave it, got 7"),
         (lambda state: {**state, "step": -1}, "step: expected a whole number from 0 to 9007199254740992, got -1"),
         (lambda state: {**state, "variables": [{}]}, "variables[0].name: expected a value, got none"),
         (lambda state: {**state, "variables": "x"}, "variables: expected a list, got 'x'"),
         (lambda state: changed(state, "name", "99"), "got one with a layer '99', which it lacks"),
         (lambda state: changed(state, "bits", 100), "variables[0].bits: expected a number from 1 to 8, got 100"),
-        (lambda state: changed(state, "bits", float("nan")), "variables[0].bits: expected a number from 1 to 8, got nan"),
         (lambda state: changed(state, "sensitivity", float("inf")), "variables[0].sensitivity: expected a number from 0 to 1e+100, got inf"),
         (lambda state: changed(state, "quantizer", "round"), "variables[0].quantizer: expected 'rotated' or 'uniform'"),
         (lambda state: changed(state, "spread", [1.0]), "variables[0].spread: expected a list of 16 entries, got 1"),
-        (lambda state: changed(state, "elements", 1.5), "got 1.5"),
         (lambda state: changed(state, "elements", 10**400), "variables[0].elements: expected a whole number from 0 to"),
         (lambda state: changed(state, "is_fixed", 1), "variables[0].is_fixed: expected true or false, got 1"),
         (lambda state: {**state, "variables": [*state["variables"], state["variables"][0]]}, "every input of a layer once"),
@@ -245,9 +236,8 @@ def changed(state, key, value):
         (lambda state: {**state, "magnitudes": []}, "of AdaptiveBits, got one with 'magnitudes' alone"),
     ],
 )  # fmt: skip
-def test_states_that_are_refused(change, message):
-    model, controller, x = build(bits=2)
-    step(model, x), step(model, x)
+def test_states_that_are_refused(change, message, after_two_steps):
+    _, controller = after_two_steps
     before = controller.state_dict()
     with pytest.raises(InputError) as caught:
         controller.load_state_dict(change(before))
@@ -303,8 +293,7 @@ def test_samples_whose_gradients_were_large_get_bits(bits):
             zip(numbers.tolist(), next(x for x in seen if x.dtype == torch.uint8), strict=True)
         )
 
-    for first in (0, 10):
-        epoch(torch.arange(first, first + 10))
+    epoch(torch.arange(10)), epoch(torch.arange(10, 20))
     assert len({int(item) for item in kept.values()}) <= 2
     kept.clear()
     epoch(torch.tensor([20, 3, 1, 23, 7, 9]))
@@ -379,22 +368,6 @@ def test_numbers_that_are_refused(numbers, message):
             other.number_samples([1])
 
 
-@pytest.mark.slow
-def test_saving_changes_nothing():
-    """Saving a state does not change the training, even if numbers are still on their way from a device."""
-
-    def run(saves):
-        model, controller, x = build(bits=fewbit.AdaptiveBits(2, interval=3))
-        for number in range(8):
-            torch.manual_seed(number)
-            step(model, x)
-            if saves:
-                controller.state_dict()
-        return controller.allocation
-
-    assert run(False) == run(True)
-
-
 def test_numbers_on_their_way_are_part_of_a_state(monkeypatch):
     monkeypatch.setattr(VarianceProbe, "is_there", lambda self: False)
     model, controller, x = build(bits=2)
@@ -406,7 +379,7 @@ def test_numbers_on_their_way_are_part_of_a_state(monkeypatch):
     model, other, x = build(bits=2)
     other.load_state_dict(state)
     step(model, x)
-    assert averages(other) == averages(controller)
+    assert other.allocation == controller.allocation
 
 
 @pytest.mark.slow
@@ -466,14 +439,10 @@ def test_tiny_tensors_keep_to_the_average():
 
 def test_layers_that_are_not_observed_are_named():
     """Such layers save other bits than the average or a budget says, so the allocation has to say that."""
-    torch.manual_seed(0)
-    body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    model = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 1))
+    model = Regions(True)
     controller = fewbit.compress_(model, fewbit.AdaptiveBits(1.75, interval=1), verbose=False)
     for _ in range(4):
-        x = torch.randn(4, 8, requires_grad=True)
-        y = torch.utils.checkpoint.checkpoint(model[1], model[0](x), use_reentrant=True)
-        model[2](y).sum().backward()
-    assert "1.0" in controller.allocation.unobserved
+        step(model, normal((8, 64), scale=1.0))
+    assert "blocks.0.0" in controller.allocation.unobserved
     text = str(controller.allocation)
     assert "not observed" in text and "use_reentrant=True" in text

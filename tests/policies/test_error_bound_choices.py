@@ -264,30 +264,35 @@ def test_codecs_get_the_bound():
     assert policy.averages == {("b", 0): 1.0}
 
 
-def test_codecs_by_channel():
-    weights = [0.5, 1.5, 1.0, 0.0]
-    result = result_of({"a": tensor(weight(4.0, 10.0), channel_weights=tuple(weights))})
-    policy = ErrorBoundPolicy(ErrorBound(codec="quant", by_channel=True), ["a"], channels={"a": 4})
-    policy.take_in(result)
-    assignment = policy.assign((torch.zeros(2, 4, 8, 8),))
+def by_channel(codec, weights):
+    """Return a policy that has seen a convolution's channels with these weights."""
+    config = ErrorBound(codec=codec, by_channel=True)
+    policy = ErrorBoundPolicy(config, ["a"], channels={"a": len(weights)})
+    policy.take_in(result_of({"a": tensor(weight(4.0, 10.0), channel_weights=tuple(weights))}))
+    return policy
+
+
+WEIGHTS = [0.5, 1.5, 1.0, 0.0]
+
+
+def test_bits_by_channel():
     x = torch.zeros(2, 4, 8, 8)
+    assignment = by_channel("quant", WEIGHTS).assign((x,))
     assert assignment.samples_of(x, "a") == 8 and assignment.samples_of(x, "b") == 2
     assert assignment.samples_of(x[:, :, :4, :4].contiguous(), "a") == 2  # 16 elements are too few
     assert assignment.samples_of(x.contiguous(memory_format=torch.channels_last), "a") == 2
     slot = assignment.slot(("a", 0), 8, False)
-    assert assignment.sensitivities(slot, torch.ones(8)).tolist() == weights * 2
+    assert assignment.sensitivities(slot, torch.ones(8)).tolist() == WEIGHTS * 2
     assert assignment.sensitivities(slot, torch.ones(2)).tolist() == [1, 1]
-    policy = ErrorBoundPolicy(
-        ErrorBound(codec="quant+zvc", by_channel=True), ["a"], channels={"a": 4}
-    )
-    policy.take_in(result)
-    codec = policy.codec_of(("a", 0))
-    bounds = codec.channels
-    assert bounds == pytest.approx([0.04, 0.02 / 1.5, 0.02, math.inf])
+
+
+def test_codecs_by_channel():
+    codec = by_channel("quant+zvc", WEIGHTS).codec_of(("a", 0))
+    assert codec.channels == pytest.approx([0.04, 0.02 / 1.5, 0.02, math.inf])
     x = torch.randn(2, 4, 16, 16)
     payload = codec.quantize(x, torch.tensor([1]))
     errors = (payload.spec.dequantize(payload.tensors) - x).square().mean((0, 2, 3))
-    assert (errors <= torch.tensor(bounds)).all() and errors[1] > 0
+    assert (errors <= torch.tensor(codec.channels)).all() and errors[1] > 0
 
 
 # -- activations -------------------------------------------------------------------------------------------
@@ -360,9 +365,8 @@ def test_exact_variables_count_as_they_are():
 
 
 def test_parameters_gradients_count_in_all():
-    policy = learned(
-        monitored(("a", "input", (8.0, 1.0)), ("b", "weight", (3.3, 3.0)), label="input")
-    )
+    of_input = monitored(("a", "input", (8.0, 1.0)), ("b", "weight", (3.3, 3.0)), label="input")
+    policy = learned(of_input)
     assert policy.ratio == pytest.approx(1.1)
     assert policy.knowledge.slots["a", 0].ratio == pytest.approx(8)
 
@@ -523,6 +527,3 @@ def test_processes_that_see_different_gradients():
     v2, first, _ = (getattr(found.constraints[0], name) for name in ("v2", "first", "second"))
     # The stricter of the second process's two: V^2 = 4, and first at least that of either.
     assert v2 == 5.0 and first == pytest.approx(math.hypot(1.0, 3.0 * math.sqrt(4 / 3)))
-
-
-# -- state -------------------------------------------------------------------------------------------------

@@ -1,23 +1,20 @@
-"""Error bounds of AC-GC: D is never below the error, close to it if it can be, and equals e2 V2 at dx*."""
+"""Error bounds of AC-GC: D is never below the error, and close to it if it can be."""
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-import error_bounds as bounds  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-import fewbit  # noqa: E402
-from fewbit import functions  # noqa: E402
-from fewbit.errors import InputError  # noqa: E402
-from fewbit.policies.error_bound import formulas, tables  # noqa: E402
+import fewbit
+from fewbit import functions
+from fewbit.errors import InputError
+from fewbit.policies.error_bound import formulas, tables
 
 SIGMAS = 4.5
 DRAWS = 128
@@ -32,20 +29,20 @@ def square(x):
     return x.square().sum().item()
 
 
-def halves(shape, dx2):
+def halves(x, dx2):
     """Return errors of stochastic rounding midway between two levels: +-dx, where its variance is greatest."""
-    return math.sqrt(dx2) * (2.0 * torch.randint(0, 2, shape, dtype=torch.float64) - 1.0)
+    return math.sqrt(dx2) * (2.0 * torch.randint(0, 2, x.shape, dtype=torch.float64) - 1.0)
 
 
-def normal_errors(shape, dx2):
+def normal_errors(x, dx2):
     """Return errors like those of rotated copies."""
-    return math.sqrt(dx2) * torch.randn(shape, dtype=torch.float64)
+    return math.sqrt(dx2) * torch.randn(x.shape, dtype=torch.float64)
 
 
-def rounding_errors(x, step):
-    """Return errors of stochastic rounding to multiples of step. Their variances are at most step^2 / 4."""
-    steps = x / step
-    return step * (torch.floor(steps + torch.rand_like(x)) - steps)
+def rounding(x, dx2):
+    """Return errors of stochastic rounding to multiples of a step. Their variances are at most step^2 / 4 = dx2."""
+    step = 2 * math.sqrt(dx2)
+    return step * (torch.floor(x / step + torch.rand_like(x)) - x / step)
 
 
 def assert_in_expectation(errors, d, least=0.0):
@@ -67,8 +64,8 @@ class Case:
     size: tuple[int, ...]
     filter: tuple[int, ...]
     stride: tuple[int, ...]
-    dilation: tuple[int, ...] = (1, 1)
-    padding: tuple[int, ...] = (0, 0)
+    dilation: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
     groups: int = 1
     transposed: bool = False
     samples: int = 3
@@ -81,10 +78,16 @@ class Case:
         dims = len(self.filter)
         if self.transposed:
             call = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[dims]
-            how = {"dilation": self.dilation}
         else:
-            call, how = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims], {"dilation": self.dilation}
-        return call(x, w, stride=self.stride, padding=self.padding, groups=self.groups, **how)
+            call = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims]
+        return call(
+            x,
+            w,
+            stride=self.stride,
+            padding=self.padding or 0,
+            groups=self.groups,
+            dilation=self.dilation or 1,
+        )
 
     def x(self):
         return normal(self.samples, self.channels, *self.size)
@@ -102,7 +105,7 @@ class Case:
             elements=self.samples * math.prod(self.size),
             filter=self.filter,
             stride=self.stride,
-            dilation=self.dilation[: len(self.filter)],
+            dilation=self.dilation or (1,) * len(self.filter),
             groups=self.groups,
             transposed=self.transposed,
             steps=tuple(steps),
@@ -130,20 +133,12 @@ CASES = {
     "groups": Case((7, 7), (3, 3), (2, 2), groups=2, padding=(1, 1)),
     "depthwise": Case((7, 7), (3, 3), (1, 1), groups=4, outputs=4),
     "1d": Case((17,), (5,), (3,), padding=(2,)),
-    "3d": Case((5, 4, 5), (3, 1, 2), (2, 2, 1), dilation=(1, 1, 1), padding=(1, 0, 0)),
+    "3d": Case((5, 4, 5), (3, 1, 2), (2, 2, 1), padding=(1, 0, 0)),
     "transposed": Case((5, 4), (3, 3), (2, 2), transposed=True),
     "transposed padded": Case((5, 5), (4, 4), (2, 2), padding=(1, 1), transposed=True),
     "transposed 1x1 stride 2": Case((4, 4), (1, 1), (2, 2), transposed=True),
     "transposed groups": Case((5, 5), (5, 3), (2, 3), groups=2, transposed=True),
     "transposed dilated": Case((5, 5), (3, 3), (2, 2), dilation=(2, 3), transposed=True),
-}
-CASES = {
-    name: replace(
-        case,
-        dilation=case.dilation[: len(case.filter)] or (1,) * len(case.filter),
-        padding=case.padding[: len(case.filter)] or (0,) * len(case.filter),
-    )
-    for name, case in CASES.items()
 }
 EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -182,20 +177,6 @@ def ratio(case, dx, g):
     return square(weight_gradient(case, dx, g)) / d
 
 
-@EVERY_CASE
-def test_no_error_of_a_weight_exceeds_the_worst_case(case):
-    """Random errors and the worst there is, for a random gradient and for the worst one."""
-    g = torch.randn_like(case(case.x(), case.w()))
-    for dx in (case.x(), worst(case, g, adapt=False)[0]):
-        assert ratio(case, dx, g) <= ROUNDING
-        # One number for all elements is enough where it is that of the group that errs most.
-        layer = case.layer()
-        means = case.by_channel(dx).view(case.groups, -1).mean(1) / layer.elements
-        d = formulas.convolution_d(means.max().item(), layer, square(g))
-        assert square(weight_gradient(case, dx, g)) <= d * ROUNDING
-    assert ratio(case, *worst(case, g.abs(), adapt=True)) <= ROUNDING
-
-
 # What the worst errors for the worst gradient reach of D; edges of small images keep it from 1.
 REACHED = {
     "linear": 1.0,
@@ -212,11 +193,20 @@ REACHED = {
 }
 
 
-@pytest.mark.parametrize("name", REACHED)
-def test_the_worst_case_of_a_weight_is_reached(name):
+@pytest.mark.parametrize("name", CASES)
+def test_no_error_of_a_weight_exceeds_the_worst_case(name):
+    """Random errors and the worst there is, for a random gradient and for the worst one."""
     case = CASES[name]
-    g = torch.randn_like(case(case.x(), case.w())).abs()
-    assert ratio(case, *worst(case, g, adapt=True)) >= REACHED[name] * (1 - 1e-6)
+    g = torch.randn_like(case(case.x(), case.w()))
+    for dx in (case.x(), worst(case, g, adapt=False)[0]):
+        assert ratio(case, dx, g) <= ROUNDING
+        # One number for all elements is enough if it is that of the group that errs most.
+        layer = case.layer()
+        means = case.by_channel(dx).view(case.groups, -1).mean(1) / layer.elements
+        d = formulas.convolution_d(means.max().item(), layer, square(g))
+        assert square(weight_gradient(case, dx, g)) <= d * ROUNDING
+    reached = ratio(case, *worst(case, g.abs(), adapt=True))
+    assert REACHED.get(name, 0) * (1 - 1e-6) <= reached <= ROUNDING
 
 
 @EVERY_CASE
@@ -225,40 +215,12 @@ def test_errors_of_a_weight_in_expectation(case):
     layer, dx2 = case.layer(), 0.04
     g = torch.randn_like(case(case.x(), case.w()))
     d = formulas.convolution_d(dx2, layer, case.by_group(g), expectation=True)
-    errors = [square(weight_gradient(case, halves(case.x().shape, dx2), g)) for _ in range(DRAWS)]
+    errors = [square(weight_gradient(case, halves(case.x(), dx2), g)) for _ in range(DRAWS)]
     # A transposed filter does not meet all outputs as often as `reads` says.
     is_exact = not any(case.padding) and not case.transposed
     assert_in_expectation(errors, d, least=1.0 if is_exact else 0.05 if case.transposed else 0.3)
     scalar = formulas.convolution_d(dx2, layer, square(g), expectation=True)
     assert scalar == pytest.approx(d)
-
-
-@EVERY_CASE
-@pytest.mark.parametrize("expectation", [False, True])
-def test_at_the_error_of_a_weight_d_is_what_is_allowed(case, expectation):
-    layer, e2, v2 = case.layer(), 0.5, 7.0
-    by_group = torch.arange(1.0, case.groups + 1)
-    for grad2 in (3.0, by_group):
-        dx2 = bounds.convolution_error(layer, grad2, e2, v2, expectation)
-        assert formulas.convolution_d(dx2, layer, grad2, expectation) == pytest.approx(e2 * v2)
-    assert dx2.shape == (case.channels,)
-    if not case.filter:
-        sizes = layer.elements, layer.channels
-        dx2 = bounds.linear_error(*sizes, 3.0, e2, v2, expectation)
-        assert bounds.linear_d(dx2, *sizes, 3.0, expectation) == pytest.approx(e2 * v2)
-        assert dx2 == bounds.convolution_error(layer, 3.0, e2, v2, expectation)
-
-
-def test_shares_of_channels_are_the_best_ones():
-    """Every other division of D among channels lowers the sum of log |dx|: step 3 of the derivation."""
-    case = CASES["depthwise"]
-    layer, grad2 = case.layer(), torch.tensor([0.1, 1.0, 5.0, 40.0])
-    best = bounds.convolution_error(layer, grad2, 1.0, 1.0)
-    for _ in range(50):
-        other = best * torch.rand(4, dtype=torch.float64)
-        other *= 1.0 / formulas.convolution_d(other, layer, grad2)
-        assert formulas.convolution_d(other, layer, grad2) == pytest.approx(1.0)
-        assert other.log().sum() < best.log().sum()
 
 
 sizes = st.integers(1, 6)
@@ -284,80 +246,68 @@ def test_most_reads_counts_what_a_filter_meets(taps, stride, dilation, size, pad
         assert formulas.most_reads(taps, stride, dilation) == math.ceil(taps / stride)
 
 
-@pytest.mark.slow
-@given(
-    filter=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    dilation=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    extra=st.tuples(st.integers(0, 4), st.integers(0, 4)),
-    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    groups=st.sampled_from([1, 2]),
-    transposed=st.booleans(),
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda layer: formulas.tolerance(-1.0, 1.0), "expected e2 of 0 or more, got -1.0"),
+        (
+            lambda layer: formulas.convolution_d(1.0, layer, torch.tensor([1.0, -1.0])),
+            "expected grad2 as one number or a vector",
+        ),
+        (
+            lambda layer: formulas.convolution_d(1.0, layer, torch.ones(3)),
+            "expected grad2 of 2 groups, got 3",
+        ),
+        (
+            lambda layer: formulas.convolution_d(torch.ones(4), layer, 1.0),
+            "expected grad2 of each group",
+        ),
+        (
+            lambda layer: replace(layer, groups=3),
+            "expected channels in 3 equal groups, got 4 channels",
+        ),
+        (lambda layer: replace(layer, stride=(1,)), "one length"),
+        (
+            lambda layer: formulas.most_reads(3, 0),
+            "expected an integer of 1 or more for stride, got 0",
+        ),
+    ],
 )
-def test_no_convolution_exceeds_its_worst_case(
-    filter, stride, dilation, extra, padding, groups, transposed
-):
-    reach = [d * (f - 1) + 1 for f, d in zip(filter, dilation, strict=True)]
-    padding = tuple(min(p, r // 2) for p, r in zip(padding, reach, strict=True))
-    size = extra if transposed else tuple(r + e for r, e in zip(reach, extra, strict=True))
-    assume(all(s > 0 for s in size))
-    if transposed:
-        assume(
-            all(
-                (s - 1) * t - 2 * p + r > 0
-                for s, t, p, r in zip(size, stride, padding, reach, strict=True)
-            )
-        )
-    case = Case(size, filter, stride, dilation, padding, groups, transposed, 2, 2, 2)
-    g = torch.randn_like(case(case.x(), case.w())).abs()
-    dx = unit(case.x().abs())
-    for _ in range(6):
-        dw = weight_gradient(case, dx, g)
-        assume(dw.norm() > 0)  # no tap of a padded filter falls on the image
-        assert ratio(case, dx, g) <= ROUNDING
-        dx, g = unit(input_gradient(case, unit(dw), g)), unit(case(dx, unit(dw)))
+def test_wrong_settings_are_refused(call, message):
+    with pytest.raises(InputError, match=message):
+        call(CASES["groups"].layer())
 
 
-def test_wrong_settings_of_linear_layers_are_refused():
-    layer = CASES["groups"].layer()
-    with pytest.raises(InputError, match="expected e2 of 0 or more, got -1.0"):
-        bounds.linear_error(2, 3, 1.0, -1.0, 1.0)
-    with pytest.raises(InputError, match="expected grad2 as one number or a vector"):
-        bounds.convolution_error(layer, torch.tensor([1.0, -1.0]), 1.0, 1.0)
-    with pytest.raises(InputError, match="expected grad2 of 2 groups, got 3"):
-        bounds.convolution_error(layer, torch.ones(3), 1.0, 1.0)
-    with pytest.raises(InputError, match="expected channels in 3 equal groups, got 4 channels"):
-        replace(layer, groups=3)
-    with pytest.raises(InputError, match="expected an integer of 1 or more for stride, got 0"):
-        formulas.most_reads(3, 0)
-    with pytest.raises(InputError, match="one length"):
-        replace(layer, stride=(1,))
-    with pytest.raises(InputError, match="expected grad2 of each group"):
-        formulas.convolution_d(torch.ones(4), layer, 1.0)
+@pytest.mark.parametrize("first, second", [(2.0, 0.0), (0.0, 3.0), (2.0, 3.0), (2.0, 1e-12)])
+@pytest.mark.parametrize("allowed", [1e-8, 0.3, 1e4])
+def test_at_the_error_d_is_what_is_allowed(allowed, first, second):
+    def d_at_the_error(first, second):
+        dx2 = formulas.polynomial_error(allowed, first, second)
+        return (first * dx2**0.5 + second * dx2) ** 2
+
+    assert d_at_the_error(first, second) == pytest.approx(allowed)
+    of_channels = torch.tensor([[first, 1.0], [second, 1.0]], dtype=torch.float64)
+    assert d_at_the_error(*of_channels).tolist() == pytest.approx([allowed] * 2)
 
 
-def test_a_gradient_of_zero_allows_any_error():
-    assert bounds.linear_error(2, 3, 0.0, 0.5, 0.0) == math.inf
-    assert bounds.linear_error(2, 3, 1.0, 0.0, 1.0) == 0.0
-    of_groups = bounds.convolution_error(CASES["groups"].layer(), torch.tensor([0.0, 1.0]), 1, 1)
-    assert (
-        of_groups[:2].tolist() == [math.inf] * 2 and of_groups.isfinite().tolist()[2:] == [True] * 2
-    )
-    assert bounds.norm_input_error(4, 0.0, 0.0, 0.5, 0.0) == math.inf
-    assert bounds.pointwise_error(0.0, 1.0, 0.5, 1.0) == math.inf
+INF = math.inf
 
 
-@pytest.mark.parametrize("e2, v2, scalar", [(math.inf, 1.0, math.inf), (0.0, math.inf, 0.0)])
-def test_gradients_that_overflow_leave_no_nan(e2, v2, scalar):
-    """Squared norms of float16 training may be infinite for a step."""
-    layer, of_groups = CASES["groups"].layer(), torch.tensor([2.0, math.inf])
-    assert bounds.linear_error(2, 3, 1.0, e2, v2) == scalar
-    assert bounds.linear_error(2, 3, math.inf, e2, v2) == 0.0
-    assert bounds.convolution_error(layer, of_groups, e2, v2).tolist() == [scalar] * 2 + [0.0] * 2
-    for expectation in (False, True):
-        assert bounds.norm_input_error(4, 1.0, None, e2, v2, expectation) == scalar
-        found = bounds.norm_input_error(4, of_groups, None, e2, v2, expectation)
-        assert found.tolist() == [scalar, 0.0]
+@pytest.mark.parametrize(
+    ("e2", "v2", "first", "expected"),
+    [
+        (0.5, 0.0, 0.0, INF),  # a gradient of zero allows any error
+        (0.0, 1.0, 2.0, 0.0),
+        (INF, 1.0, 2.0, INF),  # squared norms of float16 training may be infinite for a step
+        (0.0, INF, 2.0, 0.0),
+        (0.5, 1.0, INF, 0.0),
+    ],
+)
+def test_gradients_of_zero_and_gradients_that_overflow_leave_no_nan(e2, v2, first, expected):
+    allowed = formulas.tolerance(e2, v2)
+    assert formulas.polynomial_error(allowed, first, 0.0) == expected
+    found = formulas.polynomial_error(allowed, torch.tensor([first, 0.0]), torch.zeros(2))
+    assert found.tolist() == [expected, INF]
 
 
 # --- norms ------------------------------------------------------------------------------------------
@@ -445,30 +395,31 @@ class Problem:
             self.g = self.normalized.clone()
         self.exact = self.gradients(0.0)
         weighted = norm.viewed(norm.scaled(self.g, self.weight).contiguous())
-        normalized = norm.viewed(self.normalized)
-        squares = bounds.norm_squares(normalized, weighted, self.rstd, norm.sets)
-        self.scaled2, self.alignment2 = (square.sum().item() for square in squares)
+        along = (norm.viewed(self.normalized) * weighted).sum(norm.sets, keepdim=True)
+        self.scaled2 = square(weighted * self.rstd)
+        self.alignment2 = square(along * self.rstd)
 
     def gradients(self, first, second=None):
         second = first if second is None else second
         copies = self.normalized + first, self.normalized + second
         return self.norm.gradients(*copies, self.rstd, self.weight, self.g)
 
-    def errors(self, first, second=None):
-        """Return the squared errors of the gradients of (input, weight)."""
-        pairs = zip(self.gradients(first, second), self.exact, strict=True)
-        return [(one - two).square().sum() for one, two in pairs]
+    def error(self, first, second=None):
+        """Return the squared error of the input's gradient."""
+        return (self.gradients(first, second)[0] - self.exact[0]).square().sum()
 
-    def ds(self, dx2, expectation=False):
-        """Return the same errors from the bounds, without and with the alignment."""
-        norm = self.norm
-        summands = math.prod(norm.shape[i] for i in norm.summed)
-        of_weight = bounds.norm_weight_d(dx2, summands, square(self.g), expectation)
-        arguments = dx2, norm.viewed(self.x).numel() // self.rstd.numel(), self.scaled2
-        loose = bounds.norm_input_d(*arguments, None, expectation)
-        tight = bounds.norm_input_d(*arguments, self.alignment2, expectation)
+    def d(self, dx2, expectation=False):
+        """Return the bound of the same error, which is larger without the alignment."""
+        size = self.x.numel() // self.rstd.numel()
+        tight, loose = (
+            (first * math.sqrt(dx2) + second * dx2) ** 2
+            for first, second in (
+                formulas.norm_input_coefficients(size, self.scaled2, alignment2, expectation)
+                for alignment2 in (self.alignment2, None)
+            )
+        )
         assert tight <= loose * ROUNDING
-        return tight, of_weight
+        return tight
 
 
 @EVERY_NORM
@@ -493,257 +444,45 @@ def of_mean_square(dx, norm, dx2):
 
 @EVERY_NORM
 @pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("dx2", [1e-4, 0.04, 4.0])
+@pytest.mark.parametrize("dx2", [1e-4, 4.0])
 def test_no_error_of_a_norm_exceeds_the_worst_case(norm, aligned, dx2):
     """Random errors, and errors that climb the squared gradient error, in one copy and in two."""
     problem = Problem(norm, aligned)
-    of_input, of_weight = problem.ds(dx2)
+    d = problem.d(dx2)
     start = problem.normalized if aligned else 0.0
     dx = of_mean_square(start + 0.1 * normal(*norm.shape), norm, dx2)
     reached = 0.0
     for _ in range(60):
         dx.requires_grad_()
-        errors = problem.errors(dx)
-        reached = max(reached, errors[0].item())
-        uphill = torch.autograd.grad(errors[0], dx)[0]
+        error = problem.error(dx)
+        reached = max(reached, error.item())
+        uphill = torch.autograd.grad(error, dx)[0]
         dx = of_mean_square(uphill + 1e-12 * normal(*norm.shape), norm, dx2)
-    assert reached <= of_input * ROUNDING
-    # All errors add up in a layer norm's weight where they have the gradient's sign and size.
-    scale = (dx2 / problem.g.square().mean(norm.summed, keepdim=True)).sqrt()
-    of_weights = problem.errors(problem.g * scale)[1].item()
-    assert of_weight * (1 - 1e-9) <= of_weights <= of_weight * ROUNDING
-    two = problem.errors(*(of_mean_square(normal(*norm.shape), norm, dx2) for _ in range(2)))
-    assert two[0] <= of_input * ROUNDING
-    assert reached > (0.98 if aligned else 0.2) * of_input
+    assert (0.98 if aligned else 0.2) * d < reached <= d * ROUNDING
+    two = problem.error(*(of_mean_square(normal(*norm.shape), norm, dx2) for _ in range(2)))
+    assert two <= d * ROUNDING
 
 
 @EVERY_NORM
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("draw", ["halves", "rounding"])
-def test_errors_of_norms_in_expectation(norm, copies, aligned, draw):
-    problem, dx2 = Problem(norm, aligned), 0.04
-
-    def drawn():
-        x = problem.normalized
-        return halves(x.shape, dx2) if draw == "halves" else rounding_errors(x, 2 * math.sqrt(dx2))
-
-    found = [problem.errors(*(drawn() for _ in range(copies))) for _ in range(DRAWS)]
-    of_input, of_weight = problem.ds(dx2, expectation=True)
-    least = 0.3 if draw == "rounding" else 0.5
-    assert_in_expectation([item[0].item() for item in found], of_input, least)
-    assert_in_expectation([item[1].item() for item in found], of_weight, least)
-
-
-@EVERY_NORM
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("draw, least", [(normal_errors, 0.85), (halves, 0.5)])
-def test_large_errors_of_norms_in_expectation(norm, copies, draw, least):
-    """The bound holds if the part that is quadratic in the errors is all of the error.
-
-    With one copy, normal errors, as of rotated copies, reach the bound.
-    """
-    problem, dx2 = Problem(norm), 1e6
+@pytest.mark.parametrize(
+    "draw, dx2, least",
+    [(halves, 0.04, 0.5), (rounding, 0.04, 0.3), (halves, 1e6, 0.5), (normal_errors, 1e6, 0.5)],
+)
+def test_errors_of_norms_in_expectation(norm, copies, aligned, draw, dx2, least):
+    """With errors of 1e6, all of the error is quadratic. Normal errors, as of rotated copies, then reach the bound."""
+    problem = Problem(norm, aligned)
     found = [
-        problem.errors(*(draw(norm.shape, dx2) for _ in range(copies)))[0].item()
+        problem.error(*(draw(problem.normalized, dx2) for _ in range(copies))).item()
         for _ in range(DRAWS)
     ]
-    least = least if copies == 1 else 0.5
-    assert_in_expectation(found, problem.ds(dx2, expectation=True)[0], least)
+    is_reached = copies == 1 and draw is normal_errors
+    least = 0.85 if is_reached else least
+    assert_in_expectation(found, problem.d(dx2, expectation=True), least)
 
 
-@pytest.mark.parametrize("expectation", [False, True])
-@pytest.mark.parametrize("allowed", [1e-8, 0.3, 1e4])
-def test_at_the_error_of_a_norm_d_is_what_is_allowed(expectation, allowed):
-    for scaled2, alignment2 in [
-        (2.0, None),
-        (2.0, 3.0),
-        (torch.tensor([1.0, 8.0]), torch.tensor([0.0, 9.0])),
-    ]:
-        dx2 = bounds.norm_input_error(50, scaled2, alignment2, 1.0, allowed, expectation)
-        d = bounds.norm_input_d(dx2, 50, scaled2, alignment2, expectation)
-        assert d == pytest.approx(allowed)
-    for grad2 in (2.0, torch.tensor([1.0, 8.0])):
-        dx2 = bounds.norm_weight_error(50, grad2, 1.0, allowed, expectation)
-        assert bounds.norm_weight_d(dx2, 50, grad2, expectation) == pytest.approx(allowed)
-
-
-def test_both_gradients_of_a_norm_keep_to_the_smaller_error():
-    assert bounds.norm_error(1.0, 2.0) == 1.0
-    both = bounds.norm_error(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 3.0]))
-    assert both.tolist() == [1.0, 3.0]
-    assert bounds.norm_error(torch.tensor([1.0, 5.0]), 2.0).tolist() == [1.0, 2.0]
-
-
-# --- attention --------------------------------------------------------------------------------------
-
-
-def attend(q, k, v, mask=None):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def attention_gradients(inputs, g, mask=None):
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    return torch.autograd.grad(attend(*inputs, mask), inputs, g)
-
-
-class Attention:
-    """Two samples of two heads with fewer queries than keys, a narrower value, and optionally a mask."""
-
-    def __init__(self, masked=False, scale=1.0):
-        shapes = (2, 2, 5, 6), (2, 2, 7, 6), (2, 2, 7, 4)
-        self.inputs = [scale * normal(*shape) for shape in shapes]
-        self.g = normal(2, 2, 5, 4)
-        self.mask = torch.ones(5, 7, dtype=torch.bool).tril(2) if masked else None
-        self.exact = attention_gradients(self.inputs, self.g, self.mask)
-        self.norms = bounds.attention_norms(*self.inputs, self.g, mask=self.mask)
-
-    def errors(self, dx):
-        found = attention_gradients(
-            [x + d for x, d in zip(self.inputs, dx, strict=True)], self.g, self.mask
-        )
-        return [square(a - b) for a, b in zip(found, self.exact, strict=True)]
-
-    def climbed(self, which, dx2, steps=12):
-        """Return the largest squared error that a search finds for one gradient, if all elements err by +-dx."""
-        dx = [halves(x.shape, dx2) for x in self.inputs]
-        most = 0.0
-        for _ in range(steps):
-            inputs = [(x + d).requires_grad_() for x, d in zip(self.inputs, dx, strict=True)]
-            output = attend(*inputs, self.mask)
-            found = torch.autograd.grad(output, inputs, self.g, create_graph=True)[which]
-            error = (found - self.exact[which]).square().sum()
-            most = max(most, error.item())
-            uphill = torch.autograd.grad(error, inputs, materialize_grads=True)
-            dx = [math.sqrt(dx2) * slope.sign() for slope in uphill]
-        return most
-
-
-ATTENTIONS = {"small": {}, "masked": {"masked": True}, "diffuse": {"scale": 0.3}}
-EVERY_ATTENTION = pytest.mark.parametrize("kind", ATTENTIONS.values(), ids=ATTENTIONS)
-
-
-@EVERY_ATTENTION
-@pytest.mark.parametrize("dx2", [1e-6, 0.01, 1.0])
-def test_no_error_of_attention_exceeds_the_worst_case(kind, dx2):
-    problem = Attention(**kind)
-    d = bounds.attention_d(dx2, problem.norms)
-    for _ in range(5):
-        errors = problem.errors([halves(x.shape, dx2) for x in problem.inputs])
-        assert all(error <= most for error, most in zip(errors, d, strict=True))
-    reached = [problem.climbed(which, dx2) / most for which, most in enumerate(d)]
-    assert max(reached) <= 1.0
-    if dx2 == 1e-6:  # loose, and looser with larger errors
-        assert min(reached) > (0.05 if kind == ATTENTIONS["diffuse"] else 4e-3)
-
-
-@EVERY_ATTENTION
-@pytest.mark.parametrize("draw", ["halves", "rounding"])
-def test_errors_of_attention_in_expectation(kind, draw):
-    problem, dx2 = Attention(**kind), 1e-4
-
-    def drawn(x):
-        return halves(x.shape, dx2) if draw == "halves" else rounding_errors(x, 2 * math.sqrt(dx2))
-
-    found = [problem.errors([drawn(x) for x in problem.inputs]) for _ in range(DRAWS)]
-    d = bounds.attention_d(dx2, problem.norms, expectation=True)
-    worst = bounds.attention_d(dx2, problem.norms)
-    for errors, mean, most in zip(zip(*found, strict=True), d, worst, strict=True):
-        assert_in_expectation(errors, mean, least=1e-3)
-        assert mean < most
-
-
-def test_one_head_is_enough_for_attention():
-    q, k, v, g = normal(3, 4), normal(5, 4), normal(5, 2), normal(3, 2)
-    norms = bounds.attention_norms(q, k, v, g)
-    assert norms.key.shape == (1,) and norms.peak.shape == (1, 3)
-    z = g @ v.mT
-    torch.testing.assert_close(norms.spread[0], z.amax(1) - z.amin(1))
-    with pytest.raises(InputError, match="same heads"):
-        bounds.attention_norms(q[None], k, v, g)
-
-
-def test_rows_that_are_masked_throughout_do_not_count():
-    q, k, v, g = normal(3, 4), normal(5, 4), normal(5, 2), normal(3, 2)
-    mask = torch.ones(3, 5, dtype=torch.bool)
-    mask[1] = False
-    found = bounds.attention_norms(q, k, v, g, mask=mask)
-    seen = bounds.attention_norms(q[[0, 2]], k, v, g[[0, 2]])
-    torch.testing.assert_close(found.spread, seen.spread[:, [0, 0, 1]] * torch.tensor([1, 0, 1]))
-    assert found.peak[0, 1] == 0.0
-    assert found.scores_f.item() == pytest.approx(seen.scores_f.item())
-    added = torch.zeros(3, 5).masked_fill(~mask, -math.inf)
-    assert bounds.attention_norms(q, k, v, g, mask=added).spread.equal(found.spread)
-
-
-@pytest.mark.parametrize("expectation", [False, True])
-@pytest.mark.parametrize("size", range(5))
-def test_attention_to_nothing(size, expectation):
-    """No gradient errs, or there is none, if heads, queries, keys or features are missing."""
-    sizes = [2, 3, 5, 4, 6]
-    sizes[size] = 0
-    heads, queries, keys, features, value_features = sizes
-    q, k = normal(heads, queries, features), normal(heads, keys, features)
-    v, g = normal(heads, keys, value_features), normal(heads, queries, value_features)
-    exact = attention_gradients((q, k, v), g)
-    noisy = attention_gradients((q + 0.1, k - 0.2, v + 0.3), g)
-    assert [square(a - b) for a, b in zip(noisy, exact, strict=True)] == [0.0] * 3
-    norms = bounds.attention_norms(q, k, v, g)
-    assert bounds.attention_d(0.1, norms, expectation) == (0.0, 0.0, 0.0)
-    v2 = tuple(map(square, exact))
-    assert bounds.attention_error(norms, 0.5, v2, expectation) == math.inf
-
-
-@pytest.mark.parametrize("expectation", [False, True])
-@pytest.mark.parametrize("e2", [1e-6, 0.5, 1e6])
-def test_at_the_error_of_attention_a_d_is_what_is_allowed(expectation, e2):
-    problem = Attention()
-    v2 = tuple(map(square, problem.exact))
-    dx2 = bounds.attention_error(problem.norms, e2, v2, expectation)
-    shares = [
-        d / (e2 * v)
-        for d, v in zip(bounds.attention_d(dx2, problem.norms, expectation), v2, strict=True)
-    ]
-    assert max(shares) == pytest.approx(1.0) and max(shares) <= 1.0
-    assert bounds.attention_error(problem.norms, 0.0, v2, expectation) == 0.0
-    assert bounds.attention_error(problem.norms, math.inf, v2, expectation) == math.inf
-
-
-# --- pointwise functions ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", bounds.CURVATURE)
-def test_curvatures(name):
-    """No divided difference of f' is above the curvature, and one comes close."""
-    x = np.linspace(-12, 12, 400_001)
-    slopes = np.abs(np.diff(functions.get(name).derivative(x)) / np.diff(x))
-    assert 0.99999 < slopes.max() / bounds.CURVATURE[name] < 1 + 1e-8
-
-
-@pytest.mark.parametrize("name", bounds.CURVATURE)
-@pytest.mark.parametrize("dx2", [1e-6, 0.09])
-def test_errors_of_a_pointwise_function_that_keeps_its_input(name, dx2):
-    f, rng = functions.get(name), np.random.default_rng(0)
-    x = rng.normal(size=2000)
-    g = rng.normal(size=2000)
-    d = bounds.pointwise_d(dx2, bounds.CURVATURE[name], np.square(g).sum())
-
-    def error(dx):
-        return np.square(g * (f.derivative(x + dx) - f.derivative(x))).sum()
-
-    candidates = [math.sqrt(dx2) * s for s in (-1.0, -0.5, 0.5, 1.0)]
-    every = np.stack([(f.derivative(x + dx) - f.derivative(x)) ** 2 for dx in candidates])
-    assert (every.max(0) * g**2).sum() <= d
-    errors = [error(math.sqrt(dx2) * rng.choice([-1.0, 1.0], x.size)) for _ in range(64)]
-    assert np.mean(errors) <= d
-    # All inputs where f' bends most: nearly all of D.
-    grid = np.linspace(-3, 3, 6001)
-    steepest = grid[np.abs(np.gradient(f.derivative(grid), grid)).argmax()]
-    x = np.full(2000, steepest)
-    assert error(1e-3) > 0.99 * bounds.pointwise_d(1e-6, bounds.CURVATURE[name], np.square(g).sum())
-
-
-TABLES = list(itertools.product(["gelu", "silu", "selu", "hardswish"], [1, 2, 3, 4]))
+# --- tables -----------------------------------------------------------------------------------------
 
 
 def brute(table, low, high, n=200_001):
@@ -754,7 +493,8 @@ def brute(table, low, high, n=200_001):
     return np.abs(functions.get(table.function, table.parameters).derivative(x) - table(x)).max()
 
 
-@pytest.mark.parametrize(("name", "bits"), TABLES)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("name", ["gelu", "silu", "selu", "hardswish"])
 @pytest.mark.parametrize(
     "interval", [(-10.0, 10.0), (-1.3, 0.7), (-25.0, 30.0), (1.2, 1.7), (2.2, 2.6)]
 )
@@ -774,9 +514,9 @@ def test_the_largest_error_of_exact_and_unbiased_tables():
     assert tables.largest_table_error(fewbit.load_table("relu", bits=1), -5, 5) == 0.0
     table = fewbit.solve("gelu", bits=2, objective="unbiased")
     for low, high in ((-4.0, 4.0), (-1.0, -0.3), (-8.0, -5.0), (0.2, 0.5)):
-        x = np.linspace(low, high, 20_001)
+        x = np.linspace(low, high, 4_001)
         slopes = functions.get("gelu").derivative(x)
-        drawn = max(np.abs(table.sample(x, seed) - slopes).max() for seed in range(20))
+        drawn = max(np.abs(table.sample(x, seed) - slopes).max() for seed in range(8))
         found = tables.largest_table_error(table, low, high)
         assert 0.9 * found < drawn <= found + 1e-6
 
@@ -787,44 +527,32 @@ def test_intervals_that_are_none_are_refused(interval):
         tables.largest_table_error(fewbit.load_table("gelu", bits=2), *interval)
 
 
-def test_at_the_error_of_a_pointwise_function_d_is_what_is_allowed():
-    dx2 = bounds.pointwise_error(0.8, 3.0, 0.5, 2.0)
-    assert bounds.pointwise_d(dx2, 0.8, 3.0) == pytest.approx(1.0)
-    assert bounds.table_d(tables.allowed_error(3.0, 0.5, 2.0), 3.0) == pytest.approx(1.0)
+def test_the_error_that_is_allowed_of_a_table():
+    assert tables.allowed_error(3.0, 0.5, 2.0) ** 2 * 3.0 == pytest.approx(0.5 * 2.0)
 
 
 # --- the paper's table 1 ----------------------------------------------------------------------------
 
 
-def test_table_1_follows_from_these_bounds():
-    """D is the paper's, with its average factor and its bound on gradients; its dx*^2 differ from D(dx*) = e2 V2.
+def test_the_papers_table_1():
+    """D is the paper's, with its average factor and its bound on gradients."""
+    n, c, g2 = 4, 6, 11.0
+    linear = formulas.Convolution(c, n, (), (), ())
+    assert formulas.convolution_d(0.1, linear, g2) == pytest.approx(g2 * (0.1 * n * c))
 
-    As printed: half of what D allows for fully connected layers and convolutions, twice for batch norm.
-    """
-    n, c, height, width, e2, v2, g2 = 4, 6, 7, 5, 0.5, 3.0, 11.0
-    papers_linear = e2 * v2 / (2 * n * c * g2)
-    assert bounds.linear_error(n, c, g2, e2, v2) == pytest.approx(2 * papers_linear)
-    assert bounds.linear_d(0.1, n, c, g2) == pytest.approx(g2 * (0.1 * n * c))
-
-    r, s, t = 6, 4, 2  # where T divides R and S the average is the count
-    m = n * height * width
-    papers_convolution = e2 * v2 * t**2 / (2 * r * s * m * c * g2)
+    r, s, t, m = 6, 4, 2, 140  # if t divides r and s, the average is the count
     layer = formulas.Convolution(c, m, (r, s), (t, t), (1, 1))
-    assert bounds.convolution_error(layer, g2, e2, v2) == pytest.approx(2 * papers_convolution)
     assert formulas.convolution_d(0.1, layer, g2) == pytest.approx(r * s / t**2 * g2 * 0.1 * m * c)
 
-    # Batch norm: an error dx of x is one of dx / s in x~. The paper's is what is linear in dx, in expectation, if
+    # Batch norm: an error dx of x is one of dx / s in x~. The paper's D is what is linear in dx, in expectation, if
     # its g_c^2 bounds both the weight's squared gradient and |g|^2, and M is large.
     m = 10**9
     deviation = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
     weight = torch.tensor([1.0, 0.3, 2.0], dtype=torch.float64)
     papers_g2 = torch.tensor([4.0, 0.5, 1.0], dtype=torch.float64)
     dx2 = torch.tensor([1e-9, 2e-9, 3e-9], dtype=torch.float64)
-    papers_d = (2 * weight**2 / (m**2 * deviation**4) * papers_g2 * m * dx2).sum().item()
-    scaled2 = alignment2 = weight**2 * papers_g2 / deviation**2
-    d = bounds.norm_input_d(dx2 / deviation**2, m, scaled2, alignment2, expectation=True)
-    assert d == pytest.approx(papers_d, rel=1e-3)
-    papers_error = e2 * v2 * m * deviation**4 / (3 * weight**2 * papers_g2)
-    tiny = 1e-18  # so that what is quadratic in dx vanishes
-    error = bounds.norm_input_error(m, scaled2, alignment2, tiny * e2, v2, expectation=True)
-    torch.testing.assert_close(error * deviation**2, tiny * papers_error / 2, rtol=1e-3, atol=0)
+    papers_d = 2 * weight**2 / (m**2 * deviation**4) * papers_g2 * m * dx2
+    scaled2 = weight**2 * papers_g2 / deviation**2
+    first, second = formulas.norm_input_coefficients(m, scaled2, scaled2, expectation=True)
+    found = (first * dx2.sqrt() / deviation + second * dx2 / deviation**2) ** 2
+    torch.testing.assert_close(found, papers_d, rtol=1e-3, atol=0)

@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 from composed import Composed
-from layers import LAYERS, fresh, ids
 from layouts import LAYOUTS, InLayout
 from probed_models import (
     MODELS,
@@ -17,16 +16,13 @@ from probed_models import (
     gradient,
     loss_of,
 )
-from samples import normal, same_sums
+from samples import normal
 from test_error_models import monitored_of, observed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import fewbit
 from fewbit.policies.error_bound.probe import ErrorBoundProbe
-
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
 def mlp():
@@ -38,26 +34,6 @@ X = normal((8, 64), scale=1.0)
 
 
 # -- the step is the same ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layer", **ids(LAYERS))
-def test_every_layer(device, layer):
-    """Results and torch's random state are those of a step without a probe, also if exact values are saved."""
-    model, _ = layer.pair(4, device)
-    model = nn.Sequential(model)
-    x = nn.Parameter(layer.input(device))
-    controller = converted(model)
-    controller.context.policy = Fixed()
-    expected, state = gradient(fresh(model), x), torch.get_rng_state()
-    grad_x, x.grad = x.grad, None
-    seen = observed(model, controller, x, run=gradient, monitored={("0", 0)})
-    assert torch.equal(torch.get_rng_state(), state)
-    assert same_sums(x.grad, grad_x)
-    again = torch.cat(
-        [x.new_empty(0), *(parameter.grad.flatten() for parameter in model.parameters())]
-    )
-    assert same_sums(again, expected)
-    assert seen.slots["0", 0].constraints and seen.slots["0", 0].monitored
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -129,30 +105,28 @@ def test_layouts(name, is_inside):
 # -- activations -------------------------------------------------------------------------------------------
 
 
-class Activations(nn.Module):
-    """A model with activations as modules, as a called function, and as a function that a module of torch has."""
+def activations(is_checkpointed):
+    """Return a model with activations as modules, as a called function, and as a function that a module of torch has."""
+    torch.manual_seed(0)
 
-    def __init__(self, is_checkpointed=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16), nn.SiLU())
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
-        self.last, self.is_checkpointed = nn.Linear(16, 16), is_checkpointed
-
-    def called(self, x):
-        return F.gelu(F.gelu(self.last(x)))
-
-    def forward(self, x):
-        if self.is_checkpointed:
-            x = checkpoint(self.first, x, use_reentrant=False)
+    def forward(model, x):
+        if is_checkpointed:
+            x = checkpoint(model.first, x, use_reentrant=False)
         else:
-            x = self.first(x)
-        return self.called(self.layer(x))
+            x = model.first(x)
+        return F.gelu(F.gelu(model.last(model.layer(x))))
+
+    return Composed(
+        forward,
+        first=nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16), nn.SiLU()),
+        layer=nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True),
+        last=nn.Linear(16, 16),
+    )
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_names_of_activations(is_checkpointed):
-    model = Activations(is_checkpointed)
+    model = activations(is_checkpointed)
     found = observed(model, converted(model), normal((4, 6, 16), scale=1.0), run=gradient)
     assert {name: activation.function for name, activation in found.activations.items()} == {
         "first.1": "silu",
@@ -183,65 +157,37 @@ def test_gradients_at_activations(device, inplace):
 
 
 def test_parameters_of_activations():
-    model = nn.Sequential(nn.Linear(64, 64), nn.ELU(1.5), nn.Linear(64, 64), nn.GELU("tanh"))
+    model = nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.GELU("tanh"))
     found = observed(model, converted(model), X, run=gradient).activations
-    assert (found["1"].function, found["1"].parameters) == ("elu", (1.5,))
+    assert (found["1"].function, found["1"].parameters) == ("leaky_relu", (0.2,))
     assert (found["3"].function, found["3"].parameters) == ("gelu_tanh", ())
-
-
-def test_a_restored_model_has_no_names():
-    model = mlp()
-    converted(model)
-    assert "_fewbit_path" in vars(model[1])
-    fewbit.restore_(model)
-    assert "_fewbit_path" not in vars(model[1])
 
 
 # -- the monitor -------------------------------------------------------------------------------------------
 
 
-def test_the_truth_about_a_linear_layer(device):
+def test_the_truth_about_a_norm_and_what_shares_its_copy():
     """g^ is the gradient of the step, g is torch's own from the same gradient of the result."""
     torch.manual_seed(0)
-    theirs = nn.Linear(64, 8).to(device)
-    x = X.to(device)
-    expected = gradient(theirs, x)[: 64 * 8].square().sum()
-    model = nn.Sequential(theirs)
-    found = observed(model, converted(model, 1), x, run=gradient, monitored={("0", 0)})
-    ((label, hat2, exact2),) = found.slots["0", 0].monitored
-    assert label == "weight"
-    assert hat2 == pytest.approx(float(model[0].weight.grad.square().sum()), rel=1e-5)
-    assert exact2 == pytest.approx(float(expected), rel=1e-5)
 
+    def forward(model, x):
+        x = model.norm(x)
+        return torch.cat([model.a(x), model.b(x)], 1)
 
-def test_the_truth_about_a_norm_and_what_shares_its_copy():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.norm, self.a, self.b = nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(64, 8)
-
-        def forward(self, x):
-            x = self.norm(x)
-            return torch.cat([self.a(x), self.b(x)], 1)
-
+    model = Composed(forward, norm=nn.LayerNorm(64), a=nn.Linear(64, 8), b=nn.Linear(64, 8))
     x = nn.Parameter(X)
-    model = Model()
+
+    def squares():
+        weights = {"weight": model.norm, "a: weight": model.a, "b: weight": model.b}
+        found = {"input": x.grad, **{label: part.weight.grad for label, part in weights.items()}}
+        return {label: float(grad.square().sum()) for label, grad in found.items()}
+
     gradient(model, x)
-    expected = {
-        "input": x.grad,
-        "weight": model.norm.weight.grad,
-        "a: weight": model.a.weight.grad,
-        "b: weight": model.b.weight.grad,
-    }
-    expected = {label: float(gradient.square().sum()) for label, gradient in expected.items()}
-    x.grad = None
+    expected, x.grad = squares(), None
     found = observed(model, converted(model, 2), x, run=gradient, monitored={("norm", 0)})
-    exact = {label: square for label, _, square in found.slots["norm", 0].monitored}
-    assert exact == pytest.approx(expected, rel=1e-4)
-    hat = {label: item for label, item, _ in found.slots["norm", 0].monitored}
-    assert hat["input"] == pytest.approx(float(x.grad.square().sum()), rel=1e-4)
-    assert hat["a: weight"] == pytest.approx(float(model.a.weight.grad.square().sum()), rel=1e-4)
+    monitored = found.slots["norm", 0].monitored
+    assert {label: square for label, _, square in monitored} == pytest.approx(expected, rel=1e-4)
+    assert {label: hat for label, hat, _ in monitored} == pytest.approx(squares(), rel=1e-4)
 
 
 def test_the_truth_about_attention():
@@ -279,28 +225,26 @@ def test_the_truth_about_attention():
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_exact_values_are_freed(is_checkpointed, monkeypatch):
     """Only exact values of monitored slots are held, and none after the backward pass."""
-    held = []
+    held = {}
     record_rounding = ErrorBoundProbe.record_rounding
 
     def noting(self, slot, record):
         tensor = record_rounding(self, slot, record)
-        held.append((slot.name, tensor.exact is not None))
-        if tensor.exact is not None:
-            noting.exact = weakref.ref(tensor.exact)
+        held[slot.name] = None if tensor.exact is None else weakref.ref(tensor.exact)
         return tensor
 
     monkeypatch.setattr(ErrorBoundProbe, "record_rounding", noting)
     model = mlp()
-    controller = converted(model)
     probe = ErrorBoundProbe(0, {("2", 0)})
-    controller.context.policy = Fixed(probe=probe)
+    converted(model).context.policy = Fixed(probe=probe)
     y = checkpoint(model, X, use_reentrant=False) if is_checkpointed else model(X)
-    assert dict(held) == {("0", 0): False, ("2", 0): True}
-    assert noting.exact() is not None
+    assert held.keys() == {("0", 0), ("2", 0)} and held["0", 0] is None
+    exact = held["2", 0]
+    assert exact() is not None
     loss = loss_of(y)
     loss.backward()
     gc.collect()
-    assert noting.exact() is None
+    assert exact() is None
     probe.send()
     assert monitored_of(probe.results()).keys() == {("2", 0)}
 
@@ -477,30 +421,16 @@ def test_dtypes(dtype, is_autocast):
     found = observed(model, converted(model), x, run=run)
     assert is_autocast or found.slots["0", 0].dtype_bytes == dtype.itemsize
     for name in (("0", 0), ("2", 0)):
-        ours = {constraint.label: constraint for constraint in found.slots[name].constraints}
-        assert ours
-        for constraint in expected.slots[name].constraints:
-            if constraint.label in ours:
-                same = ours[constraint.label]
-                assert same.v2 == pytest.approx(constraint.v2, rel=0.1)
-                assert same.first == pytest.approx(constraint.first, rel=0.1)
+        ours, other = (
+            {one.label: one for one in result.slots[name].constraints}
+            for result in (found, expected)
+        )
+        labels = ours.keys() & other.keys()
+        assert labels
+        for label in labels:
+            assert ours[label].v2 == pytest.approx(other[label].v2, rel=0.1)
+            assert ours[label].first == pytest.approx(other[label].first, rel=0.1)
     assert found.activations["1"].v2 == pytest.approx(expected.activations["1"].v2, rel=0.1)
-
-
-def test_a_loss_scale_scales_squares_alike():
-    model = mlp()
-    controller = converted(model)
-    expected = observed(model, controller, X, run=gradient)
-
-    def run(model, x, seed=0):
-        torch.manual_seed(seed)
-        (1024 * loss_of(model(x))).backward()
-
-    found = observed(model, controller, X, run=run)
-    for name, slot in expected.slots.items():
-        for one, scaled in zip(slot.constraints, found.slots[name].constraints, strict=True):
-            assert scaled.v2 == pytest.approx(2**20 * one.v2, rel=1e-3)
-            assert scaled.first == pytest.approx(2**10 * one.first, rel=1e-3)
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from layers import LAYERS, LINEAR, NORMS, ids
+from composed import Composed
+from layers import LAYERS, LINEAR, ids
 from probed_models import Fixed, converted, loss_of
-from samples import normal
+from samples import normal, same_sums
 from torch import nn
 from torch.nn import functional as F
 
@@ -69,25 +70,34 @@ def pair(layer, device):
 
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_squares_of_gradients(device, layer):
-    """V^2 at 8 bits is that of torch's own layer. Each gradient that depends on the saved tensor has one."""
+    """V^2 at 8 bits is that of torch's own layer. Each gradient that depends on the saved tensor has one.
+
+    Results and torch's random state are those of a step without a probe, also if exact values are saved.
+    """
     model, theirs, x = pair(layer, device)
-    exact = gradients(theirs, x)
-    ((name, seen),) = observed(model, converted(model, 8), x).slots.items()
-    assert name == ("0", 0) and seen.is_known and seen.dtype_bytes == 4
+    exact, steps = gradients(theirs, x), []
+
+    def run(*arguments):
+        steps.append((gradients(*arguments), torch.get_rng_state()))
+
+    controller = converted(model, 8)
+    controller.context.policy = Fixed()
+    run(model, x)
+    found = observed(model, controller, x, run=run, monitored={("0", 0)})
+    (plain, state), (probed, state_after) = steps
+    assert torch.equal(state_after, state)
+    assert all(same_sums(probed[label], grad) for label, grad in plain.items())
+    ((name, seen),) = found.slots.items()
+    assert name == ("0", 0) and seen.is_known and seen.dtype_bytes == 4 and seen.monitored
     assert {constraint.kind for constraint in seen.constraints} == {"in expectation"}
     expected = {"weight"} if layer in LINEAR else {"input", "weight"}
     assert {constraint.label for constraint in seen.constraints} == expected & exact.keys()
     for constraint in seen.constraints:
         true = float(exact[constraint.label].double().square().sum())
         # Of one draw: what g^ - g has along g is of mean 0 and of this size.
-        along = 2 * math.sqrt(
-            d_of(constraint, seen.error2) * true / exact[constraint.label].numel()
-        )
+        size = exact[constraint.label].numel()
+        along = 2 * math.sqrt(d_of(constraint, seen.error2) * true / size)
         assert constraint.v2 == pytest.approx(true, rel=0.01, abs=3 * along), constraint.label
-
-
-def is_padded(layer) -> bool:
-    return bool(layer.options.get("padding"))
 
 
 @pytest.mark.slow
@@ -102,21 +112,26 @@ def test_d_against_rounding(device, layer):
     exact = gradients(theirs, x)
     controller = converted(model, 3)
     ((_, seen),) = observed(model, controller, x).slots.items()
-    errors = squared_error(model, x, exact, 150)
+    errors = squared_error(model, x, exact, 80)
     for constraint in seen.constraints:
         d = d_of(constraint, seen.error2)
         assert errors[constraint.label] < 1.25 * d, constraint.label
         is_equal = layer in LINEAR and "Transpose" not in layer.name and layer.name != "Conv3d"
-        if is_equal and not is_padded(layer):
-            assert errors[constraint.label] > 0.5 * d
-        else:
-            assert errors[constraint.label] > 0.05 * d
+        is_padded = bool(layer.options.get("padding"))
+        assert errors[constraint.label] > (0.5 if is_equal and not is_padded else 0.05) * d
+
+
+DIFFERENT = {
+    "linear": (lambda: nn.Linear(256, 16), (16, 256)),
+    "convolution": (lambda: nn.Conv2d(4, 8, 3, groups=2), (16, 4, 8, 8)),
+    "layer norm": (lambda: nn.LayerNorm(256), (16, 256)),
+    "batch norm": (lambda: nn.BatchNorm2d(4), (16, 4, 8, 8)),
+    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True), (16, 4, 8, 8)),
+}
 
 
 @pytest.mark.parametrize("quantizer, decades", [("uniform", 2), ("rotated", 1)])
-@pytest.mark.parametrize(
-    "kind", ["linear", "convolution", "layer norm", "batch norm", "instance norm"]
-)
+@pytest.mark.parametrize("kind", DIFFERENT)
 def test_samples_of_very_different_size(device, kind, quantizer, decades):
     """D takes into account that samples share bits and that rows with large gradients have large errors.
 
@@ -125,27 +140,17 @@ def test_samples_of_very_different_size(device, kind, quantizer, decades):
     samples in rotated copies do not differ by as much.
     """
     torch.manual_seed(0)
-    make = {
-        "linear": lambda: nn.Linear(256, 16),
-        "convolution": lambda: nn.Conv2d(4, 8, 3, groups=2),
-        "layer norm": lambda: nn.LayerNorm(256),
-        "batch norm": lambda: nn.BatchNorm2d(4),
-        "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
-    }[kind]
+    make, shape = DIFFERENT[kind]
     theirs = make().to(device)
-    shape = (16, 256) if kind in ("linear", "layer norm") else (16, 4, 8, 8)
     scale = torch.logspace(-decades / 2, decades / 2, 16).view(-1, *[1] * (len(shape) - 1))
     x = (normal(shape, scale=1.0) * scale).to(device)
+    weights = normal((16, 1), scale=1.0).to(device).abs().view_as(scale)
 
     def run(model, x, seed=0):
         torch.manual_seed(seed)
         model.zero_grad()
-        (
-            model(x) * normal((16, 1), scale=1.0).to(device).abs().view_as(scale)
-        ).square().sum().backward()
-        return {
-            "weight": next(parameter for parameter in model.parameters() if parameter.dim()).grad
-        }
+        (model(x) * weights).square().sum().backward()
+        return {"weight": next(model.parameters()).grad}
 
     model = nn.Sequential(copy.deepcopy(theirs))
     controller = converted(model, 3, layers=fewbit.LayerSettings(quantizer=quantizer))
@@ -175,18 +180,6 @@ def test_errors_are_taken_off_the_squares(bits):
     assert sum(found) / 40 == pytest.approx(true, rel=0.05)
 
 
-class Normed(nn.Module):
-    """A model in which two layers use the copy of a norm."""
-
-    def __init__(self, norm, *layers):
-        super().__init__()
-        self.norm, self.layers = norm, nn.ModuleList(layers)
-
-    def forward(self, x):
-        x = self.norm(x)
-        return torch.cat([layer(x).flatten(1) for layer in self.layers], 1)
-
-
 def rms_norm_of(name):
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
@@ -212,7 +205,13 @@ def test_layers_that_share_the_copy_of_a_norm(name):
         pytest.importorskip("transformers")
     make, shape = SHARED[name]
     torch.manual_seed(0)
-    theirs = Normed(*make())
+    norm, *layers = make()
+
+    def forward(model, x):
+        x = model.norm(x)
+        return torch.cat([layer(x).flatten(1) for layer in model.layers], 1)
+
+    theirs = Composed(forward, norm=norm, layers=nn.ModuleList(layers))
     with torch.no_grad():
         theirs.norm.weight.copy_(torch.rand_like(theirs.norm.weight) * 3)
     x = normal(shape, scale=1.0)
@@ -243,19 +242,6 @@ def test_layers_that_share_the_copy_of_a_norm(name):
         assert errors[constraint.label] > (0.05 if constraint.label == "input" else 0.8) * d
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", **ids([item for item in NORMS if len(item.shape) > 3][:4]))
-def test_two_copies(layer):
-    """The D of one copy suffices for two copies."""
-    _, theirs = layer.pair(4)
-    model, x = nn.Sequential(copy.deepcopy(theirs)), layer.input()
-    controller = converted(model, 3, layers={"copies": 2})
-    ((_, seen),) = observed(model, controller, x).slots.items()
-    errors = squared_error(model, x, gradients(theirs, x), 200)
-    for constraint in seen.constraints:
-        assert errors[constraint.label] < 1.25 * d_of(constraint, seen.error2)
-
-
 # -- channels ----------------------------------------------------------------------------------------------
 
 
@@ -264,34 +250,29 @@ def test_channels_of_a_convolution():
     torch.manual_seed(0)
     x = normal((4, 6, 8, 8), scale=1.0)
     grad = normal((4, 6, 6, 6), scale=1.0) * torch.tensor([1.0, 1, 1, 1, 5, 5])[:, None, None]
-
-    def run(model, x, seed=0):
-        model(x).backward(grad)
-
-    model = nn.Sequential(nn.Conv2d(6, 6, 3, groups=3))
-    (seen,) = observed(model, converted(model, 8), x, run=run).slots.values()
+    seen = observed_with(grad, nn.Conv2d(6, 6, 3, groups=3), x)
     squares = grad.square().sum((0, 2, 3)).view(3, 2).sum(1).repeat_interleave(2)
     assert seen.channel_weights == pytest.approx((squares / squares.mean()).tolist(), rel=0.1)
-    model = nn.Sequential(nn.Conv2d(6, 6, 3))
-    (seen,) = observed(model, converted(model, 8), x, run=run).slots.values()
-    assert seen.channel_weights is None
+    assert observed_with(grad, nn.Conv2d(6, 6, 3), x).channel_weights is None
 
 
 def test_channels_of_a_batch_norm():
     torch.manual_seed(0)
     x = normal((8, 6, 8, 8), scale=1.0)
-    scale = torch.tensor([0.1, 1, 1, 2, 3, 5])
-    grad = normal(x.shape, scale=1.0) * scale[:, None, None]
-
-    def run(model, x, seed=0):
-        model(x).backward(grad)
-
-    model = nn.Sequential(nn.BatchNorm2d(6))
-    (seen,) = observed(model, converted(model, 8), x, run=run).slots.values()
+    grad = normal(x.shape, scale=1.0) * torch.tensor([0.1, 1, 1, 2, 3, 5])[:, None, None]
+    seen = observed_with(grad, nn.BatchNorm2d(6), x)
     # Of the weight, whose gradients of random signs are small: |g_c|^2.
     squares = grad.square().sum((0, 2, 3))
     assert seen.channel_weights == pytest.approx((squares / squares.mean()).tolist(), rel=0.05)
     assert sum(seen.channel_weights) == pytest.approx(6)
+
+
+def observed_with(grad, layer, x):
+    """Return the result for a layer whose output has the gradient."""
+    model = nn.Sequential(layer)
+    run = lambda model, x, seed: model(x).backward(grad)  # noqa: E731
+    (seen,) = observed(model, converted(model, 8), x, run=run).slots.values()
+    return seen
 
 
 # -- what is measured --------------------------------------------------------------------------------------

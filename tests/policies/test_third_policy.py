@@ -146,19 +146,15 @@ def test_its_state_is_that_of_the_controller():
     assert again.allocation == controller.allocation != before
     with pytest.raises(InputError, match="controller of LargestBits, got one of AdaptiveBits"):
         controller.load_state_dict({"version": 1})
+
+
+def test_its_methods_are_those_of_the_controller():
+    model, controller = compressed()
     with pytest.raises(InputError, match="expected no numbers"):
         controller.number_samples(range(32))
-
-
-def test_its_limit_is_that_of_the_gradient_ratio():
-    model, controller = compressed()
     found = controller.gradient_ratio(X, lambda model, x: model(x).square().sum(), draws=2)
     assert found.limit == 3.0
-
-
-def test_layers_that_are_called_by_themselves_are_reported():
-    model, controller = compressed()
-    model[0](X).sum().backward()
+    model[0](X).sum().backward()  # called by itself, outside of a forward of the model
     assert controller.context.policy.unobserved == [("0", "alone")]
 
 
@@ -207,21 +203,19 @@ def _(config: LeastBits, facts):
 
 
 def test_a_policy_needs_no_method_of_its_own():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    controller = fewbit.compress_(model, LeastBits(), layers={"functional": False}, verbose=False)
-    saved = fewbit.saved_bytes(model, X).total
-    same = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    fewbit.compress_(same, fewbit.SampleBits(2.5), layers={"functional": False}, verbose=False)
-    assert saved == fewbit.saved_bytes(same, X).total - 32 * 64 / 8  # 1.5 bits in place of 2.5
+    def saved(bits):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        controller = fewbit.compress_(model, bits, layers={"functional": False}, verbose=False)
+        return fewbit.saved_bytes(model, X).total, model, controller
+
+    total, model, controller = saved(LeastBits())
+    assert total == saved(fewbit.SampleBits(2.5))[0] - 32 * 64 / 8  # 1.5 bits in place of 2.5
     assert str(controller.allocation).startswith("LeastBits(2.5) reports no bits by layer")
     assert "fewbit.ErrorBound" in str(controller.bounds)
     assert "LeastBits(2.5)" in str(controller.report)
-    assert (
-        controller.gradient_ratio(X, lambda model, x: model(x).square().sum(), draws=2).limit
-        is None
-    )
-    state = controller.state_dict()
-    controller.load_state_dict(state)
+    ratio = controller.gradient_ratio(X, lambda model, x: model(x).square().sum(), draws=2)
+    assert ratio.limit is None
+    controller.load_state_dict(controller.state_dict())
     with pytest.raises(InputError, match="controller of LeastBits, got one of AdaptiveBits"):
         controller.load_state_dict({"version": 1})
     controller.number_samples(torch.arange(32))

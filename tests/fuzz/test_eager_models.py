@@ -180,11 +180,6 @@ def test_gradients_are_those_of_the_exact_model(chunk):
     assert not wrong, report(wrong)
 
 
-def test_some_random_models():
-    wrong = check(range(20))
-    assert not wrong, report(wrong)
-
-
 # -- what would be found ----------------------------------------------------------------------------------
 
 
@@ -198,33 +193,16 @@ def permuted(original):
     return dequantize
 
 
-def zeroed(original):
-    return lambda *arguments, **options: torch.zeros_like(original(*arguments, **options))
-
-
-def negated(original):
-    return lambda *arguments, **options: -original(*arguments, **options)
-
-
-def noisy(original):
-    return lambda *arguments, **options: torch.randn_like(original(*arguments, **options))
-
-
 PLACES = {
     "what layers restore": (QuantizedTensorSpec, "dequantize"),
     "sums over rows": (sums, "over_rows"),
     "sums over channels": (sums, "over_channels"),
     "the product of activations": (activation_ops, "decode_mul"),
 }
-CHANGES = (permuted, zeroed, negated, noisy)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_mistake_is_found(place, change, monkeypatch):
+def test_a_mistake_is_found(place, monkeypatch):
     holder, name = PLACES[place]
-    monkeypatch.setattr(holder, name, change(getattr(holder, name)))
-    wrong = check(range(200))
-    # Noise shows in what is said of all cases.
-    assert [line for line in wrong if change is noisy or line.startswith("seed")]
+    monkeypatch.setattr(holder, name, permuted(getattr(holder, name)))
+    assert any(Case(seed).wrong() for seed in range(100))

@@ -34,24 +34,19 @@ def _shard(module, **options):
 
 
 def ddp(rank):
-    """With DistributedDataParallel, gradients are those of both inputs."""
+    """With DistributedDataParallel, gradients are those of both inputs. `compress_` also takes a wrapped module."""
 
-    def run(module):
+    def first(module):
         compressed(module)
         return _step(DistributedDataParallel(module), rank)
 
-    check(run)
-
-
-def ddp_compressed_within(rank):
-    """`compress_` also takes a module that is wrapped already."""
-
-    def run(module):
+    def later(module):
         wrapped = DistributedDataParallel(module)
         compressed(wrapped)
         return _step(wrapped, rank)
 
-    check(run)
+    check(first)
+    check(later)
 
 
 def ddp_accumulates(rank):
@@ -82,24 +77,19 @@ def ddp_static_graph(rank):
 
 
 def sharded(rank):
-    """With `fully_shard`, of the blocks and of the model."""
+    """With `fully_shard`, before or after which torch's classes of layers are converted, or stay exact."""
 
-    def run(module):
+    def first(module):
         compressed(module)
         return _step(_shard(module), rank)
 
-    check(run)
-
-
-def sharded_first(rank):
-    """`compress_` after `fully_shard`: torch's subclasses of layers are converted or stay exact, with right gradients."""
-
-    def run(module):
+    def later(module):
         _shard(module)
         compressed(module)
         return _step(module, rank)
 
-    check(run)
+    check(first)
+    check(later)
 
 
 def sharded_checkpoints(rank):
@@ -204,11 +194,9 @@ def independent_rounding(rank):
 
 CASES = (
     ddp,
-    ddp_compressed_within,
     ddp_accumulates,
     ddp_static_graph,
     sharded,
-    sharded_first,
     sharded_checkpoints,
     sharded_accumulates,
     sharded_and_replicated,

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composed import Composed
 from torch import nn
 
 import fewbit
@@ -13,18 +14,16 @@ from fewbit.runtime.interop.cuda_streams import AsyncHostCopy
 from fewbit.runtime.saved import cache
 
 
-class Branches(nn.Module):
-    """Two linear layers of the same input, each after a call of `before`."""
+def branches(before):
+    """Return a model of two linear layers of the same input, each after a call of `before`."""
 
-    def __init__(self, before):
-        super().__init__()
-        self.first, self.second, self.before = nn.Linear(64, 8), nn.Linear(64, 8), before
+    def forward(model, x):
+        before(0)
+        y = model.first(x)
+        before(1)
+        return y + model.second(x)
 
-    def forward(self, x):
-        self.before(0)
-        y = self.first(x)
-        self.before(1)
-        return y + self.second(x)
+    return Composed(forward, first=nn.Linear(64, 8), second=nn.Linear(64, 8))
 
 
 @pytest.mark.parametrize("streams", [(7, 7), (7, 8)])
@@ -32,16 +31,14 @@ def test_layers_share_a_copy_only_in_one_stream(monkeypatch, streams):
     current = [None]
     for module in (cache, fingerprint):
         monkeypatch.setattr(module, "stream_of", lambda x: current[0])
-    model = Branches(lambda branch: current.__setitem__(0, streams[branch]))
+    model = branches(lambda branch: current.__setitem__(0, streams[branch]))
     fewbit.compress_(model, bits=2, verbose=False)
     x = torch.randn(32, 64)
     saved = {}
 
     def pack(tensor):
         if tensor.dtype == torch.int32:
-            saved[tensor.data_ptr()] = (
-                tensor  # kept alive, so that no other tensor gets the address
-            )
+            saved[tensor.data_ptr()] = tensor  # so that no other tensor gets the address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from cases import CASES, CHUNKS, seeds
+from cases import CASES, CHUNKS, run, seeds
 from composed import Composed
 from interrupted import (
     Interrupt,
@@ -145,19 +145,16 @@ def check(name, model) -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_interrupts(chunk):
-    for seed in seeds(chunk):
+    def check_one(seed):
         draw = random.Random(seed)
         name = draw.choice(list(MODELS))
         opcodes, error = draw.random() < 0.1, draw.choice(ERRORS)
         model, _, counts, _ = made(name)
         with Interrupt(draw.randrange(counts[opcodes]), error, opcodes):
             step(model)
-        try:
-            check(name, model)
-        except AssertionError as failure:
-            raise AssertionError(
-                f"seed {seed}: {name}, {error.__name__}, opcodes={opcodes}"
-            ) from failure
+        check(name, model)
+
+    run(check_one, seeds(chunk))
 
 
 @pytest.mark.parametrize("name", ["again", "observed", "excluded"])
@@ -198,18 +195,18 @@ def test_an_interrupt_of_a_measurement(what):
     """The interrupt comes when a line is reached for the first time. There is one such line for each five cases."""
     torch.manual_seed(0)
     model = attention()
-    run = measurements(model)[what]
-    run()
+    measure = measurements(model)[what]
+    measure()
     quiet_controller(model)
     before, random_state = state_of(model), torch.get_rng_state()
-    numbers = [at[0] for at in places(run).values()]
+    numbers = [at[0] for at in places(measure).values()]
     exact, expected = plain()
     torch.set_rng_state(random_state)
     if what == "compress_":
         quiet_controller(model)
     for number in random.Random(what).sample(numbers, min(len(numbers), CASES // 5)):
         with Interrupt(number) as interrupt:
-            run()
+            measure()
         check_nothing_is_left()
         assert all(map(torch.equal, gradients(exact, X), expected))
         if interrupt.is_raised:

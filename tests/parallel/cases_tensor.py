@@ -6,6 +6,7 @@ from composed import Composed
 from language_model import (
     batch,
     check,
+    checked,
     compressed,
     exact_gradients,
     gradients_of,
@@ -175,19 +176,15 @@ def _local(parameter):
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def with_a_parallel_loss(rank):
+@checked
+def with_a_parallel_loss(module, rank):
     """The logits stay sharded along the classes, and torch's `loss_parallel` computes the loss."""
-    mesh = mesh_of(2)
-
-    def run(module):
-        compressed(module)
-        parallel(module, mesh, head=ColwiseParallel(use_local_output=False))
-        tokens, targets = batch()
-        with loss_parallel():
-            loss_of(module(tokens), targets).backward()
-        return gradients_of(module)
-
-    check(run)
+    compressed(module)
+    parallel(module, mesh_of(2), head=ColwiseParallel(use_local_output=False))
+    tokens, targets = batch()
+    with loss_parallel():
+        loss_of(module(tokens), targets).backward()
+    return gradients_of(module)
 
 
 def with_checkpoints(rank):
@@ -289,13 +286,6 @@ def compiled(rank):
 
 
 CASES = (
-    tensor_parallel,
-    fewer_bytes,
-    replicas_stay_equal,
-    with_a_parallel_loss,
-    with_checkpoints,
-    with_fully_shard,
-    gated_units,
-    other_functions_stay_exact,
-    compiled,
-)
+    tensor_parallel, fewer_bytes, replicas_stay_equal, with_a_parallel_loss, with_checkpoints, with_fully_shard, gated_units,
+    other_functions_stay_exact, compiled,
+)  # fmt: skip

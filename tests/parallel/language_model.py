@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import wraps
 from unittest.mock import patch
 
 import torch
@@ -159,6 +160,16 @@ def check(run, **options) -> None:
         difference = float((gradient - expected[name]).norm() / expected[name].norm())
         # An exact gradient is a sign that nothing was compressed. Only gradients of biases may be nearly exact.
         assert difference < 0.03, (name, difference)
+
+
+def checked(run):
+    """Return a case, a function of the rank, that checks the gradients of a function of a model and the rank."""
+
+    @wraps(run)
+    def case(rank):
+        check(lambda module: run(module, rank))
+
+    return case
 
 
 def _local(tensor):

@@ -61,8 +61,6 @@ RELUS = {
     "torch.relu": torch.relu,
     "method": lambda x: x.relu(),
 }
-UNCONVERTED = {"torch.relu_": torch.relu_, "method in place": lambda x: x.relu_()}
-"""Functions that stay torch's own. torch saves their results, not codes."""
 
 
 def compressed(model, bits=2, **options):
@@ -116,13 +114,6 @@ def test_zeros_are_exact(relu, dtype):
     for _ in range(2):
         run(model, data((6, 300), dtype))
         check(model, 0.1, dtype=dtype)
-
-
-@pytest.mark.parametrize("relu", UNCONVERTED)
-def test_a_relu_without_codes_has_no_mask(relu):
-    model = compressed(Layers(nn.Linear(300, 4), relu=UNCONVERTED[relu]), 4)
-    run(model, data((6, 300)))
-    check(model, 0.2, False)
 
 
 LAST = torch.channels_last
@@ -295,20 +286,6 @@ def test_the_error_beside_that_of_a_uniform_copy(bits, factor):
     assert errors["rotated"] * factor < errors["uniform"]
 
 
-def test_gradients_of_the_first_and_of_later_forwards_are_the_same(backend):
-    """In later forwards, one pass computes the ReLU, its codes and the copy."""
-    model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 4)).to(backend.device)
-    compressed(model)
-    x, found = normal((6, 8)).to(backend.device), []
-    for _ in range(2):
-        torch.manual_seed(1)
-        model.zero_grad()
-        model(x).square().sum().backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    for first, later in zip(*found, strict=True):
-        assert torch.equal(first, later)
-
-
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +368,9 @@ USES = {  # {what makes the mask or uses it: (a ReLU, settings of layers, dtype,
     "table of 3 bits": (lambda: fewbit.ReLU(bits=3), {}, torch.float32, True),
     "table of one level": (lambda: _with_table(domain=(1, 10)), {}, torch.float32, False),
     "unbiased table": (lambda: _with_table(objective="unbiased"), {}, torch.float32, False),
+    # torch's own functions, which save their results and no codes
+    "torch.relu_": (lambda: torch.relu_, {}, torch.float32, False),
+    "method in place": (lambda: torch.Tensor.relu_, {}, torch.float32, False),
     "relu6": (lambda: torch_f.relu6, {}, torch.float32, False),
     "leaky_relu": (lambda: torch_f.leaky_relu, {}, torch.float32, False),
     # Positive numbers that are 0 in float32 would be left out, but not restored as 0.

@@ -557,7 +557,7 @@ def test_a_large_offset_is_left_to_the_layer(one_pass):
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
-@pytest.mark.parametrize("activation", [nn.GELU(), *IN_PLACE], ids=str)
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), *IN_PLACE], ids=str)
 def test_in_one_pass_or_not_the_draws_are_the_same(backend, activation, offset):
     """A resumed training, whose first forward has no such pass, therefore continues as if never stopped."""
     torch.manual_seed(0)

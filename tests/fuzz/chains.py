@@ -7,6 +7,7 @@ layer's kept input had when it was traced are often not those that the compiled 
 
 import math
 import random
+from functools import partial
 
 import torch
 from torch import nn
@@ -123,8 +124,7 @@ def of_dims(function):
     """Return a function that makes a step of a function of a tensor and two random dimensions."""
 
     def make(x, random):
-        a, b = random.randrange(x.dim()), random.randrange(x.dim())
-        return lambda x: function(x, a, b)
+        return partial(function, a=random.randrange(x.dim()), b=random.randrange(x.dim()))
 
     return make
 

@@ -15,8 +15,6 @@ from cases import CASES, CHUNKS, seeds
 from chains import Chain
 from compilers import draw_alike, inductor_passes
 
-from fewbit.runtime.format import layout
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings(
@@ -60,19 +58,6 @@ def test_compiled_chains(part, drawn):
     wrong = {case: value for case, value in coarse.items() if value[0] > value[1]}
     assert not wrong
     assert len({chain for chain, _ in coarse}) <= 1 + len(chains) // COARSE, coarse
-
-
-def test_ops_that_are_not_told_strides_are_found(monkeypatch, drawn):
-    """The test finds the fault in which each op uses its input's strides for those of the trace."""
-
-    def as_it_comes(x, stride, by_sample=False):
-        if by_sample:
-            return x if layout.is_by_sample(x) else x.contiguous()
-        return layout.dense(x)
-
-    monkeypatch.setattr(layout, "with_stride", as_it_comes)
-    errors = errors_of(range(20, 140), inductor_passes, False, 1, drawn)
-    assert any(error > allowed for error, allowed in errors.values())
 
 
 def errors_of(numbers, backend, dynamic, draws, drawn):

@@ -1,6 +1,6 @@
 """The division of bits among the samples of a tensor."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -145,9 +145,8 @@ def test_samples_that_differ_share_bits_better(reentrant):
 
     def made_in_a_thread():
         model.zero_grad()
-        thread = threading.Thread(target=model(x).square().sum().backward)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(model(x).square().sum().backward).result()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     exact = made_in_a_thread()

@@ -4,7 +4,7 @@ import copy
 import gc
 import math
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -354,14 +354,8 @@ def test_one_dnn_is_on_again_after_lstms_in_two_threads():
         for _ in range(count):
             model(torch.randn(4, 16, 24))
 
-    threads = [
-        threading.Thread(target=run, args=arguments)
-        for arguments in zip(models, (20, 27), strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run, models, (20, 27)))
     assert torch._C._get_mkldnn_enabled()
 
 
@@ -380,14 +374,10 @@ def test_the_graph_before_the_model_stays(is_thread):
     """Its nodes have larger sequence numbers than those of another thread that runs the model."""
     waste = [torch.randn(3, requires_grad=True).exp() for _ in range(300)]
     stem, head = Block(LINEAR["exponential"]), compressed(Block(lambda x, y: x + y), 1)
-    y, results = stem(inputs()), []
-    if is_thread:
-        thread = threading.Thread(target=lambda: results.append(head(y)))
-        thread.start()
-        thread.join()
-    else:
-        results.append(head(y))
-    found = torch.autograd.grad(results[0].sum(), stem.a)[0]
+    y = stem(inputs())
+    with ThreadPoolExecutor() as pool:
+        result = pool.submit(head, y).result() if is_thread else head(y)
+    found = torch.autograd.grad(result.sum(), stem.a)[0]
     expected = torch.autograd.grad((stem(inputs()) + stem(inputs()).flip(1)).sum(), stem.a)[0]
     torch.testing.assert_close(found, expected)
     assert len(waste) == 300

@@ -9,6 +9,7 @@ import gc
 import pickle
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -409,11 +410,8 @@ def test_threads(place):
         both.wait()
         gradients[1 - i] = backward(models[1 - i][0], outputs[1 - i])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(work, range(2)))
     assert around.bytes_on_host == 0 and around.bytes_out > 0
     assert all(map(equal, gradients, exact))
 

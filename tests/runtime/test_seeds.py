@@ -1,6 +1,6 @@
 """A seed is a function of its purpose, and of nothing else."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -116,9 +116,8 @@ def test_a_forward_in_another_thread_changes_nothing():
         ran.append(model(2 * x).requires_grad)
 
     def interrupt():
-        thread = threading.Thread(target=another)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(another).result()
 
     expected = gradients()
     model.between = interrupt

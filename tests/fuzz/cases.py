@@ -5,6 +5,7 @@ unset, so that a run with another value tries new cases.
 """
 
 import os
+import time
 
 CASES = int(os.environ.get("FEWBIT_FUZZ_CASES", 10_000))
 FIRST = int(os.environ.get("FEWBIT_FUZZ_FIRST", 0))
@@ -15,3 +16,17 @@ CHUNKS = 20
 def seeds(chunk: int, cases: int = CASES) -> range:
     """Return the seeds of one of CHUNKS parts of the cases."""
     return range(FIRST + chunk, FIRST + max(cases, CHUNKS), CHUNKS)
+
+
+def run(check, seeds, seconds: float = 30.0) -> list:
+    """Return check(seed) of each seed. A failure names its seed, and a case that takes longer than `seconds` is one."""
+    results = []
+    for seed in seeds:
+        started = time.perf_counter()
+        try:
+            results.append(check(seed))
+            assert time.perf_counter() - started < seconds
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+    return results

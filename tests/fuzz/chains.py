@@ -7,6 +7,7 @@ layer's kept input had when it was traced are often not those that the compiled 
 
 import math
 import random
+from functools import partial
 
 import torch
 from torch import nn
@@ -38,8 +39,8 @@ class Chain(nn.Module):
             x = self._add("embedding", fewbit.nn.Embedding(7, self.random.randint(2, 6)), x)
         for _ in range(layers):
             for _ in range(self.random.randint(0, 3)):
-                x = self._try(self.random.choice(VIEWS), x)
-            x = self._try(self.random.choice(LAYERS), x)
+                x = self._try(VIEWS, x)
+            x = self._try(LAYERS, x)
         self.result = tuple(x.shape)
         self.to(self.dtype)
 
@@ -73,167 +74,107 @@ class Chain(nn.Module):
         self.names.append(name)
         return y
 
-    def _try(self, make, x):
-        """Add a random step if it fits x."""
-        step = make(x, self.random)
-        if step is None:
+    def _try(self, table, x):
+        """Add a random step of a table if it fits x."""
+        names = list(table)
+        (name,) = self.random.choices(names, [table[name][0] for name in names])
+        _, fits, make = table[name]
+        if not fits(x):
             return x
+        step = make(x, self.random)
         with torch.no_grad():
             if math.prod(step(x).shape if not isinstance(step, nn.Module) else x.shape) > 600:
                 return x
-        return self._add(make.__name__, step, x)
+        return self._add(name, step, x)
 
     def __repr__(self):
-        return f"Chain({self.seed}): {self.shape} {self.dtype} order {self.order} {' '.join(self.names)}"
+        return f"Chain({self.seed}): {self.shape} {self.dtype} order {self.order} {', '.join(self.names)}"
 
 
-# -- views and operations without effect: each returns a function of x, or None if it does not fit -----------
+def always(x):
+    return True
 
 
-def cat_empty(x, random):
-    dim = random.randrange(x.dim())
-    if random.random() < 0.5:
-        return lambda x: torch.cat([x.new_empty(0), x], dim)
-    return lambda x: torch.cat([x, x.narrow(dim, 0, 0)], dim)
+def is_sequence(x):
+    return x.dim() == 3
 
 
-def cat_alone(x, random):
-    dim = random.randrange(x.dim())
-    return lambda x: torch.cat([x], dim)
+def is_image(x):
+    return x.dim() == 4
 
 
-def add_zero(x, random):
-    return lambda x: x + 0
+def has_positions(x):
+    return x.dim() in (3, 4)
 
 
-def times_one(x, random):
-    return lambda x: x * 1
+def can_be_pooled(x):
+    return has_positions(x) and min(x.shape[2:]) > 1
 
 
-def over_one(x, random):
-    return lambda x: x / 1
+def has_even_features(x):
+    return x.shape[-1] % 2 == 0
 
 
-def to_same(x, random):
-    return lambda x: x.to(x.dtype)
+def empty_before(x, dim):
+    """Return the concatenation of an empty tensor and x."""
+    return torch.cat([x.new_empty(0), x], dim)
 
 
-def view_same(x, random):
-    return lambda x: x.reshape(x.shape)
+def of_dims(function):
+    """Return a function that makes a step of a function of a tensor and two random dimensions."""
+
+    def make(x, random):
+        return partial(function, a=random.randrange(x.dim()), b=random.randrange(x.dim()))
+
+    return make
 
 
-def slice_all(x, random):
-    return lambda x: x[:, 0:]
+def fixed(function):
+    """Return a function that makes a step that has no random arguments."""
+    return lambda x, random: function
 
 
-def there_and_back(x, random):
-    a, b = random.randrange(x.dim()), random.randrange(x.dim())
-    return lambda x: x.transpose(a, b).transpose(a, b)
+def expanded(x, a, b):
+    return x.unsqueeze(a).expand(*x.shape[:a], 2, *x.shape[a:])
 
 
-def contiguous(x, random):
-    return lambda x: x.contiguous()
+def half(x):
+    return x.unflatten(-1, (2, x.shape[-1] // 2))
 
 
-def clone(x, random):
-    return lambda x: x.clone()
+VIEWS = {  # {name: (weight, whether a step fits x, function of x and a random.Random that makes the step)}
+    "empty tensor before": (2, always, of_dims(lambda x, a, b: empty_before(x, a))),
+    "empty slice after": (2, always, of_dims(lambda x, a, b: torch.cat([x, x.narrow(a, 0, 0)], a))),
+    "cat alone": (1, always, of_dims(lambda x, a, b: torch.cat([x], a))),
+    "add zero": (1, always, fixed(lambda x: x + 0)),
+    "times one": (1, always, fixed(lambda x: x * 1)),
+    "over one": (1, always, fixed(lambda x: x / 1)),
+    "to the same dtype": (1, always, fixed(lambda x: x.to(x.dtype))),
+    "same view": (1, always, fixed(lambda x: x.reshape(x.shape))),
+    "slice of all": (1, always, fixed(lambda x: x[:, 0:])),
+    "there and back": (1, always, of_dims(lambda x, a, b: x.transpose(a, b).transpose(a, b))),
+    "contiguous": (1, always, fixed(lambda x: x.contiguous())),
+    "clone": (1, always, fixed(lambda x: x.clone())),
+    "squeezed again": (1, always, of_dims(lambda x, a, b: x.unsqueeze(a).squeeze(a))),
+    "transpose": (4, always, of_dims(lambda x, a, b: x.transpose(a, b))),
+    "moved dimension": (3, always, of_dims(lambda x, a, b: x.movedim(a, b))),
+    "copied transpose": (2, always, of_dims(lambda x, a, b: x.transpose(a, b).contiguous().transpose(a, b))),
+    "flipped twice": (1, always, of_dims(lambda x, a, b: x.flip(a).flip(a))),
+    "narrow": (1, lambda x: x.shape[-1] > 2, fixed(lambda x: x[..., 1:])),
+    "every second": (1, lambda x: x.shape[-1] > 3, fixed(lambda x: x[..., ::2])),
+    "expand": (1, lambda x: x.dim() < 4, of_dims(expanded)),
+    "flatten": (1, lambda x: x.dim() > 2, fixed(lambda x: x.flatten(-2))),
+    "unflatten": (1, lambda x: x.dim() < 4 and has_even_features(x), fixed(half)),
+    "roll": (1, always, of_dims(lambda x, a, b: x.roll(b + 1, a))),
+    "chunk and cat": (1, always, of_dims(lambda x, a, b: torch.cat(x.chunk(2, a), a))),
+    "stack and take": (1, always, fixed(lambda x: torch.stack([x, x])[0])),
+    "channels last": (2, is_image, fixed(lambda x: x.contiguous(memory_format=torch.channels_last))),
+    "residual": (1, always, of_dims(lambda x, a, b: x + empty_before(x, a) * 0.5)),
+}  # fmt: skip
 
-
-def squeeze_again(x, random):
-    dim = random.randrange(x.dim() + 1)
-    return lambda x: x.unsqueeze(dim).squeeze(dim)
-
-
-def transpose(x, random):
-    a, b = random.randrange(x.dim()), random.randrange(x.dim())
-    return lambda x: x.transpose(a, b)
-
-
-def permute(x, random):
-    order = random.sample(range(x.dim()), x.dim())
-    return lambda x: x.permute(order)
-
-
-def copied_transpose(x, random):
-    a, b = random.randrange(x.dim()), random.randrange(x.dim())
-    return lambda x: x.transpose(a, b).contiguous().transpose(a, b)
-
-
-def double_flip(x, random):
-    dim = random.randrange(x.dim())
-    return lambda x: x.flip(dim).flip(dim)
-
-
-def narrow(x, random):
-    dim = random.randrange(1, x.dim())
-    if x.shape[dim] < 3:
-        return None
-    return lambda x: x.narrow(dim, 1, x.shape[dim] - 1)
-
-
-def every_second(x, random):
-    if x.shape[-1] < 4:
-        return None
-    return lambda x: x[..., ::2]
-
-
-def expand(x, random):
-    if x.dim() > 3:
-        return None
-    dim = random.randrange(x.dim())
-    return lambda x: x.unsqueeze(dim + 1).expand(*x.shape[: dim + 1], 2, *x.shape[dim + 1 :])
-
-
-def flatten(x, random):
-    if x.dim() < 3:
-        return None
-    dim = random.randrange(1, x.dim() - 1)
-    return lambda x: x.flatten(dim, dim + 1)
-
-
-def unflatten(x, random):
-    dims = [dim for dim in range(1, x.dim()) if x.shape[dim] > 3 and x.shape[dim] % 2 == 0]
-    if not dims or x.dim() > 3:
-        return None
-    dim = random.choice(dims)
-    return lambda x: x.unflatten(dim, (2, x.shape[dim] // 2))
-
-
-def roll(x, random):
-    dim, shift = random.randrange(x.dim()), random.choice([-1, 1, 2])
-    return lambda x: x.roll(shift, dim)
-
-
-def chunk_and_cat(x, random):
-    dim = random.randrange(1, x.dim())
-    return lambda x: torch.cat(x.chunk(2, dim), dim)
-
-
-def stack_and_take(x, random):
-    return lambda x: torch.stack([x, x])[0]
-
-
-def channels_last(x, random):
-    if x.dim() != 4:
-        return None
-    return lambda x: x.contiguous(memory_format=torch.channels_last)
-
-
-def residual(x, random):
-    a = random.randrange(x.dim())
-    return lambda x: x + torch.cat([x.new_empty(0), x], a) * 0.5
-
-
-VIEWS = [
-    *[cat_empty] * 4, cat_alone, add_zero, times_one, over_one, to_same, view_same, slice_all, there_and_back, contiguous,
-    clone, squeeze_again, *[transpose] * 4, *[permute] * 3, *[copied_transpose] * 2, double_flip, narrow, every_second,
-    expand, roll, flatten, unflatten, chunk_and_cat, stack_and_take, *[channels_last] * 2, residual,
-]  # fmt: skip
-
-
-# -- layers: each returns a module, or a function of x, or None if it does not fit ----------------------------
 
 KEPT = {"bits": EXACT_BITS}
+ACTIVATIONS = "GELU SiLU Tanh Softplus Mish ELU Hardswish LeakyReLU Sigmoid".split()
 
 
 def linear(x, random):
@@ -241,9 +182,7 @@ def linear(x, random):
 
 
 def convolution(x, random):
-    if x.dim() not in (3, 4):
-        return None
-    kind = fewbit.nn.Conv1d if x.dim() == 3 else fewbit.nn.Conv2d
+    kind = fewbit.nn.Conv1d if is_sequence(x) else fewbit.nn.Conv2d
     size = random.choice([1, 1, 3])
     return kind(x.shape[1], random.randint(2, 4), size, padding=size // 2, **KEPT)
 
@@ -253,111 +192,79 @@ def layer_norm(x, random):
     return fewbit.nn.LayerNorm(x.shape[-dims:], **KEPT)
 
 
-def rms_norm(x, random):
-    return fewbit.nn.RMSNorm(x.shape[-1], **KEPT)
-
-
 def group_norm(x, random):
-    if x.dim() < 3:
-        return None
     return fewbit.nn.GroupNorm(random.choice([1, x.shape[1]]), x.shape[1], **KEPT)
 
 
 def batch_norm(x, random):
-    kinds = {2: fewbit.nn.BatchNorm1d, 3: fewbit.nn.BatchNorm1d, 4: fewbit.nn.BatchNorm2d}
-    if x.dim() not in kinds or x.numel() // x.shape[1] < 2:
-        return None
-    return kinds[x.dim()](x.shape[1], track_running_stats=random.random() < 0.5, **KEPT)
+    kind = fewbit.nn.BatchNorm2d if is_image(x) else fewbit.nn.BatchNorm1d
+    return kind(x.shape[1], track_running_stats=random.random() < 0.5, **KEPT)
 
 
 def instance_norm(x, random):
-    if x.dim() not in (3, 4) or x[0, 0].numel() < 2:
-        return None
-    kind = fewbit.nn.InstanceNorm1d if x.dim() == 3 else fewbit.nn.InstanceNorm2d
+    kind = fewbit.nn.InstanceNorm1d if is_sequence(x) else fewbit.nn.InstanceNorm2d
     return kind(x.shape[1], affine=True, **KEPT)
 
 
-def activation(x, random):
-    kind = random.choice("GELU SiLU Tanh Softplus Mish ELU Hardswish LeakyReLU Sigmoid".split())
-    return getattr(fewbit, kind)(bits=random.choice([2, 4]))
-
-
 def functional_activation(x, random):
-    name, bits = random.choice(["gelu", "silu", "tanh"]), random.choice([1, 3])
-    return lambda x: getattr(F, name)(x, bits=bits)
-
-
-def prelu(x, random):
-    return fewbit.nn.PReLU(x.shape[1], **KEPT)
-
-
-def softmax(x, random):
-    dim = random.randrange(x.dim())
-    kind = random.choice([fewbit.nn.Softmax, fewbit.nn.LogSoftmax])
-    return kind(dim, **KEPT)
+    function, bits = random.choice([F.gelu, F.silu, F.tanh]), random.choice([1, 3])
+    return lambda x: function(x, bits=bits)
 
 
 def attention(x, random):
-    if x.dim() < 3:
-        return None
     is_causal = random.random() < 0.5
     a, b = random.sample(range(x.dim()), 2)
 
     def attend(x):
-        key = torch.cat([x.new_empty(0), x.transpose(a, b).contiguous().transpose(a, b)], -2)
-        return F.scaled_dot_product_attention(x, key, x * 0.5, is_causal=is_causal, **BITS)
+        key = empty_before(x.transpose(a, b).contiguous().transpose(a, b), -2)
+        return F.scaled_dot_product_attention(x, key, x * 0.5, is_causal=is_causal, **KEPT)
 
     return attend
 
 
-BITS = {"bits": EXACT_BITS}
-
-
 def gated(x, random):
-    if x.shape[-1] % 2:
-        return None
     function = random.choice([F.swiglu, F.geglu, F.reglu])
-    return lambda x: function(*x.chunk(2, -1), **BITS)
+    return lambda x: function(*x.chunk(2, -1), **KEPT)
 
 
-def product(x, random):
-    dim = random.randrange(x.dim())
-    return lambda x: F.mul(x * 1.5, torch.cat([x.new_empty(0), x.flip(dim)], dim), **BITS)
-
-
-def matrix_product(x, random):
-    return lambda x: F.matmul(x * 1.5, x.transpose(-2, -1) * 0.5, **BITS)
-
-
-def max_pool(x, random):
-    if x.dim() not in (3, 4) or min(x.shape[2:]) < 2:
-        return None
-    return fewbit.nn.MaxPool1d(2) if x.dim() == 3 else fewbit.nn.MaxPool2d(2, 1)
-
-
-def average_pool(x, random):
-    if x.dim() not in (3, 4) or min(x.shape[2:]) < 2:
-        return None
-    return fewbit.nn.AvgPool1d(2, 1) if x.dim() == 3 else fewbit.nn.AvgPool2d(2)
-
-
-def dropout_without_effect(x, random):
-    return fewbit.nn.Dropout(0.0) if random.random() < 0.5 else fewbit.nn.Dropout(0.5).eval()
-
-
-def evaluated(x, random):
-    return random.choice([fewbit.nn.LayerNorm(x.shape[-1], **KEPT), fewbit.GELU()]).eval()
-
-
-def pad(x, random):
-    if x.dim() != 3 or x.shape[2] < 2:
-        return None
+def padded(x, random):
     mode = random.choice(["reflect", "replicate"])
     return lambda x: F.pad(x, (1, 1), mode)
 
 
-LAYERS = [
-    *[linear] * 4, *[convolution] * 3, *[layer_norm] * 2, rms_norm, group_norm, batch_norm, instance_norm, *[activation] * 4,
-    functional_activation, prelu, softmax, *[attention] * 3, *[gated] * 2, product, matrix_product, max_pool,
-    average_pool, dropout_without_effect, evaluated, pad,
-]  # fmt: skip
+def evaluated(x, random):
+    layers = fewbit.nn.LayerNorm(x.shape[-1], **KEPT), fewbit.GELU(), fewbit.nn.Dropout(0.5)
+    return random.choice(layers).eval()
+
+
+def max_pool(x, random):
+    return fewbit.nn.MaxPool1d(2) if is_sequence(x) else fewbit.nn.MaxPool2d(2, 1)
+
+
+def average_pool(x, random):
+    return fewbit.nn.AvgPool1d(2, 1) if is_sequence(x) else fewbit.nn.AvgPool2d(2)
+
+
+LAYERS = {  # {name: (weight, whether a layer fits x, function of x and a random.Random that makes the layer)}
+    "linear": (4, always, linear),
+    "convolution": (3, has_positions, convolution),
+    "layer norm": (2, always, layer_norm),
+    "RMS norm": (1, always, lambda x, random: fewbit.nn.RMSNorm(x.shape[-1], **KEPT)),
+    "group norm": (1, lambda x: x.dim() > 2, group_norm),
+    "batch norm": (1, lambda x: x.dim() < 5 and x.numel() > x.shape[1], batch_norm),
+    "instance norm": (1, lambda x: has_positions(x) and x[0, 0].numel() > 1, instance_norm),
+    "activation": (4, always, lambda x, random: getattr(fewbit, random.choice(ACTIVATIONS))(bits=random.choice([2, 4]))),
+    "functional activation": (1, always, functional_activation),
+    "PReLU": (1, always, lambda x, random: fewbit.nn.PReLU(x.shape[1], **KEPT)),
+    "softmax": (1, always, lambda x, random: fewbit.nn.Softmax(random.randrange(x.dim()), **KEPT)),
+    "log-softmax": (1, always, lambda x, random: fewbit.nn.LogSoftmax(random.randrange(x.dim()), **KEPT)),
+    "attention": (3, lambda x: x.dim() > 2, attention),
+    "gated": (2, has_even_features, gated),
+    "product": (1, always, of_dims(lambda x, a, b: F.mul(x * 1.5, empty_before(x.flip(a), a), **KEPT))),
+    "product of matrices": (1, always, fixed(lambda x: F.matmul(x * 1.5, x.mT * 0.5, **KEPT))),
+    "maximum pool": (1, can_be_pooled, max_pool),
+    "average pool": (1, can_be_pooled, average_pool),
+    "dropout without effect": (1, always, lambda x, random: fewbit.nn.Dropout(0.0)),
+    "evaluated": (1, always, evaluated),
+    "padded": (1, lambda x: is_sequence(x) and x.shape[2] > 1, padded),
+}  # fmt: skip

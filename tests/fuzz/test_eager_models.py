@@ -1,16 +1,10 @@
 """Random models compressed at 8 bits against themselves, uncompressed: every gradient of every parameter.
 
-At 8 bits a tensor is kept to a step of 1/255 of its group's range, and a table of f' to about as much. Where that is rounded at
-random, what it does to a gradient is known from the spread between draws; where it is not, it is a small part of the
-gradient. So the mean of DRAWS gradients may be off by RELATIVE of the exact one's norm, by SPREADS times the spread, and, where the
-exact one is all but zero by cancellation (a weight before a norm), by FLOOR of the model's largest, or of a tenth of that of y.
-
-Two more errors are known, and measured only for a gradient that is off by more than that: of torch's own gradient, against
-float64, and of minimums in bfloat16, which are the same in each draw, so that minimums in float32 must make the gradient
-right. At most one case in FEW may need this.
-
-A gradient of noise would hide in its own spread. So in a chunk of cases nine gradients in ten must have a spread of at
-most MOST_SPREAD, and LEAST_POWER of them must be allowed less than the error of a gradient that is zero.
+The mean of DRAWS gradients may be off by RELATIVE of the exact one's norm, by SPREADS times the spread between draws, and,
+because exact gradients may cancel (of a weight before a norm), by FLOOR of the model's largest, or of a tenth of that of y.
+Two more errors are measured if a gradient is off by more than that: of torch's own gradient, against float64, and of
+minimums in bfloat16, which are the same in each draw. At most one case in FEW may need this. A gradient of noise would hide
+in its own spread, so of many gradients nine in ten must have a spread of at most MOST_SPREAD.
 """
 
 from __future__ import annotations
@@ -32,10 +26,9 @@ RELATIVE = {torch.float32: 0.15, torch.float64: 0.15, torch.bfloat16: 0.3}
 SPREADS = 6.0
 FLOOR = 0.01
 FEW = 100
-LEAST_POWER = 0.8
 MOST_SPREAD = 0.06
 LEAST_GRADIENTS = 900
-"""The number of gradients from which their shares are judged. Those of fewer gradients differ too much by chance."""
+"""The number of gradients from which their spreads are judged. Those of fewer gradients differ too much by chance."""
 SETTINGS = ({}, {}, {"group_size": 32}, {"group_size": 64}, {"copies": 2}, {"functional": False})
 
 
@@ -79,19 +72,10 @@ class Case:
         self.what = f"seed {seed}: {exact.dtype}, {settings}, {exact.kind}: {exact.names}"
         inputs = exact.inputs()
         self.names = [name for name, _ in leaves_of(exact, inputs)]
-        self.refusal = None
-        try:
-            self.y, self.exact = run(exact, inputs)
-        except (IndexError, RuntimeError) as refusal:  # torch's instance norm takes no empty batch
-            self.refusal = refusal
+        self.y, self.exact = run(exact, inputs)
         fewbit.compress_(ours, 8, layers={"activation_bits": 8, **settings}, verbose=False)
         inputs = ours.inputs()
         torch.manual_seed(seed)
-        if self.refusal is not None:
-            self.exact = self.draws = self.names = ()
-            with pytest.raises(type(self.refusal)):
-                run(ours, inputs)
-            return
         draws = [run(ours, inputs) for _ in range(DRAWS)]
         self.ours = draws[0][0]
         self.draws = list(zip(*(grads for _, grads in draws), strict=True))
@@ -115,8 +99,6 @@ class Case:
 
     def wrong(self) -> str | None:
         """Return a description in one line of the first error, or None."""
-        if self.refusal is not None:
-            return None
         same = self.y.dtype == self.ours.dtype and self.y.stride() == self.ours.stride()
         close = torch.allclose(self.y, self.ours, rtol=0.05, atol=0.05) or self.y.isnan().any()
         if not (same and close):
@@ -148,41 +130,26 @@ class Case:
 
 def check(seeds):
     """Return one line for each case that is wrong, and for each error of all cases together."""
-    wrong, found, relative, explained = [], 0, [], []
+    wrong, spreads, explained = [], [], []
     for seed in seeds:
         case = Case(seed)
         wrong += filter(None, [case.wrong()])
         explained += [seed] * case.is_explained
-        for _, norm, _, allowed, spread in case.errors():
-            found += allowed < norm  # of a gradient that is lost; of others more
-            relative.append(spread / max(norm, 1e-300))
+        spreads += [spread / max(norm, 1e-300) for _, norm, _, _, spread in case.errors()]
     if len(explained) > 1 + len(seeds) // FEW:
         wrong.append(f"too many are off by more than the spread between draws: {explained}")
-    if len(relative) < LEAST_GRADIENTS:
-        return wrong
-    power = found / len(relative)
-    if power < LEAST_POWER:
-        wrong.append(f"only {power:.0%} of gradients would be missed if they were zero")
-    largest = sorted(relative)[len(relative) * 9 // 10]
-    if largest > MOST_SPREAD:
-        wrong.append(f"one gradient in ten has a spread above {largest:.1%}")
+    if len(spreads) >= LEAST_GRADIENTS:
+        largest = sorted(spreads)[len(spreads) * 9 // 10]
+        if largest > MOST_SPREAD:
+            wrong.append(f"one gradient in ten has a spread above {largest:.1%}")
     return wrong
-
-
-def report(wrong) -> str:
-    return "\n".join([f"{len(wrong)} wrong", *wrong[:10]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_gradients_are_those_of_the_exact_model(chunk):
     wrong = check(seeds(chunk))
-    assert not wrong, report(wrong)
-
-
-def test_some_random_models():
-    wrong = check(range(20))
-    assert not wrong, report(wrong)
+    assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:10]])
 
 
 # -- what would be found ----------------------------------------------------------------------------------
@@ -198,33 +165,16 @@ def permuted(original):
     return dequantize
 
 
-def zeroed(original):
-    return lambda *arguments, **options: torch.zeros_like(original(*arguments, **options))
-
-
-def negated(original):
-    return lambda *arguments, **options: -original(*arguments, **options)
-
-
-def noisy(original):
-    return lambda *arguments, **options: torch.randn_like(original(*arguments, **options))
-
-
 PLACES = {
     "what layers restore": (QuantizedTensorSpec, "dequantize"),
     "sums over rows": (sums, "over_rows"),
     "sums over channels": (sums, "over_channels"),
     "the product of activations": (activation_ops, "decode_mul"),
 }
-CHANGES = (permuted, zeroed, negated, noisy)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_mistake_is_found(place, change, monkeypatch):
+def test_a_mistake_is_found(place, monkeypatch):
     holder, name = PLACES[place]
-    monkeypatch.setattr(holder, name, change(getattr(holder, name)))
-    wrong = check(range(200))
-    # Noise shows in what is said of all cases.
-    assert [line for line in wrong if change is noisy or line.startswith("seed")]
+    monkeypatch.setattr(holder, name, permuted(getattr(holder, name)))
+    assert any(Case(seed).wrong() for seed in range(100))

@@ -5,7 +5,7 @@ A case is a function and a point; ten points share a function.
 
 import numpy as np
 import pytest
-from cases import CASES, CHUNKS, seeds
+from cases import CASES, CHUNKS, run, seeds
 from high_precision_functions import Floats, exact_slopes
 
 from fewbit.errors import FunctionError
@@ -80,10 +80,5 @@ def check(seed):
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_compositions(chunk):
-    right, functions = 0, seeds(chunk, CASES // POINTS)
-    for seed in functions:
-        try:
-            right += check(seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-    assert right >= len(functions) // 2
+    right = run(check, seeds(chunk, CASES // POINTS))
+    assert sum(right) >= len(right) // 2

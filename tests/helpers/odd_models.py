@@ -1,102 +1,91 @@
 """Models that are odd to resume: layers that are skipped, called twice, checkpointed, or called by the loop itself."""
 
 import torch
+from composed import Composed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
-class Between(nn.Module):
+def linear(inputs=8, outputs=8):
+    return nn.Linear(inputs, outputs)
+
+
+def wide(activation):
+    return nn.Sequential(linear(8, 64), activation, linear(64, 8))
+
+
+def between():
     """A layer saves a tensor between an activation and the layer that saves the activation's result."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c, self.act = (
-            nn.Linear(8, 64),
-            nn.Linear(8, 8),
-            nn.Linear(64, 8),
-            nn.GELU(),
-        )
+    def forward(model, x):
+        h = model.act(model.a(x))
+        g = model.b(x * 2)
+        return model.c(h) + g
 
-    def forward(self, x):
-        h = self.act(self.a(x))
-        g = self.b(x * 2)
-        return self.c(h) + g
+    return Composed(forward, a=linear(8, 64), b=linear(), c=linear(64, 8), act=nn.GELU())
 
 
-class TwoFollowers(nn.Module):
+def two_followers():
     """Two layers save one result, in an order that depends on the data."""
 
-    def __init__(self):
-        super().__init__()
-        self.up, self.act = nn.Linear(8, 64), nn.ReLU()
-        self.a, self.b = (nn.Linear(64, 8) for _ in range(2))
-
-    def forward(self, x):
-        h = self.act(self.up(x))
-        first, second = (self.a, self.b) if x.sum() > 0 else (self.b, self.a)
+    def forward(model, x):
+        h = model.act(model.up(x))
+        first, second = (model.a, model.b) if x.sum() > 0 else (model.b, model.a)
         return first(h) + 2 * second(h)
 
+    return Composed(forward, up=linear(8, 64), act=nn.ReLU(), a=linear(64, 8), b=linear(64, 8))
 
-class Dropped(nn.Module):
+
+def dropped():
     """Some layers are skipped in some forwards."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 64), nn.SiLU(), nn.Linear(64, 8)) for _ in range(3)
-        )
-
-    def forward(self, x):
-        for i, block in enumerate(self.blocks):
+    def forward(model, x):
+        for number, block in enumerate(model.blocks):
             h = block[1](block[0](x))
-            x = x + (block[2](h) if x[i].sum() > 0 else h[:, :8])
+            x = x + (block[2](h) if x[number].sum() > 0 else h[:, :8])
         return x
 
+    return Composed(forward, blocks=nn.ModuleList(wide(nn.SiLU()) for _ in range(3)))
 
-class KeepsNothing(nn.Module):
+
+def keeps_nothing():
     """In some forwards only a copy is saved that an activation makes for a layer that is then not called."""
 
-    def __init__(self):
-        super().__init__()
-        self.act, self.layer, self.scale = nn.ReLU(), nn.Linear(64, 8), nn.Parameter(torch.ones(8))
+    def forward(model, x):
+        h = model.act((x * model.scale).repeat(1, 8))
+        return model.layer(h) if x.sum() > 0 else h * 2
 
-    def forward(self, x):
-        h = self.act((x * self.scale).repeat(1, 8))
-        return self.layer(h) if x.sum() > 0 else h * 2
+    return Composed(forward, act=nn.ReLU(), layer=linear(64, 8), scale=nn.Parameter(torch.ones(8)))
 
 
-class Again(nn.Module):
+def again():
     """One module is called twice, with dropout and functions. Norms save two copies."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.block = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
-        self.dropout, self.weight = nn.Dropout(0.2), nn.Parameter(torch.eye(8))
-
-    def forward(self, x):
+    def forward(model, x):
         for _ in range(2):
-            x = self.norm(x + self.dropout(self.block(x)))
-            x = x + F.linear(F.gelu(x), self.weight)
+            x = model.norm(x + model.dropout(model.block(x)))
+            x = x + F.linear(F.gelu(x), model.weight)
             q = x[:, None]
             x = x + F.scaled_dot_product_attention(q, q, q)[:, 0]
         return x
 
+    weight = nn.Parameter(torch.eye(8))
+    layers = {"norm": nn.LayerNorm(8), "block": wide(nn.GELU()), "dropout": nn.Dropout(0.2)}
+    return Composed(forward, **layers, weight=weight)
 
-class Checkpointed(nn.Module):
+
+def checkpointed(reentrant):
     """Checkpointed regions are modules, layers and functions, one of them called twice; reentrant or not."""
 
-    def __init__(self, reentrant):
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8), nn.Dropout(0.2))
-        self.first, self.layer, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 8), reentrant
-
-    def forward(self, x):
-        x = self.layer(self.first(x))
-        for region in (self.layer, self.block, self.block, lambda x: self.layer(x.relu())):
-            x = x + checkpoint(region, x, use_reentrant=self.reentrant)
+    def forward(model, x):
+        x = model.layer(model.first(x))
+        for region in (model.layer, model.block, model.block, lambda x: model.layer(x.relu())):
+            x = x + checkpoint(region, x, use_reentrant=reentrant)
         return x
+
+    block = wide(nn.GELU()).append(nn.Dropout(0.2))
+    return Composed(forward, block=block, first=linear(), layer=linear())
 
 
 class WhollyCheckpointed(nn.Module):
@@ -104,8 +93,7 @@ class WhollyCheckpointed(nn.Module):
 
     def __init__(self, reentrant):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
-        self.reentrant = reentrant
+        self.layers, self.reentrant = wide(nn.GELU()), reentrant
 
     def forward(self, x):
         return self.layers(x)
@@ -119,27 +107,25 @@ class ByItself(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.body = nn.Linear(8, 8), nn.Sequential(nn.GELU(), nn.Linear(8, 8))
+        self.embed, self.body = linear(), nn.Sequential(nn.GELU(), linear())
 
     def parts(self, x):
         return self.body(self.embed(x * torch.arange(1.0, len(x) + 1)[:, None]))
 
 
 ODD = {
-    "between": Between,
-    "two followers": TwoFollowers,
-    "two followers, of other bits": TwoFollowers,
-    "dropped": Dropped,
-    "keeps nothing": KeepsNothing,
-    "again": Again,
-    "checkpointed": lambda: Checkpointed(False),
-    "checkpointed, reentrant": lambda: Checkpointed(True),
+    "between": between,
+    "two followers": two_followers,
+    "two followers, of other bits": two_followers,
+    "dropped": dropped,
+    "keeps nothing": keeps_nothing,
+    "again": again,
+    "checkpointed": lambda: checkpointed(False),
+    "checkpointed, reentrant": lambda: checkpointed(True),
     "wholly": lambda: WhollyCheckpointed(False),
     "wholly, reentrant": lambda: WhollyCheckpointed(True),
     "by itself": ByItself,
 }
-
-
 OPTIONS = {  # options of compress_ for some of these models
     "two followers, of other bits": {"overrides": {"*b": 3}},
     "dropped": {"layers": {"functional": False}},

@@ -9,12 +9,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from composed import Composed
 from language_model import (
     CLASSES,
     TOKENS,
     WIDTH,
     batch,
-    check,
+    checked,
     compressed,
     gradients_of,
     loss_of,
@@ -69,41 +70,33 @@ def _step(module):
     return gradients_of(module)
 
 
-def functions(rank):
+@checked
+def functions(module, rank):
     """The model calls torch's function of attention."""
-
-    def run(module):
-        compressed(module)
-        found = _step(module)
-        assert calls == [_FORWARD] * 2 + [_BACKWARD] * 2
-        return found
-
-    check(run)
+    compressed(module)
+    found = _step(module)
+    assert calls == [_FORWARD] * 2 + [_BACKWARD] * 2
+    return found
 
 
-class _Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+def _attending():
+    def forward(model, tokens, need_weights=False):
+        x = model.embedding(tokens)
+        return model.head(model.attention(x, x, x, need_weights=need_weights)[0])
 
-    def forward(self, tokens, need_weights=False):
-        x = self.embedding(tokens)
-        return self.head(self.attention(x, x, x, need_weights=need_weights)[0])
+    torch.manual_seed(0)
+    layers = {"embedding": nn.Embedding(CLASSES, WIDTH), "head": nn.Linear(WIDTH, CLASSES)}
+    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    return Composed(forward, **layers, attention=attention)
 
 
 def modules(rank):
     """fewbit's MultiheadAttention calls torch's function too, not its own, which knows half of the keys."""
-
-    def make():
-        torch.manual_seed(0)
-        return _Attending()
-
-    exact = make()
+    exact = _attending()
     tokens, targets = batch()
     loss_of(exact(tokens), targets).backward()
     expected = gradients_of(exact)
-    module = make()
+    module = _attending()
     compressed(module)
     assert isinstance(module.attention, fewbit.nn.MultiheadAttention)
     found = _step(module)
@@ -114,7 +107,7 @@ def modules(rank):
     tokens, targets = (part.clone() for part in batch())
     with _context(tokens, targets):
         try:
-            module(tokens, need_weights=True)
+            module(tokens, True)
         except InputError as error:
             assert "need_weights=False" in str(error) and "\n" not in str(error)
         else:

@@ -2,9 +2,11 @@
 
 import torch
 import torch.distributed as dist
+from composed import Composed
 from language_model import (
     batch,
     check,
+    checked,
     compressed,
     exact_gradients,
     gradients_of,
@@ -174,19 +176,15 @@ def _local(parameter):
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def with_a_parallel_loss(rank):
+@checked
+def with_a_parallel_loss(module, rank):
     """The logits stay sharded along the classes, and torch's `loss_parallel` computes the loss."""
-    mesh = mesh_of(2)
-
-    def run(module):
-        compressed(module)
-        parallel(module, mesh, head=ColwiseParallel(use_local_output=False))
-        tokens, targets = batch()
-        with loss_parallel():
-            loss_of(module(tokens), targets).backward()
-        return gradients_of(module)
-
-    check(run)
+    compressed(module)
+    parallel(module, mesh_of(2), head=ColwiseParallel(use_local_output=False))
+    tokens, targets = batch()
+    with loss_parallel():
+        loss_of(module(tokens), targets).backward()
+    return gradients_of(module)
 
 
 def with_checkpoints(rank):
@@ -229,29 +227,25 @@ def gated_units(rank):
     """A gated unit of Llama, whose product is computed from DTensors."""
     mesh = mesh_of(2)
 
-    class Unit(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.up = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
-            self.down = nn.Linear(128, 64, bias=False)
-
-        def forward(self, x):
-            return self.down(F.silu(self.gate(x)) * self.up(x))
+    def unit():
+        layers = {name: nn.Linear(64, 128, bias=False) for name in ("gate", "up")}
+        layers["down"] = nn.Linear(128, 64, bias=False)
+        return Composed(lambda unit, x: unit.down(F.silu(unit.gate(x)) * unit.up(x)), **layers)
 
     def make():
         torch.manual_seed(0)
-        return nn.Sequential(Unit(), Unit())
+        return nn.Sequential(unit(), unit())
 
     x = torch.randn(8, 16, 64, generator=torch.Generator().manual_seed(2))
     exact = make()
     exact(x).square().mean().backward()
     expected = gradients_of(exact)
     module = make()
-    fewbit.compress_(module, 8, layers={"activation_bits": 8}, verbose=False)
+    compressed(module)
     columns = ColwiseParallel(use_local_output=False)
-    for unit in module:
+    for part in module:
         plan = {"gate": columns, "up": columns, "down": RowwiseParallel()}
-        parallelize_module(unit, mesh, plan)
+        parallelize_module(part, mesh, plan)
     assert local_bytes(module, x)["floats"] == 0
     module(x).square().mean().backward()
     for name, gradient in gradients_of(module).items():
@@ -263,21 +257,18 @@ def other_functions_stay_exact(rank):
     """Functions of DTensors that are not computed from local tensors have torch's results and gradients, to the bit."""
     mesh = mesh_of(2)
 
-    class Odd(nn.Module):
-        def forward(self, x):
-            x = F.softmax(x, -1) + F.relu(x)
-            return F.log_softmax(x.transpose(1, 2).matmul(x), 1)
+    def odd(module, x):
+        x = F.softmax(x, -1) + F.relu(x)
+        return F.log_softmax(x.transpose(1, 2).matmul(x), 1)
 
     x = torch.randn(8, 16, 16, generator=torch.Generator().manual_seed(2))
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
-        gradients = []
-        for bits in (None, 2):
-            module = Odd()
-            if bits:
-                fewbit.compress_(module, bits, verbose=False)
+        module, gradients = Composed(odd), []
+        for _ in range(2):
             whole = distribute_tensor(x, mesh, [placement]).requires_grad_()
             module(whole).square().sum().backward()
             gradients.append(whole.grad.full_tensor())
+            fewbit.compress_(module, 2, verbose=False)
         assert torch.equal(*gradients), placement
 
 
@@ -295,13 +286,6 @@ def compiled(rank):
 
 
 CASES = (
-    tensor_parallel,
-    fewer_bytes,
-    replicas_stay_equal,
-    with_a_parallel_loss,
-    with_checkpoints,
-    with_fully_shard,
-    gated_units,
-    other_functions_stay_exact,
-    compiled,
-)
+    tensor_parallel, fewer_bytes, replicas_stay_equal, with_a_parallel_loss, with_checkpoints, with_fully_shard, gated_units,
+    other_functions_stay_exact, compiled,
+)  # fmt: skip

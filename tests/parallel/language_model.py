@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import wraps
 from unittest.mock import patch
 
 import torch
+from exact_copies import ExactSpec
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -14,11 +15,10 @@ from torch.nn import functional as F
 
 import fewbit
 from fewbit import checkpointing
-from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import layout
 from fewbit.runtime.quantizers.copies import unquantized
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
+from fewbit.runtime.quantizers.spec import SavedTensors
 
 TOKENS, WIDTH, HEADS, CLASSES = 16, 64, 4, 48
 BATCH = 8
@@ -162,24 +162,26 @@ def check(run, **options) -> None:
         assert difference < 0.03, (name, difference)
 
 
+def checked(run):
+    """Return a case, a function of the rank, that checks the gradients of a function of a model and the rank."""
+
+    @wraps(run)
+    def case(rank):
+        check(lambda module: run(module, rank))
+
+    return case
+
+
 def _local(tensor):
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local.detach()
 
 
-class ExactSpec(NamedTuple):
-    """The spec of a copy that is not rounded."""
+class _Spec(ExactSpec):
+    """The spec of an exact copy, with the attributes of the spec of a quantized copy that a compressed model reads."""
 
-    size: tuple
-    stride: tuple
-    dtype: torch.dtype
-    count: int = 1
-    slot: None = None
-
-    def dequantize(self, tensors, dtype=None, affine=None):
-        (values,) = tensors
-        return in_dtype(map_affine(values.clone(), affine), dtype or self.dtype)
+    slot = None
 
     def for_consumer(self, name):
         return self
@@ -197,7 +199,7 @@ def exact_copies():
             if mean is not None:
                 rows.sub_(mean[:, None])
             rows.mul_(rstd[:, None])
-        spec = ExactSpec(tuple(values.shape), tuple(values.stride()), dtype)
+        spec = _Spec(tuple(values.shape), tuple(values.stride()), dtype)
         return SavedTensors((values,), spec)
 
     with (

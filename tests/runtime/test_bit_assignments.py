@@ -1,6 +1,6 @@
 """The bit assignment that a tensor is saved with: that of its forward, also in a recomputed part of a checkpoint."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -48,9 +48,8 @@ def compressed(model, bits=1.75, level="L2.5"):
 
 def in_thread(function):
     """Run a function in a thread, as a backward pass on a GPU does."""
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(function).result()
 
 
 def seen_samples(controller, name, count=16) -> list[int]:

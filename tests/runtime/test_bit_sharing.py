@@ -1,10 +1,11 @@
 """The division of bits among the samples of a tensor."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from composed import Composed
 from layers import relative, saved_by
 from samples import normal
 from torch import nn
@@ -19,8 +20,8 @@ from fewbit.runtime.saved.assignment import TensorSlot
 
 
 @pytest.mark.parametrize("kind", ["uniform", "rotated"])
-@pytest.mark.parametrize("samples", [1, 2, 5, 32, 100])
-@pytest.mark.parametrize("average", [1, 1.25, 1.5, 2, 2.75, 4, 7.9, 8])
+@pytest.mark.parametrize("samples", [1, 5, 32])
+@pytest.mark.parametrize("average", [1, 1.25, 2.75, 7.9, 8])
 def test_split_is_the_best_allocation(samples, average, kind, device):
     squares = torch.exp(3 * normal((samples,), scale=1.0, seed=samples)).to(device)
     total = TensorSlot(("", 0), average).total(samples)
@@ -96,43 +97,17 @@ def test_bytes_follow_from_the_average_alone(average):
     found = kept([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     assert found == kept([9.0, 0.1, 7.0, 0.0, 1.0, 1.0])
     total = TensorSlot(("", 0), average).total(6)
-    shapes = [
-        (6, 3 * 36),
-        (6, 8 * 36),
-        (6, 8 * 36),
-        (6, 40),
-    ]  # conv, batch norm, linear, layer norm
-    words = sorted(4 * groups.words_of_total(total, features) for _, features in shapes)
+    # The convolution, the batch norm, the linear layer and the layer norm.
+    features = 3 * 36, 8 * 36, 8 * 36, 40
+    words = sorted(4 * groups.words_of_total(total, count) for count in features)
     codes = sorted(size for dtype, size in found if dtype == "torch.int32")
     assert [size for size in codes if size in words] == words
 
 
-def test_samples_that_differ_share_bits_better():
-    """At the same average, the variance of the gradient is lower."""
-    scale = torch.tensor([0.05, 0.05, 0.05, 0.05, 0.05, 8.0]).view(6, 1, 1, 1)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
-    exact = gradient(model, X * scale)
-
-    def noise(model):
-        return sum((gradient(model, X * scale) - exact).square().sum() for _ in range(10))
-
-    fewbit.compress_(model, bits=2, verbose=False)
-    fixed = noise(model)
-    assert noise(shared(model, 2.0)) < 0.3 * fixed
-
-
 def test_tokens_of_samples(device):
     """A tensor (batch * tokens, features) has as many samples as the model's input."""
-
-    class Tokens(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(24, 5)
-
-        def forward(self, x):
-            return self.linear(x.flatten(0, 1))
-
-    model = shared(Tokens().to(device), 1.5)
+    model = Composed(lambda model, x: model.linear(x.flatten(0, 1)), linear=nn.Linear(24, 5))
+    shared(model.to(device), 1.5)
     x = normal((4, 7, 24), scale=1.0).to(device)
     _, kept = saved_by(model, x)
     (widths,) = [tensor for tensor in kept if tensor.dtype == torch.uint8]
@@ -145,48 +120,39 @@ def test_tokens_of_samples(device):
 
 
 def test_where_samples_are_not_known_bits_are_those_of_the_tensor():
-    class Halved(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 5)
-
-        def forward(self, x):
-            return self.linear(x[:3])
-
-    _, kept = saved_by(shared(Halved(), 2.6), normal((4, 64)))
+    halved = Composed(lambda model, x: model.linear(x[:3]), linear=nn.Linear(64, 5))
+    _, kept = saved_by(shared(halved, 2.6), normal((4, 64)))
     assert not [tensor for tensor in kept if tensor.dtype == torch.uint8]
     (codes,) = [tensor for tensor in kept if tensor.dtype == torch.int32]
     assert codes.nbytes == 4 * 2 * 3 * 64 // 32
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed(reentrant):
-    """Samples share bits also in a region that another thread recomputes, as the backward pass of a GPU does."""
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_samples_that_differ_share_bits_better(reentrant):
+    """At the same average, the variance of the gradient is lower, also in a region that another thread recomputes."""
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
-
-        def forward(self, x):
-            return checkpoint(self.body, x, use_reentrant=reentrant)
+    def forward(model, x):
+        return (
+            model.body(x)
+            if reentrant is None
+            else checkpoint(model.body, x, use_reentrant=reentrant)
+        )
 
     scale = torch.tensor([0.05, 0.05, 0.05, 0.05, 0.05, 8.0]).view(6, 1, 1, 1)
     x = (X * scale).requires_grad_()
     torch.manual_seed(0)
-    model = Checkpointed()
+    model = Composed(forward, body=nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()))
 
-    def made_again():
+    def made_in_a_thread():
         model.zero_grad()
-        thread = threading.Thread(target=model(x).square().sum().backward)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(model(x).square().sum().backward).result()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
-    exact = made_again()
+    exact = made_in_a_thread()
 
     def noise():
-        return sum((made_again() - exact).square().sum() for _ in range(10))
+        return sum((made_in_a_thread() - exact).square().sum() for _ in range(10))
 
     fewbit.compress_(model, bits=2, verbose=False)
     fixed = noise()

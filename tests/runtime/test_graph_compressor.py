@@ -4,10 +4,11 @@ import copy
 import gc
 import math
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from composed import Composed
 from expectation import drawn, pooled_z
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -124,6 +125,12 @@ def compressed(model, bits=8, **layers):
     return model
 
 
+def equal(found, exact):
+    """Return whether gradients are equal to the bit; None stands for no gradient."""
+    pairs = zip(found, exact, strict=True)
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
 def flat(grads):
     return torch.cat([grad.flatten() for grad in grads if grad is not None])
 
@@ -170,21 +177,15 @@ def test_their_gradients_are_exact_in_the_mean(name):
 @pytest.mark.parametrize("name", EXACT)
 def test_masks_indices_and_sizes(name):
     model, x = Block(EXACT[name]), inputs()
-    exact, found = gradients(model, x), gradients(compressed(model, 2, functional=False), x)
-    assert all(
-        (a is None and b is None) or torch.equal(a, b) for a, b in zip(exact, found, strict=True)
-    )
-    before = sum(saved(model, x).values())
-    assert sum(saved(compressed(model, 2, functional=False), x).values()) <= before / 1.9
+    few = compressed(model, 2)
+    assert equal(gradients(few, x), gradients(model, x))
+    assert sum(saved(few, x).values()) <= sum(saved(model, x).values()) / 1.9
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_other_arguments_stay_exact(name):
     model, x = Block(KEPT[name]), inputs()
-    exact, found = gradients(model, x), gradients(compressed(model, 1, functional=False), x)
-    assert all(
-        (a is None and b is None) or torch.equal(a, b) for a, b in zip(exact, found, strict=True)
-    )
+    assert equal(gradients(compressed(model, 1), x), gradients(model, x))
 
 
 def test_tanh_and_sigmoid_restore_their_derivatives():
@@ -230,41 +231,18 @@ def test_a_tensor_that_is_needed_exactly_too_is_no_copy():
 
 
 def test_parameters_and_small_tensors_stay():
-    class Small(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(64, 64))
+    def forward(model, x):
+        return (x[:4] * x[4:8]).sum() + (model.w.t() @ model.w).sum()
 
-        def forward(self, x):
-            return (x[:4] * x[4:8]).sum() + (self.w.t() @ self.w).sum()
-
-    model = Small()
-    few = compressed(model, 1, functional=False)
-    for a, b in zip(
-        gradients(model, torch.randn(8, 8)), gradients(few, torch.randn(8, 8)), strict=True
-    ):
-        assert a.shape == b.shape
-    x = torch.randn(8, 8)
-    assert all(map(torch.equal, gradients(model, x), gradients(few, x)))
+    model, x = Composed(forward, w=nn.Parameter(torch.randn(64, 64))), torch.randn(8, 8)
+    assert equal(gradients(compressed(model, 1), x), gradients(model, x))
 
 
 def test_a_constant_of_many_layers_stays():
     """If all layers used one copy of a table, its error would be squared in the gradient of the first layer."""
     table = torch.randn(SHAPE)
-
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block(lambda x, y: (x + y) * table) for _ in range(3))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model = Layers()
-    few = compressed(model, 1, functional=False)
-    assert all(map(torch.equal, gradients(model, inputs()), gradients(few, inputs())))
+    model = nn.Sequential(*(Block(lambda x, y: (x + y) * table) for _ in range(3)))
+    assert equal(gradients(compressed(model, 1), inputs()), gradients(model, inputs()))
 
 
 def test_overrides_exclude_and_restore():
@@ -273,14 +251,14 @@ def test_overrides_exclude_and_restore():
     for settings in ({"overrides": {"": None}}, {"layers": {"functional": False}}):
         other = copy.deepcopy(model)
         fewbit.compress_(other, bits=2, verbose=False, **settings)
-        assert all(map(torch.equal, gradients(other, x), exact))
+        assert equal(gradients(other, x), exact)
     few = compressed(model, 2)
-    assert not torch.equal(flat(gradients(few, x)), flat(exact))
+    assert not equal(gradients(few, x), exact)
     few.eval()
-    assert all(map(torch.equal, gradients(few, x), exact))
+    assert equal(gradients(few, x), exact)
     few.train()
     fewbit.restore_(few)
-    assert all(map(torch.equal, gradients(few, x), exact))
+    assert equal(gradients(few, x), exact)
 
 
 @pytest.mark.parametrize(
@@ -298,23 +276,11 @@ def test_a_layer_without_children_is_left_out(settings):
     assert type(model[1]) is nn.Linear
 
 
-def test_overrides_of_one_module():
-    model = nn.Sequential(Block(LINEAR["mul"]), Block(LINEAR["mul"]))
-    few = copy.deepcopy(model)
-    fewbit.compress_(few, bits=2, overrides={"1": {"everything": True}}, verbose=False)
-    paths = {e.module for e in fewbit.saved_bytes(few, inputs()).entries if e.kind == "packed"}
-    assert paths == {"0", "1"}  # `mul` of computed tensors is among the functions that are replaced
-    bare = nn.Sequential(Block(LINEAR["sigmoid"]), Block(LINEAR["sigmoid"]))
-    fewbit.compress_(bare, bits=2, overrides={"1": {"everything": True}}, verbose=False)
-    paths = {e.module for e in fewbit.saved_bytes(bare, inputs()).entries if e.kind == "packed"}
-    assert paths == {"1"}
-
-
 def test_copies_of_the_model():
     model, x = compressed(Block(torch.mul), 2), inputs()
     expected = gradients(model, x, seed=7)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(map(torch.equal, gradients(other, x, seed=7), expected))
+        assert equal(gradients(other, x, seed=7), expected)
     assert not torch.equal(flat(gradients(model, x, seed=8)), flat(expected))
 
 
@@ -326,66 +292,35 @@ def test_several_backward_passes_use_one_copy():
 
 
 def test_checkpointed_regions_stay_exact():
-    inner = Block(LINEAR["exponential"])
+    def forward(model, x):
+        return checkpoint(model.inner, x, use_reentrant=False)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    model = Outer()
-    few = compressed(model, 1)
-    assert torch.equal(flat(gradients(few, inputs())), flat(gradients(model, inputs())))
+    model = Composed(forward, inner=Block(LINEAR["exponential"]))
+    assert equal(gradients(compressed(model, 1), inputs()), gradients(model, inputs()))
 
 
-class Child(nn.Module):
-    """A module that adds a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(SHAPE[1:]))
-
-    def forward(self, x):
-        return x + self.w
-
-
-class Parent(nn.Module):
-    """A module that computes a product before it calls another module."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.child = nn.Parameter(torch.ones(SHAPE[1:])), Child()
-
-    def forward(self, x):
-        return self.child((x + self.a).cos() * (x - self.a))
+EVERYTHING = {"everything": True, "functional": False}
+OWN_SETTINGS = {  # {which modules: (settings, whether the module stays exact)}
+    "all": ({"layers": EVERYTHING}, False),
+    "without the other": ({"layers": EVERYTHING, "exclude": "child"}, False),
+    "the other": ({"layers": {"functional": False}, "overrides": {"child": {"everything": True}}}, True),
+    "not the first": (
+        {"layers": {"functional": False}, "overrides": {"": None, "child": {"everything": True}}}, True,
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_exact"),
-    [
-        ({"layers": {"everything": True, "functional": False}}, False),
-        ({"layers": {"everything": True, "functional": False}, "exclude": "child"}, False),
-        (
-            {
-                "layers": {"functional": False},
-                "overrides": {"": None, "child": {"everything": True}},
-            },
-            True,
-        ),
-        (
-            {"layers": {"functional": False}, "overrides": {"child": {"everything": True}}},
-            True,
-        ),
-    ],
-)
-def test_a_module_has_its_own_settings_before_it_calls_another(settings, is_exact):
-    model, x = Parent(), inputs()
-    exact = gradients(model, x)
+@pytest.mark.parametrize("which", OWN_SETTINGS)
+def test_a_module_has_its_own_settings_before_it_calls_another(which):
+    def forward(model, x):
+        return model.child((x + model.a).cos() * (x - model.a))
+
+    child = Composed(lambda model, x: x + model.w, w=nn.Parameter(torch.zeros(SHAPE[1:])))
+    model = Composed(forward, a=nn.Parameter(torch.ones(SHAPE[1:])), child=child)
+    settings, is_exact = OWN_SETTINGS[which]
+    exact = gradients(model, inputs())
     fewbit.compress_(model, bits=1, verbose=False, **settings)
-    assert torch.equal(flat(gradients(model, x)), flat(exact)) == is_exact
+    assert equal(gradients(model, inputs()), exact) == is_exact
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "mul", "exponential"])
@@ -419,29 +354,9 @@ def test_one_dnn_is_on_again_after_lstms_in_two_threads():
         for _ in range(count):
             model(torch.randn(4, 16, 24))
 
-    threads = [
-        threading.Thread(target=run, args=arguments)
-        for arguments in zip(models, (20, 27), strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run, models, (20, 27)))
     assert torch._C._get_mkldnn_enabled()
-
-
-def test_another_threads_graph_stays():
-    """The nodes of the main thread have larger sequence numbers than those of the thread that runs the model."""
-    waste = [torch.randn(3, requires_grad=True).exp() for _ in range(300)]
-    stem, head = Block(LINEAR["exponential"]), compressed(Block(lambda x, y: x + y), 1)
-    y, results = stem(inputs()), []
-    thread = threading.Thread(target=lambda: results.append(head(y)))
-    thread.start()
-    thread.join()
-    found = torch.autograd.grad(results[0].sum(), stem.a)[0]
-    expected = torch.autograd.grad((stem(inputs()) + stem(inputs()).flip(1)).sum(), stem.a)[0]
-    torch.testing.assert_close(found, expected)
-    assert len(waste) == 300
 
 
 def test_tensors_that_other_hooks_hold_stay():
@@ -451,20 +366,21 @@ def test_tensors_that_other_hooks_hold_stay():
     same = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
     for hooks in (same, torch.autograd.graph.save_on_cpu()):
         with hooks:
-            assert torch.equal(flat(gradients(few, x)), flat(exact))
+            assert equal(gradients(few, x), exact)
 
 
-def test_the_graph_before_the_model_stays():
-    """Nodes of another model that made the input are not touched."""
-    other, x = Block(LINEAR["exponential"]), inputs()
-    few = compressed(Block(lambda x, y: x + y), 1)
-    exact = torch.autograd.grad(other(x).sum(), other.parameters(), allow_unused=True)
-    found = torch.autograd.grad(few(other(x)).sum(), other.parameters(), allow_unused=True)
-    double = torch.autograd.grad(
-        (other(x) + other(x).flip(1)).sum(), other.parameters(), allow_unused=True
-    )
-    assert found[1] is None and exact[1] is None and double[1] is None
-    torch.testing.assert_close(found[0], double[0])
+@pytest.mark.parametrize("is_thread", [False, True])
+def test_the_graph_before_the_model_stays(is_thread):
+    """Its nodes have larger sequence numbers than those of another thread that runs the model."""
+    waste = [torch.randn(3, requires_grad=True).exp() for _ in range(300)]
+    stem, head = Block(LINEAR["exponential"]), compressed(Block(lambda x, y: x + y), 1)
+    y = stem(inputs())
+    with ThreadPoolExecutor() as pool:
+        result = pool.submit(head, y).result() if is_thread else head(y)
+    found = torch.autograd.grad(result.sum(), stem.a)[0]
+    expected = torch.autograd.grad((stem(inputs()) + stem(inputs()).flip(1)).sum(), stem.a)[0]
+    torch.testing.assert_close(found, expected)
+    assert len(waste) == 300
 
 
 class Recurrent(nn.Module):
@@ -518,18 +434,19 @@ def test_small_tensors_of_steps_are_packed_together(cls, least, options):
     assert len({entry.shape for entry in storages if entry.bytes}) < 20
 
 
-@pytest.mark.parametrize("cls", [nn.RNN, nn.GRU, nn.LSTM])
-def test_packed_sequences(cls):
+def test_packed_sequences():
     torch.manual_seed(3)
-    layer, x = cls(32, 64), torch.randn(20, 3, 32)
+    layer, x = nn.LSTM(32, 64), torch.randn(20, 3, 32)
 
-    def run(layer):
+    def run(layer, x):
         sequence = nn.utils.rnn.pack_padded_sequence(x, [20, 11, 5])
-        torch.manual_seed(4)
-        y = layer(sequence)[0].data
-        return torch.autograd.grad(y.square().sum(), [*layer.parameters()])
+        return layer(sequence)[0].data
 
-    exact, found = flat(run(layer)), flat(run(compressed(layer)))
+    few = compressed(layer)
+    exact, found = (
+        flat(gradients(Composed(lambda model, x: run(model.layer, x), layer=each), x))
+        for each in (layer, few)
+    )
     assert 0 < (found - exact).norm() < 0.02 * exact.norm()
 
 
@@ -573,14 +490,6 @@ def test_a_loop_over_a_cell_saves_less_than_exact(cell, options, size, batch, ev
     assert 0 < (flat(gradients(few, x, seed=4)) - exact).norm() < 0.02 * exact.norm()
 
 
-def test_an_excluded_cell_stays_exact():
-    torch.manual_seed(3)
-    model, x = Steps(nn.GRUCell, 64), torch.randn(8, 4, 64)
-    few = copy.deepcopy(model)
-    fewbit.compress_(few, 2, exclude=["cell", "head"], verbose=False)
-    assert all(map(torch.equal, gradients(few, x), gradients(model, x)))
-
-
 @pytest.mark.slow
 def test_a_pack_is_freed_when_all_its_tensors_were_needed():
     """The tensors of one pack are restored once for each backward pass, and not kept afterwards."""
@@ -598,22 +507,19 @@ def test_a_pack_is_freed_when_all_its_tensors_were_needed():
 def test_a_packed_tensor_that_is_changed_in_place_raises_as_in_torch(changed):
     """A tensor that waits in a pack may still be changed before the forward pass ends."""
 
-    class Changing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.ModuleList(Block(lambda x, y: x[0] * y[0]) for _ in range(8))
+    def forward(model, x):
+        results = [block(x) for block in model.inner]
+        if changed == "y":
+            return sum(y.sigmoid_() for y in results)
+        z = torch.special.expit(results[0] * 2)
+        total = sum(results) * z
+        z.add_(1.0)
+        return total
 
-        def forward(self, x):
-            results = [block(x) for block in self.inner]
-            if changed == "y":
-                return sum(y.sigmoid_() for y in results)
-            z = torch.special.expit(results[0] * 2)
-            total = sum(results) * z
-            z.add_(1.0)
-            return total
-
-    model = Changing()
-    few = compressed(model, 8, functional=False)
+    model = Composed(
+        forward, inner=nn.ModuleList(Block(lambda x, y: x[0] * y[0]) for _ in range(8))
+    )
+    few = compressed(model, 8)
     if changed == "y":
         assert len(gradients(few, inputs())) == len(gradients(model, inputs()))
         return
@@ -625,49 +531,26 @@ def test_a_packed_tensor_that_is_changed_in_place_raises_as_in_torch(changed):
 def test_factors_that_are_repeated_stay_exact():
     """An error of a row's deviation would be one of the whole row."""
 
-    class Norms(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(24))
+    def forward(model, x):
+        for _ in range(12):
+            x = x * (x * model.scale).square().mean(-1, keepdim=True).add(1).rsqrt()
+        return x
 
-        def forward(self, x):
-            for _ in range(12):
-                x = x * (x * self.scale).square().mean(-1, keepdim=True).add(1).rsqrt()
-            return x
-
-    few = compressed(Norms(), 2, functional=False)
+    few = compressed(Composed(forward, scale=nn.Parameter(torch.ones(24))), 2)
     entries = fewbit.saved_bytes(few, inputs()).entries
     assert [entry.kind for entry in entries if entry.shape == (8, 16, 1)].count("activation") >= 12
 
 
-def test_the_report_says_with_how_many_bits_an_lstm_saves():
-    controller = fewbit.compress_(Recurrent(nn.LSTM), 2, layers={"everything": True}, verbose=False)
-    bits = {row.path: row.bits for row in controller.report.converted}
-    assert bits == {"layer": 2, "head": 2}
-
-
-class Einsum(nn.Module):
-    """A module that calls einsum."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(24, 24))
-
-    def forward(self, x):
-        return torch.einsum("nij,jk->nik", x, self.w)
-
-
 @pytest.mark.parametrize(
-    ("module", "reason"),
+    ("module", "where"),
     [
-        (
-            Einsum(),
-            "no few-bit version; what its operations save is compressed",
-        ),
-        (nn.GRU(24, 24), "no few-bit version; on the CPU, what its operations save is compressed"),
+        (Composed(lambda model, x: x @ model.w, w=nn.Parameter(torch.randn(24, 24))), ""),
+        (nn.GRU(24, 24), "on the CPU, "),
     ],
+    ids=["product", "GRU"],
 )
-def test_the_report_says_what_happens_to_a_module_without_few_bit_version(module, reason):
+def test_the_report_says_what_happens_to_a_module_without_few_bit_version(module, where):
+    reason = f"no few-bit version; {where}what its operations save is compressed"
     model = nn.Sequential(module)
     report = fewbit.compress_(model, layers={"everything": True}, verbose=False).report
     assert [(row.path, row.reason) for row in report.left_alone] == [("0", reason)]
@@ -724,26 +607,20 @@ def test_a_chain_of_views_is_followed_once(is_leaf):
     assert View.visits <= 4 * len(chain)
 
 
-class Attention(nn.Module):
-    """Attention that multiplies a view of the softmax's result, by torch.bmm or by einsum."""
-
-    def __init__(self, product, is_view):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
-        self.product, self.is_view = product, is_view
-
-    def forward(self, x):
-        scores = self.q(x) @ self.k(x).transpose(1, 2)
-        p = torch.softmax(scores.view(4, 2, 32, 32), -1)
-        return self.product((p if self.is_view else p + 0).flatten(0, 1), self.v(x))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_product_uses_the_copy_of_softmax(everything):
+    """Attention multiplies a view of the softmax's result, by torch.bmm or by einsum."""
     product = (lambda p, v: torch.einsum("nqk,nkd->nqd", p, v)) if everything else torch.bmm
+
+    def forward(model, x):
+        scores = model.q(x) @ model.k(x).transpose(1, 2)
+        p = torch.softmax(scores.view(4, 2, 32, 32), -1)
+        return product((p if model.is_view else p + 0).flatten(0, 1), model.v(x))
+
     torch.manual_seed(5)
-    model, x = Attention(product, False), torch.randn(8, 32, 16)
+    layers = {name: nn.Linear(16, 16) for name in "qkv"}
+    model, x = Composed(forward, is_view=False, **layers), torch.randn(8, 32, 16)
     few = compressed(model, 4, everything=everything, functional=True)
     few.is_view = True
     alone = compressed(model, 4, everything=everything, functional=True)

@@ -1,9 +1,10 @@
 """A seed is a function of its purpose, and of nothing else."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from composed import Composed
 from odd_models import ODD, OPTIONS
 from samples import normal
 from torch import nn
@@ -95,22 +96,14 @@ def test_a_model_that_is_one_region_is_rounded_anew_in_each_step(reentrant):
     assert not torch.equal(first, second)
 
 
-class Interrupted(nn.Module):
-    """A model in which `between` runs between two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.between = lambda: None
-
-    def forward(self, x):
-        x = self.a(x)
-        self.between()
-        return self.b(x)
-
-
 def test_a_forward_in_another_thread_changes_nothing():
-    model = Interrupted()
+    def forward(model, x):
+        x = model.a(x)
+        model.between()
+        return model.b(x)
+
+    layers = {"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)}
+    model = Composed(forward, **layers, between=lambda: None)
     fewbit.compress_(model, 1, verbose=False)
     x, ran = normal((6, 64)), []
 
@@ -123,9 +116,8 @@ def test_a_forward_in_another_thread_changes_nothing():
         ran.append(model(2 * x).requires_grad)
 
     def interrupt():
-        thread = threading.Thread(target=another)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(another).result()
 
     expected = gradients()
     model.between = interrupt

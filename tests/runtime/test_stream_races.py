@@ -9,23 +9,24 @@ import random
 from contextlib import nullcontext
 
 import pytest
+import torch
+from composed import Composed
+from fake_cuda import DEVICE, FakeCuda
+from fake_streams import Event
+from layers import saved_by
+from torch import nn
 
-torch = pytest.importorskip("torch")
-from fake_cuda import DEVICE, FakeCuda  # noqa: E402
-from fake_streams import Event  # noqa: E402
-from torch import nn  # noqa: E402
-
-import fewbit  # noqa: E402
-from fewbit.policies import probing  # noqa: E402
-from fewbit.runtime.format import fingerprint  # noqa: E402
-from fewbit.runtime.graph import compressor  # noqa: E402
-from fewbit.runtime.interop import cuda_streams  # noqa: E402
-from fewbit.runtime.probes import variance_probe  # noqa: E402
-from fewbit.runtime.quantizers import normalized  # noqa: E402
-from fewbit.runtime.saved import assignment  # noqa: E402
-from fewbit.runtime.saved.offload import Offload  # noqa: E402
-from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes  # noqa: E402
-from fewbit.runtime.saved.transfers import CudaTransfers  # noqa: E402
+import fewbit
+from fewbit.policies import probing
+from fewbit.runtime.format import fingerprint
+from fewbit.runtime.graph import compressor
+from fewbit.runtime.interop import cuda_streams
+from fewbit.runtime.probes import variance_probe
+from fewbit.runtime.quantizers import normalized
+from fewbit.runtime.saved import assignment
+from fewbit.runtime.saved.offload import Offload
+from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes
+from fewbit.runtime.saved.transfers import CudaTransfers
 
 
 class Branches(nn.Module):
@@ -202,14 +203,8 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
-def test_no_races(name):
-    assert faults_of(7, 20, **SETTINGS[name]) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
 def test_no_races_in_long_schedules(name):
-    for seed in range(5):
+    for seed in range(3):
         assert faults_of(seed, 100, **SETTINGS[name]) == []
 
 
@@ -336,102 +331,32 @@ def test_a_capture_gets_constants_of_its_own(cuda):
     assert own.tolist() == shared.tolist() == [1.0] * 8
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_stream_that_does_not_wait(cuda, waits):
-    x, side = zeros(), torch.cuda.Stream()
-    if waits:
-        side.wait_event(torch.cuda.current_stream().record_event())
-    with torch.cuda.stream(side):
-        x.clone()
-    assert (cuda.faults == []) == waits
+@pytest.mark.parametrize("is_same", [True, False])
+def test_layers_share_a_copy_and_a_mask_only_in_one_stream(cuda, is_same):
+    def forward(model, x):
+        y = torch.relu(x)
+        first = model.first(y)
+        stream = cuda.recorder.current if is_same else torch.cuda.Stream()
+        stream.wait_stream(cuda.recorder.current)
+        with torch.cuda.stream(stream):
+            second = model.second(y)
+        model.specs = [z.grad_fn.spec for z in (first, second)]
+        return first, second
+
+    model = Composed(forward, first=nn.Linear(64, 8), second=nn.Linear(64, 8)).to(DEVICE)
+    fewbit.compress_(model, bits=2, verbose=False)
+    x = torch.randn(32, 64, device=DEVICE).requires_grad_()
+    codes = [tensor for tensor in saved_by(model, x)[1] if tensor.dtype == torch.int32]
+    assert len(codes) == (2 if is_same else 3)  # the mask, and a copy in each stream
+    masked = [getattr(spec, "inner", spec).has_mask for spec in model.specs]
+    assert masked == [True, is_same]
 
 
-def test_two_streams_may_read_but_not_write(cuda):
-    x, streams = zeros(), [torch.cuda.Stream() for _ in range(2)]
-    for operation, faults in ((torch.Tensor.clone, 0), (torch.Tensor.zero_, 3)):
-        for stream in streams:
-            stream.wait_stream(cuda.recorder.default)
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                operation(x)
-        # Each write races with the other stream's read, and the second one also with the first.
-        assert len(cuda.faults) == faults
-
-
-@pytest.mark.parametrize("protects", ["nothing", "record_stream", "wait"])
-def test_memory_is_reused_too_early(cuda, protects):
-    """A freed block can be the next allocation's in its own stream, but in no other stream."""
-    x, main, side = zeros(), torch.cuda.current_stream(), torch.cuda.Stream()
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        x.clone()
-        if protects == "record_stream":
-            x.record_stream(side)
-        del x
-        zeros()
-    assert cuda.faults == []
-    if protects == "wait":
-        main.wait_stream(side)
-    zeros()
-    assert (cuda.faults == []) == (protects != "nothing")
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_host_reads_too_early(cuda, waits):
-    host = torch.empty(8, pin_memory=True)
-    host.copy_(zeros(), non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    if waits:
-        event.synchronize()
-    assert host.tolist() == [0.0] * 8
-    assert (cuda.faults == []) == waits
-
-
-def test_pinned_memory_is_not_reused_before_its_copy_is_done(cuda):
-    host = torch.empty(8, pin_memory=True)
-    host.copy_(zeros(), non_blocking=True)
-    del host
-    torch.empty(8, pin_memory=True)
-    assert cuda.faults == []
-
-
-@pytest.mark.parametrize("fault", ["nothing", "read", "query", "wait", "unjoined", "freed"])
-def test_what_a_capture_forbids(cuda, fault):
-    main, side, x = torch.cuda.current_stream(), torch.cuda.Stream(), zeros()
-    event = side.record_event()
+def test_a_capture_does_not_query_events(cuda):
+    numbers = torch.arange(3.0, device=DEVICE)
+    copy = cuda_streams.AsyncHostCopy([numbers])
     with cuda.capture():
-        y = x + 1
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            y.add_(1)
-        if fault == "read":
-            x[0].item()
-        elif fault == "query":
-            event.query()
-        elif fault == "wait":
-            main.wait_event(event)
-        if fault != "unjoined":
-            main.wait_stream(side)
-    if fault == "freed":
-        del x
-    assert len(cuda.faults) == (fault != "nothing")
-
-
-@pytest.mark.parametrize("home", ["main", "side"])
-def test_gradients_of_two_streams_are_added_in_order(cuda, home):
-    """The engine's part of the fake: gradients cross streams, and are added in the stream of the node that gets them."""
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    x = zeros().requires_grad_()
-    y = x * 2
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        z = y.exp()
-    with torch.cuda.stream(side if home == "side" else main):
-        total = y.sin() + z if home == "side" else y.sin()
-    main.wait_stream(side)
-    total.record_stream(main)
-    z.record_stream(main)
-    cuda.backward(total if home == "side" else total + z)
-    assert x.grad.tolist() == [4.0] * 8
+        assert not copy.is_there()
+    torch.cuda.synchronize()
+    assert copy.is_there() and copy.values() == {id(numbers): [0.0, 1.0, 2.0]}
     assert cuda.faults == []

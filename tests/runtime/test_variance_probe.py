@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from composed import Composed
 from layers import LAYERS, fresh, ids
 from layouts import LAYOUTS, InLayout
 from probed_models import (
@@ -27,7 +28,6 @@ from fewbit.runtime.backends.reference_quantizer import squares
 from fewbit.runtime.format.distortion import distortion, relative_distortion
 from fewbit.runtime.probes.backward_graph import MOST_EARLIER
 from fewbit.runtime.probes.variance_probe import VarianceProbe
-from fewbit.runtime.saved.assignment import TensorSlot
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -156,40 +156,35 @@ def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):
     assert expected == pytest.approx(float(draws.var(0).sum()), rel=0.25)
 
 
-def test_the_spread_of_a_layer_that_is_called_twice():
-    """The parts of all its tensors are combined, each in the order of its own samples."""
-    model, x = Twice((1.0, 3.0)), normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
+@pytest.mark.parametrize("samples", [5, 16, 32])
+def test_the_spread_of_a_layer_that_is_called_twice(samples):
+    """It has the means of at most 16 parts of the samples, whose variances are combined in the order of their own sizes."""
+    model = Twice((1.0, 3.0))
+    x = normal((samples, 64), scale=1.0) * torch.arange(1, samples + 1)[:, None]
     (found,) = results_of(model, x).values()
-    expected = squares(x, 256, kind="rotated").sort().values * (1 + 9)
-    assert found.samples == 16 and found.elements == 2 * 16 * 64
-    assert found.spread == pytest.approx(expected.tolist())
-
-
-class Product(nn.Module):
-    def forward(self, a, b):
-        return a @ b
+    sizes, parts = squares(x, 256, kind="rotated").sort().values * (1 + 9), min(samples, 16)
+    expected = [float(part.mean()) for part in sizes.tensor_split(parts)] + [0.0] * (16 - parts)
+    assert found.samples == samples and found.elements == 2 * samples * 64
+    assert found.spread == pytest.approx(expected)
 
 
 def test_products_of_one_module():
     """q @ k and a @ v have one name, and together the variance that they have in separate modules."""
 
-    class ByHand(nn.Module):
-        def __init__(self, products):
-            super().__init__()
-            torch.manual_seed(0)
-            self.qkv, self.last = nn.Linear(64, 192), nn.Linear(64, 8)
-            self.products = nn.ModuleList(products)
-
-        def forward(self, x):
-            first, second = self.products or (torch.matmul, torch.matmul)
-            q, k, v = self.qkv(x).chunk(3, -1)
+    def by_hand(products):
+        def forward(model, x):
+            first, second = model.products or (torch.matmul, torch.matmul)
+            q, k, v = model.qkv(x).chunk(3, -1)
             weights = (first(q, k.transpose(1, 2)) / 8).softmax(-1)
-            return self.last(second(weights, v))
+            return model.last(second(weights, v))
 
-    x = normal((8, 16, 64))
-    sums = []
-    for products in ((), (Product(), Product())):
-        model = ByHand(products)
+        torch.manual_seed(0)
+        parts = {"qkv": nn.Linear(64, 192), "last": nn.Linear(64, 8)}
+        return Composed(forward, **parts, products=nn.ModuleList(products))
+
+    x, sums = normal((8, 16, 64)), []
+    for products in ((), [Composed(lambda _, a, b: a @ b) for _ in range(2)]):
+        model = by_hand(products)
         found = observed(model, converted(model, 4), x, 6)
         sums.append(sum(value for (name, _), value in found.items() if "matmul" in name))
         assert len([name for name, _ in found if "matmul" in name]) == max(len(products), 1)
@@ -241,81 +236,29 @@ def test_a_step_that_is_observed_is_the_same_step(name, is_checkpointed):
     assert torch.equal(*gradients)
 
 
-def test_regions_within_a_model():
-    """Checkpointed layers count like other layers, once each."""
-
-    class Model(nn.Module):
-        def __init__(self, is_checkpointed):
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 8)
-            self.is_checkpointed = is_checkpointed
-
-        def forward(self, x):
-            if self.is_checkpointed:
-                x = checkpoint(self.first, x, use_reentrant=False)
-            else:
-                x = self.first(x)
-            return self.second(x)
-
-    x = normal((8, 64), scale=1.0)
-    found = []
-    for is_checkpointed in (False, True):
-        found.append(results_of(Model(is_checkpointed), x))
-    for name, value in found[0].items():
-        assert found[1][name].elements == value.elements == 8 * 64
-        assert found[1][name].sensitivity == pytest.approx(value.sensitivity, rel=0.2)
-
-
 def test_elements_samples_and_spread():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model.append(model[0])
-    x = normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None]
-    found = results_of(model, x)
-    assert {name: value.elements for name, value in found.items()} == {
-        ("0", 0): 2 * 16 * 64,
-        ("1", 0): 16 * 64,
+    found = results_of(model, normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None])
+    assert {name: (value.elements, value.samples) for name, value in found.items()} == {
+        ("0", 0): (2 * 16 * 64, 16),
+        ("1", 0): (16 * 64, 16),
     }
-    for result in found.values():
-        assert (
-            result.samples == 16
-            and result.spread == sorted(result.spread)
-            and len(result.spread) == 16
-        )
-    sizes = squares(model[0](x), 256, kind="rotated").sort().values
-    assert found["1", 0].spread == pytest.approx(sizes.tolist())
-
-
-@pytest.mark.parametrize("samples", [1, 5, 16, 20, 64])
-def test_spread_is_the_means_of_parts(samples):
-    probe = VarianceProbe(0)
-    values = torch.exp(normal((samples,), scale=1.0))
-    probe.record_saved(TensorSlot(("a", 0), 2.0), 64 * samples, values)
-    (found,) = probe._spreads["a", 0]
-    parts = min(samples, 16)
-    expected = [part.mean() for part in values.sort().values.tensor_split(parts)]
-    if samples % parts == 0:
-        torch.testing.assert_close(found[:parts].float(), torch.stack(expected))
-    assert (found.diff()[: parts - 1] >= 0).all() and (found[parts:] == 0).all()
-    assert found[:parts].max() >= values.max() / -(-samples // parts)
 
 
 def test_one_input_of_several_layers_is_one_variable():
-    class Model(nn.Module):
-        def __init__(self, *layers):
-            super().__init__()
-            self.layers = nn.ModuleList(layers)
-
-        def forward(self, x):
-            return sum(layer(x) for layer in self.layers)
+    def summed(*layers):
+        return Composed(
+            lambda model, x: sum(layer(x) for layer in model.layers), layers=nn.ModuleList(layers)
+        )
 
     torch.manual_seed(0)
     layers = nn.Linear(64, 8), nn.Linear(64, 8)
     x = normal((8, 64), scale=1.0)
-    both = Model(*layers)
+    both = summed(*layers)
     (name,) = (sums := observed(both, converted(both), x, 10))
     fewbit.restore_(both)
-    alone = [observed(model, converted(model), x, 10) for model in map(Model, layers)]
+    alone = [observed(model, converted(model), x, 10) for model in map(summed, layers)]
     parts = sum(value for found in alone for value in found.values())
     assert name == ("layers.0", 0) and sums[name] == pytest.approx(parts, rel=0.1)
 
@@ -400,22 +343,16 @@ def deep(a, b):
     ids=["containers", "dataclasses", "circle", "deep"],
 )
 def test_outputs_in_containers(make):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 8), nn.Linear(64, 8)
-
-        def forward(self, x):
-            self.results = self.a(x), self.b(2 * x)
-            return make(*self.results)
-
-    model = Model()
+    def forward(model, x):
+        model.results = model.a(x), model.b(2 * x)
+        return make(*model.results)
 
     def run(model, x):
         model(x)
         a, b = model.results
         (a.square().sum() + b.square().sum()).backward()
 
+    model = Composed(forward, a=nn.Linear(64, 8), b=nn.Linear(64, 8))
     found = observed(model, converted(model), normal((8, 64)), run=run)
     assert len(found) == 2 and all(result > 0 for result in found.values())
 
@@ -459,27 +396,18 @@ def nodes_below(y) -> list:
 def test_of_earlier_forwards_the_nearest_nodes_are_watched():
     """All nodes of the current forward are watched, at any depth."""
 
-    class Model(nn.Module):
-        def __init__(self, depth):
-            super().__init__()
-            self.norm, self.last, self.depth = nn.LayerNorm(64), nn.Linear(64, 8), depth
-
-        def forward(self, x):
-            y = self.norm(x)
-            for _ in range(self.depth):
-                y = y + 1
-            return self.last(y)
-
     def sensitivity(between, depth=0):
-        """Return the sensitivity of the norm, below which are `between` nodes and a layer."""
+        """Return the sensitivity of a norm, below which are `between` nodes and a layer, and above which are `depth` nodes."""
         torch.manual_seed(0)
-        model, below = Model(depth), nn.Linear(64, 64)
-
+        model = nn.Sequential(
+            nn.LayerNorm(64), *[Composed(lambda _, y: y + 1)] * depth, nn.Linear(64, 8)
+        )
+        below = nn.Linear(64, 64)
         below.weight.data *= 0.1
         y = below(normal((8, 64), scale=10.0))
         for _ in range(between):
             y = y + 0
-        return observed(model, converted(model), y)["norm", 0]
+        return observed(model, converted(model), y)["0", 0]
 
     near, far, off = sensitivity(1), sensitivity(MOST_EARLIER - 20), sensitivity(MOST_EARLIER + 20)
     assert far == pytest.approx(near, rel=1e-4) and off < near / 2
@@ -506,19 +434,14 @@ def test_an_observation_without_a_backward_pass_leaves_nothing_behind():
 def test_a_backward_pass_within_the_forward(is_alone):
     """A layer counts if the step's own backward pass reaches it too. Otherwise nothing is known of it."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 8)
-
-        def forward(self, x):
-            z = x.detach().requires_grad_()
-            (g,) = torch.autograd.grad(self.a(z).square().sum(), z)
-            x = x + g.detach()
-            return self.b(torch.relu(x if is_alone else self.a(x)))
+    def forward(model, x):
+        z = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(model.a(z).square().sum(), z)
+        x = x + g.detach()
+        return model.b(torch.relu(x if is_alone else model.a(x)))
 
     torch.manual_seed(0)
-    model = Model()
+    model = Composed(forward, a=nn.Linear(64, 64), b=nn.Linear(64, 8))
     controller = fewbit.compress_(model, fewbit.AdaptiveBits(3, interval=1), verbose=False)
     for _ in range(4):
         loss_of(model(normal((8, 64), scale=1.0))).backward()
@@ -532,30 +455,18 @@ def test_a_backward_pass_within_the_forward(is_alone):
 def test_backward_passes_with_collectives_run_once(function):
     """They keep the average bits, and noise passes through them."""
 
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(normal((64,)))
-            self.linear, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
-            self.norm = nn.LayerNorm(64)
-
-        def forward(self, x):
-            quantizer = self.linear.quantizer.copy_for("scale")
-            x = function.apply(self.linear(x), self.weight, quantizer)
-            return self.last(self.norm(x))
+    def forward(model, x):
+        quantizer = model.linear.quantizer.copy_for("scale")
+        return model.last(model.norm(function.apply(model.linear(x), model.weight, quantizer)))
 
     torch.manual_seed(0)
-    model, probe = Scale(), VarianceProbe(0)
-    controller = converted(model, 4)
-    controller.context.policy = Fixed(probe=probe)
+    layers = {"linear": nn.Linear(64, 64), "last": nn.Linear(64, 8), "norm": nn.LayerNorm(64)}
+    model = Composed(forward, weight=nn.Parameter(normal((64,))), **layers)
     function.passes = 0
-    gradient(model, normal((8, 64), scale=1.0))
+    found = results_of(model, normal((8, 64), scale=1.0))
     assert (function.passes == 1) == (function is Collective)
-    probe.send()
-    found = probe.results()
     assert found["scale", 0].is_known == (function is Counted)
-    sensitivities = [found[name, 0].sensitivity for name in ("linear", "norm")]
-    assert all(sensitivity > 0 for sensitivity in sensitivities)
+    assert all(found[name, 0].sensitivity > 0 for name in ("linear", "norm"))
 
 
 @pytest.mark.slow

@@ -4,14 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from naive import (
-    SampledError,
-    extended_loop,
-    fine_integral,
-    normal_density,
-    one,
-    piece_moments,
-)
+from naive import SampledError, extended_loop, fine_integral, normal_density, one, piece_moments
 from problems import solved
 from scipy.optimize import minimize
 

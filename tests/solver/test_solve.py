@@ -463,12 +463,7 @@ def test_bounds_hold_on_the_coarsest_grids(grid, objective, weight):
 
 def test_a_derivative_that_turns_too_often_is_refused():
     with pytest.raises(FunctionError, match="turns more than|varies too fast"):
-        solve(
-            lambda x: np.sin(3000 * x) / 3000,
-            2,
-            derivative=lambda x: np.cos(3000 * x),
-            kinks=[],
-        )
+        solve(lambda x: np.sin(3000 * x) / 3000, 2, derivative=lambda x: np.cos(3000 * x), kinks=[])
 
 
 @pytest.mark.parametrize("objective", ["mse", "unbiased", "minimax"])

@@ -463,11 +463,7 @@ def test_a_peak_between_the_first_sample_points(floor):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "change",
-    [
-        {"weight": (EDGES, 3 * HEIGHTS)},
-        {"weight": (EDGES, 1000 * HEIGHTS)},
-        {"domain": (-50, 50)},
-    ],
+    [{"weight": (EDGES, 3 * HEIGHTS)}, {"weight": (EDGES, 1000 * HEIGHTS)}, {"domain": (-50, 50)}],
     ids=["times 3", "times 1000", "wider domain"],
 )
 def test_a_histogram_that_is_scaled_or_on_a_wider_domain_has_the_same_table(change, form):

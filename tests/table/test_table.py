@@ -1,3 +1,5 @@
+"""Tables: copies and files, evaluation, draws, refusals and pictures."""
+
 import copy
 import itertools
 import json

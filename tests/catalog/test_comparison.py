@@ -4,11 +4,12 @@ import json
 import re
 
 import pytest
+from problems import solved
 
 import fewbit
 from fewbit.catalog import paper
 from fewbit.catalog.comparison import Comparison
-from fewbit.errors import FewbitError, FunctionError, SolveError
+from fewbit.errors import FewbitError
 from fewbit.render.terminal import plain
 
 
@@ -39,18 +40,14 @@ def test_every_printed_digit_is_reproduced(comparison):
     for row in printed:
         assert f"{row.discrete:.4f}" == f"{row.paper:.4f}", row
         assert row.reproduced
-
-
-@pytest.mark.slow
-def test_breaks_anywhere_are_never_worse_than_breaks_on_a_grid(comparison):
+    # Breaks anywhere are never worse than breaks on a grid.
     for row in comparison.rows:
-        if row.discrete is not None:
-            assert row.intervals <= row.discrete * (1 + 1e-12), row
+        assert row.discrete is None or row.intervals <= row.discrete * (1 + 1e-12), row
     # In these two cases the rounded continuous optimum is below the printed value.
     differing = {
         (row.function, row.bits): round(row.paper - round(row.intervals, 4), 4)
-        for row in comparison.rows
-        if row.paper is not None and round(row.intervals, 4) != row.paper
+        for row in printed
+        if round(row.intervals, 4) != row.paper
     }
     assert differing == {("selu", 1): 0.0001, ("silu", 2): 0.0001}
 
@@ -76,28 +73,28 @@ def test_the_discrete_problem_converges_to_the_continuous_one():
     assert excess[2] < 1e-3 * excess[0]
 
 
-@pytest.mark.parametrize(
-    ("request_", "expected"),
-    [
-        ({"bits": 3}, 0.0121),
-        ({"bits": 3, "form": "intervals"}, 0.0121),
-        ({"bits": 3, "parameters": {"beta": 1.0}}, 0.0121),
-        ({"bits": 3, "parameters": {"beta": 2.0}}, None),
-        ({"bits": 5}, None),
-        ({"bits": 3, "weight": "normal"}, None),
-        ({"bits": 3, "domain": (-10, 9)}, None),
-        ({"bits": 3, "tails": "pinned"}, None),
-        ({"bits": 3, "levels": 7}, None),
-        ({"bits": 3, "objective": "minimax"}, None),
-    ],
-)
+COUNTERPARTS = [
+    ({"bits": 3}, 0.0121),
+    ({"bits": 3, "form": "intervals"}, 0.0121),
+    ({"bits": 3, "parameters": {"beta": 1.0}}, 0.0121),
+    ({"bits": 3, "parameters": {"beta": 2.0}}, None),
+    ({"bits": 5}, None),
+    ({"bits": 3, "weight": "normal"}, None),
+    ({"bits": 3, "domain": (-10, 9)}, None),
+    ({"bits": 3, "tails": "pinned"}, None),
+    ({"bits": 3, "levels": 7}, None),
+    ({"bits": 3, "objective": "minimax"}, None),
+]
+
+
+@pytest.mark.parametrize(("request_", "expected"), COUNTERPARTS)
 def test_the_counterpart_is_the_same_problem_only(request_, expected):
     assert paper.counterpart(fewbit.solve("softplus", **request_)) == expected
 
 
 def test_an_exact_table_of_fewer_levels_has_a_counterpart():
-    assert paper.counterpart(fewbit.solve("relu", 1)) == 0.0
-    assert paper.counterpart(fewbit.solve("relu", 2)) is None
+    assert paper.counterpart(solved("relu", 1)) == 0.0
+    assert paper.counterpart(solved("relu", 2)) is None
 
 
 # --- compare ------------------------------------------------------------------------------------
@@ -105,10 +102,8 @@ def test_an_exact_table_of_fewer_levels_has_a_counterpart():
 
 def test_compare_takes_names_and_aliases():
     rows = fewbit.compare(["swish", "softsign", "silu"], bits=2).rows
-    assert [(row.function, row.bits, row.paper) for row in rows] == [
-        ("silu", 2, 0.0479),
-        ("softsign", 2, None),
-    ]
+    found = [(row.function, row.bits, row.paper) for row in rows]
+    assert found == [("silu", 2, 0.0479), ("softsign", 2, None)]
     assert rows[1].discrete is None and rows[1].reproduced is None
     assert fewbit.compare("gelu", bits=(1, 2)).rows[1].bits == 2
 
@@ -124,12 +119,8 @@ def test_compare_of_an_even_derivative_counts_both_halves():
 def test_compare_reports_its_progress():
     calls = []
     fewbit.compare(["relu", "gelu"], bits=[1, 2], progress=lambda *call: calls.append(call))
-    assert calls == [
-        ("relu, 1 bit", 0, 4),
-        ("relu, 2 bits", 1, 4),
-        ("gelu, 1 bit", 2, 4),
-        ("gelu, 2 bits", 3, 4),
-    ]
+    names = ["relu, 1 bit", "relu, 2 bits", "gelu, 1 bit", "gelu, 2 bits"]
+    assert calls == [(name, done, 4) for done, name in enumerate(names)]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +128,7 @@ def test_compare_reports_its_progress():
     [
         ("gelu", [1, 99], "bits: expected an integer from 1 to 8, got 99"),
         ("gelu", 2.5, "bits: expected one or several of type int, got 2.5"),
+        ("gelo", 1, "did you mean gelu"),
         (["gelu", "no_module:f"], 1, "cannot import 'no_module'"),
         (3, 1, "functions: expected one or several of type str, got 3"),
     ],
@@ -146,13 +138,6 @@ def test_compare_refuses_before_it_solves_anything(functions, bits, expected):
         fewbit.compare(functions, bits, progress=lambda *_: pytest.fail("a table is solved"))
 
 
-def test_compare_refuses_what_it_does_not_know():
-    with pytest.raises(FunctionError, match="did you mean gelu"):
-        fewbit.compare("gelo")
-    with pytest.raises(SolveError, match="bits"):
-        fewbit.compare("gelu", bits=0)
-
-
 def test_the_comparison_shows_itself(few):
     text = plain(few, 80)
     assert "gives 3 of 3 printed figures" in text
@@ -160,19 +145,7 @@ def test_the_comparison_shows_itself(few):
     assert "nowhere above intervals" in text
     assert "* f' is even" in text and "\nsigmoid* " in text
     row = next(line for line in text.splitlines() if "0.008094" in line)
-    assert row.split() == [
-        "gelu",
-        "3",
-        "0.0119",
-        "0.0119",
-        "0.0119",
-        "0.008094",
-        "1.47x",
-        "0.008094",
-    ]
-
-
-def test_records_are_json(few):
+    assert row.split() == "gelu 3 0.0119 0.0119 0.0119 0.008094 1.47x 0.008094".split()
     records = few.records()
     assert json.loads(json.dumps(records)) == records
     assert records[0]["function"] == "relu" and records[0]["ratio"] is None
@@ -183,25 +156,24 @@ def test_records_are_json(few):
 
 def test_the_error_table_holds_the_errors_of_the_tables():
     table = fewbit.error_table(["gelu", "swish"], bits=(1, 2, 3))
-    expected = {
-        name: {bits: fewbit.load_table(name, bits).error for bits in (1, 2, 3)}
-        for name in ("gelu", "silu")
-    }
-    assert table.values() == expected
+    for name in ("gelu", "silu"):
+        errors = {bits: fewbit.load_table(name, bits).error for bits in (1, 2, 3)}
+        assert table.values()[name] == errors
     assert [row.function for row in table.rows] == ["gelu", "silu"]
 
 
 def test_the_error_table_has_other_settings():
-    table = fewbit.error_table(
-        "gelu", 2, weight="normal", form="intervals", metric="relative_error"
-    )
-    wanted = fewbit.solve("gelu", 2, weight="normal", form="intervals")
+    options = {"weight": "normal", "form": "intervals"}
+    table = fewbit.error_table("gelu", 2, metric="relative_error", **options)
+    wanted = solved("gelu", 2, **options)
     assert table.values() == {"gelu": {2: pytest.approx(wanted.relative_error, rel=1e-9)}}
     (record,) = table.records()
     assert record["error"] == pytest.approx(wanted.error, rel=1e-9)
     assert (record["form"], record["levels"], record["pieces"]) == ("intervals", 4, 4)
     assert json.loads(json.dumps(record)) == record
     assert "normal weight" in str(table)
+    with pytest.raises(FewbitError, match="metric: expected error or relative_error"):
+        fewbit.error_table("gelu", metric="gap")
 
 
 def test_the_error_table_fits_80_columns_with_all_bits():
@@ -212,28 +184,17 @@ def test_the_error_table_fits_80_columns_with_all_bits():
     assert re.fullmatch(r"relu_squared +137\.\d\d +26\.80\d .*", lines[5])
 
 
-def test_the_error_table_refuses_an_unknown_metric():
-    with pytest.raises(FewbitError, match="metric: expected error or relative_error"):
-        fewbit.error_table("gelu", metric="gap")
-
-
 @pytest.mark.parametrize("width", [50, 80])
 def test_a_narrow_terminal_goes_without_bounds_and_the_most_bits(few, width):
     errors = fewbit.error_table(["relu_squared", "gelu"])
     header = "function 1 bit 2 bits 3 bits 4 bits 5 bits 6 bits 7 bits 8 bits"
+    full_of_few = "function bits paper eq. 9 intervals levels lower bound"
     for found, full, narrow in (
         (errors, header, header[: header.index(" 5")]),
-        (
-            few,
-            "function bits paper eq. 9 intervals levels lower bound",
-            "function bits paper intervals levels",
-        ),
+        (few, full_of_few, "function bits paper intervals levels"),
     ):
         lines = plain(found, width).splitlines()
         (rule,) = [i for i, line in enumerate(lines) if line.startswith("──")]
         assert " ".join(lines[rule - 1].split()) == (full if width == 80 else narrow)
-
-
-def test_nothing_to_show_shows():
     assert "function" in str(fewbit.error_table([], bits=(1, 2)))
     assert "function" in str(Comparison(()))

@@ -76,19 +76,17 @@ def test_rotated_levels_cost_little(bits):
     chosen = np.array(rotated_levels(bits))
     assert len(chosen) == len(levels) and all(np.diff([0, *chosen]) > 0)
     assert 0.8 < chosen[-1] / levels[-1] < 1.3
-    units = 2.0 ** (13 if bits == 8 else 11 if bits == 7 else 9 if bits == 6 else 7)
-    whole = chosen * units
-    assert np.array_equal(whole, whole.round())
-    least_units = next(2**k for k in range(14) if not (chosen * 2**k % 1).any())
+    units = next(2**k for k in range(14) if not (chosen * 2**k % 1).any())
+    assert units <= 2 ** {8: 13, 7: 11, 6: 9}.get(bits, 7)
     # Sums of 256 levels are exact in float32, and fit into 16 bits up to 4 bits.
-    assert 256 * chosen[-1] * least_units < (2**15 if bits <= 4 else 2**24)
+    assert 256 * chosen[-1] * units < (2**15 if bits <= 4 else 2**24)
     least = variance(breaks, levels)
     assert least - 1e-12 <= variance(breaks, chosen) <= 1.0011 * least
     # No other greatest level within the limit is better.
     limit = 127 if bits <= 4 else 2 ** (2 * bits - 1) - 1
-    assert chosen[-1] * least_units <= limit
+    assert chosen[-1] * units <= limit
     scaled = [np.round(np.array(levels) / levels[-1] * most) for most in range(1, limit + 1)]
-    others = [variance(breaks, each) for each in scaled if each[0] > 0]
+    others = [variance(breaks, other) for other in scaled if other[0] > 0]
     assert variance(breaks, chosen) == pytest.approx(min(others), rel=1e-9)
 
 

@@ -23,12 +23,9 @@ def test_one_file_for_every_function_and_no_other():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_request_is_shipped(name):
-    wanted = {
-        (r["form"], r.get("objective", "mse"), r["weight"], r["bits"]) for r in requests(name)
-    }
+    wanted = [(r["form"], r.get("objective", "mse"), r["weight"], r["bits"]) for r in requests(name)]  # fmt: skip
     tables = shipped_tables(name)
-    assert {described(t) for t in tables} == wanted
-    assert len(tables) == len(wanted)
+    assert sorted(map(described, tables)) == sorted(wanted)
     for table in tables:
         assert table.function == name
         assert table.parameters == functions.get(name).parameters
@@ -85,7 +82,7 @@ def same(mine, shipped):
     assert mine.error == pytest.approx(shipped.error, rel=1e-9, abs=1e-28)
     assert mine.lower_bound == pytest.approx(shipped.lower_bound, rel=1e-6, abs=1e-28)
     # Where f' is flat a break can move far at no cost, so breaks are compared by what they do.
-    assert np.mean((mine(x) != shipped(x)) & (np.abs(mine(x) - shipped(x)) > 1e-6)) <= 1e-3
+    assert np.mean(np.abs(mine(x) - shipped(x)) > 1e-6) <= 1e-3
 
 
 @pytest.mark.fast(5)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from problems import solved
 from scipy.integrate import quad
 
 import fewbit
@@ -12,39 +13,36 @@ from fewbit.catalog.verification import recompute_error, verify
 from fewbit.errors import FunctionError, TableError
 from fewbit.table import save_tables
 
-REQUESTS = {
-    "levels": ("gelu", {"bits": 3}),
-    "intervals": ("silu", {"bits": 3, "form": "intervals"}),
-    "kinks": ("selu", {"bits": 2}),
-    "jumps": ("hardswish", {"bits": 2}),
-    "exact": ("relu6", {"bits": 1}),
-    "normal": ("gelu", {"bits": 2, "weight": "normal:1,0.3"}),
-    "narrow": ("tanh", {"bits": 1, "weight": "normal:2,0.001"}),
-    "histogram": ("silu", {"bits": 2, "weight": ([-1.0, 0.5, 2.0, 3.0], [1.0, 0.0, 2.0])}),
-    "domain": ("softplus", {"bits": 2, "domain": (-3, 1)}),
-    "parameters": ("elu", {"bits": 2, "parameters": {"alpha": 2.0}}),
-    "pinned": ("mish", {"bits": 2, "tails": "pinned"}),
-    "minimax": ("sigmoid", {"bits": 2, "objective": "minimax"}),
-    "unbiased": ("silu", {"bits": 2, "objective": "unbiased"}),
-    "many levels": ("gelu", {"bits": 6}),
-    "module": ("numpy:arctan", {"bits": 2}),
-}
+SOLVED = [
+    ("gelu", {"bits": 6}),
+    ("silu", {"bits": 3, "form": "intervals"}),
+    ("selu", {"bits": 2}),
+    ("hardswish", {"bits": 2}),
+    ("relu6", {"bits": 1}),
+    ("gelu", {"bits": 2, "weight": "normal:1,0.3"}),
+    ("tanh", {"bits": 1, "weight": "normal:2,0.001"}),
+    ("silu", {"bits": 2, "weight": ([-1.0, 0.5, 2.0, 3.0], [1.0, 0.0, 2.0])}),
+    ("softplus", {"bits": 2, "domain": (-3, 1)}),
+    ("elu", {"bits": 2, "parameters": {"alpha": 2.0}}),
+    ("mish", {"bits": 2, "tails": "pinned"}),
+    ("sigmoid", {"bits": 2, "objective": "minimax"}),
+    ("silu", {"bits": 2, "objective": "unbiased"}),
+    ("numpy:arctan", {"bits": 2}),
+]
 
 
-def save(path, *tables):
-    save_tables(path, tables[0].function, tables)
-    return path
+def verified(folder, *tables, **options):
+    """Return what the function verify finds of a file of tables."""
+    save_tables(folder / "tables.json", tables[0].function, tables, force=True)
+    return verify(folder / "tables.json", **options)
 
 
 @pytest.mark.fast(5)
-@pytest.mark.parametrize("case", REQUESTS)
-def test_a_solved_table_holds(case, tmp_path):
-    name, request = REQUESTS[case]
-    table = fewbit.solve(name, **request)
-    table.save(tmp_path / "table.json")
+@pytest.mark.parametrize(("name", "request_"), SOLVED)
+def test_a_solved_table_holds(name, request_, tmp_path):
+    table = fewbit.solve(name, **request_)
     # A name in the file is never imported, so the user has to name the function again.
-    function = name if ":" in name else None
-    (finding,) = verify(tmp_path / "table.json", function=function)
+    (finding,) = verified(tmp_path, table, function=name if ":" in name else None)
     assert finding.problems == ()
     assert finding.recomputed == pytest.approx(table.error, rel=1e-6, abs=1e-28)
     assert finding.table == table
@@ -57,12 +55,11 @@ def test_claims_about_weights_near_the_ends_of_float64(tmp_path, power, objectiv
         return np.ldexp(0.03 + 0.01 * np.cos(x), power)
 
     table = fewbit.solve("gelu", 2, weight=weight, objective=objective)
-    table.save(tmp_path / "true.json")
-    (finding,) = verify(tmp_path / "true.json", weight=weight)
+    (finding,) = verified(tmp_path, table, weight=weight)
     assert finding.problems == () and finding.recomputed == pytest.approx(table.error, rel=1e-6)
     for name in ("error", "relative_error"):
-        replace(table, **{name: 1.001 * getattr(table, name)}).save(tmp_path / f"{name}.json")
-        (finding,) = verify(tmp_path / f"{name}.json", weight=weight)
+        wrong = replace(table, **{name: 1.001 * getattr(table, name)})
+        (finding,) = verified(tmp_path, wrong, weight=weight)
         assert [problem.partition(":")[0] for problem in finding.problems] == [name]
 
 
@@ -71,9 +68,8 @@ def test_a_wrong_error_of_a_tiny_derivative_is_found(tmp_path):
     table = fewbit.solve("elu", 2, domain=(-60, -45))
     assert 0 < table.error < 1e-39
     for share, problems in ((1.0, 0), (1.001, 1)):
-        path = tmp_path / f"{share}.json"
-        replace(table, error=share * table.error).save(path)
-        assert len(verify(path)[0].problems) == problems
+        (finding,) = verified(tmp_path, replace(table, error=share * table.error))
+        assert len(finding.problems) == problems
 
 
 def test_the_recomputation_agrees_with_scipys_quad():
@@ -92,16 +88,18 @@ def test_the_recomputation_agrees_with_scipys_quad():
 
 
 @pytest.mark.parametrize("objective", ["mse", "minimax", "unbiased"])
-@pytest.mark.parametrize("factor", [0.99999, 1.00001])
 @pytest.mark.parametrize("field", ["error", "relative_error"])
-def test_an_error_that_is_wrong_by_one_part_in_100_000_is_found(tmp_path, field, factor, objective):
-    table = fewbit.solve("silu", 2, objective=objective)
-    wrong = replace(table, **{field: getattr(table, field) * factor}, lower_bound=0.0)
-    (finding,) = verify(save(tmp_path / "silu.json", wrong))
-    (problem,) = finding.problems
-    assert problem.startswith(f"{field}: claimed ")
-    assert f"recomputed {getattr(table, field):.8g}"[:16] in problem
-    assert finding.recomputed == pytest.approx(table.error, rel=1e-6)
+def test_an_error_that_is_wrong_by_one_part_in_100_000_is_found(tmp_path, field, objective):
+    table = solved("silu", 2, objective=objective)
+    claimed = getattr(table, field)
+    for factor in (0.99999, 1.00001):
+        (finding,) = verified(
+            tmp_path, replace(table, **{field: claimed * factor}, lower_bound=0.0)
+        )
+        (problem,) = finding.problems
+        assert problem.startswith(f"{field}: claimed ")
+        assert f"recomputed {claimed:.8g}"[:16] in problem
+        assert finding.recomputed == pytest.approx(table.error, rel=1e-6)
 
 
 @pytest.mark.parametrize("field", ["levels", "breaks", "parameters"])
@@ -111,22 +109,17 @@ def test_values_that_were_changed_are_found(tmp_path, field):
     if field != "parameters":
         changed = getattr(table, field).copy()
         changed[1] += 0.01
-    (finding,) = verify(save(tmp_path / "elu.json", replace(table, **{field: changed})))
+    (finding,) = verified(tmp_path, replace(table, **{field: changed}))
     assert len(finding.problems) == 1
 
 
 def test_an_error_that_rises_with_bits_is_found(tmp_path):
-    three, two = fewbit.solve("gelu", 3), fewbit.solve("gelu", 2)
     # Two bits hold at most four levels, so the better table of three bits passes for one of four.
-    path = save(tmp_path / "gelu.json", three, replace(two, bits=4))
-    first, second = verify(path)
-    assert [(f.path, f.index, f.table.bits) for f in (first, second)] == [
-        (str(path), 0, 3),
-        (str(path), 1, 4),
-    ]
+    first, second = verified(tmp_path, solved("gelu", 3), replace(solved("gelu", 2), bits=4))
+    assert [(f.index, f.table.bits) for f in (first, second)] == [(0, 3), (1, 4)]
+    assert first.path == second.path == str(tmp_path / "tables.json")
     assert first.problems == ()
-    (problem,) = second.problems
-    assert problem == "error rises with bits: 0.0405625 at 4, 0.00809365 at 3"
+    assert second.problems == ("error rises with bits: 0.0405625 at 4, 0.00809365 at 3",)
 
 
 @pytest.mark.parametrize(
@@ -134,15 +127,15 @@ def test_an_error_that_rises_with_bits_is_found(tmp_path):
 )
 def test_tables_of_other_problems_are_not_set_against_each_other(tmp_path, other):
     table = fewbit.solve("silu", 2, **other)
-    path = save(tmp_path / "silu.json", fewbit.solve("silu", 3), replace(table, bits=4))
-    assert [finding.problems for finding in verify(path)] == [(), ()]
+    found = verified(tmp_path, solved("silu", 3), replace(table, bits=4))
+    assert [finding.problems for finding in found] == [(), ()]
 
 
 def test_a_function_that_cannot_be_found_is_a_problem_of_its_table(tmp_path):
-    table = replace(fewbit.solve("gelu", 2), function="no_such_module:f", _function=None)
+    table = replace(solved("gelu", 2), function="no_such_module:f", _function=None)
     with pytest.raises(FunctionError):
         recompute_error(table)
-    (finding,) = verify(save(tmp_path / "f.json", table))
+    (finding,) = verified(tmp_path, table)
     assert finding.recomputed is None
     assert finding.problems == ()
     assert finding.unchecked.startswith("the error cannot be recomputed: fewbit has no function")
@@ -156,16 +149,15 @@ def test_a_file_without_tables_does_not_hold(tmp_path):
 
 def test_a_weight_that_the_user_gives_again(tmp_path):
     """A file contains only the name of a callable weight, and such a name is never imported."""
+
+    def weight(x):
+        return np.exp(-np.abs(x))
+
     table = fewbit.solve("tanh", 2, weight=weight)
-    table.save(tmp_path / "tanh.json")
-    (finding,) = verify(tmp_path / "tanh.json")
+    (finding,) = verified(tmp_path, table)
     assert "expected the callable" in finding.unchecked and finding.recomputed is None
-    (finding,) = verify(tmp_path / "tanh.json", weight=weight)
+    (finding,) = verified(tmp_path, table, weight=weight)
     assert finding.problems == () and finding.recomputed == pytest.approx(table.error, rel=1e-6)
-
-
-def weight(x):
-    return np.exp(-np.abs(x))
 
 
 STEEP = """
@@ -182,12 +174,10 @@ def test_tables_of_numerical_derivatives_hold(name, objective, tmp_path, monkeyp
     """The accuracy of a steep function's derivative is a part of the error if the table has many levels."""
     (tmp_path / "steep_functions.py").write_text(STEEP)
     monkeypatch.syspath_prepend(tmp_path)
-    table = fewbit.solve(f"steep_functions:{name}", 6, objective=objective)
-    table.save(tmp_path / "table.json")
     function = f"steep_functions:{name}"
-    (finding,) = verify(tmp_path / "table.json", function=function)
+    table = fewbit.solve(function, 6, objective=objective)
+    (finding,) = verified(tmp_path, table, function=function)
     assert finding.problems == () and finding.unchecked is None
     assert finding.recomputed <= table.error * (1 + 1e-6)
-    save(tmp_path / "wrong.json", replace(table, error=table.error * 1.001))
-    (finding,) = verify(tmp_path / "wrong.json", function=function)
+    (finding,) = verified(tmp_path, replace(table, error=table.error * 1.001), function=function)
     assert finding.problems

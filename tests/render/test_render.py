@@ -76,10 +76,8 @@ def test_names_are_shortened_to_beginnings_of_one_length():
 
 def test_text_that_is_too_wide_is_continued():
     number, words = "123456789" * 3, "words that a narrow terminal wraps"
-    view = View(
-        "", columns(Column("number", None), Column("text", None, "text")), [(number, words)]
-    )
-    text = plain(view, 36)
+    shown = columns(Column("number", None), Column("text", None, "text"))
+    text = plain(View("", shown, [(number, words)]), 36)
     assert max(map(len, text.splitlines())) <= 36 and len(text.splitlines()) > 3
     assert "".join(text.split()[3:]) != number + words  # they share lines
     assert sorted("".join(text.split()[3:])) == sorted((number + words).replace(" ", ""))
@@ -144,21 +142,15 @@ def test_text_is_as_wide_as_the_terminal_and_80_characters_at_least(terminal, wi
 
 def test_files_of_a_result(tmp_path):
     found = Found("a")
-    for ending, text in (
-        (".csv", found.to_csv()),
-        (".json", found.to_json()),
-        (".html", found.to_html()),
-    ):
-        path = tmp_path / f"found{ending}"
+    for ending in ("csv", "json", "html"):
+        path = tmp_path / f"found.{ending}"
         found.save(path)
-        assert path.read_text() == text
+        assert path.read_text() == getattr(found, f"to_{ending}")()
         with pytest.raises(OutputExistsError):
             found.save(path)
         found.save(path, force=True)
-    assert json.loads(found.to_json()) == [
-        {"name": "a", "value": 1.5},
-        {"name": "a", "value": None},
-    ]
+    records = [{"name": "a", "value": 1.5}, {"name": "a", "value": None}]
+    assert json.loads(found.to_json()) == records
     rows = list(csv.DictReader(io.StringIO(found.to_csv())))
     assert [float(row["value"]) for row in rows] == pytest.approx([1.5, math.nan], nan_ok=True)
     assert replace(found, values=()).to_csv() == "\n"

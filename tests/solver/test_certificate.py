@@ -4,14 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from naive import (
-    SampledError,
-    extended_loop,
-    fine_integral,
-    normal_density,
-    one,
-    piece_moments,
-)
+from naive import SampledError, extended_loop, fine_integral, normal_density, one, piece_moments
 from problems import solved
 from scipy.optimize import minimize
 
@@ -19,30 +12,19 @@ from fewbit import functions
 
 FORMS = ["levels", "intervals"]
 WEIGHTS = {"uniform": one, "normal": normal_density()}
-ALL = list(itertools.product(functions.names(), WEIGHTS, FORMS))
 
 
-# --- every function -----------------------------------------------------------------------------
-
-
-@pytest.mark.fast(20)
-@pytest.mark.parametrize(("name", "weight", "form"), ALL)
-def test_the_levels_are_a_step_function_on_the_domain(name, weight, form):
-    table = solved(name, 3, weight=weight, form=form)
-    low, high = table.domain
-    assert all(low < b < high for b in table.breaks)
-    assert set(table.codes) == set(range(len(table.levels)))
-    assert len(table.levels) <= 8
-    slopes = functions.get(name).derivative(np.linspace(low, high, 20_001))
-    assert slopes.min() <= table.levels.min() and table.levels.max() <= slopes.max()
-
-
-@pytest.mark.fast(8)
+@pytest.mark.fast(10)
 @pytest.mark.parametrize("name", functions.names())
-def test_levels_are_never_worse_than_intervals(name):
-    for bits, weight in itertools.product((1, 3), WEIGHTS):
-        shared = solved(name, bits, weight=weight).error
-        assert shared <= solved(name, bits, weight=weight, form="intervals").error * (1 + 1e-12)
+def test_the_levels_are_a_step_function_on_the_domain(name):
+    low, high = functions.get(name).domain
+    slopes = functions.get(name).derivative(np.linspace(low, high, 20_001))
+    for weight, form in itertools.product(WEIGHTS, FORMS):
+        table = solved(name, 3, weight=weight, form=form)
+        assert all(low < b < high for b in table.breaks)
+        assert set(table.codes) == set(range(len(table.levels)))
+        assert len(table.levels) <= 8
+        assert slopes.min() <= table.levels.min() and table.levels.max() <= slopes.max()
 
 
 # --- the bound is a bound -----------------------------------------------------------------------
@@ -57,7 +39,7 @@ COMPETED = [
 ]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(("name", "weight"), COMPETED)
 @pytest.mark.parametrize(
     ("form", "close", "far"), [("levels", 1e-5, 1.05), ("intervals", 1e-4, 1.4)], ids=FORMS
@@ -95,9 +77,8 @@ def test_tables_of_other_grids_are_not_below_the_bound(name, weight, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "weight"), COMPETED)
 def test_the_gap_falls_with_the_grid(name, weight, form):
-    gaps = [
-        solved(name, 3, weight=weight, form=form, grid=grid).gap for grid in (512, 1024, 2048, 4096)
-    ]
+    options = {"weight": weight, "form": form}
+    gaps = [solved(name, 3, grid=grid, **options).gap for grid in (512, 1024, 2048, 4096)]
     assert all(finer < 0.6 * coarser for coarser, finer in itertools.pairwise(gaps))
 
 
@@ -108,17 +89,18 @@ def test_the_gap_falls_with_the_grid(name, weight, form):
 )
 def test_the_bound_put_together_anew(name, extrema, form):
     """The bound of relaxation.py on other cells, by a plain loop, is below the error and near it."""
-    f = functions.get(name)
+    slope = functions.get(name).derivative
+    kinks = functions.get(name).kinks
     edges = np.union1d(10 * np.linspace(-1, 1, 241) ** 3, extrema)
-    inner = np.where(np.isin(edges, f.kinks), np.nextafter(edges, np.inf), edges)
+    inner = np.where(np.isin(edges, kinks), np.nextafter(edges, np.inf), edges)
     values, masses, excess = [], [], 0.0
-    for a, b, first, last in zip(
-        edges[:-1], edges[1:], f.derivative(inner[:-1]), f.derivative(edges[1:]), strict=True
+    for (a, b), (a_inside, _) in zip(
+        itertools.pairwise(edges), itertools.pairwise(inner), strict=True
     ):
-        part = np.array([[a, b]])
-        width = b - a
-        mean = fine_integral(f.derivative, part) / width
-        spread = fine_integral(lambda x, m=mean: (f.derivative(x) - m) ** 2, part)
+        first, last = slope(np.array([a_inside, b]))
+        part, width = np.array([[a, b]]), b - a
+        mean = fine_integral(slope, part) / width
+        spread = fine_integral(lambda x, m=mean: (slope(x) - m) ** 2, part)
         share = (mean - first) / (last - first) if first != last else 0.5
         values += [first, last]
         masses += [width * (1 - share), width * share]
@@ -135,9 +117,7 @@ def test_the_bound_put_together_anew(name, extrema, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize(
-    "name", ["gelu", "silu", "selu", "tanh", "softplus", "hardswish", "gelu_10"]
-)
+@pytest.mark.parametrize("name", ["gelu", "selu", "tanh", "hardswish"])
 def test_levels_are_means_and_breaks_are_equally_near_to_two_levels(name, weight, form):
     f = functions.get(name)
     table = solved(name, 3, weight=weight, form=form)

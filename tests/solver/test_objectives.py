@@ -24,7 +24,6 @@ CONTINUOUS = [
     "gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "sigmoid", "logsigmoid", "tanh", "tanhshrink",
     "softsign", "softplus", "laplace", "elu", "celu", "relu_squared",
 ]  # fmt: skip
-JUMPING = ["selu", "hardswish", "gelu_10", "relu6", "hardshrink", "leaky_relu"]
 VARYING = [name for name in functions.names() if name != "identity"]
 
 
@@ -33,13 +32,8 @@ def dense(table, n=40_001):
     f = functions.get(table.function, table.parameters)
     marks = np.unique([*f.kinks, *table.breaks])
     steps = np.array([1e-12, 1e-9, 1e-6, 1e-4]) * (1 + np.abs(marks[:, None]))
-    x = np.concatenate(
-        [
-            np.linspace(*table.domain, n),
-            (marks[:, None] + steps).ravel(),
-            (marks[:, None] - steps).ravel(),
-        ]
-    )
+    beside = [(marks[:, None] + step).ravel() for step in (steps, -steps)]
+    x = np.concatenate([np.linspace(*table.domain, n), *beside])
     x = x[(x > table.domain[0]) & (x < table.domain[1])]
     return np.setdiff1d(x, marks), f
 
@@ -47,35 +41,28 @@ def dense(table, n=40_001):
 # --- minimax ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [2, 3, 8, 17])
 @pytest.mark.parametrize("name", CONTINUOUS)
-def test_a_continuous_derivative_is_cut_into_equal_ranges(name, count):
-    table = solved(name, levels=count, objective="minimax")
+def test_a_continuous_derivative_is_cut_into_equal_ranges(name):
     f = functions.get(name)
-    values = f.derivative(np.linspace(*f.domain, 2_000_001))
-    assert table.error == pytest.approx(np.ptp(values) / (2 * count), rel=1e-6)
-    assert np.diff(table.levels) == pytest.approx(np.ptp(values) / count, rel=1e-6)
+    width = np.ptp(f.derivative(np.linspace(*f.domain, 400_001)))
+    for count in (2, 3, 17):
+        table = solved(name, levels=count, objective="minimax")
+        assert table.error == pytest.approx(width / (2 * count), rel=1e-6)
+        assert np.diff(table.levels) == pytest.approx(width / count, rel=1e-6)
 
 
 @pytest.mark.fast(8)
-@pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", functions.names())
-def test_the_largest_deviation_is_the_error(name, form, count):
-    table = solved(name, levels=count, form=form, objective="minimax")
-    x, f = dense(table)
-    largest = np.abs(f.derivative(x) - table(x)).max()
-    assert largest <= table.error * (1 + 1e-9) + 1e-14
-    assert largest >= table.error * (1 - 1e-3)
-
-
-@pytest.mark.fast(10)
-@pytest.mark.parametrize("tails", ["free", "pinned"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", [n for n in functions.names() if n != "relu_squared"])
-def test_minimax_is_optimal_to_the_last_bits(name, form, tails):
-    for count in (2, 3, 5):
+def test_the_largest_deviation_is_the_error_and_optimal(name, form):
+    for count, tails in itertools.product((2, 3, 8), ("free", "pinned")):
+        if tails == "pinned" and name == "relu_squared":
+            continue  # its slopes have no limit
         table = solved(name, levels=count, form=form, objective="minimax", tails=tails)
+        x, f = dense(table)
+        largest = np.abs(f.derivative(x) - table(x)).max()
+        assert largest <= table.error * (1 + 1e-9) + 1e-14
+        assert largest >= table.error * (1 - 1e-3)
         assert table.solver["status"] == ("exact" if table.error == 0 else "optimal")
         assert table.error - table.lower_bound <= 1e-9 * table.error + 1e-15
 
@@ -121,15 +108,14 @@ def sampled(name, domain, n=50):
 def test_minimax_against_every_cover_of_a_sample(name, form, domain):
     values, step = sampled(name, domain)
     slopes = functions.get(name).slopes
+    options = {"form": form, "domain": domain, "objective": "minimax"}
     for count, tails in itertools.product((2, 4), ("free", "pinned")):
         if form == "levels":
             pinned = sorted(set(slopes)) if tails == "pinned" else ()
             least = minimax_levels(values, count, pinned)
         else:
             least = minimax_contiguous(values, count, slopes if tails == "pinned" else None)
-        error = solved(
-            name, levels=count, form=form, domain=domain, objective="minimax", tails=tails
-        ).error
+        error = solved(name, levels=count, tails=tails, **options).error
         assert least * (1 - 1e-9) - 1e-12 <= error <= least + step + 1e-12, (count, tails)
 
 
@@ -163,12 +149,12 @@ def test_unbiased_with_eight_bits(name, weight):
 @pytest.mark.parametrize("name", VARYING)
 def test_the_error_of_the_stand_in_is_bounded(name, bits):
     table = solved(name, bits, objective="unbiased")
-    x, f = dense(table, 200_001)
+    x, f = dense(table)
     worst = np.abs(f.derivative(x) - table.knots(x)).max()
     assert worst <= table.knots_error * (1 + 1e-9) + 1e-15
     gap = np.diff(table.levels).mean()
     assert table.knots_error <= 0.01 * gap + 1e-15
-    assert table.knots.points[0] == table.domain[0] and table.knots.points[-1] == table.domain[1]
+    assert (table.knots.points[0], table.knots.points[-1]) == table.domain
 
 
 @pytest.mark.fast(8)
@@ -218,7 +204,7 @@ def test_no_other_levels_have_less_variance(name, weight):
 
 
 @pytest.mark.fast(4)
-@pytest.mark.parametrize("name", ["gelu", "tanh", "softplus", "elu", "logsigmoid"])
+@pytest.mark.parametrize("name", ["gelu", "tanh", "softplus", "elu", "logsigmoid", "hardswish"])
 @pytest.mark.parametrize(
     "options",
     [{"objective": "unbiased"}, {"tails": "pinned"}, {"tails": "pinned", "form": "intervals"}],
@@ -227,12 +213,12 @@ def test_no_other_levels_have_less_variance(name, weight):
 def test_bounds_of_coarse_grids_hold(name, options):
     best = solved(name, levels=6, **options)
     gaps = []
-    for grid in (64, 1024):
+    for grid in (16, 64, 1024):
         coarse = solved(name, levels=6, grid=grid, **options)
         assert coarse.lower_bound <= best.error * (1 + 1e-12)
         assert coarse.error >= best.lower_bound * (1 - 1e-12)
         gaps.append(coarse.gap)
-    assert gaps[0] > 2 * gaps[1] > 0  # a bound that is too high is cut to a gap of 0
+    assert gaps[1] > 2 * gaps[2] > 0  # a bound that is too high is cut to a gap of 0
 
 
 def test_unbiased_costs_more_than_mse_and_refinement_helps():
@@ -244,23 +230,20 @@ def test_unbiased_costs_more_than_mse_and_refinement_helps():
         assert raw.lower_bound <= table.error
 
 
-@pytest.mark.parametrize("name", ["gelu", "selu", "tanh", "relu6", "mish"])
+@pytest.mark.parametrize("name", ["selu", "relu6"])
 def test_draws_are_unbiased_with_the_promised_variance(name):
     """The pooled mean over many inputs and seeds has |z| < 4.5, and the variance is as promised."""
     table = solved(name, 2, objective="unbiased")
     x = np.float32(np.random.default_rng(1).uniform(-6, 6, 4_000)).astype(np.float64)
-    mean = table(x)
-    lower = table.code(x)
+    mean, lower = table(x), table.code(x)
     variance = (mean - table.levels[lower]) * (table.levels[lower + 1] - mean)
     draws = np.stack([table.sample(x, seed) for seed in range(100)])
-    deviation = draws - mean
-    total = 100 * variance.sum()
-    assert abs(deviation.sum()) <= 4.5 * np.sqrt(total) + 1e-4
-    # Signed halves, so that errors that cancel over x show too.
-    for part in (x < -1, (x > -1) & (x < 1), x > 1):
-        assert abs(deviation[:, part].sum()) <= 4.5 * np.sqrt(100 * variance[part].sum()) + 1e-3
-    assert (deviation**2).sum() == pytest.approx(total, rel=0.02, abs=1e-6)
     assert (np.isin(draws, table.levels)).all()
+    deviation = draws - mean
+    # Parts too, so that errors that cancel over x show.
+    for part in (x < 7, x < -1, (x > -1) & (x < 1), x > 1):
+        assert abs(deviation[:, part].sum()) <= 4.5 * np.sqrt(100 * variance[part].sum()) + 1e-4
+    assert (deviation**2).sum() == pytest.approx(100 * variance.sum(), rel=0.02, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +254,8 @@ def test_unbiased_tables_of_two_slopes_are_exact(name):
     f = functions.get(name)
     assert (table.error, table.knots_error) == (0.0, 0.0)
     kinks = np.array(f.kinks)
-    x = np.concatenate(
-        [kinks, np.nextafter(kinks, -99), np.nextafter(kinks, 99), np.linspace(-9, 9, 91)]
-    )
+    around = [kinks, np.nextafter(kinks, -99), np.nextafter(kinks, 99)]
+    x = np.concatenate([*around, np.linspace(-9, 9, 91)])
     assert (table(x) == f.derivative(x)).all()
 
 

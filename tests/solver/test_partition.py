@@ -69,33 +69,27 @@ def test_against_the_plain_loop(problem, form, prune, always_prune):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", LONG)
 def test_hundreds_of_items_against_the_plain_loop(kind, form, always_prune):
-    values, weights = long_sequence(kind, 600)
-    order = np.argsort(values, kind="stable") if form == "levels" else np.arange(600)
+    values, weights = long_sequence(kind, 400)
+    order = np.argsort(values, kind="stable") if form == "levels" else np.arange(400)
     for count in (2, 9):
         expected = float(extended_loop(values[order], weights[order], count))
         found = partition(values, count, weights, form=form)
         assert found.cost == pytest.approx(expected, rel=1e-9, abs=1e-12 * float(expected > 0))
 
 
-small_values = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.1, -3.0, 1e9, 1e9 + 1.0])
-small_weights = st.sampled_from([0.0, 1.0, 1.0, 2.0, 1e-6, 1e6])
+pairs_of_numbers = st.tuples(
+    st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.1, -3.0, 1e9, 1e9 + 1.0]),
+    st.sampled_from([0.0, 1.0, 1.0, 2.0, 1e-6, 1e6]),
+)
 
 
 @STEADY
-@given(
-    st.lists(st.tuples(small_values, small_weights), min_size=1, max_size=6),
-    st.integers(1, 8),
-    st.sampled_from(FORMS),
-)
+@given(st.lists(pairs_of_numbers, min_size=1, max_size=6), st.integers(1, 8), st.sampled_from(FORMS))  # fmt: skip
 def test_any_small_sequence(pairs, count, form):
     values, weights = (np.array(column) for column in zip(*pairs, strict=True))
     found = partition(values, count, weights, form=form)
     order = np.argsort(values, kind="stable") if form == "levels" else np.arange(len(values))
-    exact = plain_loop(values[order], weights[order], count)
-    assert abs(Fraction(float(found.cost)) - exact) <= Fraction(1, 10**9) * exact
-
-
-# --- the answer is consistent with itself -------------------------------------------------------
+    assert_cost(found.cost, plain_loop(values[order], weights[order], count))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -111,13 +105,8 @@ def test_breaks_and_means_are_those_of_the_cost(problem, form):
         np.testing.assert_array_equal(found.means, means)
         if form == "levels":
             assert (problem.values[found.order] == values).all()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_no_weights_are_equal_weights(form):
-    values = np.random.default_rng(0).standard_normal(50)
-    bare = partition(values, 4, form=form)
-    assert bare.cost == partition(values, 4, np.ones(50), form=form).cost
+        bare = partition(problem.values, 3, form=form).cost
+        assert bare == partition(problem.values, 3, np.ones(len(values)), form=form).cost
 
 
 # --- pruning, threads and the two searches ------------------------------------------------------
@@ -141,13 +130,12 @@ def test_pruning_really_prunes():
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["random", "ties", "steps", "walk"])
+@pytest.mark.parametrize("kind", ["random", "ties", "walk"])
 def test_threads_change_nothing(kind, form, monkeypatch):
     monkeypatch.setattr(layers, "_SERIAL_WORK", 0)  # start threads however little there is to do
     values, weights = long_sequence(kind, 20_000 if form == "levels" else 2_000)
-    one, two = (
-        partition(values, 6, weights, form=form, prune=False, threads=threads) for threads in (1, 2)
-    )
+    options = {"form": form, "prune": False}
+    one, two = (partition(values, 6, weights, threads=threads, **options) for threads in (1, 2))
     assert one.cost == pytest.approx(two.cost, rel=1e-11, abs=1e-300)
     if kind == "random":
         assert one.breaks.tolist() == two.breaks.tolist()
@@ -161,42 +149,35 @@ def test_the_two_searches_agree_on_sorted_values(problem, flip, slack):
     n = len(values)
     costs = Costs(Items(weights, values))
     rng = np.random.default_rng(3)
-    columns = np.flatnonzero(rng.random(n + 1) < 0.7)
-    rows = np.flatnonzero(rng.random(n + 1) < 0.7)
-    previous = np.where(
-        rng.random(len(columns)) < 0.9, rng.random(len(columns)) * costs.items.cost(0, n), np.inf
-    )
-    previous = np.sort(previous)[::-1]
+    columns, rows = (np.flatnonzero(rng.random(n + 1) < 0.7) for _ in range(2))
+    totals = rng.random(len(columns)) * costs.items.cost(0, n)
+    previous = np.sort(np.where(rng.random(len(columns)) < 0.9, totals, np.inf))[::-1]
     options = {"slack": slack, "flip": n if flip else -1}
     divided, _ = run_layer(costs, columns, previous, rows, monge=True, **options)
     scanned, best = run_layer(costs, columns, previous, rows, monge=False, **options)
     for i, row in enumerate(rows):
-        start = [(n - row, n - c) if flip else (c, row) for c in columns]
-        options = [
-            previous[j] + (costs.items.cost(*start[j]) if c < row else 0.0)
-            for j, c in enumerate(columns)
-            if c <= row + slack
-        ]
-        least = min(options, default=np.inf)
+        candidates = []
+        for column, before in zip(columns, previous, strict=True):
+            segment = (n - row, n - column) if flip else (column, row)
+            if column <= row + slack:
+                candidates.append(before + (costs.items.cost(*segment) if column < row else 0.0))
+        least = min(candidates, default=np.inf)
         assert divided[i] == pytest.approx(least, rel=1e-12)
         assert scanned[i] == pytest.approx(least, rel=1e-12)
         if np.isfinite(least):
-            assert options[best[i]] == pytest.approx(least, rel=1e-12)
+            assert candidates[best[i]] == pytest.approx(least, rel=1e-12)
 
 
-def test_a_layer_without_rows_or_columns():
+@pytest.mark.parametrize("monge", [True, False])
+def test_a_layer_without_rows_or_columns(monge):
     costs = Costs(Items(np.ones(3), np.arange(3.0)))
-    nothing = np.array([], dtype=np.int64)
-    some = np.array([0, 2])
-    for monge in (True, False):
-        out, best = run_layer(costs, nothing, np.array([]), some, monge=monge)
-        assert out.tolist() == [np.inf, np.inf] and best.tolist() == [-1, -1]
-        out, best = run_layer(costs, some, np.zeros(2), nothing, monge=monge)
-        assert len(out) == len(best) == 0
-        out, best = run_layer(
-            costs, np.array([2]), np.zeros(1), np.array([0, 1, 2, 3]), monge=monge
-        )
-        assert out.tolist() == [np.inf, np.inf, 0.0, 0.0] and best.tolist() == [-1, -1, 0, 0]
+    nothing, some = np.array([], dtype=np.int64), np.array([0, 2])
+    out, best = run_layer(costs, nothing, np.array([]), some, monge=monge)
+    assert out.tolist() == [np.inf, np.inf] and best.tolist() == [-1, -1]
+    out, best = run_layer(costs, some, np.zeros(2), nothing, monge=monge)
+    assert len(out) == len(best) == 0
+    out, best = run_layer(costs, np.array([2]), np.zeros(1), np.arange(4), monge=monge)
+    assert out.tolist() == [np.inf, np.inf, 0.0, 0.0] and best.tolist() == [-1, -1, 0, 0]
 
 
 # --- the stochastic choice ----------------------------------------------------------------------
@@ -214,8 +195,8 @@ def best_choice(values, weights, count, forced=(), *, monge=True):
 
 
 @pytest.mark.parametrize("monge", [True, False])
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
 def test_choice_against_every_set_of_levels(seed, count, monge):
     rng = np.random.default_rng(seed)
     values = np.unique(np.round(rng.standard_normal(11), 1))
@@ -258,19 +239,16 @@ def test_refusals_are_one_line(arguments, message):
     with pytest.raises(SolveError, match=message) as refusal:
         partition(*arguments)
     assert "\n" not in str(refusal.value)
-
-
-def test_an_unknown_form():
     with pytest.raises(SolveError, match="form"):
         partition([1.0, 2.0], 2, form="trees")
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_weights_of_very_different_size(seed):
+def test_weights_of_very_different_size():
     """Columns whose totals differ by rounding only must not narrow the search for rows with smaller costs."""
-    rng = np.random.default_rng(seed)
-    n, count = int(rng.integers(3, 14)), int(rng.integers(2, 7))
-    values = np.sort(rng.standard_normal(n))
-    weights = 10.0 ** rng.uniform(-25, 25, n)
-    exact = float(plain_loop(values, weights, count))
-    assert partition(values, count, weights).cost == pytest.approx(exact, rel=1e-9)
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        n, count = int(rng.integers(3, 14)), int(rng.integers(2, 7))
+        values = np.sort(rng.standard_normal(n))
+        weights = 10.0 ** rng.uniform(-25, 25, n)
+        exact = float(plain_loop(values, weights, count))
+        assert partition(values, count, weights).cost == pytest.approx(exact, rel=1e-9), seed

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import solved
 from scipy.optimize import linprog
-from scipy.special import ndtr
+from scipy.special import ndtr, ndtri
 
 from fewbit.catalog.shipping import SHARED
 from fewbit.catalog.store import load_table
@@ -22,30 +22,19 @@ from fewbit.table import Table
 from fewbit.table.staircase import build_staircase, draw_codes, draw_variance
 
 LIMIT = 2.9
+WIDE = 3.097
+"""QUIC-FL sends one number in 512 exactly, so the others lie within 3.097 standard deviations."""
 
 
 def code(bits, shared_bits, limit=LIMIT, **more):
-    return solved(
-        "value",
-        bits,
-        weight="normal",
-        objective="shared",
-        shared_bits=shared_bits,
-        domain=(-limit, limit),
-        **more,
-    )
+    options = {"weight": "normal", "objective": "shared", "domain": (-limit, limit)}
+    return solved("value", bits, shared_bits=shared_bits, **options, **more)
 
 
 def shipped(bits):
     shared_bits, limit = SHARED[bits]
-    return load_table(
-        "value",
-        bits,
-        weight="normal",
-        objective="shared",
-        shared_bits=shared_bits,
-        domain=(-limit, limit),
-    )
+    options = {"weight": "normal", "objective": "shared", "domain": (-limit, limit)}
+    return load_table("value", bits, shared_bits=shared_bits, **options)
 
 
 def mass_of(limit):
@@ -62,11 +51,8 @@ def least_variance(levels, z):
     """Return the least variance of an unbiased encoder for z by a linear program over the probabilities of codes."""
     rows, columns = levels.shape
     sums = np.kron(np.eye(rows), np.ones(columns))
-    found = linprog(
-        levels.ravel() ** 2 / rows,
-        A_eq=np.vstack([sums, levels.ravel() / rows]),
-        b_eq=np.append(np.ones(rows), z),
-    )
+    constraints = np.vstack([sums, levels.ravel() / rows])
+    found = linprog(levels.ravel() ** 2 / rows, A_eq=constraints, b_eq=np.append(np.ones(rows), z))
     assert found.status == 0
     return found.fun - z * z
 
@@ -128,12 +114,11 @@ def test_draws_are_exactly_unbiased(seed, rows, columns):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bits", "shared_bits"), [(1, 1), (1, 4), (2, 3), (3, 4), (4, 1)])
+@pytest.mark.parametrize(("bits", "shared_bits"), [(1, 1), (1, 4), (2, 2), (4, 1)])
 def test_a_solved_code_is_unbiased_with_the_claimed_error(bits, shared_bits):
-    check_code(code(bits, shared_bits), bits, shared_bits, LIMIT)
-    assert recompute_error(code(bits, shared_bits)) == pytest.approx(
-        code(bits, shared_bits).error, rel=1e-9
-    )
+    table = code(bits, shared_bits)
+    check_code(table, bits, shared_bits, LIMIT)
+    assert recompute_error(table) == pytest.approx(table.error, rel=1e-9)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
@@ -146,11 +131,15 @@ def test_a_short_search_gives_a_valid_code(monkeypatch):
     """The search for the lower bound takes most of the time, so it is cut short."""
     monkeypatch.setattr(drawn, "_REFERENCE_ROWS", 2)
     monkeypatch.setattr(drawn, "_ASCENTS", {256: (2, 0.1)})
-    table = solve(
-        "value", 1, weight="normal", objective="shared", shared_bits=1, domain=(-LIMIT, LIMIT)
-    )
+    options = {"weight": "normal", "objective": "shared", "domain": (-LIMIT, LIMIT)}
+    table = solve("value", 1, shared_bits=1, **options)
     check_code(table, 1, 1, LIMIT)
     assert recompute_error(table) == pytest.approx(table.error, rel=1e-9)
+
+
+def error_of(z, variance):
+    """Return the error for a variance at every z, under the normal weight."""
+    return np.trapezoid(variance * np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi), z)
 
 
 def check_code(table, bits, shared_bits, limit):
@@ -162,16 +151,13 @@ def check_code(table, bits, shared_bits, limit):
     state = np.clip(np.searchsorted(stairs.means, z, side="right") - 1, 0, len(stairs.means) - 2)
     share = (z - stairs.means[state]) / (stairs.means[state + 1] - stairs.means[state])
     assert share.min() >= -1e-12 and share.max() <= 1 + 1e-12
-    levels = np.take_along_axis(
-        table.shared_levels.T, stairs.codes.T.T, axis=0
-    )  # (N, H), the levels of every state
+    # (N, H), the levels of every state
+    levels = np.take_along_axis(table.shared_levels.T, stairs.codes, axis=0)
     first, second = levels.mean(axis=1), (levels**2).mean(axis=1)
     mean = (1 - share) * first[state] + share * first[state + 1]
     assert np.abs(mean - z).max() < 1e-13
     square = (1 - share) * second[state] + share * second[state + 1]
-    density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-    error = np.trapezoid((square - z * z) * density, z)
-    assert table.error == pytest.approx(error, rel=1e-4)
+    assert table.error == pytest.approx(error_of(z, square - z * z), rel=1e-4)
     assert 0 < table.lower_bound <= table.error
 
 
@@ -185,41 +171,32 @@ def test_without_shared_bits_it_is_objective_unbiased(bits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [1, 2, 3])
+@pytest.mark.parametrize("bits", [1, 2])
 def test_the_error_falls_with_shared_bits_to_the_bound(bits):
-    tables = [code(bits, shared_bits) for shared_bits in range(5)]
+    tables = [code(bits, shared_bits) for shared_bits in (0, 1, 2, 4)]
     errors = [table.error for table in tables]
     assert np.all(np.diff(errors) < 0)
     # With H values of h, many levels have about (1 + 1 / H**2) times the error of unlimited shared randomness.
-    assert errors[0] > 2 * errors[4]
+    assert errors[0] > 2 * errors[-1]
     # The bound of no code is above the error of a code with more shared randomness.
-    assert max(table.lower_bound for table in tables[1:]) <= errors[4]
-    assert tables[4].gap < (0.09 if bits == 1 else 0.04)
-
-
-@pytest.mark.slow
-def test_the_error_falls_with_bits():
-    errors = [code(bits, 2).error for bits in (1, 2, 3, 4, 5)]
-    assert np.all(np.diff(np.log(errors)) < -1)
+    assert max(table.lower_bound for table in tables[1:]) <= errors[-1]
+    assert tables[-1].gap < (0.09 if bits == 1 else 0.04)
 
 
 @pytest.mark.slow
 def test_one_bit_reaches_the_limit_of_unlimited_shared_randomness():
     """With one bit the limit has a closed form: t has Student's distribution with 2 degrees of freedom."""
     u = (np.arange(2_000_000) + 0.5) / 2_000_000
-    from scipy.special import ndtri
-
-    mass = mass_of(LIMIT)
-    z = ndtri(ndtr(-LIMIT) + mass * u)
+    mass = mass_of(WIDE)
+    z = ndtri(ndtr(-WIDE) + mass * u)
     student = (2 * u - 1) / (2 * np.sqrt(u * (1 - u)))
     limit = mass * (np.mean(z * student) ** 2 - np.mean(z * z))
-    table = code(1, 6)
-    assert table.lower_bound <= limit * (1 + 1e-3)
-    assert table.lower_bound >= 0.97 * limit
+    table = code(1, 6, limit=WIDE)
+    assert 0.97 * limit <= table.lower_bound <= limit * (1 + 1e-3)
     assert limit < table.error < 1.02 * limit
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), size=st.floats(1e-6, 0.5))
 def test_no_other_levels_are_better_than_the_bound_or_slightly_moved_ones_than_the_code(seed, size):
     table = shipped(2)
@@ -230,29 +207,24 @@ def test_no_other_levels_are_better_than_the_bound_or_slightly_moved_ones_than_t
     moved[:, 0] -= moved[:, 0].mean() + LIMIT
     moved[:, -1] -= moved[:, -1].mean() - LIMIT
     moved.sort(axis=1)
-    z = np.linspace(-LIMIT, LIMIT, 20_001)
-    density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-    error = np.trapezoid(draw_variance(moved, z) * density, z)
     if build_staircase(moved).means[0] <= -LIMIT + 1e-9:
+        z = np.linspace(-LIMIT, LIMIT, 10_001)
+        error = error_of(z, draw_variance(moved, z))
         assert error >= table.lower_bound
         assert error >= table.error * (1 - 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("bits", "shared_bits", "published"),
-    [(1, 6, 1.47), (2, 5, 0.215), (3, 4, 0.043), (4, 4, 0.0097)],
+    ("bits", "shared_bits", "published"), [(1, 6, 1.47), (2, 5, 0.215), (4, 4, 0.0097)]
 )
 def test_the_errors_are_those_of_quic_fl(bits, shared_bits, published):
-    """QUIC-FL sends one number in 512 exactly, so the others lie within 3.097 standard deviations."""
-    table = code(bits, shared_bits, limit=3.097)
-    assert table.error / mass_of(3.097) == pytest.approx(published, rel=0.03)
+    table = code(bits, shared_bits, limit=WIDE)
+    assert table.error / mass_of(WIDE) == pytest.approx(published, rel=0.03)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "weight"), [("gelu", "normal"), ("tanh", "uniform"), ("selu", "normal")]
-)
+@pytest.mark.parametrize(("name", "weight"), [("tanh", "uniform"), ("selu", "normal")])
 def test_shared_randomness_helps_derivatives_too(name, weight):
     plain = solved(name, 2, weight=weight, objective="unbiased")
     table = solved(name, 2, weight=weight, objective="shared", shared_bits=3)
@@ -271,25 +243,28 @@ def test_without_refinement():
 # --- requests and documents ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"shared_bits": 9}, "shared_bits: expected an integer from 0 to 8, got 9"),
-        ({"shared_bits": True}, "shared_bits: expected an integer from 0 to 8, got True"),
-        ({"bits": 8, "shared_bits": 5}, "expected at most 4096 levels in all, got 256 times 32"),
-        ({"tails": "pinned"}, "objective shared: expected tails free"),
-        ({"form": "intervals"}, "objective shared: expected form levels"),
-        ({"objective": "mse", "shared_bits": 2}, "shared_bits: expected none for objective mse"),
-    ],
-)
+REFUSED = [
+    ({"shared_bits": 9}, "shared_bits: expected an integer from 0 to 8, got 9"),
+    ({"shared_bits": True}, "shared_bits: expected an integer from 0 to 8, got True"),
+    ({"bits": 8, "shared_bits": 5}, "expected at most 4096 levels in all, got 256 times 32"),
+    ({"tails": "pinned"}, "objective shared: expected tails free"),
+    ({"form": "intervals"}, "objective shared: expected form levels"),
+    ({"objective": "mse", "shared_bits": 2}, "shared_bits: expected none for objective mse"),
+]
+
+
+@pytest.mark.parametrize(("request_", "message"), REFUSED)
 def test_wrong_requests(request_, message):
     with pytest.raises(SolveError, match=message):
         solve("gelu", **({"bits": 2, "objective": "shared"} | request_))
 
 
-def test_a_constant_derivative_is_refused():
+def test_a_constant_derivative_and_layers_are_refused():
     with pytest.raises(SolveError, match="expected a derivative that varies"):
         solve("identity", 2, objective="shared")
+    expected = "objective: expected mse, unbiased or minimax for a layer"
+    with pytest.raises(TableError, match=expected):
+        Encoding.of(shipped(1))
 
 
 def test_the_document_round_trips():
@@ -317,10 +292,3 @@ def test_damaged_documents(change, message):
     change(document)
     with pytest.raises(TableError, match=message):
         Table.from_document(document)
-
-
-def test_layers_refuse_it():
-    with pytest.raises(
-        TableError, match="objective: expected mse, unbiased or minimax for a layer"
-    ):
-        Encoding.of(shipped(1))

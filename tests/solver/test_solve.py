@@ -1,4 +1,4 @@
-"""solve: the paper's figures, exact tables, relations between functions, tails, and refusals."""
+"""solve: the paper's figures, exact tables, tails, callables, and refusals."""
 
 import importlib
 import itertools
@@ -9,71 +9,32 @@ import numpy as np
 import pytest
 from naive import SampledError, one, squared_error
 from problems import solved
-from scipy.optimize import minimize, minimize_scalar
+from scipy.optimize import minimize
 from scipy.special import erf
 
 from fewbit import functions
+from fewbit.catalog import paper
 from fewbit.errors import FewbitError, FunctionError, SolveError, WeightError
 from fewbit.solver.partition import partition
+from fewbit.solver.relaxation import _fewer_atoms
 from fewbit.solver.solve import solve
 
 FORMS = ["levels", "intervals"]
-
-# Few-bit Backward, Table 3: the error of 2**b contiguous pieces on [-10, 10], as printed.
-TABLE_3 = {
-    "gelu": ["0.141", "0.0406", "0.0119", "0.0031"],
-    "silu": ["0.215", "0.0479", "0.017", "0.0045"],
-    "sigmoid": ["0.0181", "0.0038", "0.0009", "0.0002"],
-    "tanh": ["0.1584", "0.0319", "0.0073", "0.0017"],
-    "selu": ["0.2554", "0.101", "0.0184", "0.0039"],
-    "softplus": ["0.2902", "0.0541", "0.0121", "0.0029"],
-}
-CELLS = [(name, bits + 1, text) for name, row in TABLE_3.items() for bits, text in enumerate(row)]
-EVEN = ("sigmoid", "tanh")  # the paper's tables for these are of |x|
-
-
-def printed_as(text, value):
-    """Return whether a number in [value, value * (1 + 2e-5)] rounds to the printed one.
-
-    The paper's optimum is that of a grid, hence a little higher than the continuous one: SiLU with
-    2 bits is 0.0478495 and SELU with 1 bit 0.2553475, printed as 0.0479 and 0.2554. The others round
-    to the printed number themselves.
-    """
-    unit = 1e-3 if text in ("0.141", "0.215") else 1e-4  # 0.017 and 0.101 are 0.0170 and 0.1010
-    return float(text) - 0.5 * unit <= value * (1 + 2e-5) and value <= float(text) + 0.5 * unit
-
-
-# --- the paper ----------------------------------------------------------------------------------
+PRINTED = [(name, bits, error) for name, row in paper.TABLE_3.items() for bits, error in row.items()]  # fmt: skip
 
 
 @pytest.mark.fast(8)
-@pytest.mark.parametrize(("name", "bits", "text"), CELLS)
-def test_intervals_have_the_errors_of_table_3_and_shared_levels_no_larger_ones(name, bits, text):
-    is_half = name in EVEN
+@pytest.mark.parametrize(("name", "bits", "printed"), PRINTED)
+def test_intervals_have_the_printed_errors_and_shared_levels_no_larger_ones(name, bits, printed):
+    """The paper's optimum is that of a grid, hence up to 2e-5 of it higher than the continuous one."""
+    is_half = name in paper.PARITY  # the paper's tables for these are of |x|
     domain = (0.0, 10.0) if is_half else None
     intervals = solved(name, bits, form="intervals", domain=domain).error * (1 + is_half)
     shared = solved(name, bits).error
-    assert printed_as(text, intervals), intervals
-    assert shared < float(text) or printed_as(text, shared)
+    assert printed - 0.5e-4 <= intervals * (1 + 2e-5) and intervals <= printed + 0.5e-4
+    assert shared <= printed + 0.5e-4
     if is_half:
         assert shared == pytest.approx(intervals, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("name", "bits", "printed"),
-    [
-        ("gelu", 3, 0.0081),
-        ("gelu", 4, 0.0021),
-        ("silu", 3, 0.0122),
-        ("silu", 4, 0.0032),
-        ("selu", 2, 0.0660),
-        ("selu", 3, 0.0141),
-        ("mish", 3, 0.0098),
-        ("mish", 4, 0.0025),
-    ],
-)
-def test_the_figures_of_shared_levels(name, bits, printed):
-    assert solved(name, bits).error == pytest.approx(printed, abs=0.5001e-4)
 
 
 # --- any number of levels -----------------------------------------------------------------------
@@ -88,12 +49,9 @@ def test_the_error_falls_with_every_level(name, form):
     assert [table.bits for table in tables] == [1, 2, 2, 3, 3, 3, 3, 4, 4]
     errors = np.array([table.error for table in tables])
     assert (np.diff(errors) < 0).all()
-
-
-def test_bits_is_room_for_the_levels():
-    table = solve("gelu", 4, levels=5)
-    assert (table.bits, len(table.levels)) == (4, 5)
-    assert table.error == solved("gelu", levels=5).error
+    # With bits and levels, bits is room for the levels.
+    table = solved(name, 4, levels=5, form=form)
+    assert (table.bits, len(table.levels), table.error) == (4, 5, errors[3])
 
 
 def test_threads_change_nothing():
@@ -101,61 +59,12 @@ def test_threads_change_nothing():
         assert solve("mish", 3, form=form, threads=1) == solve("mish", 3, form=form, threads=2)
 
 
-# --- functions that are the same up to scale ----------------------------------------------------
-
-
-# Functions made of others: options of theirs, the factor of their error, and their levels and breaks from the other's.
-# Intervals have two mirrored optima if the derivative is even, so their numbers are not compared.
-MADE_OF = {
-    "quick_gelu": ("silu", {"domain": (-10 / 1.702, 10 / 1.702)}, 1 / 1.702, None, lambda b: b / 1.702),
-    "tanh": ("sigmoid", {"domain": (-5.0, 5.0)}, 8, lambda levels: 4 * levels, None),
-    "celu": ("elu", {"parameters": (("alpha", 3.0),)}, 3, lambda levels: levels, None),
-    "logsigmoid": ("softplus", {}, 1, None, lambda breaks: -breaks[::-1]),
-    "tanhshrink": ("tanh", {}, 1, lambda levels: 1 - levels[::-1], None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bits", [2, 3])
-@pytest.mark.parametrize("name", MADE_OF)
-def test_tables_of_stretched_and_mirrored_functions(name, bits, form):
-    other, options, factor, levels, breaks = MADE_OF[name]
-    table, expected = solved(name, bits, form=form, **options), solved(other, bits, form=form)
-    assert table.error == pytest.approx(factor * expected.error, rel=1e-9)
-    if levels and (form == "levels" or name == "celu"):
-        assert table.levels == pytest.approx(levels(expected.levels), abs=1e-7)
-    if breaks:
-        assert table.breaks == pytest.approx(breaks(expected.breaks), abs=1e-7)
-
-
-@pytest.mark.parametrize("name", ["gelu", "silu", "softplus"])
-def test_a_derivative_with_a_center_has_a_table_with_one(name):
-    table = solved(name, 3)
-    assert table.levels + table.levels[::-1] == pytest.approx(1.0, abs=1e-7)
-    assert table.breaks + table.breaks[::-1] == pytest.approx(0.0, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", ["sigmoid", "tanh", "softsign", "tanhshrink"])
-def test_an_even_derivative_has_an_even_table(name):
-    table = solved(name, 3)
-    assert table.breaks == pytest.approx(-table.breaks[::-1], abs=1e-6)
-    assert (table.codes == table.codes[::-1]).all()
-
-
 # --- exact tables -------------------------------------------------------------------------------
 
-EXACT = {
-    "relu": (1, ()),
-    "relu6": (1, ()),
-    "leaky_relu": (1, ()),
-    "threshold": (1, (("threshold", 0.3), ("value", -2.0))),
-    "hardtanh": (1, ()),
-    "hardshrink": (1, ()),
-    "softshrink": (1, ()),
-    "hardsigmoid": (1, ()),
-    "rrelu": (1, ()),
-    "identity": (1, ()),
-}
+EXACT = [
+    "relu", "relu6", "leaky_relu", "threshold", "hardtanh", "hardshrink", "softshrink", "hardsigmoid", "rrelu", "identity",
+]  # fmt: skip
+PARAMETERS = {"threshold": (("threshold", 0.3), ("value", -2.0))}
 
 
 def torch_gradient(name, parameters, x):
@@ -166,25 +75,23 @@ def torch_gradient(name, parameters, x):
     return given.grad.numpy()
 
 
-@pytest.mark.parametrize("weight", ["uniform", "normal"])
-@pytest.mark.parametrize("bits", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight": "normal", "bits": 1}, {"form": "intervals"}, {"objective": "minimax"}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", EXACT)
-def test_exact_tables_have_no_error(name, bits, weight):
-    table = solved(name, bits, weight=weight, parameters=EXACT[name][1])
+def test_exact_tables_equal_torch_at_and_around_the_kinks(name, options):
+    parameters = PARAMETERS.get(name, ())
+    table = solved(name, **({"bits": 2, "parameters": parameters} | options))
     assert (table.error, table.lower_bound, table.gap) == (0.0, 0.0, 0.0)
     assert table.exact and table.solver["status"] == "exact"
-    f = functions.get(name, dict(EXACT[name][1]))
-    assert table.levels.tolist() == sorted(set(f.derivative(np.linspace(*f.domain, 997)).tolist()))
-    assert table.breaks.tolist() == list(f.kinks)
-
-
-@pytest.mark.parametrize("objective", ["mse", "minimax"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", EXACT)
-def test_exact_tables_equal_torch_at_and_around_the_kinks(name, form, objective):
-    parameters = EXACT[name][1]
-    table = solved(name, 2, form=form, objective=objective, parameters=parameters)
-    kinks = np.array(functions.get(name, dict(parameters)).kinks)
+    f = functions.get(name, dict(parameters))
+    if "form" not in options:
+        values = f.derivative(np.linspace(*f.domain, 997))
+        assert table.levels.tolist() == sorted(set(values.tolist()))
+    kinks = np.array(f.kinks)
+    assert np.array_equal(table.breaks, kinks)
     around = [np.nextafter(kinks, -np.inf), kinks, np.nextafter(kinks, np.inf)]
     x = np.concatenate([*around, np.linspace(-10, 10, 401), [-1e30, 1e30]])
     expected = torch_gradient(name, parameters, x)
@@ -201,50 +108,13 @@ def test_hardswish_bends_where_torch_bends():
     assert at == after != before  # torch's gradient is 1 at 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_as_many_levels_as_values_are_enough(form):
-    """A function with five slopes has an exact table with five levels, not with four."""
-    heights, steps = np.array([0.0, 2.0, 1.0, 4.0, 3.0]), np.array([-4.0, -1.5, 0.25, 6.0])
-
-    def slope(x):
-        return heights[np.searchsorted(steps, x)]
-
-    def value(x):
-        return sum(
-            (heights[i + 1] - heights[i]) * np.maximum(x - at, 0.0) for i, at in enumerate(steps)
-        )
-
-    options = {"derivative": slope, "kinks": tuple(steps), "form": form}
-    five, four = solve(value, levels=5, **options), solve(value, levels=4, **options)
-    assert five.error == 0.0 and five.breaks.tolist() == steps.tolist()
-    assert sorted(five.levels) == sorted(heights)
-    # Best merge: two slopes one apart, over lengths 1.75 (1) and 6.25 (4), 2.5 (2), 6 (0), 4 (3).
-    lengths = np.diff([-10.0, *steps, 10.0])
-    pairs = (
-        itertools.combinations(range(5), 2) if form == "levels" else itertools.pairwise(range(5))
-    )
-    merges = [
-        lengths[i] * lengths[j] / (lengths[i] + lengths[j]) * (heights[i] - heights[j]) ** 2
-        for i, j in pairs
-    ]
-    assert four.error == pytest.approx(min(merges), rel=1e-12)
-
-
 # --- a domain that ends at a kink ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("objective", ["mse", "minimax"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("name", "domain"),
-    [
-        ("relu", (0, 5)),
-        ("relu", (-5, 0)),
-        ("relu6", (0, 6)),
-        ("hardtanh", (-1, 1)),
-        ("hardsigmoid", (-3, 3)),
-    ],
+    ("name", "domain"), [("relu", (0, 5)), ("relu", (-5, 0)), ("relu6", (0, 6))]
 )
 def test_a_jump_at_the_end_of_the_domain_is_not_in_it(name, domain, form, objective):
     """The jump does not change the error, and q at the end has torch's value, since inputs saturate there."""
@@ -266,18 +136,16 @@ def test_hardswish_between_its_jumps(form):
     assert table.levels == pytest.approx([-0.25, 0.25, 0.75, 1.25], abs=1e-7)
 
 
-# --- other domains ------------------------------------------------------------------------------
-
-
 # --- tails --------------------------------------------------------------------------------------
+
+
+DOMAINS = [(-0.5, 0.5), (0.5, 3.0), (-1e3, 1e3), (-1e-3, 2e-3), (-40.0, -5.0)]
 
 
 @pytest.mark.fast(12)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tails", ["free", "pinned"])
-@pytest.mark.parametrize(
-    "domain", [(-0.5, 0.5), (0.5, 3.0), (-1e3, 1e3), (-1e-3, 2e-3), (-40.0, -5.0)]
-)
+@pytest.mark.parametrize("domain", DOMAINS)
 @pytest.mark.parametrize("name", ["gelu", "selu", "hardswish"])
 def test_the_error_on_any_domain_by_adaptive_quadrature(name, domain, tails, form):
     table = solved(name, levels=5, form=form, domain=domain, tails=tails)
@@ -287,30 +155,11 @@ def test_the_error_on_any_domain_by_adaptive_quadrature(name, domain, tails, for
     assert table.gap < 1e-2 or table.error < 1e-14
 
 
-@pytest.mark.parametrize("domain", [(-10.0, 10.0), (-0.5, 0.5), (-2.0, 8.0)])
-@pytest.mark.parametrize(
-    ("name", "pinned"), [("gelu", [0.0, 1.0]), ("softplus", [0.0, 1.0]), ("tanh", [0.0])]
-)
-def test_one_free_level_among_the_pinned(name, pinned, domain):
-    sample = SampledError(functions.get(name), domain)
-
-    def error(level):
-        return sample.of_levels(np.array([*pinned, level]))
-
-    grid = np.linspace(sample.value.min(), sample.value.max(), 400)
-    start = grid[np.argmin([error(level) for level in grid])]
-    step = grid[1] - grid[0]
-    best = minimize_scalar(
-        error, bounds=(start - step, start + step), method="bounded", options={"xatol": 1e-9}
-    )
-    table = solved(name, levels=len(pinned) + 1, domain=domain, tails="pinned")
-    assert table.error == pytest.approx(best.fun, rel=1e-5)
+PINNED = [("gelu", (0.0, 1.0)), ("softplus", (0.0, 1.0)), ("tanh", (0.0, 0.0))]
 
 
 @pytest.mark.parametrize("domain", [(-10.0, 10.0), (-0.5, 0.5), (-2.0, 8.0)])
-@pytest.mark.parametrize(
-    ("name", "ends"), [("gelu", (0.0, 1.0)), ("softplus", (0.0, 1.0)), ("tanh", (0.0, 0.0))]
-)
+@pytest.mark.parametrize(("name", "ends"), PINNED)
 def test_one_free_piece_between_the_pinned(name, ends, domain):
     sample = SampledError(functions.get(name), domain, n=8_001)
 
@@ -352,19 +201,21 @@ def test_a_numpy_function_gets_the_table_of_the_named_one(form):
     # The numerical derivative's accuracy is part of the error that is claimed.
     assert named.error <= table.error <= named.error * (1 + 1e-7)
     assert table.lower_bound <= named.error
+    assert table.gap < 1e-2 and table.function.endswith("numpy_gelu")
+    check_same(table, named)
+
+
+def check_same(table, named):
+    assert table.error == pytest.approx(named.error, rel=1e-7)
     assert table.levels == pytest.approx(named.levels, abs=1e-8)
     assert table.breaks == pytest.approx(named.breaks, abs=1e-6)
     assert (table.codes == named.codes).all()
-    assert table.gap < 1e-2 and table.function.endswith("numpy_gelu")
 
 
-@pytest.mark.parametrize(("mine", "name"), [("gelu", "gelu"), ("silu", "silu"), ("elu", "elu")])
-def test_a_torch_function_gets_the_table_of_the_named_one(mine, name):
+@pytest.mark.parametrize("name", ["gelu", "silu", "elu"])
+def test_a_torch_function_gets_the_table_of_the_named_one(name):
     torch = pytest.importorskip("torch")
-    table, named = solve(getattr(torch.nn.functional, mine), 3), solved(name, 3)
-    assert table.error == pytest.approx(named.error, rel=1e-9)
-    assert table.levels == pytest.approx(named.levels, abs=1e-8)
-    assert table.breaks == pytest.approx(named.breaks, abs=1e-6)
+    check_same(solve(getattr(torch.nn.functional, name), 3), solved(name, 3))
 
 
 # --- warnings and refusals ----------------------------------------------------------------------
@@ -379,44 +230,42 @@ def test_an_unbounded_derivative_warns():
         solve("value", 2, grid=256)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, r"bits: expected 1 to 8 \(or levels from 2 to 256\), got neither"),
-        ({"bits": 0}, "bits: expected an integer from 1 to 8, got 0"),
-        ({"bits": 9}, "bits: expected an integer from 1 to 8, got 9"),
-        ({"bits": 2.0}, "bits"),
-        ({"levels": 1}, "levels: expected an integer from 2 to 256, got 1"),
-        ({"levels": 257}, "levels: expected an integer from 2 to 256, got 257"),
-        ({"bits": 2, "levels": 5}, "levels: expected at most 4 with 2 bits, got 5"),
-        ({"bits": 2, "form": "interval"}, "form"),
-        ({"bits": 2, "objective": "l1"}, "objective"),
-        ({"bits": 2, "tails": "loose"}, "tails"),
-        (
-            {"bits": 2, "objective": "unbiased", "form": "intervals"},
-            "objective unbiased: expected form levels",
-        ),
-        ({"bits": 2, "progress": 3}, "progress: expected a callable, got 3"),
-        ({"bits": 2, "grid": 15}, "grid: expected an integer from 16 to 4194304, got 15"),
-        ({"bits": 2, "grid": 10**9}, "grid: expected an integer from 16 to 4194304"),
-        ({"bits": 2, "grid": 1e3}, "grid"),
-        ({"bits": 2, "threads": 0}, "threads: expected an integer of at least 1, got 0"),
-        ({"bits": 2, "parameters": 3}, "parameters: expected a mapping"),
-        ({"bits": 2, "domain": (-1e308, 1e308)}, r"domain: expected numbers within 1e\+30"),
-        ({"bits": 2, "domain": (1, 1)}, "domain: expected two finite numbers A < B, got 1 1"),
-        ({"bits": 2, "domain": (2, 1)}, "domain"),
-        ({"bits": 2, "domain": (0, math.inf)}, "domain"),
-        ({"bits": 2, "domain": (0, math.nan)}, "domain"),
-        ({"bits": 2, "domain": (1, 2, 3)}, "domain"),
-        ({"bits": 2, "weight": "gaussian"}, "weight"),
-        ({"bits": 2, "parameters": {"alpha": 1.0}}, "alpha"),
-    ],
-)
+REFUSED = [
+    ({}, r"bits: expected 1 to 8 \(or levels from 2 to 256\), got neither"),
+    ({"bits": 0}, "bits: expected an integer from 1 to 8, got 0"),
+    ({"bits": 9}, "bits: expected an integer from 1 to 8, got 9"),
+    ({"bits": 2.0}, "bits"),
+    ({"levels": 1}, "levels: expected an integer from 2 to 256, got 1"),
+    ({"levels": 257}, "levels: expected an integer from 2 to 256, got 257"),
+    ({"bits": 2, "levels": 5}, "levels: expected at most 4 with 2 bits, got 5"),
+    ({"bits": 2, "form": "interval"}, "form"),
+    ({"bits": 2, "objective": "l1"}, "objective"),
+    ({"bits": 2, "tails": "loose"}, "tails"),
+    ({"bits": 2, "objective": "unbiased", "form": "intervals"}, "objective unbiased: expected form levels"),
+    ({"bits": 2, "progress": 3}, "progress: expected a callable, got 3"),
+    ({"bits": 2, "grid": 15}, "grid: expected an integer from 16 to 4194304, got 15"),
+    ({"bits": 2, "grid": 2**23}, "grid: expected an integer from 16 to 4194304"),
+    ({"bits": 2, "grid": 1e3}, "grid: expected an integer from 16"),
+    ({"bits": 2, "grid": True}, "grid: expected an integer from 16"),
+    ({"bits": 2, "threads": 0}, "threads: expected an integer of at least 1, got 0"),
+    ({"bits": 2, "parameters": 3}, "parameters: expected a mapping"),
+    ({"bits": 2, "domain": (-1e308, 1e308)}, r"domain: expected numbers within 1e\+30"),
+    ({"bits": 2, "domain": (1, 1)}, "domain: expected two finite numbers A < B, got 1 1"),
+    ({"bits": 2, "domain": (0, math.nan)}, "domain"),
+    ({"bits": 2, "domain": (1, 2, 3)}, "domain"),
+    ({"bits": 2, "weight": "gaussian"}, "weight"),
+    ({"bits": 2, "parameters": {"alpha": 1.0}}, "alpha"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "expected"), REFUSED)
 def test_refusals_are_one_line_that_names_the_argument(options, expected):
     with pytest.raises(FewbitError, match=expected) as refusal:
         solve("gelu", **options)
     assert isinstance(refusal.value, SolveError | WeightError | FunctionError)
     assert "\n" not in str(refusal.value)
+    with pytest.raises(FewbitError):  # before anything is computed
+        solve(lambda x: pytest.fail("f is called"), **options)
 
 
 # --- callables on the weight's domain, samples that saturate, masses of every size ---------------
@@ -439,36 +288,12 @@ def test_samples_behind_a_relu(name):
     assert np.array_equal(table(samples), f.derivative(samples))
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e6])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_size_of_the_weight_does_not_matter(scale, form):
-    plain = solve("gelu", 3, form=form)
-    scaled = solve("gelu", 3, form=form, weight=lambda x: np.full_like(x, scale), domain=(-10, 10))
-    assert scaled.error == pytest.approx(scale * plain.error, rel=1e-9)
-    assert scaled.levels == pytest.approx(plain.levels, abs=1e-8)
-    assert scaled.solver["status"] == "stationary"
-
-
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("grid", [16, 20, 50, 300])
-@pytest.mark.parametrize("objective", ["mse", "unbiased"])
-@pytest.mark.parametrize("weight", ["uniform", "normal"])
-def test_bounds_hold_on_the_coarsest_grids(grid, objective, weight):
-    for name in ("gelu", "hardswish"):
-        for count in (2, 5):
-            coarse = solve(name, levels=count, objective=objective, weight=weight, grid=grid)
-            fine = solve(name, levels=count, objective=objective, weight=weight)
-            assert coarse.lower_bound <= fine.error * (1 + 1e-9)
-
-
 def test_a_derivative_that_turns_too_often_is_refused():
+    def f(x):
+        return np.sin(3000 * x) / 3000
+
     with pytest.raises(FunctionError, match="turns more than|varies too fast"):
-        solve(
-            lambda x: np.sin(3000 * x) / 3000,
-            2,
-            derivative=lambda x: np.cos(3000 * x),
-            kinks=[],
-        )
+        solve(f, 2, derivative=lambda x: np.cos(3000 * x), kinks=[])
 
 
 @pytest.mark.parametrize("objective", ["mse", "unbiased", "minimax"])
@@ -477,14 +302,9 @@ def test_too_many_pieces_are_refused_before_the_search(objective):
         r"expected at most 16384 pieces, got about 2\d{4}: the derivative turns 96 times on the domain \[-10, 10\]; "
         r"choose fewer than 256 levels \(--bits, --levels\) or a smaller domain \(--domain\)$"
     )
+    options = {"objective": objective, "progress": lambda *_: pytest.fail("the search has begun")}
     with pytest.raises(SolveError, match=expected):
-        solve(
-            lambda x: -np.cos(15 * x) / 15,
-            8,
-            derivative=lambda x: np.sin(15 * x),
-            objective=objective,
-            progress=lambda *_: pytest.fail("the search has begun"),
-        )
+        solve(lambda x: -np.cos(15 * x) / 15, 8, derivative=lambda x: np.sin(15 * x), **options)
 
 
 @pytest.mark.parametrize(
@@ -501,12 +321,6 @@ def test_derivatives_that_float32_cannot_hold_are_refused(slope, options, expect
         solve(lambda x: slope * f.value(x), 2, derivative=lambda x: slope * x, **options)
 
 
-@pytest.mark.parametrize("grid", [15, 2**23, 100.0, True])
-def test_a_wrong_grid_is_refused_before_anything_is_computed(grid):
-    with pytest.raises(SolveError, match="grid: expected an integer from 16"):
-        solve(lambda x: pytest.fail("f is called"), 2, grid=grid)
-
-
 # --- functions whose derivative turns often -----------------------------------------------------
 
 
@@ -519,10 +333,9 @@ def oscillating(x):
     ("bits", "options"),
     [
         (1, {}),
-        pytest.param(3, {}, marks=pytest.mark.slow),
-        pytest.param(4, {"objective": "unbiased"}, marks=pytest.mark.slow),
-        pytest.param(4, {"form": "intervals"}, marks=pytest.mark.slow),
-        pytest.param(3, {"weight": "normal"}, marks=pytest.mark.slow),
+        (4, {"objective": "unbiased"}),
+        (4, {"form": "intervals"}),
+        (3, {"weight": "normal"}),
     ],
 )
 def test_a_derivative_with_64_turns_has_a_close_certificate(bits, options):
@@ -550,8 +363,6 @@ def test_a_large_gap_is_said(monkeypatch):
 
 @pytest.mark.parametrize("most", [8, 100, 999])
 def test_fewer_atoms_bound_the_optimum_from_below(most):
-    from fewbit.solver.relaxation import _fewer_atoms
-
     rng = np.random.default_rng(most)
     for count in (2, 5):
         value = np.unique(rng.choice([0.0, 1.0, 1e3], 1000) + rng.normal(size=1000))
@@ -563,8 +374,7 @@ def test_fewer_atoms_bound_the_optimum_from_below(most):
         optimum = partition(value, count, mass).cost
         bound = partition(few, count, moved).cost - excess
         assert bound <= optimum * (1 + 1e-9)
-        if most > 900:
-            assert bound > 0.99 * optimum
+        assert most < 900 or bound > 0.99 * optimum
 
 
 # --- pinned tails without an asymptote, derivatives that go with jumps --------------------------
@@ -586,46 +396,39 @@ def test_pinned_tails_of_a_callable_are_its_asymptotic_slopes(f, slopes):
     assert ends == pytest.approx(slopes, rel=0, abs=1e-9)
 
 
-def xielu(alpha_p=0.8, alpha_n=0.8, beta=0.5, eps=-1e-6):
-    """Return f and f' of transformers' xIELU: f jumps at 0 by eps, and f' is beta - alpha_n on (eps, 0]."""
+def xielu(alpha, eps):
+    """Return f and f' of transformers' xIELU: f jumps at 0 by eps, and f' is 1/2 - alpha on (eps, 0]."""
 
     def f(x):
-        below = (np.expm1(np.minimum(x, eps)) - x) * alpha_n + beta * x
-        return np.where(x > 0, alpha_p * x * x + beta * x, below)
+        below = (np.expm1(np.minimum(x, eps)) - x) * alpha + 0.5 * x
+        return np.where(x > 0, alpha * x * x + 0.5 * x, below)
 
     def slope(x):
         rise = np.where(x < eps, np.exp(np.minimum(x, 0.0)), 0.0)
-        return np.where(x > 0, 2 * alpha_p * x + beta, alpha_n * (rise - 1.0) + beta)
+        return np.where(x > 0, 2 * alpha * x + 0.5, alpha * (rise - 1.0) + 0.5)
 
     return f, slope
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the derivative is unbounded")
-@pytest.mark.parametrize("kinks", [None, [-1e-6, 0.0]])
-def test_xielu_with_its_epsilon(kinks):
-    """The jump of f at 0 is a kink of the given derivative, whether kinks are given or not."""
-    f, slope = xielu()
-    table = solve(f, 3, derivative=slope, kinks=kinks)
-    smooth = solve(*xielu(eps=-0.0)[:1], 3, derivative=xielu(eps=-0.0)[1])
-    assert table.error == pytest.approx(smooth.error, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*the derivative is unbounded")
 def test_xielu_of_transformers():
-    pytest.importorskip("torch")
+    """The jump of f at 0 is a kink of the given derivative, whether kinks are given or not."""
     activations = pytest.importorskip("transformers.activations")
-    f, slope = xielu(alpha_p=0.80078125, alpha_n=0.80078125)
-    table = solve(activations.XIELUActivation(), 3)
-    assert table.error == pytest.approx(solve(f, 3, derivative=slope).error, rel=0.02)
+    alpha = 0.80078125
+    f, slope = xielu(alpha, -0.0)
+    smooth = solve(f, 3, derivative=slope).error
+    f, slope = xielu(alpha, -1e-6)
+    for kinks in (None, [-1e-6, 0.0]):
+        table = solve(f, 3, derivative=slope, kinks=kinks)
+        assert table.error == pytest.approx(smooth, rel=1e-5)
+    assert solve(activations.XIELUActivation(), 3).error == pytest.approx(smooth, rel=0.02)
 
 
 def test_a_jump_of_f_is_allowed_at_a_kink_that_is_named():
     hard = functions.get("hardshrink")
     table = solve(hard.value, 1, kinks=[-0.5, 0.5])
     assert table.error == 0 and table.breaks.tolist() == [-0.5, 0.5]
-    with pytest.raises(
-        FunctionError, match="jumps at x = -0.5: .* or pass it in kinks= to fewbit.solve$"
-    ):
+    expected = "jumps at x = -0.5: .* or pass it in kinks= to fewbit.solve$"
+    with pytest.raises(FunctionError, match=expected):
         solve(hard.value, 1)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from naive import SampledError, normal_density, one, squared_error
+from naive import SampledError, normal_density, squared_error
 from problems import solved
 
 from fewbit import functions
@@ -14,7 +14,6 @@ from fewbit.solver.weight import make_weight
 from fewbit.table import Table
 
 FORMS = ["levels", "intervals"]
-GELU = functions.get("gelu")
 EDGES = np.array([-4.0, -2.5, -1.0, 0.25, 0.5, 3.0])
 HEIGHTS = np.array([1.0, 2.0, 0.0, 5.0, 0.5])
 
@@ -27,7 +26,7 @@ def refusal_of(call, *arguments, **options):
     return message
 
 
-def mixture(n=200_000, seed=0):
+def mixture(n, seed=0):
     rng = np.random.default_rng(seed)
     return np.where(rng.random(n) < 0.7, rng.normal(-1.0, 0.5, n), rng.normal(1.5, 1.0, n))
 
@@ -63,15 +62,9 @@ def test_a_histogram_is_its_heights_normalized():
     assert weight.density(middles) == pytest.approx(HEIGHTS / total, rel=1e-15)
     assert weight.density(np.array([-4.5, 3.5])).tolist() == [0.0, 0.0]
     assert weight.domain == (-4.0, 3.0)
-
-
-def test_the_domain_of_a_histogram_is_where_it_has_mass():
-    assert make_weight(([0.0, 1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 0.0])).domain == (1.0, 2.0)
-
-
-def test_a_weight_is_itself():
-    weight = make_weight((EDGES, HEIGHTS))
     assert make_weight(weight) is weight
+    # The domain is where the histogram has mass.
+    assert make_weight(([0.0, 1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 0.0])).domain == (1.0, 2.0)
 
 
 # --- samples ------------------------------------------------------------------------------------
@@ -98,29 +91,31 @@ def test_the_shape_and_type_of_samples_do_not_matter():
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["gelu", "selu", "tanh"])
+@pytest.mark.parametrize("name", ["gelu", "tanh"])
 def test_a_table_for_samples_serves_the_density_they_came_from(name, form):
-    f = functions.get(name)
     best = solve(name, 3, weight=mixture_density, form=form)
-    fitted = solve(name, 3, weight=mixture(), form=form)
+    fitted = solve(name, 3, weight=mixture(200_000), form=form)
     assert fitted.error == pytest.approx(best.error, rel=0.05)
     error = squared_error(
-        fitted, f, lambda x: mixture_density(x) * (abs(x) < 10), np.linspace(-10, 10, 41)
+        fitted,
+        functions.get(name),
+        lambda x: mixture_density(x) * (abs(x) < 10),
+        np.linspace(-10, 10, 41),
     )
     assert best.error * (1 - 1e-3) <= error <= best.error * 1.01
 
 
 def test_samples_with_a_heap_at_one_value():
     """Half of the values are exactly 0, as after a ReLU, so q is accurate there."""
-    table = solve("gelu", 3, weight=np.maximum(mixture(), 0.0))
+    table = solve("gelu", 3, weight=np.maximum(mixture(50_000), 0.0))
     assert abs(table(np.array(0.0)) - 0.5) < 0.01
 
 
-@pytest.mark.parametrize("outlier", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("outlier", [1e2, 1e6])
 def test_one_outlier_does_not_ruin_a_table(outlier):
     samples = np.random.default_rng(3).standard_normal(100_000)
     table = solve("gelu", 3, weight=np.append(samples, outlier))
-    sample = SampledError(GELU, (-8.0, 8.0), normal_density())
+    sample = SampledError(functions.get("gelu"), (-8.0, 8.0), normal_density())
     error = float(np.sum(sample.mass * (sample.value - table(sample.x)) ** 2))
     assert error <= 1.01 * solved("gelu", 3, weight="normal").error
 
@@ -140,12 +135,8 @@ def test_a_callable_density_is_that_density(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_callable_density_that_jumps(form):
     low, high = 0.1 - 1.2345, 0.1 + 1.2345
-
-    def box(x):
-        return ((x > low) & (x < high)) / (high - low)
-
     expected = solve("gelu", 3, weight=([low, high], [1.0]), form=form)
-    table = solve("gelu", 3, weight=box, form=form)
+    table = solve("gelu", 3, weight=lambda x: ((x > low) & (x < high)) / (high - low), form=form)
     assert table.error == pytest.approx(expected.error, rel=1e-6)
     assert table.lower_bound <= expected.error * (1 + 1e-12)
 
@@ -194,61 +185,14 @@ def test_a_table_is_solved_again_from_its_own_document(tmp_path):
     assert solve("gelu", 2, weight=loaded.weight, domain=loaded.domain) == table
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {},
-        {"kind": "cauchy"},
-        {"kind": "normal", "mean": "zero"},
-        {"kind": "normal", "mean": 0.0, "std": -1.0},
-        {"kind": "histogram"},
-        {"kind": "histogram", "edges": [0.0, 1.0]},
-        {"kind": "histogram", "edges": "ab", "density": [1.0]},
-        {"kind": "callable"},
-    ],
-    ids=str,
-)
-def test_documents_that_are_none(document):
-    refusal_of(make_weight, document)
-
-
 # --- files --------------------------------------------------------------------------------------
 
 
 SAMPLES = mixture(1_000).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "save", "spec"),
-    [
-        ("samples.npy", lambda path: np.save(path, SAMPLES.reshape(10, 100)), SAMPLES),
-        ("samples.npz", lambda path: np.savez_compressed(path, activations=SAMPLES), SAMPLES),
-        (
-            "density.npz",
-            lambda path: np.savez(path, edges=EDGES, density=HEIGHTS),
-            (EDGES, HEIGHTS),
-        ),
-        (
-            "counts.npz",
-            lambda path: np.savez(path, edges=EDGES, counts=HEIGHTS * np.diff(EDGES)),
-            (EDGES, HEIGHTS),
-        ),
-    ],
-)
-def test_a_weight_from_a_file(tmp_path, name, save, spec):
-    save(tmp_path / name)
-    expected = make_weight(spec).document()
-    for path in (tmp_path / name, str(tmp_path / name)):
-        document = make_weight(path).document()
-        assert document["edges"] == expected["edges"]
-        assert document["density"] == pytest.approx(expected["density"], rel=1e-15)
-
-
-def test_a_table_from_a_file(tmp_path):
-    np.savez(tmp_path / "weight.npz", edges=EDGES, density=HEIGHTS)
-    assert solve("gelu", 2, weight=tmp_path / "weight.npz") == solve(
-        "gelu", 2, weight=(EDGES, HEIGHTS)
-    )
+def _npy(array):
+    return lambda path: np.save(path, array)
 
 
 def _npz(**arrays):
@@ -259,31 +203,55 @@ def _bytes(content):
     return lambda path: path.write_bytes(content)
 
 
-def _truncated(path):
+COUNTS = HEIGHTS * np.diff(EDGES)
+GOOD_FILES = {
+    "samples.npy": (lambda path: np.save(path, SAMPLES.reshape(10, 100)), SAMPLES),
+    "samples.npz": (lambda path: np.savez_compressed(path, activations=SAMPLES), SAMPLES),
+    "density.npz": (_npz(edges=EDGES, density=HEIGHTS), (EDGES, HEIGHTS)),
+    "counts.npz": (_npz(edges=EDGES, counts=COUNTS), (EDGES, HEIGHTS)),
+}
+
+
+@pytest.mark.parametrize("name", GOOD_FILES)
+def test_a_weight_from_a_file(tmp_path, name):
+    save, spec = GOOD_FILES[name]
+    save(tmp_path / name)
+    expected = make_weight(spec).document()
+    for path in (tmp_path / name, str(tmp_path / name)):
+        document = make_weight(path).document()
+        assert document["edges"] == expected["edges"]
+        assert document["density"] == pytest.approx(expected["density"], rel=1e-15)
+    assert solve("gelu", 2, weight=path).weight == document
+
+
+def _zipped_half(path):
     np.savez(path, edges=EDGES, density=HEIGHTS)
     path.write_bytes(path.read_bytes()[:-40])
 
 
+def _half(path):
+    np.save(path, mixture(100))
+    path.write_bytes(path.read_bytes()[:200])
+
+
+OBJECTS = np.array([{"a": 1}, None], dtype=object)
 FILES = {
     "empty.npy": _bytes(b""),
     "empty.npz": _bytes(b""),
     "text.npy": _bytes(b"1.0 2.0\n3.0 4.0\n"),
     "text.npz": _bytes(b"edges,counts\n"),
     "zeros.npy": _bytes(b"\x93NUMPY\x01\x00" + bytes(100)),
-    "truncated.npz": _truncated,
-    "short.npy": lambda path: (
-        np.save(path, mixture(100)),
-        path.write_bytes(path.read_bytes()[:200]),
-    ),
-    "pickled.npy": lambda path: np.save(path, np.array([{"a": 1}, None], dtype=object)),
-    "pickled.npz": _npz(samples=np.array([{"a": 1}, None], dtype=object)),
-    "strings.npy": lambda path: np.save(path, np.array(["a", "b"])),
-    "records.npy": lambda path: np.save(path, np.zeros(3, dtype=[("a", "f8"), ("b", "i4")])),
-    "nan.npy": lambda path: np.save(path, np.array([1.0, np.nan, 2.0])),
-    "one.npy": lambda path: np.save(path, np.array([1.0])),
-    "nothing.npy": lambda path: np.save(path, np.array([])),
-    "constant.npy": lambda path: np.save(path, np.full(100, 3.0)),
-    "complex.npy": lambda path: np.save(path, np.array([1 + 2j, 3.0])),
+    "truncated.npz": _zipped_half,
+    "short.npy": _half,
+    "pickled.npy": _npy(OBJECTS),
+    "pickled.npz": _npz(samples=OBJECTS),
+    "strings.npy": _npy(["a", "b"]),
+    "records.npy": _npy(np.zeros(3, dtype=[("a", "f8"), ("b", "i4")])),
+    "nan.npy": _npy([1.0, np.nan, 2.0]),
+    "one.npy": _npy([1.0]),
+    "nothing.npy": _npy([]),
+    "constant.npy": _npy(np.full(100, 3.0)),
+    "complex.npy": _npy([1 + 2j, 3.0]),
     "names.npz": _npz(a=EDGES, b=HEIGHTS),
     "none.npz": _npz(),
     "lengths.npz": _npz(edges=EDGES, counts=np.ones(3)),
@@ -306,37 +274,18 @@ def test_files_that_hold_no_weight(tmp_path, name):
     assert name in refusal_of(make_weight, tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "",
-        "norm",
-        "normal:",
-        "normal:1",
-        "normal:1,2,3",
-        "normal:a,b",
-        "normal:0,0",
-        "normal:0,-1",
-        "normal:nan,1",
-        "normal:0,inf",
-        "weights.txt",
-        5,
-        [],
-        [1.0],
-        [2.0, 2.0],
-        [1.0, float("inf")],
-        ["a", "b"],
-        [[1.0, 2.0], [3.0]],
-        ([0.0, 1.0], [1.0, 2.0]),
-        ([1.0, 0.0], [1.0]),
-        ([0.0, 1.0], [0.0]),
-        ([0.0, 1.0], [-1.0]),
-        ("a", "b"),
-        np.array([1 + 2j, 3.0]),
-        np.array([True, False]),
-    ],
-    ids=repr,
-)
+SPECIFICATIONS = [
+    "", "norm", "normal:", "normal:1", "normal:1,2,3", "normal:a,b", "normal:0,0", "normal:0,-1", "normal:nan,1",
+    "normal:0,inf", "weights.txt", 5, [], [1.0], [2.0, 2.0], [1.0, float("inf")], ["a", "b"], [[1.0, 2.0], [3.0]],
+    ([0.0, 1.0], [1.0, 2.0]), ([1.0, 0.0], [1.0]), ([0.0, 1.0], [0.0]), ([0.0, 1.0], [-1.0]), ("a", "b"),
+    np.array([1 + 2j, 3.0]), np.array([True, False]),
+    {}, {"kind": "cauchy"}, {"kind": "normal", "mean": "zero"}, {"kind": "normal", "mean": 0.0, "std": -1.0},
+    {"kind": "histogram"}, {"kind": "histogram", "edges": [0.0, 1.0]},
+    {"kind": "histogram", "edges": "ab", "density": [1.0]}, {"kind": "callable"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECIFICATIONS, ids=repr)
 def test_specifications_that_are_none(spec):
     refusal_of(make_weight, spec)
 
@@ -390,27 +339,27 @@ def test_a_histogram_of_counts_near_the_ends_of_float64(tmp_path, factor, form):
     assert solve("gelu", 1, form=form, weight=weight).weight == document
 
 
-@pytest.mark.parametrize(
-    ("weight", "expected"),
-    [
-        (lambda x: 1e-320 + 0 * x, "error that float64 can represent, got about 1e-32"),
-        (lambda x: 1e-310 * np.exp(-x * x), "error that float64 can represent, got about 1e-31"),
-        (([-5, 0, 5], [1e308, 1e-308]), "heights that float64 can divide by their integral"),
-        (([-1e300, 1e300], [1.0]), "histogram edges: expected numbers within 1e\\+30"),
-        ("normal:0,1e-310", "expected STD from 1e-30 to 1e\\+30 for MEAN 0, got 1e-310$"),
-        ("normal:1e20,1", "expected STD from 1e\\+08 to 1e\\+30 for MEAN 1e\\+20, got 1$"),
-        ("normal:1e300,1", "expected MEAN within 1e\\+30, got 1e\\+300$"),
-        ("normal:0,1e30", "domain of .*: expected numbers within 1e\\+30, got -8e\\+30 to 8e\\+30"),
-        (np.linspace(-1, 1, 99) * 1.7e308, "samples: expected numbers within 1e\\+30"),
-        (np.linspace(-1, 1, 99) * 1e-310, "samples: expected a range that is at least 1.18e-38"),
-        (1 + 1e-12 * np.arange(99), "samples: expected a range that is at least 1e-09 wide"),
-    ],
-)
-@pytest.mark.parametrize("objective", ["mse", "unbiased"])
-def test_weights_beyond_the_range_of_float64(weight, expected, objective):
-    with pytest.raises((WeightError, SolveError), match=expected) as refusal:
-        solve("gelu", 1, weight=weight, objective=objective)
-    assert "\n" not in str(refusal.value)
+FAR = [
+    (lambda x: 1e-320 + 0 * x, "error that float64 can represent, got about 1e-32"),
+    (lambda x: 1e-310 * np.exp(-x * x), "error that float64 can represent, got about 1e-31"),
+    (([-5, 0, 5], [1e308, 1e-308]), "heights that float64 can divide by their integral"),
+    (([-1e300, 1e300], [1.0]), "histogram edges: expected numbers within 1e\\+30"),
+    ("normal:0,1e-310", "expected STD from 1e-30 to 1e\\+30 for MEAN 0, got 1e-310$"),
+    ("normal:1e20,1", "expected STD from 1e\\+08 to 1e\\+30 for MEAN 1e\\+20, got 1$"),
+    ("normal:1e300,1", "expected MEAN within 1e\\+30, got 1e\\+300$"),
+    ("normal:0,1e30", "domain of .*: expected numbers within 1e\\+30, got -8e\\+30 to 8e\\+30"),
+    (np.linspace(-1, 1, 99) * 1.7e308, "samples: expected numbers within 1e\\+30"),
+    (np.linspace(-1, 1, 99) * 1e-310, "samples: expected a range that is at least 1.18e-38"),
+    (1 + 1e-12 * np.arange(99), "samples: expected a range that is at least 1e-09 wide"),
+]
+
+
+@pytest.mark.parametrize(("weight", "expected"), FAR)
+def test_weights_beyond_the_range_of_float64(weight, expected):
+    for objective in ("mse", "unbiased"):
+        with pytest.raises((WeightError, SolveError), match=expected) as refusal:
+            solve("gelu", 1, weight=weight, objective=objective)
+        assert "\n" not in str(refusal.value)
 
 
 def test_an_error_of_zero_does_not_ignore_negligible_parts_of_the_weight():
@@ -445,12 +394,8 @@ def test_minimax_counts_every_x_with_a_positive_weight(weight, half, form):
 @pytest.mark.parametrize("floor", [0.0, 1.0])
 def test_a_peak_between_the_first_sample_points(floor):
     """The first points of the mesh are 0 and 0.0049."""
-    peak = (0.002, 0.003)
-    table = solve("gelu", 2, weight=lambda x: floor + 1e4 * ((x > peak[0]) & (x < peak[1])))
-    if floor:
-        edges, heights = [-10.0, *peak, 10.0], [1.0, 1e4 + 1, 1.0]
-    else:
-        edges, heights = peak, [1e4]
+    table = solve("gelu", 2, weight=lambda x: floor + 1e4 * ((x > 0.002) & (x < 0.003)))
+    edges, heights = [-10.0, 0.002, 0.003, 10.0], [floor, floor + 1e4, floor]
     expected = solve("gelu", 2, weight=(edges, heights), domain=(-10, 10))
     mass = np.dot(heights, np.diff(edges))
     assert table.error == pytest.approx(mass * expected.error, rel=1e-5)
@@ -461,15 +406,7 @@ def test_a_peak_between_the_first_sample_points(floor):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"weight": (EDGES, 3 * HEIGHTS)},
-        {"weight": (EDGES, 1000 * HEIGHTS)},
-        {"domain": (-50, 50)},
-    ],
-    ids=["times 3", "times 1000", "wider domain"],
-)
+@pytest.mark.parametrize("change", [{"weight": (EDGES, 1000 * HEIGHTS)}, {"domain": (-50, 50)}])
 def test_a_histogram_that_is_scaled_or_on_a_wider_domain_has_the_same_table(change, form):
     table = solve("gelu", 3, weight=(EDGES, HEIGHTS), form=form)
     other = solve("gelu", 3, **{"weight": (EDGES, HEIGHTS), "form": form, **change})
@@ -479,33 +416,14 @@ def test_a_histogram_that_is_scaled_or_on_a_wider_domain_has_the_same_table(chan
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("edges", "middle"),
-    [([-4.0, -2.0, 2.0, 4.0], 0.0), ([-4.0, -1.0, 3.0, 5.0], 1.0), ([-2.0, -1.5, 2.0, 9.0], 0.25)],
-)
-def test_where_the_weight_is_zero_q_continues_to_the_middle(edges, middle, form):
-    table = solve("gelu", 1, weight=(edges, [1.0, 0.0, 1.0]), form=form)
-    assert table.breaks.tolist() == [middle]
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("weight", ["uniform", "normal:1,0.5", (EDGES, HEIGHTS)], ids=str)
-def test_outside_the_domain_q_continues_the_outermost_piece(weight, form):
-    for domain in ((-3.5, 2.0), (-100.0, 100.0)):
-        table = solve("gelu", 3, weight=weight, form=form, domain=domain)
-        ends = table(np.array(domain))
-        assert table(np.array([-1e9, 1e9])).tolist() == ends.tolist()
-        inside = (table.breaks > domain[0]) & (table.breaks < domain[1])
-        assert inside.all()
-
-
-@pytest.mark.parametrize(
-    ("mean", "std"), [(0.0, 1e-3), (3.0, 1e-3), (-2.5, 0.1), (14.0, 3.0), (1.0, 40.0)]
-)
-def test_the_error_under_normal_weights_far_from_the_usual(mean, std):
-    marks = np.concatenate([mean + std * np.linspace(-9, 9, 61), np.linspace(-10, 10, 41)])
-    low, high = check_error("silu", f"normal:{mean},{std}", normal_density(mean, std), marks)
-    assert low <= mean - 8 * std and high >= mean + 8 * std
+def test_where_the_weight_is_zero_q_continues_to_the_middle(form):
+    for edges, middle in (
+        ([-4.0, -2.0, 2.0, 4.0], 0.0),
+        ([-4.0, -1.0, 3.0, 5.0], 1.0),
+        ([-2.0, -1.5, 2.0, 9.0], 0.25),
+    ):
+        table = solve("gelu", 1, weight=(edges, [1.0, 0.0, 1.0]), form=form)
+        assert table.breaks.tolist() == [middle]
 
 
 def check_error(name, weight, density, marks, **options):
@@ -517,6 +435,18 @@ def check_error(name, weight, density, marks, **options):
     return table.domain
 
 
+@pytest.mark.parametrize(
+    ("mean", "std"), [(0.0, 1e-3), (3.0, 1e-3), (-2.5, 0.1), (14.0, 3.0), (1.0, 40.0)]
+)
+def test_the_error_under_normal_weights_far_from_the_usual(mean, std):
+    marks = np.concatenate([mean + std * np.linspace(-9, 9, 61), np.linspace(-10, 10, 41)])
+    low, high = check_error("silu", f"normal:{mean},{std}", normal_density(mean, std), marks)
+    assert low <= mean - 8 * std and high >= mean + 8 * std
+    # Where the derivative is constant, one level is exact.
+    table = solved("gelu", 3, weight="normal:1000,1")
+    assert (table.error, table.levels.tolist()) == (0.0, [1.0])
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gelu", "elu", "softsign"])
 def test_the_error_under_a_histogram(name, form):
@@ -524,15 +454,9 @@ def test_the_error_under_a_histogram(name, form):
     assert check_error(name, (EDGES, HEIGHTS), density, EDGES, form=form) == (-4.0, 3.0)
 
 
-def test_a_normal_weight_where_the_derivative_is_constant():
-    table = solve("gelu", 3, weight="normal:1000,1")
-    assert (table.error, table.levels.tolist()) == (0.0, [1.0])
-
-
 @pytest.mark.parametrize(
     ("weight", "domain"),
     [
-        (([0.0, 1.0], [1.0]), (2.0, 3.0)),
         (([0.0, 1.0], [1.0]), (1.0, 2.0)),
         (([0.0, 1.0], [1.0]), (-1.0, 0.0)),
         (([-6.0, 1.0, 4.0], [0.0, 1.0]), (-1.0, 1.0)),
@@ -540,18 +464,8 @@ def test_a_normal_weight_where_the_derivative_is_constant():
         (lambda x: 0.0 * x, None),
     ],
 )
-@pytest.mark.parametrize("form", FORMS)
-def test_no_mass_on_the_domain(weight, domain, form):
-    with pytest.raises(SolveError, match="mass") as refusal:
-        solve("gelu", 2, weight=weight, domain=domain, form=form)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_uniform_weight_is_a_flat_histogram_times_the_length(form):
-    flat = solve("mish", 3, weight=([-10.0, 10.0], [1.0]), form=form)
-    uniform = solved("mish", 3, form=form)
-    assert 20 * flat.error == pytest.approx(uniform.error, rel=1e-9)
-    assert flat.error == pytest.approx(
-        squared_error(flat, functions.get("mish"), one) / 20, rel=1e-6
-    )
+def test_no_mass_on_the_domain(weight, domain):
+    for form in FORMS:
+        with pytest.raises(SolveError, match="mass") as refusal:
+            solve("gelu", 2, weight=weight, domain=domain, form=form)
+        assert "\n" not in str(refusal.value)

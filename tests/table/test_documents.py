@@ -1,6 +1,7 @@
 """Untrusted documents: limits before parsing, and schemas, which are checked as by the package jsonschema."""
 
 import copy
+import functools
 import json
 import os
 import random
@@ -31,13 +32,10 @@ def test_printable_text_is_one_line_that_can_be_encoded(text):
     assert found == text or not text.isprintable()
 
 
-def test_different_text_that_is_escaped():
+def test_text_and_errors_that_are_escaped():
     assert printable("a\x1b[2J\n\u202e\ud800é") == r"a\x1b[2J\n\u202e\ud800é"
     assert one_line(ValueError("a\n b\x07")) == r"ValueError: a b\x07"
     assert one_line(KeyError()) == "KeyError" and len(one_line(ValueError("x" * 999))) < 200
-
-
-def test_every_error_of_fewbit_is_one_printable_line():
     for text in ("a\nb", "\x1b", "\ud800"):
         assert str(FewbitError(text)).isprintable()
         assert str(fewbit.OutputExistsError(text)).isprintable()
@@ -89,36 +87,30 @@ def test_brackets_in_strings_do_not_count():
     assert parse_json(deep) == json.loads(deep)
 
 
-def test_files(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_bytes(b"\xff\xfe{\x00}\x00")
-    with pytest.raises(FewbitError, match="expected JSON text in UTF-8, got other bytes"):
-        read_text(path)
-    path.write_bytes(b" " * (MOST_BYTES + 1))
-    with pytest.raises(FewbitError, match="at most 8 MiB, got a larger file"):
-        read_text(path)
-    with pytest.raises(FewbitError, match="missing: expected a readable file, got: No such file"):
-        read_text(tmp_path / "missing")
-    with pytest.raises(FewbitError, match="expected a readable file, got: "):
-        read_text(str(tmp_path / "null") + "\x00")
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FewbitError, match="expected a readable file, got: it is not a regular"):
-        read_text(tmp_path / "pipe")
+UNREADABLE = {
+    "bytes": (lambda path: path.write_bytes(b"\xff\xfe{\x00}\x00"), "expected JSON text in UTF-8, got other bytes"),
+    "large": (lambda path: path.write_bytes(b" " * (MOST_BYTES + 1)), "at most 8 MiB, got a larger file"),
+    "missing": (lambda path: None, "missing: expected a readable file, got: No such file"),
+    "null\x00": (lambda path: None, "expected a readable file, got: "),
+    "pipe": (os.mkfifo, "expected a readable file, got: it is not a regular"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREADABLE, ids=ascii)
+def test_files(name, tmp_path):
+    make, message = UNREADABLE[name]
+    make(tmp_path / name)
+    with pytest.raises(FewbitError, match=message):
+        read_text(tmp_path / name)
+
+
+def test_a_file_behind_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     (tmp_path / "target").write_text("é")
     assert read_text(tmp_path / "link") == "é"
 
 
 # --- schemas ------------------------------------------------------------------------------------
-
-
-def validator(name):
-    """Return the validator of the package jsonschema, which is not needed at run time."""
-    schemas = [schema.load(name) for name in schema.FILES]
-    registry = Registry().with_resources(
-        (rules["$id"], Resource.from_contents(rules)) for rules in schemas
-    )
-    return Draft202012Validator(schema.load(name), registry=registry)
 
 
 def keywords(rules):
@@ -192,11 +184,12 @@ def test_schemas_are_checked_as_by_the_package(seed):
     assert accepted > 20
 
 
-_VALIDATORS = {}
-
-
+@functools.cache
 def validator_of(name):
-    return _VALIDATORS.setdefault(name, validator(name))
+    """Return the validator of the package jsonschema, which is not needed at run time."""
+    schemas = [schema.load(name) for name in schema.FILES]
+    resources = [(rules["$id"], Resource.from_contents(rules)) for rules in schemas]
+    return Draft202012Validator(schema.load(name), registry=Registry().with_resources(resources))
 
 
 def finite(value):

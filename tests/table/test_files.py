@@ -32,7 +32,10 @@ def test_only_force_overwrites(tmp_path):
     assert path.read_text() == "second" and os.listdir(tmp_path) == ["gelu.json"]
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError(28, "No space left on device")])
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, FULL])
 @pytest.mark.parametrize(
     "force, broken", [(False, "fsync"), (False, "link"), (True, "fsync"), (True, "replace")]
 )
@@ -45,11 +48,11 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, failure, force, 
         raise failure
 
     monkeypatch.setattr(os, broken, fail)
-    if broken == "link" and failure is not KeyboardInterrupt:
+    if broken == "link" and failure is FULL:
         write_atomic(path, "new")  # a file system without hard links is served by another way
         assert path.read_text() == "new" and os.listdir(tmp_path) == ["gelu.json"]
         return
-    with pytest.raises(KeyboardInterrupt if failure is KeyboardInterrupt else FewbitError):
+    with pytest.raises(FewbitError if failure is FULL else failure):
         write_atomic(path, "new", force=force)
     assert os.listdir(tmp_path) == (["gelu.json"] if force else [])
     assert not force or path.read_text() == "old"
@@ -95,11 +98,14 @@ def test_one_of_many_writers_wins(tmp_path):
     assert os.listdir(tmp_path) == ["gelu.json"]
 
 
-def test_missing_directory(tmp_path):
+def test_places_that_cannot_be_written(tmp_path):
     path = tmp_path / "nowhere" / "gelu.json"
     with pytest.raises(FewbitError) as caught:
         write_atomic(path, "x")
     assert str(caught.value) == f"{path}: expected a writable path, got: No such file or directory"
+    for force in (False, True):
+        with pytest.raises(FewbitError, match="regular file"):
+            write_atomic(tmp_path, "x", force=force)
 
 
 @pytest.mark.skipif(
@@ -111,31 +117,19 @@ def test_unwritable_directory(tmp_path):
         write_atomic(tmp_path / "gelu.json", "x")
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_only_regular_files(tmp_path, force):
-    with pytest.raises(FewbitError, match="regular file"):
-        write_atomic(tmp_path, "x", force=force)
-
-
-def test_follows_a_symbolic_link(tmp_path):
-    target, link = tmp_path / "target", tmp_path / "link"
-    target.write_text("old")
-    link.symlink_to(target)
-    with pytest.raises(OutputExistsError):
-        write_atomic(link, "new")
-    write_atomic(link, "new", force=True)
-    assert link.is_symlink() and target.read_text() == "new"
-
-
-@pytest.mark.parametrize("points_to", ["target", "nothing", "link"])
-def test_replaces_a_symbolic_link_that_is_not_followed(tmp_path, points_to):
+@pytest.mark.parametrize(
+    "points_to, follow", [("target", True), ("target", False), ("nothing", False), ("link", False)]
+)
+def test_symbolic_links(tmp_path, points_to, follow):
+    """A link is followed, or replaced if the caller asks for that."""
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
     link.symlink_to(tmp_path / points_to)
     with pytest.raises(OutputExistsError):
-        write_atomic(link, "new", follow_links=False)
-    write_atomic(link, "new", force=True, follow_links=False)
-    assert not link.is_symlink() and link.read_text() == "new" and target.read_text() == "old"
+        write_atomic(link, "new", follow_links=follow)
+    write_atomic(link, "new", force=True, follow_links=follow)
+    assert link.is_symlink() == follow and link.read_text() == "new"
+    assert target.read_text() == ("new" if follow else "old")
     assert {path.name for path in tmp_path.iterdir()} == {"target", "link"}
 
 
@@ -148,40 +142,20 @@ def test_permissions_follow_the_umask(tmp_path):
     assert stat.S_IMODE((tmp_path / "gelu.json").stat().st_mode) == 0o640
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(1, "1 B"), (1023, "1023 B"), (1024, "1 KB"), (1536, "1.5 KB"), (32 * 2**30, "32 GB"), (2**50, "1024 TB")],
-)  # fmt: skip
-def test_sizes_have_the_largest_unit_that_fits(size, text):
-    assert format_size(size) == text
-    assert parse_size(text) == size
+SIZES = {1: "1 B", 1023: "1023 B", 1024: "1 KB", 1536: "1.5 KB", 32 * 2**30: "32 GB", 2**50: "1024 TB"}  # fmt: skip
+SPELLINGS = {"24GiB": 24 << 30, "11264 mb": 11 << 30, ".5tb": 512 << 30, "7b": 7}
+NO_SIZES = ["", "7", "GB", "-1GB", "0GB", ".1 B", "1 XB", "1 iGB", "1e3GB", "nan", "9" * 400 + " GB", "9" * 40000 + "!"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("24GiB", 24 << 30), ("11264 mb", 11 << 30), (".5tb", 512 << 30), ("7b", 7)]
-)
-def test_sizes_in_other_spellings(text, size):
-    assert parse_size(text) == size
+def test_sizes_as_text():
+    """A size is printed with the largest unit that fits."""
+    for size, text in SIZES.items():
+        assert format_size(size) == text and parse_size(text) == size
+    for text, size in SPELLINGS.items():
+        assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "7",
-        "GB",
-        "-1GB",
-        "0GB",
-        ".1 B",
-        "1 XB",
-        "1 iGB",
-        "1e3GB",
-        "nan",
-        "9" * 400 + " GB",
-        "9" * 40000 + "!",
-    ],
-    ids=lambda text: text[:9],
-)
+@pytest.mark.parametrize("text", NO_SIZES, ids=lambda text: text[:9])
 def test_text_that_is_no_size(text):
     with pytest.raises(FewbitError, match="^expected a size such as 32GB"):
         parse_size(text)

@@ -7,22 +7,10 @@ from fewbit.table import philox
 
 # Random123's kat_vectors for philox4x32-10: counter, key, result.
 KNOWN = [
-    (
-        "00000000 00000000 00000000 00000000",
-        "00000000 00000000",
-        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-    ),
-    (
-        "ffffffff ffffffff ffffffff ffffffff",
-        "ffffffff ffffffff",
-        "408f276d 41c83b0e a20bc7c6 6d5451fd",
-    ),
-    (
-        "243f6a88 85a308d3 13198a2e 03707344",
-        "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
-]
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]  # fmt: skip
 
 
 def words(text):
@@ -33,8 +21,6 @@ def test_known_answers():
     counters, keys, expected = (np.array([words(row[i]) for row in KNOWN]) for i in range(3))
     result = np.stack(philox.philox4x32(counters.T, keys.T), axis=1)
     assert result.tolist() == expected.tolist() and result.dtype == np.uint32
-    single = philox.philox4x32(words(KNOWN[2][0]), words(KNOWN[2][1]))
-    assert [int(word) for word in single] == words(KNOWN[2][2])
 
 
 def scalar_philox(counter, key):
@@ -58,12 +44,11 @@ def test_uniform_against_scalar_python(seed):
     assert np.ndim(philox.uniform(seed, 1)) == 0 and philox.uniform(seed, 1) == result[0, 1]
 
 
-@pytest.mark.parametrize(
-    ("seed", "error"), [(2**64, OverflowError), (-(2**63) - 1, OverflowError), (1.5, TypeError)]
-)
-def test_a_seed_is_an_integer_of_64_bits(seed, error):
-    words = (
-        r"seed: expected an integer in \[-2\*\*63, 2\*\*64\)" if error is OverflowError else None
-    )
-    with pytest.raises(error, match=words):
-        philox.uniform(seed, 1)
+def test_a_seed_is_an_integer_of_64_bits():
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(
+            OverflowError, match=r"seed: expected an integer in \[-2\*\*63, 2\*\*64\)"
+        ):
+            philox.uniform(seed, 1)
+    with pytest.raises(TypeError):
+        philox.uniform(1.5, 1)

@@ -52,7 +52,7 @@ def points(function):
     positive = np.concatenate(
         [
             [1e-300, 1e-20, 1e-9, 1e-4],
-            np.geomspace(1e-2, 60.0, 40),
+            np.geomspace(1e-2, 60.0, 20),
             [75.3, 152.0, 353.7, 708.1, 1e3],
         ]
     )
@@ -96,7 +96,7 @@ TAILS = [
 @pytest.mark.parametrize(("name", "x"), TAILS)
 def test_far_tails_keep_their_digits(name, x):
     """The points are close to the end of the range in which f' is a normal number."""
-    for point in x * np.linspace(0.95, 1.0, 7):
+    for point in x * np.linspace(0.95, 1.0, 3):
         _, exact = oracle(name, {}, point, 1, 460)
         assert 0 < abs(exact) < 1e-200
         assert abs(functions.get(name).derivative(point) / exact - 1) <= 1e-12

@@ -833,9 +833,14 @@ _NAMES = (
     *(f"scaled_dot_product_attention, {label}" for label in ("plain", "causal", "boolean mask", "dropout")),
 )  # fmt: skip
 _FUNCTIONS = [layer for layer in OTHERS if layer.name in _NAMES]
+_UNLIKE = {}
+for _row in EVERY:
+    _UNLIKE.setdefault((_row.name, len(_row.shape), _row.format), _row)
+_MODULES = list(_UNLIKE.values())
+"""A layer of each class, number of dimensions and memory format."""
 CASES = {
-    **{layer.id: _layer(layer) for layer in (*EVERY, *_FUNCTIONS, LOSSES[0], EMBEDDINGS[0], PRE_ACTIVATION)},
-    **{f"{layer.id}, two copies": _layer(layer, copies=2) for layer in EVERY if "Norm" in layer.name},
+    **{layer.id: _layer(layer) for layer in (*_MODULES, *_FUNCTIONS, LOSSES[0], EMBEDDINGS[0], PRE_ACTIVATION)},
+    **{f"{layer.id}, two copies": _layer(layer, copies=2) for layer in _MODULES if layer.is_norm},
     **{sample.id: _activation(sample) for sample in ACTIVATIONS if not sample.parameters},
     "RReLU in training": _function(
         partial(F.rrelu, training=True), partial(torch_f.rrelu, training=True), (5, 9)

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,11 +174,31 @@ def test_one_bit_is_exact(backend, sample):
     assert torch.autograd.gradcheck(lambda x: sample(x, bits=1), leaf(x[~near]))
 
 
-@pytest.mark.parametrize("sample", **ids(EXACT))
+DEGENERATE = {
+    "hardshrink": [(0.0,), (-0.0,), (1e-50,), (1e-40,), (1.0,)],
+    "softshrink": [(0.0,), (-0.0,), (1e-50,), (1e-40,), (1.0,)],
+    "hardtanh": [(0.0, 1.0), (-1.0, 0.0), (1.0, 2.0), (0.0, 1e-40), (-2.0, 0.5)],
+    "threshold": [(0.0, 5.0), (1.0, 1.0), (-1.0, 3.0), (1e-40, 0.0)],
+    "leaky_relu": [(0.0,), (1.0,), (-1.0,), (2.0,), (1e-40,)],
+    "rrelu": [(0.1, 0.1), (1.0, 1.0), (0.0, 0.0), (-1.0, 1.0)],
+}
+KINKED = {sample.function: sample for sample in EXACT}
+KINKED = [
+    *EXACT,
+    *(
+        replace(KINKED[name], parameters=given)
+        for name, several in DEGENERATE.items()
+        for given in several
+    ),
+]
+
+
+@pytest.mark.parametrize("sample", **ids(KINKED))
 def test_torchs_gradient_at_kinks_and_saturated_values(backend, sample):
     for dtype in DTYPES:
         points = torch.tensor(
-            [*sample.kinks(), 0.0, -0.0, 1e30, -1e30, math.inf, -math.inf], dtype=torch.float64
+            [*sample.kinks(), 0.0, -0.0, 1.0, -1.0, 1e30, -1e30, math.inf, -math.inf],
+            dtype=torch.float64,
         ).to(dtype)
         up, down = (torch.tensor(end, dtype=dtype) for end in (math.inf, -math.inf))
         points = torch.cat([points, points.nextafter(up), points.nextafter(down)])
@@ -186,8 +207,11 @@ def test_torchs_gradient_at_kinks_and_saturated_values(backend, sample):
         x = torch.cat([points, saturated]).to(backend.device)
         grad = normal(x.shape, dtype, backend.device, seed=2)
         ours, theirs = leaf(x), leaf(x)
-        sample(ours).backward(grad)
-        sample.torch(theirs).backward(grad)
+        y, their_y = sample(ours), sample.torch(theirs)
+        if sample not in EXACT:  # test_forward_is_torchs has the others
+            torch.testing.assert_close(y, their_y, rtol=0, atol=0, equal_nan=True)
+        y.backward(grad)
+        their_y.backward(grad)
         zeros = (ours.grad == 0) & (theirs.grad == 0)  # 0 * -1 is -0 here, 0 in some of torch's
         equal = zeros | (ours.grad == theirs.grad)
         if sample.function == "hardsigmoid" and dtype == torch.float64:
@@ -335,6 +359,16 @@ def test_refusals(needs_gradient):
             call(x)
             pytest.fail(message)
         assert "\n" not in str(caught.value) and torch.equal(x, before)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Hardshrink, torch.nn.Softshrink])
+def test_shrinks_of_nothing_in_a_compressed_model(kind):
+    model = torch.nn.Sequential(kind(0.0))
+    fewbit.compress_(model, bits=2)
+    x = torch.tensor([0.0, -0.0, 1.0, -1e-45]).requires_grad_()
+    model(x).sum().backward()
+    assert x.grad.tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert type(model[0]) is getattr(fewbit, kind.__name__)
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")

@@ -67,14 +67,6 @@ def mean_square(samples, expected) -> float:
     return float((((mean - expected) / error)[error > 0] ** 2).mean())
 
 
-def bias_of(samples, exact) -> float:
-    """Return ||E[grad^] - grad|| / ||grad||, without what sampling adds to the squared distance."""
-    exact = exact.double()
-    sampling = samples.var(0).sum() / len(samples)
-    distance = (samples.mean(0) - exact).square().sum()
-    return float((distance - sampling).clamp(min=0).sqrt() / exact.norm())
-
-
 def variance(x, bits, kind):
     """Return the variance that rounding adds to each element of x, whose elements are one group, float64.
 

@@ -208,28 +208,11 @@ LINEAR = [
     Layer("Conv1d", (4, 6, 3), (4, 30), saved_shape=(1, 4, 30)),
     Layer("Conv2d", (4, 6, 3), (2, 4, 9, 10), {"stride": 2, "padding": 1}),
     Layer("Conv2d", (4, 6, 3), (2, 4, 9, 10), format=LAST),
-    Layer(
-        "Conv2d",
-        (4, 8, (2, 3)),
-        (2, 4, 9, 10),
-        {"dilation": (2, 1), "groups": 2, "bias": False},
-    ),
+    Layer("Conv2d", (4, 8, (2, 3)), (2, 4, 9, 10), {"dilation": (2, 1), "groups": 2, "bias": False}),
     Layer("Conv2d", (4, 4, (2, 4)), (2, 4, 9, 10), {"padding": "same"}, saved_shape=(2, 4, 10, 11)),
     Layer("Conv2d", (4, 4, 3), (2, 4, 9, 10), {"padding": "same"}),
-    Layer(
-        "Conv2d",
-        (4, 4, 3),
-        (2, 4, 9, 10),
-        {"padding": 1, "padding_mode": "circular"},
-        saved_shape=(2, 4, 11, 12),
-    ),
-    Layer(
-        "Conv2d",
-        (4, 4, 3),
-        (2, 4, 9, 10),
-        {"padding": 2, "padding_mode": "reflect"},
-        saved_shape=(2, 4, 13, 14),
-    ),
+    Layer("Conv2d", (4, 4, 3), (2, 4, 9, 10), {"padding": 1, "padding_mode": "circular"}, saved_shape=(2, 4, 11, 12)),
+    Layer("Conv2d", (4, 4, 3), (2, 4, 9, 10), {"padding": 2, "padding_mode": "reflect"}, saved_shape=(2, 4, 13, 14)),
     Layer("Conv3d", (2, 4, 2), (2, 2, 4, 5, 6)),
     Layer("ConvTranspose1d", (4, 6, 3), (3, 4, 20), {"stride": 2}),
     Layer("ConvTranspose2d", (4, 6, 3), (4, 7, 8), saved_shape=(1, 4, 7, 8)),
@@ -241,13 +224,7 @@ LINEAR = [
     ),
     Layer("ConvTranspose3d", (2, 4, 2), (2, 2, 4, 5, 6)),
     Layer("Conv1d", (4, 6, 4), (2, 4, 20), {"padding": "same"}, saved_shape=(2, 4, 21)),
-    Layer(
-        "Conv1d",
-        (4, 6, 3),
-        (2, 4, 20),
-        {"padding": "same", "padding_mode": "reflect", "dilation": 2},
-        saved_shape=(2, 4, 24),
-    ),
+    Layer("Conv1d", (4, 6, 3), (2, 4, 20), {"padding": "same", "padding_mode": "reflect", "dilation": 2}, saved_shape=(2, 4, 24)),
     Layer(
         "Conv3d",
         (2, 4, (2, 3, 1)),
@@ -264,13 +241,8 @@ LINEAR = [
         saved_shape=(2, 2, 6, 9, 8),
     ),
     Layer("ConvTranspose1d", (4, 6, 3), (3, 4, 20), {"stride": 3, "output_padding": 2}),
-    Layer(
-        "ConvTranspose3d",
-        (2, 4, 2),
-        (2, 2, 3, 4, 5),
-        {"stride": 2, "padding": 1, "output_padding": (1, 0, 1)},
-    ),
-]
+    Layer("ConvTranspose3d", (2, 4, 2), (2, 2, 3, 4, 5), {"stride": 2, "padding": 1, "output_padding": (1, 0, 1)}),
+]  # fmt: skip
 NORMS = [
     Layer("LayerNorm", (96,), (5, 96), vectors=5),
     Layer("LayerNorm", ((6, 16),), (3, 2, 6, 16), vectors=6),
@@ -640,7 +612,7 @@ LOSSES = [
         )
         for options in ({}, {"label_smoothing": 0.1})
     ),
-]
+]  # fmt: skip
 EMBEDDINGS = [
     _embedding(10, 1),
     _embedding(256, 1, ()),
@@ -663,24 +635,15 @@ EMBEDDINGS = [
     _embedding(50, 1, (40,), max_norm=1.0, norm_type=1.0, scale_grad_by_freq=True),
 ]
 RESIZED = [
-    *(
-        _resized("Upsample", (2, 3, 9), mode=mode, scale_factor=1.7)
-        for mode in ("nearest", "linear")
-    ),
+    *(_resized("Upsample", (2, 3, 9), mode=mode, scale_factor=1.7) for mode in ("nearest", "linear")),
     *(_resized("Upsample", (2, 3, 9), mode=mode, size=1) for mode in ("nearest-exact", "area")),
-    *(
-        _resized("Upsample", (2, 3, 9, 8), mode=mode, scale_factor=0.5)
-        for mode in ("bilinear", "area")
-    ),
+    *(_resized("Upsample", (2, 3, 9, 8), mode=mode, scale_factor=0.5) for mode in ("bilinear", "area")),
     _resized("Upsample", (2, 3, 9, 8), mode="bicubic", size=3),
     _resized("Upsample", (2, 3, 9, 8), mode="area", scale_factor=(0.6, 1.5)),
     _resized("Upsample", (2, 3, 9, 8), mode="area", size=[2, 11]),
     _resized("Upsample", (2, 3, 9, 8), mode="area", scale_factor=0.4, recompute_scale_factor=True),
     _resized("Upsample", (2, 3, 9, 8), mode="bilinear", scale_factor=2.0, align_corners=True),
-    *(
-        _resized("Upsample", (2, 3, 5, 4, 6), mode=mode, scale_factor=1.7)
-        for mode in ("trilinear", "area")
-    ),
+    *(_resized("Upsample", (2, 3, 5, 4, 6), mode=mode, scale_factor=1.7) for mode in ("trilinear", "area")),
     _resized("UpsamplingNearest2d", (2, 3, 4, 5), scale_factor=2),
     _resized("UpsamplingBilinear2d", (2, 3, 4, 5), scale_factor=2),
     *(
@@ -702,7 +665,7 @@ RESIZED = [
             ("pad", (3, 5, 6), {"pad": (1, 2, 1, 1), "mode": "constant", "value": 2.0}),
         )
     ),
-]
+]  # fmt: skip
 OPERATIONS = [
     _operation("matmul", F.matmul, torch.matmul, MATRICES[:1] + ((24, 5),), _copies((4, 16, 24), (24, 5)), is_unbiased=True),
     _operation("matmul, batches", F.matmul, torch.matmul, ((2, 3, 30), (2, 30, 4)), _copies((2, 3, 30), (2, 30, 4)), is_unbiased=True),
@@ -776,6 +739,14 @@ OPERATIONS = [
         ((6, 70),), _copies((6, 70), extra=5 * 6),
     ),
 ]  # fmt: skip
+PRE_ACTIVATION = Layer(
+    "PreActivation",
+    (),
+    (3, 6, 7, 5),
+    exact=(False,) * 5,
+    saved=lambda bits, y: 4 * packed_words(3 * 6 * 7 * 5, bits) + 4 * 6,
+    make=(_pre_activation, PreActivated),
+)
 OTHERS = [
     *ATTENTION,
     *LOSSES,
@@ -783,14 +754,7 @@ OTHERS = [
     *RESIZED,
     *OPERATIONS,
     Layer("SyncBatchNorm", (5,), (4, 5, 6, 7), vectors=5, is_unbiased=True),
-    Layer(
-        "PreActivation",
-        (),
-        (3, 6, 7, 5),
-        exact=(False,) * 5,
-        saved=lambda bits, y: 4 * packed_words(3 * 6 * 7 * 5, bits) + 4 * 6,
-        make=(_pre_activation, PreActivated),
-    ),
+    PRE_ACTIVATION,
 ]
 """Rows that tests of `EVERY` do not use."""
 
@@ -841,25 +805,8 @@ def _function(ours, theirs, *shapes, coded=False, **inputs):
     return make
 
 
-def _operation(ours, theirs, *shapes, **inputs):
-    """Return a maker of a case of two functions whose tensors are computed. fewbit saves no quantized copy of a leaf."""
-
-    def of_computed(run):
-        return lambda *tensors, **inputs: run(*(x * 1 for x in tensors), **inputs)
-
-    return _function(of_computed(ours), of_computed(theirs), *shapes, **inputs)
-
-
 def _activation(sample):
     return _function(sample, sample.torch, (5, 9), coded=True)
-
-
-QKV = [(1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 6, 8)]
-
-
-def _attended(**options):
-    ours = partial(F.scaled_dot_product_attention, bits=8)
-    return _function(ours, torch_f.scaled_dot_product_attention, *QKV, **options)
 
 
 def _self_attention(need_weights):
@@ -880,17 +827,20 @@ def _self_attention(need_weights):
     return make
 
 
-def _embedding():
-    ours, theirs = fewbit.nn.Embedding(7, 4), nn.Embedding(7, 4)
-    theirs.load_state_dict(ours.state_dict())
-    return Case(ours, theirs, [torch.tensor([[1, 2, 6], [1, 0, 3]])])
-
-
-EIGHT = {"quantizer": Quantizer(8)}
-TARGET = torch.tensor([2, 0, 1, 4])
+_NAMES = (
+    "matmul", "mul", "square", "exp", "erf", "clamp", "maximum", "gather", "einsum", "baddbmm", "addcmul", "vector_norm",
+    "normalize", "pad, reflect", "interpolate, area",
+    *(f"scaled_dot_product_attention, {label}" for label in ("plain", "causal", "boolean mask", "dropout")),
+)  # fmt: skip
+_FUNCTIONS = [layer for layer in OTHERS if layer.name in _NAMES]
+_UNLIKE = {}
+for _row in EVERY:
+    _UNLIKE.setdefault((_row.name, len(_row.shape), _row.format), _row)
+_MODULES = list(_UNLIKE.values())
+"""A layer of each class, number of dimensions and memory format."""
 CASES = {
-    **{layer.id: _layer(layer) for layer in EVERY},
-    **{f"{layer.id}, two copies": _layer(layer, copies=2) for layer in EVERY if "Norm" in layer.name},
+    **{layer.id: _layer(layer) for layer in (*_MODULES, *_FUNCTIONS, LOSSES[0], EMBEDDINGS[0], PRE_ACTIVATION)},
+    **{f"{layer.id}, two copies": _layer(layer, copies=2) for layer in _MODULES if layer.is_norm},
     **{sample.id: _activation(sample) for sample in ACTIVATIONS if not sample.parameters},
     "RReLU in training": _function(
         partial(F.rrelu, training=True), partial(torch_f.rrelu, training=True), (5, 9)
@@ -907,45 +857,8 @@ CASES = {
         (5, 9),
         coded=True,
     ),
-    "attention": _attended(),
-    "causal attention": _attended(is_causal=True),
-    "masked attention": _attended(attn_mask=torch.ones(5, 6, dtype=torch.bool).tril(1)),
-    "attention with dropout": _attended(dropout_p=0.3),
     "MultiheadAttention": _self_attention(False),
     "MultiheadAttention with weights": _self_attention(True),
-    "matmul": _function(partial(F.matmul, bits=8), torch.matmul, (3, 5, 7), (3, 7, 4)),
-    "mul": _function(partial(F.mul, bits=8), torch.mul, (5, 7), (5, 7)),
-    "pad": _function(F.pad, torch_f.pad, (2, 3, 5, 6), pad=(1, 2, 1, 1), mode="reflect"),
-    "interpolate": _function(
-        F.interpolate, torch_f.interpolate, (2, 3, 8, 6), size=(4, 3), mode="area"
-    ),
-    "Embedding": _embedding,
-    "cross entropy": _function(
-        partial(F.cross_entropy, bits=8), torch_f.cross_entropy, (4, 6), target=TARGET
-    ),
-    "square": _operation(partial(elementwise.square, **EIGHT), torch.square, (5, 9)),
-    "exp": _operation(lambda x: elementwise.exp(x - 4, **EIGHT), lambda x: (x - 4).exp(), (5, 9)),
-    "erf": _operation(partial(elementwise.erf, **EIGHT), torch.erf, (5, 9)),
-    "clamp": _operation(elementwise.clamp, torch.clamp, (5, 9), min=-0.5, max=1),
-    "maximum": _operation(elementwise.maximum, torch.maximum, (5, 9), (5, 9)),
-    "gather": _operation(
-        elementwise.gather, torch.gather, (5, 9), dim=1, index=torch.arange(10).view(5, 2) % 9
-    ),
-    "einsum": _operation(
-        lambda a, b: contractions.einsum("ij,kj->ik", a, b, **EIGHT),
-        lambda a, b: torch.einsum("ij,kj->ik", a, b),
-        (5, 9), (4, 9),
-    ),
-    "baddbmm": _operation(
-        partial(contractions.baddbmm, **EIGHT), torch.baddbmm, (2, 5, 4), (2, 5, 9), (2, 9, 4)
-    ),
-    "addcmul": _operation(
-        partial(contractions.addcmul, **EIGHT), torch.addcmul, (5, 9), (5, 9), (5, 9)
-    ),
-    "vector norm": _operation(
-        partial(vector_norm.vector_norm, **EIGHT), torch.linalg.vector_norm, (5, 9), dim=1
-    ),
-    "normalize": _operation(partial(vector_norm.normalize, **EIGHT), torch_f.normalize, (5, 9)),
 }  # fmt: skip
 """{name: a maker of a Case}, of every layer, activation and operation."""
 

@@ -82,28 +82,19 @@ def test_what_needs_a_gradient(device, monkeypatch, calls, needs):
     assert len(calls) == 1 and (calls[0][0] is None) == ("input" not in needs)
 
 
-def test_no_weight(device, monkeypatch, calls):
-    layer = fewbit.nn.BatchNorm2d(32, affine=False, bits=2).to(device)
-    x, grad = (images((4, 32, 8, 8), torch.float32, device, seed) for seed in (1, 2))
-    compare(monkeypatch, layer, x.requires_grad_(), grad, 1e-5)
-    assert len(calls) == 1 and calls[0] is not None
-
-
-def test_rows_of_features(device, monkeypatch, calls):
-    layer = fewbit.nn.BatchNorm1d(512, bits=3).to(device)
-    x, grad = (normal((64, 512), device=device, seed=seed) for seed in (1, 2))
-    compare(monkeypatch, layer, x.requires_grad_(), grad, 1e-5)
-    assert len(calls) == 1 and calls[0] is not None
-
-
-def test_a_gradient_in_another_order(device, monkeypatch, calls):
+@pytest.mark.parametrize("kind", ("no weight", "rows", "contiguous gradient", "expanded gradient"))
+def test_other_norms_and_gradients(device, monkeypatch, calls, kind):
     """The layer after the norm may return a contiguous gradient, or an expanded one."""
-    layer = fewbit.nn.BatchNorm2d(64, bits=2).to(device)
-    x = images((4, 64, 8, 8), torch.float32, device, 1).requires_grad_()
-    contiguous = normal((4, 64, 8, 8), device=device, seed=2)
-    for grad in (contiguous, contiguous[:1].expand(4, -1, -1, -1)):
-        compare(monkeypatch, layer, x, grad, 1e-5)
-    assert len(calls) == 2 and all(found is not None for found in calls)
+    if kind == "rows":
+        layer = fewbit.nn.BatchNorm1d(512, bits=3).to(device)
+        x, grad = (normal((64, 512), device=device, seed=seed) for seed in (1, 2))
+    else:
+        layer = fewbit.nn.BatchNorm2d(64, affine=kind != "no weight", bits=2).to(device)
+        x, grad = (images((4, 64, 8, 8), torch.float32, device, seed) for seed in (1, 2))
+    grad = grad.contiguous() if kind == "contiguous gradient" else grad
+    grad = grad[:1].expand(x.shape) if kind == "expanded gradient" else grad
+    compare(monkeypatch, layer, x.requires_grad_(), grad, 1e-5)
+    assert len(calls) == 1 and calls[0] is not None
 
 
 @pytest.mark.parametrize("why", ("contiguous", "two copies", "uniform", "float64", "5 bits"))

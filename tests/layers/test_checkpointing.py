@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import tiny_models
 import torch
+from composed import Composed
 from layers import bytes_by, relative, saved_by
 from samples import normal, same
 from torch import nn
@@ -32,13 +33,25 @@ def block(dropout=0.0):
     )
 
 
+def through(blocks, x, checkpoint):
+    """Return the result of residual blocks that are regions of `checkpoint`."""
+    for body in blocks:
+        x = x + checkpoint(body, x)
+    return x
+
+
+def residual(checkpoint, *blocks):
+    """Return a model of such blocks."""
+    return Composed(
+        lambda model, x: through(model.blocks, x, checkpoint), blocks=nn.ModuleList(blocks)
+    )
+
+
 def trained(checkpoint, blocks, x):
     """Return (the result, the gradients) of residual blocks that are regions of `checkpoint`."""
     torch.manual_seed(1)
     x = x.clone().requires_grad_()
-    y = x
-    for each in blocks:
-        y = y + checkpoint(each, y)
+    y = through(blocks, x, checkpoint)
     y.square().mean().backward()
     found = [x.grad, *(weight.grad for each in blocks for weight in each.parameters())]
     return y.detach(), found
@@ -66,27 +79,14 @@ def test_eight_regions(device, bits, least, most, times_less):
     assert least < relative(found, wanted) < most  # the recomputation starts from rounded inputs
 
     def kept(checkpoint):
-        def forward(x):
-            for each in blocks:
-                x = x + checkpoint(each, x)
-            return x
-
-        return fewbit.saved_bytes(forward, x.clone().requires_grad_()).total
+        return fewbit.saved_bytes(through, blocks, x.clone().requires_grad_(), checkpoint).total
 
     assert kept(exact) == 8 * 4 * x.numel()
     assert kept(few(bits)) * times_less <= kept(exact)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_saved_bytes(device, dtype, bits):
-    """A region saves the quantized input and nothing else."""
-    model, x = (
-        block().to(device, dtype),
-        normal((8, 16, WIDTH), dtype, device=device).requires_grad_(),
-    )
-    kept = bytes_by(lambda x: fewbit.checkpoint(model, x, bits=bits), x)
-    assert kept == quantized_bytes(x.shape, bits, fp32_min=True)
+    for dtype in (torch.float32, torch.bfloat16):  # nothing else than the quantized input
+        model, one = copy.deepcopy(blocks[0]).to(dtype), x.to(dtype).requires_grad_()
+        found = bytes_by(lambda one, model=model: fewbit.checkpoint(model, one, bits=bits), one)
+        assert found == quantized_bytes(x.shape, bits, fp32_min=True)
 
 
 def test_the_input_is_freed():
@@ -154,15 +154,6 @@ def test_restored_inputs_have_the_strides_of_the_input(order):
     assert relative(x.grad, x.detach().cos()) < 0.01
 
 
-def test_two_backward_passes():
-    model, x = block(), normal((16, WIDTH), scale=1.0).requires_grad_()
-    loss = fewbit.checkpoint(model, x).square().sum()
-    loss.backward(retain_graph=True)
-    first = x.grad.clone()
-    loss.backward()
-    torch.testing.assert_close(x.grad, 2 * first)
-
-
 def test_without_gradients_nothing_is_saved():
     model, x = block(), normal((16, WIDTH))
     with torch.no_grad():
@@ -174,41 +165,46 @@ def test_without_gradients_nothing_is_saved():
 
 def test_inside_a_converted_model():
     """Seeds come from the forward pass, so dropout draws the masks that it draws in the exact model."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(block(0.1) for _ in range(3))
-
-        def forward(self, x):
-            for each in self.blocks:
-                x = x + fewbit.checkpoint(each, x)
-            return x
-
     x = normal((8, 16, WIDTH), scale=1.0)
-    model = Model()
+    model = residual(fewbit.checkpoint, *(block(0.1) for _ in range(3)))
     fewbit.compress_(model, bits=4, verbose=False)
     torch.manual_seed(3)
     y = model(x)
     y.square().mean().backward()
     fewbit.restore_(model)
     torch.manual_seed(3)
-    expected = x
-    for each in model.blocks:
-        expected = expected + each(expected)
+    expected = through(model.blocks, x, lambda body, x: body(x))
     torch.testing.assert_close(y, expected)
     assert all(weight.grad.isfinite().all() for weight in model.parameters())
 
 
-@pytest.mark.parametrize("options", [{"bits": 0}, {"bits": 9}, {"group_size": 33}], ids=str)
-def test_wrong_options(options):
-    with pytest.raises(InputError, match="expected .*, got"):
-        fewbit.checkpoint(block(), normal((16, WIDTH)).requires_grad_(), **options)
+REFUSED = [  # (function, its options, the message)
+    *((block(), options, "expected .*, got") for options in ({"bits": 0}, {"bits": 9}, {"group_size": 33})),
+    (block(), {"use_reentrant": True}, "no gradients; use torc"),
+    (3, {}, "function: expected a function or module, got int"),
+]  # fmt: skip
+REFUSED_MODELS = [
+    (None, {"use_reentrant": True}, "expected False, got True"),
+    (None, {"determinism_check": "all"}, "expected 'default' or 'none', got"),
+    (None, {"offload": True}, "expected arguments among use_reentrant, .*, got offload"),
+    (None, {"bits": 9}, "1 to 8"),
+    (nn.Linear(2, 2), {}, "supports gradient checkpointing, got Linear"),
+]
 
 
-def test_a_number_is_no_region():
-    with pytest.raises(InputError, match="function: expected a function or module, got int"):
-        fewbit.checkpoint(3, normal((16, WIDTH)))
+def test_refusals():
+    """A model is refused before it changes."""
+    x = normal((16, WIDTH)).requires_grad_()
+    for function, options, message in REFUSED:
+        with pytest.raises(InputError, match=message):
+            fewbit.checkpoint(function, x, **options)
+        with torch.no_grad(), pytest.raises(InputError, match=message):
+            fewbit.checkpoint(function, x, **options)
+    llama = LlamaForCausalLM(tiny_models.llama())
+    for model, options, message in REFUSED_MODELS:
+        with pytest.raises(InputError, match=message):
+            fewbit.checkpoint_(model or llama, **options)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in llama.modules())
 
 
 @pytest.mark.parametrize("value", [-math.inf, -1e9])
@@ -285,38 +281,6 @@ def plain_gradients(run):
     return model.weight.grad, x.grad
 
 
-@pytest.mark.parametrize("use_reentrant", [False, None])
-def test_arguments_of_torch(use_reentrant):
-    """The gradients of a linear layer's weight and input are there."""
-    options = {"determinism_check": "default", "early_stop": False, "debug": False}
-    run = partial(fewbit.checkpoint, use_reentrant=use_reentrant, **options)
-    weight, x = plain_gradients(run)
-    assert weight.norm() > 0 and x.norm() > 0
-
-
-@pytest.mark.parametrize("has_grad", [True, False])
-def test_reentrant_regions_are_refused(has_grad):
-    x = normal((WIDTH, WIDTH)).requires_grad_()
-    with (
-        torch.set_grad_enabled(has_grad),
-        pytest.raises(InputError, match="no gradients; use torc"),
-    ):
-        fewbit.checkpoint(nn.Linear(WIDTH, WIDTH), x, use_reentrant=True)
-
-
-def test_wrong_arguments_of_checkpoint_():
-    """They are refused before the model changes."""
-    model = LlamaForCausalLM(tiny_models.llama())
-    for options, message in (
-        ({"use_reentrant": True}, "expected False, got True"),
-        ({"determinism_check": "all"}, "expected 'default' or 'none', got"),
-        ({"offload": True}, "expected arguments among use_reentrant, .*, got offload"),
-    ):
-        with pytest.raises(InputError, match=message):
-            fewbit.checkpoint_(model, **options)
-    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
 def test_hooks_on_what_a_policy_saves(monkeypatch):
     """Torch 2.14 and newer ask whether such tensors pass through hooks; fewbit's meter has to see them."""
     seen = []
@@ -332,7 +296,11 @@ def test_hooks_on_what_a_policy_saves(monkeypatch):
     assert seen == [True, True, False]
     monkeypatch.undo()
     monkeypatch.setattr("fewbit.checkpointing._HAS_HOOKS", False)
-    plain_gradients(partial(fewbit.checkpoint, respect_saved_tensors_hooks=False))
+    options = {"determinism_check": "default", "early_stop": False, "debug": False}
+    for use_reentrant in (False, None):
+        options |= {"use_reentrant": use_reentrant, "respect_saved_tensors_hooks": False}
+        weight, x = plain_gradients(partial(fewbit.checkpoint, **options))
+        assert weight.norm() > 0 and x.norm() > 0
     with pytest.raises(InputError, match="expected None or False .* needs torch 2.14"):
         plain_gradients(partial(fewbit.checkpoint, respect_saved_tensors_hooks=True))
 
@@ -347,17 +315,11 @@ def test_a_region_is_differentiated_twice(number, as_function):
         partial(torch_checkpoint, use_reentrant=True),
     )[number]
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([block(0.1), block(0.1)])
+    def region(body, x):
+        return run((lambda x: body(x)) if as_function else body, x)
 
-        def forward(self, x):
-            for body in self.blocks:
-                x = x + run((lambda x, body=body: body(x)) if as_function else body, x)
-            return x
-
-    model, x = Model(), normal((16, WIDTH), scale=1.0).requires_grad_()
+    model = residual(region, block(0.1), block(0.1))
+    x = normal((16, WIDTH), scale=1.0).requires_grad_()
     fewbit.compress_(model, bits=2, verbose=False)
     loss, gradients = model(x * 1).square().sum(), []
     for _ in range(2):
@@ -366,10 +328,3 @@ def test_a_region_is_differentiated_twice(number, as_function):
         loss.backward(retain_graph=True)
         gradients.append([x.grad, *(p.grad for p in model.parameters())])
     assert all(same(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_other_models_are_refused():
-    with pytest.raises(InputError, match="supports gradient checkpointing, got Linear"):
-        fewbit.checkpoint_(nn.Linear(2, 2))
-    with pytest.raises(InputError, match="1 to 8"):
-        fewbit.checkpoint_(LlamaForCausalLM(tiny_models.llama()), bits=9)

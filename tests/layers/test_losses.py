@@ -5,6 +5,7 @@ import gc
 import pytest
 import tiny_models
 import torch
+from composed import Composed
 from layers import saved_by
 from samples import normal, same
 from torch import nn
@@ -100,17 +101,10 @@ def test_autocast_of_confident_logits(device):
 # -- modules and converted models ------------------------------------------------------------------------------
 
 
-class _WithLoss(nn.Module):
-    """A model whose forward computes the loss, as those of transformers do if they get labels."""
-
-    def __init__(self, loss):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(500, 32), nn.Linear(32, 500)
-        self.loss = loss
-
-    def forward(self, ids):
-        logits = self.head(self.embedding(ids))
-        return self.loss(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+def with_loss(model, ids):
+    """Return the loss of the next tokens, as models of transformers do if they get labels."""
+    logits = model.head(model.embedding(ids))
+    return model.loss(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 @pytest.mark.parametrize(
@@ -118,7 +112,8 @@ class _WithLoss(nn.Module):
 )
 def test_a_forward_that_computes_the_loss(loss):
     """The converted model saves no tensor of tokens times classes in full."""
-    model, ids = _WithLoss(loss), torch.randint(500, (8, 65))
+    layers = {"embedding": nn.Embedding(500, 32), "head": nn.Linear(32, 500), "loss": loss}
+    model, ids = Composed(with_loss, **layers), torch.randint(500, (8, 65))
     expected = model(ids)
     fewbit.compress_(model, bits=2, verbose=False)
     torch.testing.assert_close(model(ids), expected)
@@ -151,37 +146,6 @@ def test_a_model_of_transformers_with_labels(make):
     loss.backward()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("has_chunks", [True, False], ids=["torch's chunks", "regions"])
-def test_a_large_vocabulary(has_chunks, monkeypatch):
-    """2048 tokens, 50,000 classes: loss and gradients are torch's, and nothing of tokens times classes is saved."""
-    if not has_chunks:
-        monkeypatch.setattr(losses, "_torch_supports", lambda *_: False)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2048, 16, generator=generator)
-    weight = 0.25 * torch.randn(50_000, 16, generator=generator)
-    target = torch.randint(50_000, (2048,), generator=generator)
-
-    def run(function):
-        """Return (the loss, the gradients, the size of the largest tensor that exists between the passes)."""
-        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        loss, saved = saved_by(lambda *leaves: function(*leaves, target), *leaves)
-        # torch's chunked function stores gradients as attributes of its node, where no hook finds them.
-        saved += [each for each in gc.get_objects() if type(each) is torch.Tensor]
-        largest = max(each.numel() for each in saved)
-        loss.backward()
-        return loss.item(), [leaf.grad for leaf in leaves], largest
-
-    wanted_loss, wanted, largest = run(lambda x, w, y: torch_f.cross_entropy(x @ w.t(), y))
-    assert largest == 2048 * 50_000
-    gc.collect()
-    loss, found, largest = run(F.linear_cross_entropy)
-    assert largest == weight.numel()
-    assert loss == pytest.approx(wanted_loss, rel=1e-5)
-    for x, y in zip(found, wanted, strict=True):
-        assert (x - y).norm() <= 1e-5 * y.norm()
-
-
 def test_linear_cross_entropy_module():
     torch.manual_seed(0)
     x, target = normal((4, 5, 16), scale=1.0), torch.randint(40, (4, 5))
@@ -197,12 +161,16 @@ def test_linear_cross_entropy_module():
 # -- chunks of logits ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["torch's chunks", "regions"])
+def chunks(request, monkeypatch):
+    """Let torch's function compute the chunks, or regions of fewbit."""
+    if request.param == "regions":
+        monkeypatch.setattr(losses, "_torch_supports", lambda *_: False)
+
+
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("by", ["torch", "regions"])
-def test_linear_cross_entropy(monkeypatch, device, by, options, has_bias):
-    if by == "regions":
-        monkeypatch.setattr(losses, "_torch_supports", lambda *_: False)
+def test_linear_cross_entropy(chunks, device, options, has_bias):
     torch.manual_seed(0)
     _, target, options = sample((50, 40), device=device, **options)
     tensors = {
@@ -237,12 +205,15 @@ def test_linear_cross_entropy(monkeypatch, device, by, options, has_bias):
         assert (grad - exact).norm() <= 1e-5 * exact.norm()
 
 
-@pytest.mark.parametrize("by", ["torch", "regions"])
 @pytest.mark.parametrize("chunk_size", [None, 64])
-def test_no_logits_are_saved(monkeypatch, by, chunk_size):
-    if by == "regions":
-        monkeypatch.setattr(losses, "_torch_supports", lambda *_: False)
-    x, weight = normal((512, 8)).requires_grad_(), normal((4000, 8)).requires_grad_()
-    target = torch.randint(4000, (512,))
-    _, saved = saved_by(lambda: F.linear_cross_entropy(x, weight, target, chunk_size=chunk_size))
-    assert max((x.untyped_storage().nbytes() for x in saved), default=0) <= 4 * 4000 * 8
+def test_no_logits_are_held(chunks, chunk_size):
+    """No tensor of tokens times classes exists between the passes.
+
+    torch's chunked function stores gradients as attributes of its node, where no hook finds them.
+    """
+    x, weight = normal((512, 8)).requires_grad_(), normal((4001, 8)).requires_grad_()
+    target = torch.randint(4001, (512,))
+    loss, saved = saved_by(lambda: F.linear_cross_entropy(x, weight, target, chunk_size=chunk_size))
+    assert max((x.untyped_storage().nbytes() for x in saved), default=0) <= 4 * 4001 * 8
+    assert not any(type(x) is torch.Tensor and x.numel() == 512 * 4001 for x in gc.get_objects())
+    loss.backward()

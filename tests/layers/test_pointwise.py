@@ -155,23 +155,15 @@ def test_the_table_of_a_callable_follows_its_values(kind):
     make, change = CHANGES[kind]
     function, x = make(1.0), leaf(normal((2000,)))
 
-    def error():
+    def error(function):
         ours = torch.autograd.grad(F.pointwise(x, function, bits=2).sum(), x)[0]
         theirs = torch.autograd.grad(function(x).sum(), x)[0]
         return float((ours - theirs).norm() / theirs.norm())
 
-    assert error() < 0.3
+    assert error(function) < 0.3
     change(function, -3.0)
-    assert error() < 0.3
-
-
-@pytest.mark.slow
-def test_callables_that_compare_equal_have_tables_of_their_own():
-    x = leaf(normal((2000,)))
-    for function in (Equal(1.0), Equal(-3.0)):
-        ours = torch.autograd.grad(F.pointwise(x, function, bits=2).sum(), x)[0]
-        theirs = torch.autograd.grad(function(x).sum(), x)[0]
-        assert (ours - theirs).norm() < 0.3 * theirs.norm()
+    assert error(function) < 0.3
+    assert error(make(1.0)) < 0.3  # also of another object, which may compare equal
 
 
 class Counting(Swish):

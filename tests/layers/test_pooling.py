@@ -20,9 +20,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-every_sample = pytest.mark.parametrize("layer", **ids(POOLINGS))
-
-
 def step(function, x):
     """(results, gradient) of x, a leaf with its own strides."""
     x = x.detach().requires_grad_()
@@ -108,6 +105,3 @@ def test_the_ops_of_integers(device):
     for arguments in ((values, 3, 5, [1]), (values.int(), 3, 5, [1]), (values, 16, 300, [1])):
         torch.library.opcheck(torch.ops.fewbit.pack_kept.default, arguments)
     torch.library.opcheck(torch.ops.fewbit.narrow_kept.default, (values, torch.int16))
-
-
-# -- all configurations ----------------------------------------------------------------------------

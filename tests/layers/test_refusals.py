@@ -89,6 +89,10 @@ LIKE_TORCH = {  # {name: functions of functional, nn}
     "strided 'same'": lambda functional, nn: functional.conv1d(
         torch.ones(1, 1, 9), leaf(1, 1, 3), None, 2, "same"
     ),
+    **{
+        f"glu of {shape}": lambda functional, nn, shape=shape, dim=dim: nn.GLU(dim)(leaf(*shape))
+        for shape, dim in (((4, 5), -1), ((4, 6), 2), ((), 0))
+    },
     "softmax": lambda functional, nn: functional.softmax(leaf(3, 4), 5),
     "log_softmax": lambda functional, nn: functional.log_softmax(leaf(3, 4), 5),
     "an index": lambda functional, nn: functional.embedding(torch.tensor([5]), leaf(5, 3)),

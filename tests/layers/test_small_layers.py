@@ -93,42 +93,6 @@ def test_the_bias_of_softmax(bits, kind, draws):
     assert abs(float((measured * bias).sum() / bias.square().sum()) - 1) < 0.1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "deviation, bits, kind, size",
-    [
-        (1.0, 1, "uniform", 0.063),
-        (1.0, 2, "uniform", 0.012),
-        (1.0, 3, "uniform", 0.003),
-        (3.0, 2, "uniform", 0.037),
-        (1.0, 1, "rotated", 0.009),
-        (1.0, 2, "rotated", 0.0016),
-        (3.0, 2, "rotated", 0.0185),
-        (1.0, 1, "unbiased", 0.024),
-        (1.0, 2, "unbiased", 0.0027),
-        (3.0, 2, "unbiased", 0.031),
-    ],
-)
-def test_the_size_of_the_bias_of_softmax(deviation, bits, kind, size):
-    """For normal rows of 64 and uniform copies it is 0.5 to 5 % of the gradient at 2 bits."""
-    torch.manual_seed(0)
-    rows, draws = 100, 300
-    x = normal((rows, 64), scale=deviation).requires_grad_()
-    g = normal((rows, 64), scale=1.0, seed=6)
-    (exact,) = torch.autograd.grad(torch_f.softmax(x, -1), x, g)
-    many = x.detach().repeat(draws, 1).requires_grad_()  # each row with groups of its own
-    (found,) = torch.autograd.grad(
-        softmax(many, -1, bits=bits, quantizer=kind), many, g.repeat(draws, 1)
-    )
-    measured = found.view(draws, rows, 64).double().mean(0) - exact
-    kept = Quantizer(bits, kind=kind).quantize(torch_f.softmax(many.detach(), -1))
-    values = kept.spec.dequantize(kept.tensors).view(draws, rows, 64).double()
-    bias = -g * values.var(0)  # other sampling errors than those along this direction are left out
-    along = (measured * bias).sum() / bias.norm() / exact.norm()
-    assert 0.6 * size < along < 1.4 * size
-    assert kind != "uniform" or bits != 2 or 0.005 < along < 0.05
-
-
 def test_softmax_dtype_and_dim(device):
     x = normal((3, 70), torch.bfloat16, device, scale=1.0).requires_grad_()
     grad = normal((3, 70), device=device, seed=6)
@@ -147,12 +111,3 @@ def test_softmax_dtype_and_dim(device):
             chosen.sum().backward()
     with pytest.raises(IndexError):
         softmax(x, 5)
-
-
-# -- Embedding -------------------------------------------------------------------------------------
-
-
-# -- interpolation ---------------------------------------------------------------------------------
-
-
-# -- all configurations of the quantized ones ------------------------------------------------------

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cuda_emulation import needs_compiler, sparse, squares_of_groups, without_pairs
+from cuda_emulation import needs_compiler, sparse, without_pairs
 from quantized import kinds, mixed, possible_sizes, random_mask
 
 from fewbit import functions
@@ -13,14 +13,7 @@ from fewbit.runtime.backends import reference, reference_quantizer
 from fewbit.runtime.backends.reference_bits import philox_words
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.ops import fixed_point
 from fewbit.table import Knots
-
-try:
-    from fewbit import _kernels
-    from fewbit.runtime.backends import native
-except ImportError:
-    _kernels = None
 
 pytestmark = needs_compiler
 DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -222,12 +215,11 @@ def test_forward(cuda, breaks, in_place, dtype):
             assert torch.equal(packed, reference.encode(x, encoding, seed))
 
 
-@pytest.mark.skipif(_kernels is None, reason="fewbit was installed without kernels")
 def test_forward_of_every_function(cuda):
     """Every function runs, and is right to float32 rounding (how well is tested on the CPU's kernels)."""
     encoding = random_encoding(3, 10, seed=1)
     x = torch.linspace(-6, 6, 999)
-    for name in _kernels.FUNCTIONS:
+    for name in cuda.native._kernels.FUNCTIONS:
         function, y = functions.get(name), cuda.empty(999, dtype=x.dtype)
         parameters = tuple(function.parameters.values())
         packed = cuda.kernels.forward(x, name, parameters, encoding, None, y)
@@ -271,10 +263,12 @@ def test_quantizer(cuda, dtype, kind):
     for i, (shape, group_size) in enumerate(quantized(kind)):
         x = inputs(shape[0] * shape[1], dtype, random_encoding(2, 3), seed=i, offset=i % 3)
         x = off_alignment(mostly_finite(x, 90 - i).view(shape), i % 3)
-        compare_quantizer(cuda, x, 1 + i % 8, group_size, i % 2 == 1, offset=i % 3, kind=kind)
+        if (i + DTYPES.index(dtype)) % 2:
+            compare_quantizer(cuda, x, 1 + i % 8, group_size, i % 4 < 2, offset=i % 3, kind=kind)
+            continue
         words = groups.mixed_words(mixed(shape[0]).tolist(), shape[1]) + i % 4
-        arguments = 1, group_size, i % 2 == 0, mixed(shape[0]), words, i % 3
-        compare_quantizer(cuda, x.nan_to_num(0, 9, -9), *arguments, kind=kind)
+        arguments = 1, group_size, i % 4 < 2, mixed(shape[0]), words, i % 3
+        compare_quantizer(cuda, x, *arguments, kind=kind)
 
 
 @kinds
@@ -284,7 +278,7 @@ def test_full_groups(cuda, dtype, kind):
     """Two groups of 256 elements that share a warp: of one tensor, of samples of several widths, and across samples."""
     shapes = (0, 3, 512), (1, 5, 256), (0, 80, 32), (0, 3, 776)
     for bits in range(1, 9):
-        for offset, samples, features in shapes if bits == 2 else shapes[bits % 2 :: 2]:
+        for offset, samples, features in shapes if bits == 2 else shapes[bits % 4 :][:1]:
             x = inputs(samples * features, dtype, random_encoding(2, 3), seed=bits, offset=offset)
             # Every third group has numbers that are not finite.
             plain = x.nan_to_num(0, 9, -9).clamp(-9, 9)
@@ -450,20 +444,20 @@ def test_normalized_and_mapped(cuda, dtype, kind):
 
 
 @kinds
-@pytest.mark.parametrize("is_reversed", [False, True])
-def test_warps_take_several_groups(cuda, kind, is_reversed):
+def test_warps_take_several_groups(cuda, kind):
     """More groups, and pairs of full groups, than warps, some of which have a spike, or numbers that are not finite."""
     rng = np.random.default_rng(1)
     x = normal(rng, (601, 256), torch.bfloat16)
     x[300::40, 7] = 100.0
     x[401::60, 3] = torch.inf
-    with cuda.device_of(1, is_reversed=is_reversed):
-        compare_quantizer(cuda, normal(rng, (300, 65), torch.bfloat16), 2, 64, False, kind=kind)
-        for bits in (1, 2, 3, 4, 5):
-            compare_quantizer(cuda, x, bits, 256, bits == 3, kind=kind)
-        compare_quantizer(cuda, x.float(), 2, 256, True, kind=kind)
-        x = normal(rng, (600, 256), torch.bfloat16, mean=3, std=2)
-        for inner, entries in ((256, 600), (256, 5), (512, 3), (1, 256), (1, 24), (1, 4800)):
+    short = normal(rng, (300, 65), torch.bfloat16)
+    for bits in (1, 2, 3, 4, 5):
+        with cuda.device_of(1, is_reversed=bits % 2 == 0):
+            compare_quantizer(cuda, x.float() if bits == 5 else x, bits, 256, bits == 3, kind=kind)
+            compare_quantizer(cuda, short, bits, 64, False, kind=kind)
+    x = normal(rng, (600, 256), torch.bfloat16, mean=3, std=2)
+    for inner, entries in ((256, 600), (256, 5), (512, 3), (1, 256), (1, 24), (1, 4800)):
+        with cuda.device_of(1, is_reversed=entries % 5 > 0):
             compare_with_vectors(cuda, x, 256, inner, entries, rng, kind)
 
 
@@ -509,8 +503,6 @@ def naive_squares(x, group_size, normalize=None):
 def compare_squares(cuda, x, group_size, normalize=None):
     found = cuda.squares_of_groups(x, group_size, normalize)
     same(found, naive_squares(x, group_size, normalize))
-    for isa in _kernels.cpu_isas() if _kernels else ():
-        same(found, squares_of_groups(native, _kernels.Cpu(isa), x, group_size, normalize))
     return found
 
 
@@ -643,7 +635,7 @@ def test_activations_of_more_elements_than_an_int_counts(cuda, monkeypatch):
     x[first - tail :] = inputs(n - first + tail, torch.bfloat16, encoding)
     end, expected = x[first:].clone(), torch.empty(n - first, dtype=torch.bfloat16)
     channels, seed = torch.linspace(-2, 2, 8), torch.tensor([-5])
-    grid, drawn = fixed_point.grid_of(channels.cos(), channels, 3, "cpu"), unbiased_encoding(3, 9)
+    grid, drawn = reference.grid_fixed(channels.cos(), channels, 3), unbiased_encoding(3, 9)
     with cuda.device_of(1 << 20, blocks - 1):
         packed = cuda.kernels.encode(x, encoding, None)
         words = packed[first // 32 * 3 :]
@@ -700,7 +692,7 @@ def test_which_devices_can_run(cuda, driver, capability, reason):
 
 
 @dtypes
-@pytest.mark.parametrize("bits", (1, 4, 7, 8))
+@pytest.mark.parametrize("bits", (1, 4, 8))
 @pytest.mark.parametrize(
     ("n", "of_channels", "of_statistics"),  # pairs (entries, inner)
     [
@@ -731,8 +723,8 @@ def test_fixed_point(cuda, n, of_channels, of_statistics, bits, dtype):
     y[::9], y[1::9] = 0.0, torch.nan
     x[::11], x[1::13], x[2::13], x[3::17] = torch.nan, torch.inf, -torch.inf, 1e4
     mean, rstd, scale = (made(of_statistics[0]) for _ in range(3))
-    grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
-    same(cuda.kernels.grid_fixed(gamma, beta, bits), reference.grid_fixed(gamma, beta, bits))
+    grid = reference.grid_fixed(gamma, beta, bits)
+    same(cuda.kernels.grid_fixed(gamma, beta, bits), grid)
     of = grid, bits, inner
     statistics = rstd, of_statistics[1]
     for given, equal in (

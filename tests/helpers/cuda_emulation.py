@@ -105,20 +105,14 @@ class Emulation:
         finally:
             self.library.emulated_device(4, 0, 0)
 
-    def squares_of_groups(self, x, group_size, normalize=None, kind=UNIFORM):
-        """Return the numbers of each group that `squares` adds up for each sample."""
-        return squares_of_groups(
-            self.native, self.native._kernels.cuda, x, group_size, normalize, kind
-        )
-
-
-def squares_of_groups(native, kernels, x, group_size, normalize=None, kind=UNIFORM):
-    """Return the numbers of each group, computed by kernels of the extension module of `native`."""
-    copy, _, _ = native._copy(x.shape, 1, group_size, False, kind)
-    count = groups.group_count(*groups.samples_of(x.shape), group_size)
-    out = native.torch.empty(count, dtype=torch.float32)
-    kernels.squares(x, copy, out, *native._vectors(normalize, x.numel()))
-    return out
+    def squares_of_groups(self, x, group_size, normalize=None):
+        """Return the numbers of each group of a uniform copy, which `squares` adds up for each sample."""
+        copy, _, _ = self.native._copy(x.shape, 1, group_size, False, UNIFORM)
+        count = groups.group_count(*groups.samples_of(x.shape), group_size)
+        out = self.empty(count, dtype=torch.float32)
+        vectors = self.native._vectors(normalize, x.numel())
+        self.native._kernels.cuda.squares(x, copy, out, *vectors)
+        return out
 
 
 def _native_with(library):

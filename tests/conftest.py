@@ -162,17 +162,29 @@ def backend(request, choice, monkeypatch):
     """Run the test with every backend in place of the one that the runtime chose: .name, .kernels, .device."""
     import torch
 
+    found = _backend(request.param)
+    monkeypatch.setitem(choice, torch.zeros(0, device=found.device).device, found.kernels)
+    return found
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=CUDA)])
+def backends(request):
+    """Return every backend of a device, for tests whose oracle takes longer than the backends."""
+    names = ("reference", *ISAS) if request.param == "cpu" else ("cuda", "reference-cuda")
+    return [_backend(name) for name in names]
+
+
+def _backend(name):
     from fewbit.runtime.backends import reference
 
-    device = "cuda" if "cuda" in request.param else "cpu"
-    if "reference" in request.param:
+    device = "cuda" if "cuda" in name else "cpu"
+    if "reference" in name:
         kernels = reference
     else:
         from fewbit.runtime.backends import native
 
-        kernels = native.cuda() if device == "cuda" else native.cpu(request.param)
-    monkeypatch.setitem(choice, torch.zeros(0, device=device).device, kernels)
-    return SimpleNamespace(name=request.param, kernels=kernels, device=device)
+        kernels = native.cuda() if device == "cuda" else native.cpu(name)
+    return SimpleNamespace(name=name, kernels=kernels, device=device)
 
 
 @pytest.fixture
@@ -200,12 +212,18 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session", params=["pairs", "no pairs"])
-def cuda(request, tmp_path_factory):
-    """Return an emulation of the CUDA kernels on the CPU, with the instructions on pairs of 16-bit floats, or without them."""
-    from cuda_emulation import emulation_in  # imports torch
+@pytest.fixture
+def cuda(request, tmp_path_factory, monkeypatch):
+    """Return an emulation of the CUDA kernels on the CPU. Tensors say that they are on its device."""
+    import torch
+    from cuda_emulation import DEVICE, emulation_in
 
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # which all workers share
-    return emulation_in(folder, has_pairs=request.param == "pairs")
+    emulation = emulation_in(folder, getattr(request, "param", "pairs") == "pairs")
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: DEVICE)
+    emulation.library.emulated_driver(13000, 90)
+    yield emulation
+    emulation.memory.check()
+    assert emulation.library.emulated_current_device() == 0  # it is DEVICE during calls

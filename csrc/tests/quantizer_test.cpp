@@ -1,4 +1,4 @@
-// Tests of uniform copies of every instruction set, against a computation of one element at a time.
+// Tests of uniform copies of every instruction set.
 
 #include <cmath>
 #include <vector>
@@ -21,31 +21,6 @@ uint32_t draw_of(uint64_t seed, int64_t group, int i, int group_size) {
   const PhiloxWords words = philox_words(seed, static_cast<uint64_t>(e / 256 * 32 + e % 32));
   const int half = static_cast<int>(e / 32 % 8);
   return words.words[half / 2] >> 16 * (half % 2) & 0xFFFFu;
-}
-
-// Checks the minimum and the range of a group, and returns its copy.
-ExpectedCopy uniform_copy(const TestedGroup& group, const uint16_t* ranges) {
-  float least = INFINITY, greatest = -INFINITY;
-  bool clean = true;
-  for (const float value : group.elements) {
-    least = std::fmin(least, value);
-    greatest = std::fmax(greatest, value);
-    clean = clean && std::isfinite(value);
-  }
-  const GroupLimits limits = limits_of(least, greatest, clean, group.bits, group.fp32_min);
-  const GroupLimits stored = load_limits(ranges, group.fp32_min, group.number);
-  CHECK(equal(limits.minimum, stored.minimum) && equal(limits.range, stored.range));
-  CHECK(!is_kept(limits) || (limits.minimum <= least && greatest - limits.minimum <= limits.range));
-  const float extent = greatest - least, square = extent * extent;
-  ExpectedCopy copy;
-  copy.squares = clean ? static_cast<float>(group.elements.size()) * square : NAN;
-  for (size_t i = 0; i < group.elements.size(); ++i) {
-    const uint32_t draw = draw_of(group.seed, group.number, static_cast<int>(i), group.group_size);
-    const int code = is_kept(limits) ? code_of(group.elements[i], limits, most_of(group.bits), draw) : 0;
-    copy.codes.push_back(code);
-    copy.values.push_back(restored(code, limits.minimum, limits.range, unit_of(group.bits)));
-  }
-  return copy;
 }
 
 void test_nearest() {
@@ -117,7 +92,7 @@ void test_large_numbers(const Kernels& kernels) {
 }  // namespace
 
 void test_quantizer(const Kernels& kernels) {
-  const auto test = [&](const Case& c) { test_all_types(kernels, CopyKind::uniform, uniform_copy, c); };
+  const auto test = [&](const Case& c) { test_all_types(kernels, CopyKind::uniform, c); };
   test_nearest();
   test_toward();
   test_streams();

@@ -109,29 +109,6 @@ def test_values(device, dtype):
     assert same(product, lut[codes.long()].to(torch.float32).to(dtype)) or dtype == torch.float64
 
 
-def test_schemas_say_what_is_written():
-    """Nothing is mutated and nothing is aliased; sizes and strides may be symbolic."""
-    for op in (
-        activation_ops.encode_op,
-        activation_ops.encode_kept_op,
-        activation_ops.decode_mul_op,
-        activation_ops.pack_op,
-        activation_ops.unpack_op,
-        activation_ops.pack_mask_op,
-        activation_ops.unpack_mask_op,
-    ):
-        assert not op._schema.is_mutable
-        assert all(result.alias_info is None for result in op._schema.returns)
-        assert torch.Tag.pt2_compliant_tag in op.tags
-    for op in (
-        activation_ops.encode_op,
-        activation_ops.encode_kept_op,
-        activation_ops.decode_mul_op,
-    ):
-        assert "SymInt[] stride" in str(op._schema)
-    assert "SymInt n" in str(activation_ops.unpack_op._schema)
-
-
 @pytest.mark.parametrize("shape", [(2, 2, 5, 4), (2, 1, 5, 1), (1, 2, 1, 3), (3, 2, 0, 4)])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)])
 def test_results_of_attention_are_their_fakes(shape, order):

@@ -16,13 +16,11 @@ from fewbit.runtime.ops import torch_functions
 torch_f = torch.nn.functional
 
 SHAPES = [
-    (), (0,), (1,), (5,), (0, 3), (3, 0), (1, 1), (1, 5), (5, 1), (4, 6), (2, 3, 4), (1, 3, 4), (2, 1, 4),
-    (2, 3, 1), (0, 3, 4), (2, 0, 4), (1, 1, 1), (2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1),
-    (2, 3, 1, 5), (1, 1, 1, 1), (0, 3, 4, 5), (2, 3, 0, 5), (2, 3, 2, 2, 2), (1, 3, 2, 2, 2), (2, 1, 2, 2, 2),
-]  # fmt: skip
-
-
-quarters = pytest.mark.parametrize("shapes", [SHAPES[i::4] for i in range(4)], ids=range(4))
+    *((), (0,), (5,), (1, 5), (5, 1), (4, 6), (0, 3), (2, 3, 4)),
+    *((2, 1, 4), (2, 3, 1), (2, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1), (2, 3, 0, 5)),
+    *((1, 3, 2, 2, 2), (2, 1, 2, 2, 2)),
+]
+halves = pytest.mark.parametrize("shapes", [SHAPES[::2], SHAPES[1::2]], ids=["even", "odd"])
 
 
 def make(shape):
@@ -90,7 +88,7 @@ def strides(functions, call, x):
     return y.stride(), gradient.stride()
 
 
-@quarters
+@halves
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name, shapes):
     def call(functions, x):
@@ -191,7 +189,7 @@ CALLS = {  # {name: (numbers of dimensions, or None for any but 0, call)}
 }  # fmt: skip
 
 
-@quarters
+@halves
 @pytest.mark.parametrize("name", CALLS)
 def test_other_functions(name, shapes):
     dims, call = CALLS[name]

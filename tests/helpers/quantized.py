@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from fewbit.config import LARGEST_ROTATED_GROUP
+from fewbit.runtime.backends import reference
 from fewbit.runtime.format import groups
 
 try:
     from fewbit import _kernels
+    from fewbit.runtime.backends import native
 except ImportError:
     _kernels = None
 
@@ -45,6 +47,11 @@ SHAPES = [
     (4, 0),
     (2, 96),
 ]
+
+
+def cpu_backends():
+    """Return the reference backend, and the kernels of every instruction set."""
+    return [reference, *(native.cpu(isa) for isa in ISAS)]
 
 
 def inputs(shape, dtype, data="normal", seed=0):
@@ -180,25 +187,26 @@ def check_saved(made, expected, kind, what=""):
     assert np.array_equal(made[1][rows:], expected[1][wanted:]), what
 
 
-def check(backend, x, bits, group_size, fp32_min, widths=None, *, kind):
-    """Compare codes, ranges, spread and dequantized values with the oracle, and return the saved tensors."""
+def check(backends, x, bits, group_size, fp32_min, widths=None, *, kind):
+    """Compare codes, ranges, spread and dequantized values of backends with the oracle, and return the saved tensors."""
     bits_of_samples = [bits] * len(x) if widths is None else widths.tolist()
     rows = x.to(torch.float32).numpy()
     expected = naive.quantize(rows, SEED, bits_of_samples, group_size, fp32_min, kind)
-    packed, ranges, spread = quantize(backend, x, bits, group_size, fp32_min, widths, kind=kind)
-    what = (tuple(x.shape), x.dtype, bits, group_size, fp32_min)
-    check_saved((packed, ranges), expected, kind, what)
-    if spread is not None:
-        least_greatest = (rows.min(), rows.max()) if rows.size else (0.0, 0.0)
-        np.testing.assert_array_equal(spread, least_greatest)
-    restored = naive.dequantize(packed, ranges, x.shape, bits_of_samples, group_size, kind)
-    out = dequantize(backend, packed, ranges, x, bits, group_size, widths, kind=kind)
-    assert same(out, in_dtype(torch.from_numpy(restored), x.dtype)), what
-    if kind != "uniform":
-        ones, mask = random_mask(x.numel())
-        out = dequantize(backend, packed, ranges, x, bits, group_size, widths, kind=kind, mask=mask)
-        masked = torch.from_numpy(restored) * ones.view(x.shape)
-        assert same(out, in_dtype(masked, x.dtype)), what
+    restored = naive.dequantize(*expected, x.shape, bits_of_samples, group_size, kind)
+    restored = torch.from_numpy(restored)
+    ones, mask = random_mask(x.numel())
+    least_greatest = (rows.min(), rows.max()) if rows.size else (0.0, 0.0)
+    for backend in backends:
+        packed, ranges, spread = quantize(backend, x, bits, group_size, fp32_min, widths, kind=kind)
+        what = backend, tuple(x.shape), x.dtype, bits, group_size, fp32_min
+        check_saved((packed, ranges), expected, kind, what)
+        if spread is not None:
+            np.testing.assert_array_equal(spread, least_greatest)
+        place = backend, packed, ranges, x, bits, group_size, widths, None, kind
+        assert same(dequantize(*place), in_dtype(restored, x.dtype)), what
+        if kind != "uniform":
+            masked = in_dtype(restored * ones.view(x.shape), x.dtype)
+            assert same(dequantize(*place, mask), masked), what
     return packed, ranges
 
 

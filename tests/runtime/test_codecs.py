@@ -1,9 +1,7 @@
 """The codecs: their errors against the bounds, their bytes against the tensors' bytes, and odd inputs."""
 
 import math
-import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-import fewbit
 from fewbit.errors import InputError, MissingPackageError
-from fewbit.runtime.codecs import CODECS, DEFAULT, codec, streams
+from fewbit.runtime.codecs import CODECS, codec, streams
 from fewbit.runtime.codecs.jpeg import _coefficients
 from fewbit.runtime.codecs.payload import Exact
 from fewbit.runtime.codecs.quant import ByChannel, widths_for
@@ -35,6 +32,7 @@ needs_library = pytest.mark.skipif(
 NAMES = [
     pytest.param(name, marks=needs_library) if name == "error-bounded" else name for name in CODECS
 ]
+USABLE = [name for name in CODECS if name != "error-bounded" or imagecodecs]
 names = pytest.mark.parametrize("name", NAMES)
 unbiased = pytest.mark.parametrize("name", UNBIASED)
 SHAPE = (6, 5, 12, 9)  # neither sides nor samples are multiples of a block or a group
@@ -197,13 +195,6 @@ def test_any_tensor_comes_back_within_the_bound(name, data):
         assert values.isfinite().all()
 
 
-@names
-def test_a_bound_of_nothing_keeps_the_tensor(name):
-    x = activations()
-    payload = codec(name).compress(x, 0)
-    assert payload.tensors[0] is x or payload.tensors[0].data_ptr() == x.data_ptr()
-
-
 PARTS = {  # {name: (x to a view of it, whether it reaches less than the storage)}
     "samples": (lambda x: x[2:], True),
     "channels": (lambda x: x[:, 1:3], True),
@@ -245,7 +236,6 @@ def test_no_element(name):
     assert codec(name).compress(x, torch.zeros(0)).nbytes == 0
 
 
-@names
 @pytest.mark.parametrize(
     ("tensor", "bound", "said"),
     [
@@ -262,12 +252,12 @@ def test_no_element(name):
         (torch.zeros(2, 3, 4, 4), torch.tensor(1j), "got tensor"),
     ],
 )
-def test_bad_input(name, tensor, bound, said):
-    with pytest.raises(InputError, match=said):
-        codec(name).compress(tensor, bound)
+def test_bad_input(tensor, bound, said):
+    for name in USABLE:
+        with pytest.raises(InputError, match=said):
+            codec(name).compress(tensor, bound)
 
 
-@names
 @pytest.mark.parametrize(
     ("seed", "said"),
     [
@@ -277,30 +267,28 @@ def test_bad_input(name, tensor, bound, said):
         (torch.tensor([1], device="meta"), "on meta"),
     ],
 )
-def test_bad_seeds(name, seed, said):
+def test_bad_seeds(seed, said):
     """Kernels read 8 bytes at the seed's address."""
-    with pytest.raises(InputError, match=said):
-        codec(name).compress(activations(), 0.1, seed)
+    for name in USABLE:
+        with pytest.raises(InputError, match=said):
+            codec(name).compress(activations(), 0.1, seed)
 
 
 # -- each codec --------------------------------------------------------------------------------------------
 
 
 def test_names():
-    assert list(CODECS) == ["quant", "quant+zvc", "error-bounded", "jpeg"]
     assert all(value.name == name for name, value in CODECS.items())
-    assert DEFAULT in CODECS
     with pytest.raises(InputError, match="expected quant, .* for a codec, got 'gzip'"):
         codec("gzip")
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(
-    "given", [None, torch.zeros(3), (torch.zeros(3),)], ids=["none", "tensor", "tuple"]
-)
-def test_what_is_no_payload(name, given):
-    with pytest.raises(InputError, match=f"^expected a Payload, got {type(given).__name__}$"):
-        codec(name).decompress(given)
+def test_what_is_no_payload(name):
+    for wrong in (None, (torch.zeros(3),)):
+        message = f"^expected a Payload, got {type(wrong).__name__}$"
+        with pytest.raises(InputError, match=message):
+            codec(name).decompress(wrong)
 
 
 def test_missing_library_is_named(monkeypatch):
@@ -389,12 +377,6 @@ def test_bytes_of_zero_values():
     assert kept <= int((x != 0).sum())
 
 
-def test_transform_keeps_energy():
-    x = activations(shape=(3, 4, 16, 24)).double()
-    energy = _coefficients(x).double().square().sum((1, 2))
-    assert torch.allclose(energy, x.square().sum((0, 2, 3)), rtol=1e-6)
-
-
 @pytest.mark.parametrize("size", [(8, 8), (5, 7), (16, 9), (1, 1)])
 def test_transform_against_the_sum_of_cosines(size):
     """One block is compared with the DCT-II of scipy."""
@@ -453,71 +435,32 @@ def test_layers_dequantize_payloads(name):
     assert torch.allclose(mapped, values * 2 + 1, atol=1e-6)
 
 
-class Square(torch.autograd.Function):
-    """A Function that computes x^2 and saves x through a codec, as layers do."""
-
-    @staticmethod
-    def forward(ctx, x, name):
-        kept = SavedTensors(*codec(name).compress(x, 1e-2))
-        ctx.spec, ctx.expected = kept.spec, codec(name).decompress(kept)
-        ctx.save_for_backward(*kept.tensors)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx, grad):
-        values = ctx.spec.dequantize(ctx.saved_tensors)
-        assert torch.equal(values, ctx.expected)
-        return 2 * values * grad, None
-
-
 @names
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_payloads_show_what_they_are_and_no_numbers(name, dtype):
-    x = activations("sparse", dtype=dtype)
+def test_payloads_show_what_they_are_and_no_numbers(name):
+    x = activations("sparse", dtype=torch.bfloat16)
     payload = codec(name).compress(x, 0.01)
-    dense = x.numel() * x.element_size()
-    size = sum(tensor.numel() * tensor.element_size() for tensor in payload.tensors)
-    assert repr(payload) == (
-        f"Payload({name}: {SHAPE} {str(dtype)[6:]} in {size} bytes, {dense / size:.3g} times less)"
+    assert (
+        str(payload)
+        == repr(payload)
+        == (
+            f"Payload({name}: {SHAPE} bfloat16 in {payload.nbytes} bytes, {x.nbytes / payload.nbytes:.3g} times less)"
+        )
     )
-    assert str(payload) == repr(payload) and len(repr(payload)) < 100
 
 
 def test_payloads_show_what_kept_them_in_the_end():
-    x = activations("sparse")
-    assert repr(codec("jpeg").compress(x, 0.0)).startswith("Payload(exact: (6, 5, 12, 9) float32 ")
+    x, normal = activations("sparse"), activations()
+    bounds = torch.tensor([0.01, 0.01, 0.0, 0.01, 0.01])
+    for name, tensor, bound, kept in (
+        ("jpeg", x, 0.0, "exact"),
+        ("quant", normal, bounds, "quant"),
+        ("quant+zvc", x, bounds, "quant+zvc"),
+        ("quant+zvc", normal, 0.01, "quant"),  # where nothing is zero there is nothing to leave out
+    ):
+        shown = repr(codec(name).compress(tensor, bound))
+        assert shown.startswith(f"Payload({kept}: (6, 5, 12, 9) float32 in ")
     empty = codec("quant").compress(torch.empty(0, 3), 0.1)
     assert repr(empty) == "Payload(exact: (0, 3) float32 in 0 bytes)"
-    normal = activations()
-    bounds = torch.full((5,), 0.01)
-    bounds[2] = 0.0
-    shown = {
-        name: repr(codec(name).compress(tensor, bounds))
-        for name, tensor in {"quant": normal, "quant+zvc": x}.items()
-    }
-    assert all(text.startswith(f"Payload({name}: ") for name, text in shown.items())
-    # Where nothing is zero there is nothing to leave out.
-    assert repr(codec("quant+zvc").compress(normal, 0.01)).startswith("Payload(quant: ")
-
-
-@names
-def test_what_layers_keep_is_counted(name):
-    x = activations("sparse").requires_grad_()
-    size = codec(name).compress(x, 1e-2, torch.tensor([0])).nbytes
-    counted = fewbit.saved_bytes(lambda: Square.apply(x, name)).total
-    assert counted == pytest.approx(size, rel=0.02)  # of other draws
-    Square.apply(x, name).sum().backward()
-    assert torch.allclose(x.grad, 2 * x.detach(), atol=2)
-
-
-def test_the_page_runs():
-    text = (Path(__file__).parents[2] / "docs" / "concepts" / "codecs.md").read_text(
-        encoding="utf-8"
-    )
-    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    names = {}
-    exec(compile(block, "docs/concepts/codecs.md", "exec"), names)
-    assert isinstance(names["payload"].spec, ByChannel)
 
 
 @names

@@ -66,18 +66,12 @@ def check_normal_numbers(found, bits, length):
     assert 1 - 4.5 / length - scatter < found < 1 + scatter
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 256])
+@pytest.mark.parametrize("length", [32, 64, 256, 65, 100, 300])
 @pytest.mark.parametrize("bits", BITS)
-def test_rotated_copies_of_normal_numbers(bits, group_size):
-    x = normal((2**15 // group_size, group_size), scale=1.0, seed=bits)
-    check_normal_numbers(ratio(x, bits, group_size, ROTATED), bits, group_size)
-
-
-@pytest.mark.parametrize("features", [100, 65, 300, 256 + 32])
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_rotated_copies_with_short_groups(bits, features):
-    x = normal((2**15 // features, features), scale=1.0, seed=features)
-    check_normal_numbers(ratio(x, bits, 256, ROTATED), bits, min(features, 256))
+def test_rotated_copies_of_normal_numbers(bits, length):
+    x = normal((2**15 // length, length), scale=1.0, seed=bits)
+    found = ratio(x, bits, length if length in (32, 64) else 256, ROTATED)
+    check_normal_numbers(found, bits, min(length, 256))
 
 
 def _one_hot(rows):
@@ -100,7 +94,7 @@ DATA = {
 
 
 @pytest.mark.parametrize("name", DATA)
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("bits", [1, 2, 4, 6])
 def test_rotated_copies_of_other_data(bits, name):
     """The prediction does not depend on the distribution. Elements of few values differ from it by a few percent."""
     x = DATA[name]()
@@ -136,7 +130,7 @@ def test_unbiased_copies_of_other_data(bits, name):
     assert 0.7 < ratio(DATA[name](), bits, 256, UNBIASED, 2) < 1.04
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 256, 1024])
+@pytest.mark.parametrize("group_size", [32, 256, 1024])
 @pytest.mark.parametrize("bits", BITS)
 def test_uniform_copies_of_evenly_spread_numbers(bits, group_size):
     x = evenly(2**15 // group_size, group_size, bits)

@@ -21,7 +21,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bits", [1, 2, 5, 8])
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_float16_is_restored_finite(name, bits, kind, backend):
@@ -39,13 +39,6 @@ def test_float16_is_restored_finite(name, bits, kind, backend):
     assert torch.equal(restored, expected)
 
 
-def test_what_is_no_number_stays_so(backend):
-    x = torch.full((2, 128), 1.0, dtype=torch.float16, device=backend.device)
-    x[0, 3], x[1, 5] = float("nan"), float("inf")
-    kept = Quantizer(8).quantize(x)
-    assert kept.spec.dequantize(kept.tensors).isnan().all()
-
-
 CALLS = {
     "linear": lambda m, x, w, **ours: m.linear(x, w, **ours),
     "layer_norm": lambda m, x, w, **ours: m.layer_norm(x, (128,), w[0], **ours),
@@ -54,7 +47,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("bits", [1, 2, 8])
+@pytest.mark.parametrize("bits", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=name_of)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("values", TENSORS)

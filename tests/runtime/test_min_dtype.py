@@ -1,7 +1,6 @@
 """The choice of float32 minimums: by the tensor itself on the CPU, by an earlier tensor on a GPU."""
 
 import copy
-import io
 import math
 import pickle
 import threading
@@ -96,18 +95,17 @@ def test_all_groups_decide_together():
     assert not is_wide(Quantizer(2).quantize(x))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_not_finite(value):
+def test_not_finite():
     x = spread(1000.0, 1.0)
-    x[1, 5] = value
+    x[1, 5] = math.nan
     kept = Quantizer(2).quantize(x)
     restored = kept.spec.dequantize(kept.tensors)
     assert not is_wide(kept) and restored[1].isnan().all() and restored[0].isfinite().all()
 
 
 @STARTS
-@pytest.mark.parametrize("bits", [1, 2, 8])
-@pytest.mark.parametrize("part", [1e-3, 0.1, 0.99, 1.01, 50.0])
+@pytest.mark.parametrize("bits", [1, 8])
+@pytest.mark.parametrize("part", [1e-3, 0.99, 1.01, 50.0])
 def test_restored_within_a_step(start, bits, part):
     """Uniform copies: rounding extends the range by 2^-7 of itself, and a bfloat16 minimum extends it by an eighth at most."""
     torch.manual_seed(0)
@@ -137,14 +135,6 @@ def test_fixed_settings_are_obeyed(start, part):
     assert (least <= start).all() and (start - least < EIGHT_STEPS[start] / 8).all()
     assert torch.equal(wide.spec.dequantize(wide.tensors)[x == start], x[x == start])
     assert range_of(narrow) >= float(x.max().double() - least[0])
-
-
-def test_what_a_bfloat16_minimum_costs():
-    """1000.5 is rounded down to 1000, so a range of 0.01 becomes 50 times as large."""
-    x = spread(1000.5, 0.01)
-    uniform = Quantizer(2, kind="uniform")
-    assert range_of(Quantizer(2, min_dtype="bfloat16", kind="uniform").quantize(x)) > 50 * 0.01
-    assert range_of(uniform.quantize(x)) < 1.1 * 0.01
 
 
 @pytest.mark.inductor
@@ -285,14 +275,7 @@ def pickled(x):
     return pickle.loads(pickle.dumps(x))
 
 
-def saved_and_loaded(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickled, saved_and_loaded])
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickled])
 def test_copies_keep_the_answer_but_no_event(fake, again):
     asked = MinDtypeSelector()
     asked.ask(ranges_of(LARGE), KIND)
@@ -345,7 +328,7 @@ def test_a_layer_goes_by_its_earlier_tensors(fake, layer):
     assert len(fake.events) == 3
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, pickled, saved_and_loaded])
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled])
 def test_copies_of_a_quantizer(fake, layer, again):
     layer(LARGE)
     fake.finish()
@@ -356,19 +339,23 @@ def test_copies_of_a_quantizer(fake, layer, again):
     assert repr(other) == repr(layer.quantizer)
 
 
+@pytest.mark.parametrize("kind, part", [("uniform", 0.85), ("rotated", 0.2)])
 @pytest.mark.parametrize("minimum", ["bfloat16", "float32"])
 @STARTS
-def test_from_ranges_as_from_the_tensor(start, minimum):
-    """Near 8 steps they may differ, as minimums are rounded by up to one step and ranges by 2^-7."""
-    for part, expected in ((0.0, True), (0.05, True), (0.85, True), (1.01, False), (9.0, False)):
-        x = spread(start, part * EIGHT_STEPS[start])
-        if minimum == "bfloat16" and x.min() < 0 and torch.frexp(x.min())[0] < -0.99:
+def test_from_ranges_as_from_the_tensor(start, minimum, kind, part):
+    """Near 8 steps they may differ, as minimums are rounded by up to one step and ranges by 2^-7.
+
+    A rotated copy has means and scales, and no extremes. 5 scales are 1.7 times the range of these evenly spread numbers.
+    """
+    for share, expected in ((0.0, True), (0.05, True), (part, True), (1.01, False), (9.0, False)):
+        x = spread(start, share * EIGHT_STEPS[start])
+        is_lowered = kind == "uniform" and minimum == "bfloat16" and x.min() < 0
+        if is_lowered and torch.frexp(x.min())[0] < -0.99:
             continue  # rounded down to the next power of two, whose steps are twice as large
-        assert (
-            is_large(ranges_of(x, minimum), KIND) == expected == is_wide(Quantizer(2).quantize(x))
-        )
+        assert is_large(ranges_of(x, minimum, kind), kind) == expected, share
+        assert is_wide(Quantizer(2).quantize(x)) == expected, share
     for x in (torch.zeros(3, 70), spread(0.0, 1.0), spread(-1.0, 2.0), LARGE * math.nan):
-        assert not is_large(ranges_of(x, minimum), KIND)
+        assert not is_large(ranges_of(x, minimum, kind), kind)
 
 
 def test_groups_that_differ():
@@ -378,17 +365,6 @@ def test_groups_that_differ():
         x[1] = spread(1000.0, float(extent))[1]
         x[2] = spread(1000.0, 1.0)[2] + shift
         assert is_large(ranges_of(x), KIND) == expected, (shift, extent)
-
-
-@pytest.mark.parametrize("minimum", ["bfloat16", "float32"])
-@STARTS
-def test_from_means_and_scales(start, minimum):
-    """A rotated copy has no extremes. 5 scales are 1.7 times the range of these evenly spread numbers."""
-    for part, expected in ((0.0, True), (0.05, True), (0.2, True), (1.01, False), (9.0, False)):
-        ranges = ranges_of(spread(start, part * EIGHT_STEPS[start]), minimum, "rotated")
-        assert is_large(ranges, "rotated") == expected, part
-    for x in (torch.zeros(3, 70), spread(0.0, 1.0), spread(-1.0, 2.0), LARGE * math.nan):
-        assert not is_large(ranges_of(x, minimum, "rotated"), "rotated")
 
 
 def test_a_layer_on_every_device(device):
@@ -445,18 +421,15 @@ def layers(count):
     return fewbit.compress_(model, bits=2, verbose=False) and model
 
 
-@pytest.mark.parametrize(
-    "count, names", [(1, "0"), (2, "0, 1"), (3, "0, 1, 2"), (4, "0, 1, 2, ...")]
-)
+@pytest.mark.parametrize("count, names", [(1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2, ...")])
 def test_the_meter_tells_of_float32_minimums(count, names):
     x = spread(1000.0, 1.0, (8, 70))
-    text = notes(layers(count), x)
-    assert (
-        f"{count} quantized with float32 minimums, as their offset is large against their range: "
-        f"{names}" in text
-    )
-    assert ("..." in text) == (count > 3)
     report = saved_bytes(layers(count), x)
+    assert (
+        f"{count} quantized with float32 minimums, as their offset is large against their range: {names}"
+        in " ".join(str(report).split())
+    )
+    assert ("..." in str(report)) == (count > 3)
     assert report.by_kind()["range"] == count * (8 + 2) * 6  # 8 groups, and two rows for the seed
     assert report.total == count * quantized_bytes((8, 70), 2, fp32_min=True)
 

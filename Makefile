@@ -38,7 +38,7 @@ TIERS ?= slow or inductor or frameworks or processes or fuzz
 tiers: $(VENV)/installed-all-tests
 	$(PYTEST) -m "$(TIERS)"
 
-# The fast tier with other BLAS, NumPy, torch and fewbit kernels, with other numbers of threads and in random orders.
+# Numerical tests with other BLAS, NumPy, torch and fewbit kernels, with other numbers of threads and in random orders.
 dispatch: $(VENV)/installed-tests
 	$(BIN)/python tests/dispatch.py
 
@@ -81,7 +81,7 @@ mutants: $(VENV)/installed-tests
 
 # Compares the results of the public API with those of the commit BASE, to the bit: make same BASE=main.
 same: $(VENV)/installed-tests
-	$(BIN)/python tests/same.py $(BASE)
+	$(BIN)/python tests/same $(BASE)
 
 # The documentation site, in build/docs. Warnings, such as a broken link, are errors. Nothing is fetched while the site is built.
 docs: $(VENV)/installed-docs

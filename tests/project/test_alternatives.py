@@ -92,21 +92,6 @@ def test_cells_of_a_table():
     ]
 
 
-def test_tables_replace_what_is_between_their_own_markers():
-    import alternatives_page
-
-    row = {"network": "a", "arm": "exact", "saved_bytes": 2**20, "peak_bytes": 2**20, "loss": [1.0]}
-    rows = [row, row | {"network": "b"}]
-    empty = "<!-- table: {} -->\n\n<!-- end of table -->\n"
-    page = f"# Title\n{empty.format('a')}between\n{empty.format('b')}end\n"
-    filled = alternatives_page.with_tables(page, rows)
-    assert [line for line in filled.splitlines() if line in ("# Title", "between", "end")] == [
-        "# Title", "between", "end",
-    ]  # fmt: skip
-    assert filled.count("| exact | 1.0 |") == 2
-    assert alternatives_page.with_tables(filled, rows) == filled
-
-
 def distinct_bytes(run, x):
     """Return the bytes of all storages that autograd saves, counted in a hook. Parameters and x are left out."""
     found = {}

@@ -1,0 +1,130 @@
+"""Appendix B of Few-bit Backward compared with what fewbit counts, for every model.
+
+    python benchmarks/memory.py            # under a minute
+
+Prints fewbit's number, the paper's and their ratio, and writes results/memory.json and .csv. Columns whose names
+contain `allocated` have the numbers that torch's caching allocator would report for the same tensors
+(`caching_allocator.py`), because the paper's numbers contain the allocator's rounding.
+"""
+
+from __future__ import annotations
+
+import harness
+import torch
+from caching_allocator import Allocations, state_in_order
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fewbit import models
+from fewbit.analysis.memory import (
+    BITS,
+    DEVICE_BYTES,
+    MB,
+    PAPER,
+    MemoryReport,
+    freeze_dropout,
+    measure,
+    paper_activation,
+)
+
+WORKSPACE = 5 * MB  # an example, not a figure of cuDNN: a scratch buffer that changes the result
+
+
+def allocated(name, size, workspace=0):
+    """Return (MB of the model, MB of the tensors that a forward leaves) as the simulated allocator counts them.
+
+    Args:
+        name: The name of a model.
+        size: The width and height of the image in pixels, or the number of tokens.
+        workspace: The bytes that every convolution needs temporarily.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+        model = models.build(name, paper_activation(name))
+        freeze_dropout(model)
+        track = Allocations(workspace)
+        for tensor in state_in_order(model):
+            track.add(tensor)
+        before = track.allocator.allocated
+        if models.family(name).is_text:
+            inputs = torch.zeros((1, size), dtype=torch.int64)
+        else:
+            inputs = torch.empty((1, 3, size, size))
+        track.add(inputs)
+        with track:
+            output = model(inputs)
+        after = track.allocator.allocated
+        del output
+    return before / MB, (after - before) / MB
+
+
+def row(name):
+    measured = measure(name)
+    record = MemoryReport((measured,), DEVICE_BYTES, BITS).records()[0]
+    ours = {
+        "model_mb": measured.model_bytes / MB,
+        "activation_mb": measured.activation_bytes / MB,
+        "nonlinear_mb": measured.nonlinear_bytes / MB,
+        "max_batch_standard": record["max_batch_standard"],
+        **{f"max_batch_{bits}bit": record[f"max_batch_{bits}bit"] for bits in BITS},
+    }
+    model_allocated, activation_allocated = allocated(name, measured.size)
+    result = {"model": name, "size": measured.size, "parameters": measured.parameters}
+    printed = PAPER.get(name, (None,) * len(ours))
+    for (key, value), figure in zip(ours.items(), printed, strict=True):
+        result[key] = value if isinstance(value, int) else round(value, 3)
+        result[f"paper_{key}"] = figure
+        result[f"ratio_{key}"] = None if figure is None else round(value / figure, 4)
+    result["model_mb_allocated"] = round(model_allocated, 3)
+    result["activation_mb_allocated"] = round(activation_allocated, 3)
+    _, with_workspace = allocated(name, measured.size, WORKSPACE)
+    result["activation_mb_allocated_5mb_workspace"] = round(with_workspace, 3)
+    for bits in BITS:
+        result[f"max_batch_packed_{bits}bit"] = record[f"max_batch_packed_{bits}bit"]
+    return result
+
+
+def main():
+    about = harness.machine("torch", "transformers")
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    print(
+        f"\n{'':16}{'model MB':^24}{'saved MB':^24}{'nonlinear MB':^24}{'batch':^18}{'2 bit':^18}"
+    )
+    rows = []
+    for name in models.names():
+        each = row(name)
+        rows.append(each)
+        cells = ""
+        for key, digits, width in (
+            ("model_mb", 1, 8),
+            ("activation_mb", 1, 8),
+            ("nonlinear_mb", 1, 8),
+            ("max_batch_standard", 0, 5),
+            ("max_batch_2bit", 0, 5),
+        ):
+            figure, ratio = each[f"paper_{key}"], each[f"ratio_{key}"]
+            cells += f"{each[key]:{width}.{digits}f}"
+            cells += (
+                f"{'-':>{width}}{'-':>8}" if figure is None else f"{figure:{width}}{ratio:8.3f}"
+            )
+        print(f"{name:16}{cells}")
+    harness.save("memory", about, rows)
+    compared = [each for each in rows if each["paper_model_mb"] is not None]
+    near = sum(abs(each["ratio_activation_mb"] - 1) <= 0.02 for each in compared)
+    print(f"\nsaved MB within 2 % of the paper's: {near} of {len(compared)}")
+    near = sum(
+        abs(each["activation_mb_allocated"] / each["paper_activation_mb"] - 1) <= 0.02
+        for each in compared
+    )
+    print(f"the same by the simulated allocator: {near} of {len(compared)}")
+    exact = sum(round(each["model_mb_allocated"], 1) == each["paper_model_mb"] for each in compared)
+    print(f"model MB by the simulated allocator, same digits: {exact} of {len(compared)}")
+    for each in compared:
+        print(
+            f"{each['model']:16} allocated: model {each['model_mb_allocated']:.1f} "
+            f"(paper {each['paper_model_mb']}), kept {each['activation_mb_allocated']:.1f}, "
+            f"with workspaces {each['activation_mb_allocated_5mb_workspace']:.1f} "
+            f"(paper {each['paper_activation_mb']})"
+        )
+
+
+if __name__ == "__main__":
+    main()

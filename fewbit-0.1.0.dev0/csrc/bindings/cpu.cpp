@@ -1,0 +1,279 @@
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "bindings/entry.h"
+#include "bindings/module.h"
+#include "bindings/tensors.h"
+#include "cpu/memory.h"
+#include "cpu/parallel.h"
+#include "cpu/quantizer.h"
+
+namespace py = pybind11;
+
+namespace fewbit::bindings {
+
+namespace {
+
+// The CPU kernels of one instruction set, run by several threads.
+class Cpu {
+ public:
+  explicit Cpu(const std::string& isa) : kernels_(kernels_of(isa)) {
+    if (kernels_) return;
+    std::string names;
+    for (const std::string& name : cpu_isas()) names += (names.empty() ? "" : ", ") + name;
+    refuse("isa", "one of " + names, isa);
+  }
+
+  std::string isa() const { return kernels_->isa; }
+
+  void pack(const Buffer& codes, int bits, const Buffer& packed) const {
+    const Codes of = codes_at(Entry("pack", kDevice), codes, packed, bits);
+    will_write(of.packed, packed_bytes(of.n, bits));
+    run(of.n, [=](int64_t begin, int64_t end) { kernels_->pack(of.codes, begin, end, bits, of.packed); });
+  }
+
+  void unpack(const Buffer& packed, int bits, const Buffer& codes) const {
+    const Codes of = codes_at(Entry("unpack", kDevice), codes, packed, bits);
+    will_write(of.codes, of.n);
+    run(of.n, [=](int64_t begin, int64_t end) { kernels_->unpack(of.packed, begin, end, bits, of.codes); });
+  }
+
+  void encode(const OwnedTable& table, const Buffer& x, const Buffer& packed, const SeedArgument& seed) const {
+    const Elements of = encoded(Entry("encode", kDevice), table, x, packed, seed);
+    const uint64_t key = seed_at(of.seed);
+    will_write(of.packed, packed_bytes(of.n, table.get().bits));
+    run(of.n, [=, &table](int64_t begin, int64_t end) {
+      kernels_->encode(table.get(), of.from, of.dtype, begin, end, of.packed, key);
+    });
+  }
+
+  void decode_mul(const OwnedTable& table, const Buffer& grad, const Buffer& packed, const Buffer& out) const {
+    const Elements of = multiplied(Entry("decode_mul", kDevice), table, grad, packed, out);
+    const bool is_scalar = grad.count != of.n;
+    will_write(of.to, of.bytes());
+    run(of.n, [=, &table](int64_t begin, int64_t end) {
+      kernels_->decode_mul(table.get(), of.from, of.dtype, begin, end, of.packed, of.to, is_scalar);
+    });
+  }
+
+  void forward(int function, double p0, double p1, const OwnedTable& table, const Buffer& x, const Buffer& y,
+               const Buffer& packed, const SeedArgument& seed) const {
+    const Elements of = activated(Entry("forward", kDevice), function, table, x, y, packed, seed);
+    const uint64_t key = seed_at(of.seed);
+    will_write(of.to, of.bytes());
+    will_write(of.packed, packed_bytes(of.n, table.get().bits));
+    run(of.n, [=, &table](int64_t begin, int64_t end) {
+      kernels_->forward(function, p0, p1, table.get(), of.from, of.dtype, begin, end, of.to, of.packed, key);
+    });
+  }
+
+  std::pair<float, float> quantize(const Buffer& x, const CopyShape& shape, const Buffer& widths, const SeedArgument& seed,
+                                   const Buffer& levels, const Buffer& packed, const Buffer& ranges, const Buffer& mean,
+                                   const Buffer& rstd, int64_t inner) const {
+    const Entry entry("quantize", kDevice);
+    const DType dtype = numbers_of(entry, "x", x, shape);
+    const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
+    const Coding coding(seed_at(entry.seed("seed", seed)), entry.levels(levels, shape.kind));
+    const StreamPlan plan = plan_of(entry, shape, widths);
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
+    const int threads = torch_threads();
+    py::gil_scoped_release release;
+    const Extent extent = fewbit::quantize(*kernels_, shape.kind, plan, address_of<const void>(x), dtype, normalization, coding,
+                                           copy.packed, copy.ranges, threads);
+    // When memory was allocated, only a bound on the number of words was known, so some may be left over.
+    std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
+    std::fill(copy.ranges + plan.streams.groups * copy.columns, copy.seed_rows(), uint16_t{0});
+    if (shape.is_rotated()) store_seed(coding.seed, shape.fp32_min, copy.seed_rows());
+    return {extent.least, extent.greatest};
+  }
+
+  void squares(const Buffer& x, const CopyShape& shape, const Buffer& out, const Buffer& mean, const Buffer& rstd,
+               int64_t inner) const {
+    const Entry entry("squares", kDevice);
+    const DType dtype = numbers_of(entry, "x", x, shape);
+    const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
+    const Streams streams = shape.streams();
+    auto* to = entry.exactly<float>("out", out, streams.groups, 0);
+    const int threads = torch_threads();
+    py::gil_scoped_release release;
+    fewbit::squares(*kernels_, shape.kind, streams, address_of<const void>(x), dtype, normalization, to, threads);
+  }
+
+  // Returns None and does nothing if the threads' shares would cut a group.
+  std::optional<std::pair<float, float>> forward_quantized(int function, double p0, double p1, const OwnedTable& table,
+                                                           const Buffer& x, const CopyShape& shape, const Buffer& y,
+                                                           const Buffer& codes, const SeedArgument& seed,
+                                                           const SeedArgument& quantizer_seed, const Buffer& levels,
+                                                           const Buffer& packed, const Buffer& ranges) const {
+    const Entry entry("forward_quantized", kDevice);
+    const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
+    numbers_of(entry, "x", x, shape);
+    const Coding coding(seed_at(entry.seed("quantizer_seed", quantizer_seed)), entry.levels(levels, shape.kind));
+    const Streams streams = shape.streams();
+    const Copy copy = copy_at(entry, packed, ranges, streams, false, shape.is_rotated());
+    const Forward forward{function, p0, p1, &table.get(), of.from, of.dtype, of.to, of.packed, seed_at(of.seed)};
+    const int threads = torch_threads();
+    if (threads_of_forward(streams, threads) < threads_for(of.n, threads)) return std::nullopt;
+    py::gil_scoped_release release;
+    const Extent extent =
+        fewbit::forward_quantized(*kernels_, shape.kind, streams, forward, coding, copy.packed, copy.ranges, threads);
+    if (shape.is_rotated()) store_seed(coding.seed, shape.fp32_min, copy.seed_rows());
+    return std::pair(extent.least, extent.greatest);
+  }
+
+  void dequantize(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& widths, const Buffer& levels,
+                  const Buffer& out, const Buffer& scale, const Buffer& shift, int64_t inner, const Buffer& mask) const {
+    const Entry entry("dequantize", kDevice);
+    const DType dtype = numbers_of(entry, "out", out, shape);
+    const bool scattered = widths.exists && shape.features < kLeastFeatures;
+    const auto value_map = entry.value_map(mask, scale, shift, inner, shape, scattered);
+    const StreamPlan plan = plan_of(entry, shape, widths);
+    const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
+    const float* const codes = entry.levels(levels, shape.kind);
+    const int threads = torch_threads();
+    py::gil_scoped_release release;
+    const Coding coding(shape.is_rotated() ? load_seed(copy.seed_rows()) : 0, codes);
+    fewbit::dequantize(*kernels_, shape.kind, plan, copy.packed, copy.ranges, coding, value_map, address_of<void>(out), dtype,
+                       threads);
+  }
+
+  void grid_fixed(const Buffer& gamma, const Buffer& beta, int bits, const Buffer& grid) const {
+    check_fixed(Entry("grid_fixed", kDevice), gamma, beta, bits, grid);
+    const auto *scales = address_of<const float>(gamma), *shifts = address_of<const float>(beta);
+    auto* to = address_of<float>(grid);
+    for (int64_t i = 0; i < gamma.count; ++i) make_column(scales[i], shifts[i], bits, to, i, gamma.count);
+  }
+
+  void encode_fixed(const Buffer& x, const Buffer& y, const Buffer& grid, int64_t inner, int bits, const Buffer& packed,
+                    const Buffer& mean, const Buffer& rstd, int64_t inner_of_entries) const {
+    const Entry entry("encode_fixed", kDevice);
+    const DType dtype = entry.floating("x", x);
+    const int64_t n = x.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto normalization = entry.normalization(mean, rstd, inner_of_entries, n);
+    const auto* from = entry.exactly<const void>("x", x, n, x.item);
+    const auto* result = entry.exactly<const void>("y", y, n, x.item);
+    auto* to = entry.packed("packed", packed, n, bits);
+    will_write(to, packed_bytes(n, bits));
+    run(n, [=](int64_t begin, int64_t end) {
+      kernels_->fixed_point->encode(by, normalization, from, result, dtype, bits, begin, end, to);
+    });
+  }
+
+  void decode_fixed(const Buffer& packed, const Buffer& grid, int64_t inner, int bits, bool activated, float slope,
+                    const Buffer& out, const Buffer& scale, int64_t inner_of_entries) const {
+    const Entry entry("decode_fixed", kDevice);
+    const DType dtype = entry.floating("out", out);
+    const int64_t n = out.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto times = entry.scale(scale, inner_of_entries, n);
+    const auto* codes = entry.packed("packed", packed, n, bits);
+    auto* to = entry.exactly<void>("out", out, n, out.item);
+    will_write(to, n * item_size(dtype));
+    run(n, [=](int64_t begin, int64_t end) {
+      kernels_->fixed_point->decode(by, times, codes, bits, begin, end, activated, slope, to, dtype);
+    });
+  }
+
+  void mask_fixed(const Buffer& grad, const Buffer& packed, const Buffer& grid, int64_t inner, int bits, double slope,
+                  const Buffer& out) const {
+    const Entry entry("mask_fixed", kDevice);
+    const DType dtype = entry.floating("grad", grad);
+    const int64_t n = grad.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto* from = entry.exactly<const void>("grad", grad, n, grad.item);
+    const auto* codes = entry.packed("packed", packed, n, bits);
+    auto* to = entry.exactly<void>("out", out, n, grad.item);
+    will_write(to, n * item_size(dtype));
+    run(n, [=](int64_t begin, int64_t end) { kernels_->fixed_point->mask(by, codes, bits, begin, end, slope, from, to, dtype); });
+  }
+
+ private:
+  static constexpr int kDevice = -1;
+
+  // Returns the streams of a tensor whose samples all have the bits of `shape`, or each its own number of bits.
+  static StreamPlan plan_of(const Entry& entry, const CopyShape& shape, const Buffer& widths) {
+    const uint8_t* of_samples = nullptr;
+    if (widths.exists) {
+      of_samples = entry.exactly<const uint8_t>("widths", widths, shape.samples, kUint8);
+      for (int64_t i = 0; i < shape.samples; ++i) check_bits(of_samples[i]);
+    }
+    return plan_streams(shape.samples, shape.features, shape.group_size, shape.fp32_min, shape.bits, of_samples);
+  }
+
+  static int64_t packed_bytes(int64_t n, int bits) { return packed_words(n, bits) * static_cast<int64_t>(sizeof(uint32_t)); }
+
+  static uint64_t seed_at(const int64_t* address) { return address ? static_cast<uint64_t>(*address) : 0; }
+
+  template <class Work>
+  static void run(int64_t n, const Work& work) {
+    if (n == 0) return;
+    const int threads = torch_threads();
+    py::gil_scoped_release release;
+    auto share = [&](int index, int count) {
+      const Range range = share_of(n, index, count);
+      work(range.begin, range.end);
+    };
+    run_parallel(threads_for(n, threads), share);
+  }
+
+  const Kernels* kernels_;
+};
+
+}  // namespace
+
+void bind_cpu(py::module_& module) {
+  py::class_<Cpu>(module, "Cpu", "The kernels of one instruction set, one of cpu_isas(). They use as many threads as torch.")
+      .def(py::init<const std::string&>(), py::arg("isa"))
+      .def_property_readonly("isa", &Cpu::isa)
+      .def("pack", &Cpu::pack, py::arg("codes"), py::arg("bits"), py::arg("packed"),
+           "Pack n uint8 codes to bits * ceil(n / 32) int32 words.")
+      .def("unpack", &Cpu::unpack, py::arg("packed"), py::arg("bits"), py::arg("codes"), "Unpack words to n uint8 codes.")
+      .def("encode", &Cpu::encode, py::arg("table"), py::arg("x"), py::arg("packed"), py::arg("seed"),
+           "Encode x to packed codes.")
+      .def("decode_mul", &Cpu::decode_mul, py::arg("table"), py::arg("grad"), py::arg("packed"), py::arg("out"),
+           "Compute out = level of the code * grad, rounded once. out may be grad. A grad of one element is used for all.")
+      .def("forward", &Cpu::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"), py::arg("x"),
+           py::arg("y"), py::arg("packed"), py::arg("seed"), "Compute y = f(x) and the packed codes of x. y may be x.")
+      .def("forward_quantized", &Cpu::forward_quantized, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
+           py::arg("x"), py::arg("shape"), py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("quantizer_seed"),
+           py::arg("levels"), py::arg("packed"), py::arg("ranges"),
+           "Run forward, with its codes in `codes`, and quantize on y, in one pass. Return None and do nothing if threads would "
+           "have to share groups.")
+      .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("shape"), py::arg("widths"), py::arg("seed"), py::arg("levels"),
+           py::arg("packed"), py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1,
+           "Quantize x to packed codes and ranges, and return its (least, greatest) element. widths: a uint8 for each sample, or "
+           "None if all samples have the bits of `shape`. levels: the codes of unbiased copies, or None for other kinds. mean, "
+           "rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner % their length.")
+      .def("squares", &Cpu::squares, py::arg("x"), py::arg("shape"), py::arg("out"), py::arg("mean") = py::none(),
+           py::arg("rstd") = py::none(), py::arg("inner") = 1,
+           "Compute length * range^2 of each group in float32, or its energy in a rotated copy. mean, rstd as in quantize.")
+      .def(
+          "dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("shape"), py::arg("widths"),
+          py::arg("levels"), py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1,
+          py::arg("mask") = py::none(),
+          "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; element e is "
+          "value * scale[i] + shift[i]. mask: None, or a bit for each element, packed, by which its value is multiplied; not for "
+          "uniform copies, nor with scale or shift.")
+      .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"), py::arg("grid"),
+           "Compute the grid, GRID_ROWS rows of n, of n float32 weights and biases of a norm.")
+      .def("encode_fixed", &Cpu::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
+           py::arg("packed"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner_of_entries") = 1,
+           "Encode x to packed fixed-point codes with the sign of y. grid: GRID_ROWS rows of float32; element e has column e / "
+           "inner % columns. mean, rstd: as in quantize.")
+      .def("decode_fixed", &Cpu::decode_fixed, py::arg("packed"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
+           py::arg("activated"), py::arg("slope"), py::arg("out"), py::arg("scale") = py::none(), py::arg("inner_of_entries") = 1,
+           "Decode fixed-point codes. If activated, out is y for y > 0, else y * slope, where y is the norm's result. Otherwise "
+           "out is the normalized input * scale[i].")
+      .def("mask_fixed", &Cpu::mask_fixed, py::arg("grad"), py::arg("packed"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
+           py::arg("slope"), py::arg("out"),
+           "Compute out = grad where y > 0, else grad * slope, where y is the norm's result. out may be grad.");
+  module.def(
+      "cpu_isas", [] { return py::tuple(py::cast(cpu_isas())); },
+      "Return the names of the instruction sets that can be used here, best first.");
+}
+
+}  // namespace fewbit::bindings

@@ -1,0 +1,323 @@
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/entry.h"
+#include "bindings/module.h"
+#include "bindings/tensors.h"
+#include "cuda/kernels.h"
+
+namespace py = pybind11;
+
+namespace fewbit::bindings {
+
+namespace {
+
+int item_of(DType dtype) { return static_cast<int>(dtype); }
+
+// A kernel runs in torch's current stream of the device of a tensor.
+struct Where {
+  int device;
+  void* stream;
+
+  Where(const char* entry, const Buffer& tensor) : device(tensor.device) {
+    if (device < 0) refuse(entry, "tensors on a CUDA device", "tensors on the CPU");
+    stream = torch_stream(device);
+  }
+};
+
+// The CUDA kernels. Entries make the same checks as those of `Cpu`, apart from those that need the bits of each sample.
+struct Cuda {
+  void pack(const Buffer& codes, int bits, const Buffer& packed) const {
+    const Codes of = codes_at(Entry("pack", codes.device), codes, packed, bits);
+    const Where at("pack", codes);
+    py::gil_scoped_release release;
+    cuda::pack(of.codes, of.n, bits, words_at(of.packed), at.device, at.stream);
+  }
+
+  void unpack(const Buffer& packed, int bits, const Buffer& codes) const {
+    const Codes of = codes_at(Entry("unpack", codes.device), codes, packed, bits);
+    const Where at("unpack", codes);
+    py::gil_scoped_release release;
+    cuda::unpack(words_at(of.packed), of.n, bits, of.codes, at.device, at.stream);
+  }
+
+  void encode(const OwnedTable& table, const Buffer& x, const Buffer& packed, const SeedArgument& seed) const {
+    const Elements of = encoded(Entry("encode", x.device), table, x, packed, seed);
+    const Where at("encode", x);
+    py::gil_scoped_release release;
+    cuda::encode(table.get(), of.from, item_of(of.dtype), of.n, words_at(of.packed), of.seed, at.device, at.stream);
+  }
+
+  void decode_mul(const OwnedTable& table, const Buffer& grad, const Buffer& packed, const Buffer& out) const {
+    const Elements of = multiplied(Entry("decode_mul", out.device), table, grad, packed, out);
+    const bool is_scalar = grad.count != of.n;
+    const Where at("decode_mul", out);
+    py::gil_scoped_release release;
+    cuda::decode_mul(table.get(), of.from, item_of(of.dtype), of.n, words_at(of.packed), of.to, is_scalar, at.device, at.stream);
+  }
+
+  void forward(int function, double p0, double p1, const OwnedTable& table, const Buffer& x, const Buffer& y,
+               const Buffer& packed, const SeedArgument& seed) const {
+    const Elements of = activated(Entry("forward", x.device), function, table, x, y, packed, seed);
+    const Where at("forward", x);
+    py::gil_scoped_release release;
+    cuda::forward(function, p0, p1, table.get(), of.from, item_of(of.dtype), of.n, of.to, words_at(of.packed), of.seed, at.device,
+                  at.stream);
+  }
+
+  // Returns false and does nothing if the kernel does not fit.
+  bool relu_quantized(const Buffer& x, const CopyShape& shape, const Buffer& y, const Buffer& mask, const SeedArgument& seed,
+                      const Buffer& packed, const Buffer& ranges) const {
+    const Entry entry("relu_quantized", x.device);
+    check_kind(entry, shape, CopyKind::masked, "2 (masked)");
+    const DType dtype = numbers_of(entry, "x", x, shape);
+    auto* result = entry.exactly<void>("y", y, x.count, x.item);
+    auto* bits_of_mask = entry.packed("mask", mask, x.count, 1);
+    const int64_t* const address = seed.is_value ? nullptr : entry.seed("seed", seed);
+    const auto [of, copy] = quantized(entry, shape, {}, {}, packed, ranges);
+    const Where at("relu_quantized", x);
+    py::gil_scoped_release release;
+    return cuda::relu_quantized(of, address_of<const void>(x), item_of(dtype), {address, seed.value}, result,
+                                words_at(bits_of_mask), words_at(copy.packed), copy.ranges, at.device, at.stream);
+  }
+
+  // Returns false and does nothing if the kernels do not support these arguments. out: none if only the gradients of weight and
+  // bias are computed.
+  bool batch_norm_backward(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& grad,
+                           const Buffer& rstd, const Buffer& weight, const Buffer& memory, const Buffer& out,
+                           const Buffer& grad_weight, const Buffer& grad_bias) const {
+    const Entry entry("batch_norm_backward", grad.device);
+    check_kind(entry, shape, CopyKind::rotated, "1 (rotated)");
+    const DType dtype = numbers_of(entry, "grad", grad, shape);
+    const int64_t n = rstd.count;
+    const auto floats = [&](const char* name, const Buffer& buffer, int64_t count) {
+      return entry.exactly<float>(name, buffer, count, 0);
+    };
+    const cuda::BatchNorm norm = {n,
+                                  floats("rstd", rstd, n),
+                                  weight.exists ? floats("weight", weight, n) : nullptr,
+                                  floats("grad_weight", grad_weight, n),
+                                  floats("grad_bias", grad_bias, n),
+                                  floats("memory", memory, cuda::batch_norm_floats(n))};
+    auto* to = out.exists ? entry.exactly<void>("out", out, grad.count, grad.item) : nullptr;
+    const auto [of, copy] = quantized(entry, shape, {}, {}, packed, ranges);
+    const Where at("batch_norm_backward", grad);
+    py::gil_scoped_release release;
+    return cuda::batch_norm_backward(of, norm, words_at(copy.packed), copy.ranges, address_of<const void>(grad), item_of(dtype),
+                                     to, at.device, at.stream);
+  }
+
+  void quantize(const Buffer& x, const CopyShape& shape, const Buffer& order, const Buffer& counts, const SeedArgument& seed,
+                const Buffer& levels, const Buffer& packed, const Buffer& ranges, const Buffer& mean, const Buffer& rstd,
+                int64_t inner) const {
+    const Entry entry("quantize", x.device);
+    const DType dtype = numbers_of(entry, "x", x, shape);
+    const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
+    const int64_t* const address = seed.is_value ? nullptr : entry.seed("seed", seed);
+    const cuda::Seed key = {address, seed.value};
+    const auto [of, copy] = quantized(entry, shape, order, counts, packed, ranges);
+    const float* const codes = entry.levels(levels, shape.kind);
+    const Where at("quantize", x);
+    py::gil_scoped_release release;
+    const auto* from = address_of<const void>(x);
+    if (shape.kind == CopyKind::uniform) {
+      cuda::quantize(of, from, item_of(dtype), normalization, key, words_at(copy.packed), copy.ranges, at.device, at.stream);
+    } else if (is_unbiased(shape.kind)) {
+      cuda::quantize_unbiased(of, is_masked(shape.kind), codes, from, item_of(dtype), normalization, key, words_at(copy.packed),
+                              copy.ranges, at.device, at.stream);
+    } else {
+      cuda::quantize_rotated(of, is_masked(shape.kind), from, item_of(dtype), normalization, key, words_at(copy.packed),
+                             copy.ranges, at.device, at.stream);
+    }
+  }
+
+  void share_bits(const Buffer& squares, int64_t extra, const std::vector<float>& gains, const Buffer& widths) const {
+    const Entry entry("share_bits", squares.device);
+    const int64_t samples = widths.count;
+    const auto* from = entry.exactly<const float>("squares", squares, samples, 0);
+    auto* to = entry.exactly<uint8_t>("widths", widths, samples, kUint8);
+    cuda::Gains by;
+    if (gains.size() != std::size(by.of)) refuse("gains", "7 numbers", std::to_string(gains.size()));
+    if (extra < 0 || extra > samples * static_cast<int64_t>(gains.size())) {
+      refuse("extra", "a number of bits from 0 to 7 a sample", std::to_string(extra));
+    }
+    std::copy(gains.begin(), gains.end(), by.of);
+    const Where at("share_bits", squares);
+    py::gil_scoped_release release;
+    cuda::share_bits(by, from, samples, extra, to, at.device, at.stream);
+  }
+
+  void order_samples(const Buffer& widths, const Buffer& order, const Buffer& counts) const {
+    const Entry entry("order_samples", widths.device);
+    const auto* from = entry.exactly<const uint8_t>("widths", widths, order.count, kUint8);
+    auto* to = entry.exactly<int64_t>("order", order, order.count, kInt64);
+    auto* found = entry.exactly<int64_t>("counts", counts, kMaxBits + 1, kInt64);
+    const Where at("order_samples", widths);
+    py::gil_scoped_release release;
+    cuda::order_samples(from, order.count, to, found, at.device, at.stream);
+  }
+
+  void squares(const Buffer& x, const CopyShape& shape, const Buffer& out, const Buffer& mean, const Buffer& rstd,
+               int64_t inner) const {
+    const Entry entry("squares", x.device);
+    const DType dtype = numbers_of(entry, "x", x, shape);
+    const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
+    const Streams streams = shape.streams();
+    auto* to = entry.exactly<float>("out", out, streams.groups, 0);
+    const Where at("squares", x);
+    py::gil_scoped_release release;
+    const auto* from = address_of<const void>(x);
+    if (shape.kind == CopyKind::uniform) {
+      cuda::squares(streams, from, item_of(dtype), normalization, to, at.device, at.stream);
+    } else {
+      cuda::squares_rotated(streams, is_masked(shape.kind), from, item_of(dtype), normalization, to, at.device, at.stream);
+    }
+  }
+
+  void dequantize(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& order, const Buffer& counts,
+                  const Buffer& levels, const Buffer& out, const Buffer& scale, const Buffer& shift, int64_t inner,
+                  const Buffer& mask) const {
+    const Entry entry("dequantize", out.device);
+    const DType dtype = numbers_of(entry, "out", out, shape);
+    const bool scattered = counts.exists && shape.features < kLeastFeatures;
+    const auto value_map = entry.value_map(mask, scale, shift, inner, shape, scattered);
+    const auto [of, copy] = quantized(entry, shape, order, counts, packed, ranges);
+    const float* const codes = entry.levels(levels, shape.kind);
+    const Where at("dequantize", out);
+    py::gil_scoped_release release;
+    if (is_unbiased(shape.kind)) {
+      cuda::dequantize_unbiased(of, codes, words_at(copy.packed), copy.ranges, value_map, address_of<void>(out), item_of(dtype),
+                                at.device, at.stream);
+      return;
+    }
+    const auto dequantize = shape.is_rotated() ? cuda::dequantize_rotated : cuda::dequantize;
+    dequantize(of, words_at(copy.packed), copy.ranges, value_map, address_of<void>(out), item_of(dtype), at.device, at.stream);
+  }
+
+  void grid_fixed(const Buffer& gamma, const Buffer& beta, int bits, const Buffer& grid) const {
+    check_fixed(Entry("grid_fixed", gamma.device), gamma, beta, bits, grid);
+    const Where at("grid_fixed", gamma);
+    py::gil_scoped_release release;
+    cuda::grid_fixed(address_of<const float>(gamma), address_of<const float>(beta), gamma.count, bits, address_of<float>(grid),
+                     at.device, at.stream);
+  }
+
+  void encode_fixed(const Buffer& x, const Buffer& y, const Buffer& grid, int64_t inner, int bits, const Buffer& packed,
+                    const Buffer& mean, const Buffer& rstd, int64_t inner_of_entries) const {
+    const Entry entry("encode_fixed", x.device);
+    const DType dtype = entry.floating("x", x);
+    const int64_t n = x.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto normalization = entry.normalization(mean, rstd, inner_of_entries, n);
+    const auto* from = entry.exactly<const void>("x", x, n, x.item);
+    const auto* result = entry.exactly<const void>("y", y, n, x.item);
+    auto* to = entry.packed("packed", packed, n, bits);
+    const Where at("encode_fixed", x);
+    py::gil_scoped_release release;
+    cuda::encode_fixed(by, normalization, from, result, item_of(dtype), n, bits, words_at(to), at.device, at.stream);
+  }
+
+  void decode_fixed(const Buffer& packed, const Buffer& grid, int64_t inner, int bits, bool activated, float slope,
+                    const Buffer& out, const Buffer& scale, int64_t inner_of_entries) const {
+    const Entry entry("decode_fixed", out.device);
+    const DType dtype = entry.floating("out", out);
+    const int64_t n = out.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto times = entry.scale(scale, inner_of_entries, n);
+    auto* codes = entry.packed("packed", packed, n, bits);
+    auto* to = entry.exactly<void>("out", out, n, out.item);
+    const Where at("decode_fixed", out);
+    py::gil_scoped_release release;
+    cuda::decode_fixed(by, times, words_at(codes), n, bits, activated, slope, to, item_of(dtype), at.device, at.stream);
+  }
+
+  void mask_fixed(const Buffer& grad, const Buffer& packed, const Buffer& grid, int64_t inner, int bits, double slope,
+                  const Buffer& out) const {
+    const Entry entry("mask_fixed", grad.device);
+    const DType dtype = entry.floating("grad", grad);
+    const int64_t n = grad.count;
+    const auto by = entry.grid(grid, inner, bits, n);
+    const auto* from = entry.exactly<const void>("grad", grad, n, grad.item);
+    auto* codes = entry.packed("packed", packed, n, bits);
+    auto* to = entry.exactly<void>("out", out, n, grad.item);
+    const Where at("mask_fixed", grad);
+    py::gil_scoped_release release;
+    cuda::mask_fixed(by, words_at(codes), n, bits, slope, from, to, item_of(dtype), at.device, at.stream);
+  }
+
+ private:
+  static void check_kind(const Entry& entry, const CopyShape& shape, CopyKind kind, const char* expected) {
+    if (shape.kind != kind) entry.wrong("kind", expected, std::to_string(static_cast<int>(shape.kind)));
+  }
+
+  // Only the device knows the bits of samples that have different bits, so the kernel checks that words and groups suffice.
+  static std::pair<cuda::Quantized, Copy> quantized(const Entry& entry, const CopyShape& shape, const Buffer& order,
+                                                    const Buffer& counts, const Buffer& packed, const Buffer& ranges) {
+    const bool is_mixed = order.exists || counts.exists;
+    Streams streams = shape.streams();
+    const int64_t *samples = nullptr, *widths = nullptr;
+    if (is_mixed) {
+      samples = entry.exactly<const int64_t>("order", order, shape.samples, kInt64);
+      widths = entry.exactly<const int64_t>("counts", counts, kMaxBits + 1, kInt64);
+      streams.words = streams.groups = 0;
+    }
+    const Copy copy = copy_at(entry, packed, ranges, streams, is_mixed, shape.is_rotated());
+    return {
+        {shape.samples, shape.features, shape.group_size, shape.fp32_min, shape.bits, samples, widths, copy.words, copy.groups},
+        copy};
+  }
+
+  static int32_t* words_at(uint32_t* packed) { return reinterpret_cast<int32_t*>(packed); }
+};
+
+}  // namespace
+
+void bind_cuda(py::module_& module) {
+  py::class_<Cuda> bound(module, "Cuda",
+                         "The kernels for CUDA devices. Buffers are as for Cpu. A kernel runs in torch's current stream of the "
+                         "buffers' device.");
+  bound.def_property_readonly_static("runtime_version", [](const py::object&) { return cuda::runtime_version(); })
+      .def_property_readonly_static("architectures", [](const py::object&) { return py::tuple(py::cast(cuda::architectures())); })
+      .def(
+          "available", [](const Cuda&, int device) { return cuda::available(device); }, py::arg("device") = -1,
+          "Return (usable, reason if not) for the kernels on this machine.")
+      .def("pack", &Cuda::pack, py::arg("codes"), py::arg("bits"), py::arg("packed"))
+      .def("unpack", &Cuda::unpack, py::arg("packed"), py::arg("bits"), py::arg("codes"))
+      .def("encode", &Cuda::encode, py::arg("table"), py::arg("x"), py::arg("packed"), py::arg("seed"))
+      .def("decode_mul", &Cuda::decode_mul, py::arg("table"), py::arg("grad"), py::arg("packed"), py::arg("out"))
+      .def("forward", &Cuda::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"), py::arg("x"),
+           py::arg("y"), py::arg("packed"), py::arg("seed"))
+      .def("quantize", &Cuda::quantize, py::arg("x"), py::arg("shape"), py::arg("order"), py::arg("counts"), py::arg("seed"),
+           py::arg("levels"), py::arg("packed"), py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(),
+           py::arg("inner") = 1)
+      .def("share_bits", &Cuda::share_bits, py::arg("squares"), py::arg("extra"), py::arg("gains"), py::arg("widths"))
+      .def("relu_quantized", &Cuda::relu_quantized, py::arg("x"), py::arg("shape"), py::arg("y"), py::arg("mask"),
+           py::arg("seed"), py::arg("packed"), py::arg("ranges"))
+      .def("batch_norm_backward", &Cuda::batch_norm_backward, py::arg("packed"), py::arg("ranges"), py::arg("shape"),
+           py::arg("grad"), py::arg("rstd"), py::arg("weight"), py::arg("memory"), py::arg("out"), py::arg("grad_weight"),
+           py::arg("grad_bias"))
+      .def(
+          "batch_norm_floats", [](const Cuda&, int64_t channels) { return cuda::batch_norm_floats(channels); },
+          py::arg("channels"), "Return the number of float32 in the argument `memory` of batch_norm_backward.")
+      .def("order_samples", &Cuda::order_samples, py::arg("widths"), py::arg("order"), py::arg("counts"))
+      .def("squares", &Cuda::squares, py::arg("x"), py::arg("shape"), py::arg("out"), py::arg("mean") = py::none(),
+           py::arg("rstd") = py::none(), py::arg("inner") = 1)
+      .def("dequantize", &Cuda::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("shape"), py::arg("order"),
+           py::arg("counts"), py::arg("levels"), py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
+           py::arg("inner") = 1, py::arg("mask") = py::none())
+      .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"), py::arg("grid"))
+      .def("encode_fixed", &Cuda::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
+           py::arg("packed"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner_of_entries") = 1)
+      .def("decode_fixed", &Cuda::decode_fixed, py::arg("packed"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
+           py::arg("activated"), py::arg("slope"), py::arg("out"), py::arg("scale") = py::none(), py::arg("inner_of_entries") = 1)
+      .def("mask_fixed", &Cuda::mask_fixed, py::arg("grad"), py::arg("packed"), py::arg("grid"), py::arg("inner"),
+           py::arg("bits"), py::arg("slope"), py::arg("out"));
+  module.attr("cuda") = py::cast(Cuda{});
+}
+
+}  // namespace fewbit::bindings

@@ -1,0 +1,180 @@
+"""Quantizers that round in the backward pass, so that several backward passes can round the tensors of one forward.
+
+Rounding affects the tensors that the backward pass dequantizes, but nothing that the forward computes. A *deferred*
+quantizer therefore saves a tensor unchanged and rounds it when the backward pass asks for it. Each backward pass over
+the same graph may round the tensor with new random numbers, round it with the random numbers of an earlier pass, or
+leave it exact. `Noise` decides this. One set of random numbers for rounding is called a *draw*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from fewbit.config import MASKED_KINDS, ROTATED
+from fewbit.runtime.format.fingerprint import Content
+from fewbit.runtime.interop.interrupts import undo_after
+from fewbit.runtime.interop.tensor_kinds import is_eager
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
+
+
+class Noise:
+    """Decides which tensors a backward pass rounds, and with which random numbers.
+
+    All tensors that one module saves of its inputs are called a context. They are rounded together or not at all. The
+    name of a context is the module's path.
+
+    Args:
+        seed: the seed of all random numbers.
+        path: a function that returns the path of the module that runs now.
+
+    Attributes:
+        contexts: {name of a context: number of tensors that have been saved in it}, in the order of the first tensors.
+    """
+
+    def __init__(self, seed: int, path: Callable[[], str]):
+        self.seed = seed
+        self.path = path
+        self.contexts: dict[str, int] = {}
+        self._draws, self._again = None, {}
+
+    def defer(self, quantizer: Quantizer) -> Quantizer:
+        """Turn a quantizer into a deferred quantizer in place, and return it."""
+        quantizer.__class__ = DeferredQuantizer
+        quantizer.noise = self
+        return quantizer
+
+    @contextmanager
+    def drawn(self, draws: Mapping[str, object]):
+        """Return a context manager within which a backward pass rounds the given contexts.
+
+        Args:
+            draws: {name of a context: name of a draw}. Other contexts stay exact. The name of a draw can be any object.
+                Names with the same repr give the same random numbers.
+        """
+        with undo_after(lambda: setattr(self, "_draws", None)):
+            self._draws, self._again = draws, {}
+            yield
+
+    def number_saved(self) -> tuple[str, int]:
+        """Count a tensor that is saved now. Return (name of its context, its number in the context).
+
+        In the forward, the tensors of a context get the numbers 1, 2, 3 ... If a checkpoint recomputes tensors in a
+        backward pass, these tensors get the numbers -1, -2, -3 ... in every backward pass.
+        """
+        path, sign = self.path(), 1 if self._draws is None else -1
+        numbers = self.contexts if self._draws is None else self._again
+        numbers[path] = numbers.get(path, 0) + 1
+        return path, sign * numbers[path]
+
+    def seed_of(self, context: str, number: int) -> int | None:
+        """Return the int64 seed for rounding a tensor in the present backward pass, or None if the tensor stays exact.
+
+        Args:
+            context: the name of the tensor's context.
+            number: the tensor's number, as `number_saved` returned it.
+        """
+        draws = (self._draws or {}).get(context)
+        if draws is None:
+            return None
+        text = repr((self.seed, draws, context, number)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True)
+
+
+class DeferredQuantizer(Quantizer):
+    """A quantizer that saves tensors unchanged and rounds them in the backward pass. Layers share no saved tensors."""
+
+    noise: Noise
+
+    def quantize(
+        self, x: torch.Tensor, shared: bool = True, slot: int = 0, usual: str = ROTATED
+    ) -> SavedTensors:
+        """Save x unchanged. Backward passes round it to a copy of the kind that `Quantizer.quantize` would make."""
+        kind = self.kind_of(usual)
+        if kind in MASKED_KINDS and shared and self.context is not None and is_eager(x):
+            if self.context.cache.get_mask(Content(x)) is not None:
+                kind = MASKED_KINDS[kind]
+        return self._save_exactly(x.detach(), False, kind)
+
+    def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
+        """Save (x - mean) rstd without rounding."""
+        if mean is not None:
+            x = x.to(rstd.dtype) - mean
+        x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
+        return self._save_exactly(x, True, self.kind_of(ROTATED))
+
+    def _save_exactly(self, x, is_normalized, kind) -> SavedTensors:
+        context, number = self.noise.number_saved()
+        spec = _Deferred(self, context, is_normalized, kind, tuple(x.shape), x.dtype)
+        return SavedTensors((x, torch.tensor(number)), spec)
+
+
+class _Deferred(NamedTuple):
+    """The spec of a tensor that is saved unchanged and rounded in the backward pass.
+
+    It has the interface of `QuantizedTensorSpec`. The tensor's number in its context (`Noise.number_saved`) is saved
+    beside the tensor and not in the spec, because one spec may dequantize several tensors.
+
+    Args:
+        quantizer: the quantizer that saved the tensor.
+        context: the name of the tensor's context.
+        is_normalized: whether the tensor is the normalized input of a norm layer.
+        kind: the kind of the copy.
+        size: the size of the tensor.
+        dtype: the dtype of the tensor.
+    """
+
+    quantizer: DeferredQuantizer
+    context: str
+    is_normalized: bool
+    kind: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return 2
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """Return the values of the tensor, rounded if the present backward pass rounds the tensor's context.
+
+        Args:
+            tensors: the exact tensor, and its number in its context as a 0-D tensor.
+            dtype: the dtype of the result; the tensor's dtype unless given.
+            affine: None, or (scale, shift, inner) to return values * scale + shift, as in `QuantizedTensorSpec`.
+        """
+        x, number = tensors
+        seed = self.quantizer.noise.seed_of(self.context, number.item())
+        values = x.clone() if seed is None else self._rounded(x, seed)
+        return map_affine(values, affine).to(dtype or self.dtype)
+
+    def _rounded(self, x, seed: int) -> torch.Tensor:
+        quantizer = _Seeded(self.quantizer, seed, self.kind)
+        if self.is_normalized:
+            saved = quantizer.quantize_normalized(x, None, torch.ones((), device=x.device), None)
+        else:
+            saved = quantizer.quantize(x)
+        values = saved.spec.dequantize(saved.tensors, self.dtype)
+        # The mask of a masked copy says where x is 0.
+        return values.mul_(x != 0) if self.kind in MASKED_KINDS.values() else values
+
+
+class _Seeded(Quantizer):
+    """A quantizer that rounds at once, with a given seed and with the settings of a deferred quantizer.
+
+    Args:
+        like: the deferred quantizer.
+        seed: the int64 seed.
+        kind: the kind of the copies.
+    """
+
+    def __init__(self, like: Quantizer, seed: int, kind: str):
+        vars(self).update(vars(like), context=None, kind=kind, _given=seed)
+
+    def _seed(self, x, *_):
+        return torch.tensor([self._given], dtype=torch.int64, device=x.device)

@@ -1,0 +1,404 @@
+"""Gradients of a copy of a model on given batches: checks of the user's arguments, passes, and squared norms.
+
+The parameters are divided into P groups, one for each module that owns parameters. A gradient is a list with a tensor
+for each parameter. The user's model and torch's random state do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fewbit.analysis.unchanged import unchanged
+from fewbit.convert import kinds
+from fewbit.errors import InputError
+from fewbit.functions.callables import misfit_of
+from fewbit.runtime.interop.module_calls import is_compiled
+from fewbit.text import one_line, shorten
+
+Loss = Callable[[nn.Module, object], torch.Tensor]
+
+CHUNKS = 8
+"""The default number of chunks into which a single batch is cut to estimate the variance between minibatches."""
+
+EXPECTED_LOSS = "expected a function (model, batch) -> scalar tensor, as lambda model, batch: criterion(model(batch[0]), batch[1])"
+
+
+class Measured:
+    """A copy of the model whose gradients are measured.
+
+    Args:
+        model: the copy.
+        loss: called as loss(model, batch); returns a scalar tensor.
+        seed: the seed of dropout.
+
+    Attributes:
+        groups: {path of a module: its own parameters that require grad}, as `groups_of` returns it.
+        parameters: the parameters of all groups.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, seed: int):
+        self.model = model
+        self.loss = loss
+        self.seed = seed
+        self.groups = groups_of(model)
+        self.parameters = [parameter for group in self.groups.values() for parameter in group]
+
+    @contextmanager
+    def forward(self, batch, number: int):
+        """Return a context manager that runs a forward and yields the loss of the batch, with the graph.
+
+        Args:
+            batch: the batch.
+            number: the number of the batch. Dropout is the same in all passes with the same number.
+        """
+        modules, tensors = dict(self.model.named_modules()), tensors_of(batch)
+        with unchanged(modules, tensors):
+            devices = {tensor.device for tensor in (*self.parameters, *tensors)}
+            _seed_generators(devices, self.seed + number)
+            with torch.enable_grad():
+                value = self.value(batch)
+            _check_value(value)
+            yield value
+
+    def value(self, batch) -> torch.Tensor:
+        """Return the loss of a batch. Raise InputError if `loss` takes the model or the batch for a tensor."""
+        try:
+            return self.loss(self.model, batch)
+        except (TypeError, AttributeError) as error:
+            if not _takes_for_tensors(error, self.model, batch):
+                raise
+            raise InputError(
+                f"loss: {EXPECTED_LOSS}, got one that takes the model or the batch for a tensor: {shorten(error, 120)}"
+            ) from error
+
+    def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
+        """Return the gradients of `parameters` as a list, with zeros for a parameter that has no gradient.
+
+        The gradient of a complex parameter is viewed as real numbers, so that squared norms can be summed as usual.
+
+        Args:
+            value: the loss, a scalar tensor.
+            again: whether to retain the graph for another backward pass.
+
+        Raises:
+            InputError: the loss does not depend on any parameter, or the model has reentrant checkpoints.
+        """
+        try:
+            found = torch.autograd.grad(
+                value, self.parameters, retain_graph=again, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise InputError(
+                "model: expected checkpoints with use_reentrant=False, got reentrant ones, whose gradients cannot be "
+                "asked for one by one"
+            ) from None
+        if all(gradient is None for gradient in found):
+            raise InputError(
+                "loss: expected a loss of the model that it is called with, got one that depends on none of "
+                f"its parameters{hint_of_forward(self.model)}"
+            )
+        return [
+            _as_real(torch.zeros_like(parameter) if gradient is None else gradient.to_dense())
+            for parameter, gradient in zip(self.parameters, found, strict=True)
+        ]
+
+    def gradient(self, batch, number: int) -> list[torch.Tensor]:
+        """Return the gradients of one forward and backward pass. The arguments are those of `forward`."""
+        with self.forward(batch, number) as value:
+            return self.backward(value)
+
+    def inner(self, a, b) -> np.ndarray:
+        """Return the inner product of two gradients, lists of tensors, for each of P modules: (P,) float64."""
+        products = [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
+        device = products[0].device  # a single transfer, also for a model on several devices
+        products = iter(torch.stack([product.to(device) for product in products]).tolist())
+        return np.array([sum(next(products) for _ in group) for group in self.groups.values()])
+
+    def halved(self, a, b) -> np.ndarray:
+        """Return half the squared norm of the difference of two gradients for each of P modules: (P,) float64."""
+        between = difference(a, b)
+        return self.inner(between, between) / 2
+
+
+def _as_real(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def difference(a, b) -> list[torch.Tensor]:
+    """Return the difference a - b of two gradients, which are lists with a tensor for each parameter."""
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def sampling(exact: Measured, parts) -> np.ndarray:
+    """Return half the squared norm of the difference between the gradients of two minibatches, for each pair.
+
+    The mean over pairs estimates the variance of the gradient between minibatches.
+
+    Args:
+        exact: the `Measured` of the model without compression.
+        parts: the minibatches. The first and the second are a pair, the third and the fourth, and so on.
+
+    Returns:
+        (pairs, P) float64, for each of P modules.
+    """
+    pairs = []
+    for first in range(0, len(parts) - 1, 2):
+        pair = [exact.gradient(parts[number], number) for number in (first, first + 1)]
+        pairs.append(exact.halved(*pair))
+    return np.array(pairs)
+
+
+def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.ndarray, str]:
+    """Estimate the variance of the gradient between minibatches.
+
+    Several batches are compared with each other (`sampling`). A single batch is cut into chunks, which are compared
+    with each other. These estimates are divided by the number of chunks, because gradients of smaller batches vary
+    more.
+
+    Args:
+        exact: the `Measured` of the model without compression.
+        batch: the argument `batch` of the user.
+        batches: the list that `batches_of` returned for this argument.
+        chunks: the number of chunks of a single batch.
+
+    Returns:
+        The estimates, (pairs, P) for P modules, and a text that says from what they were measured.
+    """
+    if len(batches) > 1:
+        with explained(batch):
+            found = sampling(exact, batches)
+        return found, f"{len(batches)} batches of {size_of(batches[0])}"
+    with explained(batch):
+        found = sampling(exact, parts_of(batches[0], chunks)) / chunks
+    text = f"{chunks} chunks of one batch of {size_of(batches[0])}"
+    if has_batch_norm(exact.model):
+        text += " (too much, as chunks have batch norm statistics of their own: give batches)"
+    return found, text
+
+
+# -- Arguments -------------------------------------------------------------------------------------------------
+
+
+def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return {path of a module: the module's own parameters that require grad}. A shared parameter appears once."""
+    groups, seen = {}, set()
+    for path, module in model.named_modules():
+        if type(module) is kinds._PART_OF_ATTENTION:
+            # This module is never called. Its parameters belong to the attention around it.
+            path = path.rpartition(".")[0]
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                groups.setdefault(path, []).append(parameter)
+    return groups
+
+
+def check_model(model) -> None:
+    """Raise InputError if the argument is not a module, or if compression cannot change the gradients of the module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not model.training:
+        raise InputError(
+            "model: expected one in training mode, got one in evaluation mode, in which nothing is compressed"
+        )
+    if any(map(is_compiled, model.modules())):
+        raise InputError("model: expected one that is not compiled, got one of torch.compile")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("model: expected parameters that require grad, got none")
+
+
+def has_batch_norm(model) -> bool:
+    """Return whether the model has batch norms in training mode, which make gradients depend on the other samples."""
+    norms = nn.modules.batchnorm._BatchNorm
+    return any(isinstance(module, norms) and module.training for module in model.modules())
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy of the model. Raise InputError if it cannot be copied."""
+    try:
+        return deepcopy(model)
+    except Exception as error:
+        raise InputError(f"model: expected one that copy.deepcopy copies, got: {error}") from error
+
+
+def hint_of_forward(model: nn.Module) -> str:
+    """Return a hint for a loss that does not depend on a copy of the model; "" if nothing is known about the cause.
+
+    A forward that is an attribute of a module, and not of its class, may refer to another module. In a copy, it then calls
+    the original. TRL's trainers give their models such a forward.
+    """
+    for path, module in model.named_modules():
+        if "forward" in vars(module):
+            return (
+                f". The module {path!r} has a forward of its own, which may call the original in place of a copy. TRL's "
+                "trainers set one: measure the model before the trainer is created"
+            )
+    return ""
+
+
+def check_loss(loss) -> None:
+    """Raise InputError if `loss` cannot be called as loss(model, batch)."""
+    if not callable(loss):
+        raise InputError(
+            f"loss: expected a function (model, batch) -> scalar tensor, got {type(loss).__name__}"
+        )
+    if type(loss).__module__ == nn.modules.loss.__name__:
+        raise InputError(
+            f"loss: {EXPECTED_LOSS}, got {type(loss).__name__}, which takes an output and a target"
+        )
+    misfit = misfit_of(loss, 2)
+    if misfit:
+        raise InputError(
+            f"loss: expected a function (model, batch) -> scalar tensor, got one for which: {misfit}"
+        )
+
+
+def _takes_for_tensors(error: TypeError | AttributeError, model: nn.Module, batch) -> bool:
+    """Return whether the error says that the model, or a batch of several tensors, was used as a tensor."""
+    if isinstance(error, AttributeError):
+        is_argument = error.obj is model or error.obj is batch
+        return is_argument and hasattr(torch.Tensor, error.name)
+    return f"must be Tensor, not {type(model).__name__}" in str(error)
+
+
+def _check_value(value) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"loss: expected a scalar tensor, got {type(value).__name__}")
+    if value.numel() != 1 or not value.requires_grad:
+        how = "one" if value.requires_grad else "one that requires no grad,"
+        raise InputError(
+            f"loss: expected a scalar tensor with a graph, got {how} of {_shape(value)}"
+        )
+    if not torch.isfinite(value).all():
+        raise InputError(f"loss: expected a finite value, got {value.item()}")
+
+
+def check_count(name: str, value, least: int, even: bool = False) -> None:
+    """Raise InputError if the value is not an integer, is below `least`, or is odd although `even` is true."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (even and value % 2):
+        kind = "an even integer" if even else "an integer"
+        raise InputError(f"{name}: expected {kind} of at least {least}, got {value!r}")
+
+
+def batches_of(batch) -> list:
+    """Return the list of batches that the user's argument stands for.
+
+    Args:
+        batch: a tensor, or a tuple or mapping of tensors, is one batch. Any other iterable contains several batches,
+            which must have the same size.
+
+    Raises:
+        InputError: `batch` is anything else, or has no samples.
+    """
+    if isinstance(batch, torch.Tensor | tuple | Mapping):
+        batch = [batch]
+    if not isinstance(batch, Iterable) or isinstance(batch, str):
+        raise InputError(
+            "batch: expected a tensor, a tuple or a mapping of tensors, or a list of batches, got "
+            f"{type(batch).__name__}"
+        )
+    batches = [dict(one) if isinstance(one, Mapping) else one for one in batch]
+    if not batches:
+        raise InputError("batch: expected a batch or several, got an empty list")
+    sizes = [size_of(one) for one in batches]
+    if 0 in sizes:
+        raise InputError("batch: expected at least one sample, got 0")
+    if len(set(sizes)) > 1:
+        raise InputError(
+            f"batch: expected batches of one size, got {', '.join(map(str, sizes))} samples"
+        )
+    return batches
+
+
+@contextmanager
+def explained(batch):
+    """Return a context manager that explains errors of the loss which a wrong argument `batch` may cause.
+
+    A RuntimeError becomes an InputError, because torch raises RuntimeErrors for tensors of wrong shapes. If the user
+    gave a list [inputs, targets], the message suggests a tuple: data loaders return one batch as such a list, but a list
+    given to fewbit stands for several batches.
+    """
+    try:
+        yield
+    except (
+        InputError,
+        torch.OutOfMemoryError,
+    ):  # InputError: the loss has run, but returned no scalar tensor
+        raise
+    except Exception as error:
+        if isinstance(batch, list) and all(isinstance(one, torch.Tensor) for one in batch):
+            raise InputError(
+                f"batch: expected a list of batches, got {len(batch)} tensors that loss cannot be called with one by "
+                f"one ({shorten(error, 120)}); if they are one batch, give tuple(batch)"
+            ) from error
+        if not isinstance(error, RuntimeError):
+            raise
+        shapes = shapes_of(batch[0] if isinstance(batch, list) else batch)
+        raise InputError(
+            f"batch: expected one that loss(model, batch) takes, got {shapes}, for which it raises {one_line(error)}"
+        ) from error
+
+
+def tensors_of(batch) -> list[torch.Tensor]:
+    """Return all tensors of one batch or of several."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def shapes_of(batch) -> str:
+    """Return a text with the shapes of the tensors of a batch, such as `shape (2, 3)` or `shapes (2, 3), (2,)`."""
+    shapes = [str(tuple(tensor.shape)) for tensor in tensors_of(batch)]
+    return f"shape{'s' * (len(shapes) != 1)} {', '.join(shapes[:4])}{', ...' * (len(shapes) > 4)}"
+
+
+def size_of(batch) -> int:
+    """Return the number of samples of a batch: the size of dimension 0 of its first tensor that is not 0-D."""
+    for tensor in tensors_of(batch):
+        if tensor.dim():
+            return len(tensor)
+    raise InputError("batch: expected a tensor with samples in dimension 0, got none")
+
+
+def parts_of(batch, chunks: int) -> list:
+    """Cut a batch into `chunks` equal parts along dimension 0.
+
+    A tensor whose dimension 0 is not the number of samples is contained in every part as a whole. Raise InputError if
+    the number of samples is not divisible by `chunks`.
+    """
+    size = size_of(batch)
+    if size % chunks:
+        raise InputError(
+            f"batch: expected a multiple of chunks={chunks} samples, or several batches, got {size}"
+        )
+    step = size // chunks
+
+    def part(start, leaf):
+        is_split = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == size
+        return leaf[start : start + step] if is_split else leaf
+
+    return [tree_map(partial(part, start), batch) for start in range(0, size, step)]
+
+
+def _seed_generators(devices, seed: int) -> None:
+    """Seed the generators of the CPU and of these devices only. torch.manual_seed would seed all devices."""
+    seed %= 2**63  # torch accepts no larger seed
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        if device.type != "cpu" and device.type != "meta":
+            module = torch.get_device_module(device)
+            with module.device(device):
+                module.manual_seed(seed)
+
+
+def _shape(value) -> str:
+    return f"shape {tuple(value.shape)}"

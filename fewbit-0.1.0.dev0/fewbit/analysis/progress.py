@@ -1,0 +1,75 @@
+"""The progress of measurements: a bar in a terminal or a notebook, else a line from time to time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import contextmanager
+
+from fewbit.runtime.interop.interrupts import undo_after
+
+PATIENCE = 2.0
+"""Seconds before the bar appears."""
+INTERVAL = 15.0
+"""Seconds before the first line and between lines, if standard error is a file or a pipe."""
+
+
+class Progress:
+    """The progress of a measurement on standard error.
+
+    In a terminal or a notebook this is a bar, which appears after PATIENCE seconds. If standard error is a file or a pipe,
+    or if rich is not installed, a line is printed every INTERVAL seconds, such as `plan: 12 of 80 steps after 34 s`.
+
+    Args:
+        name: The text beside the bar.
+        is_asked: Whether the user wants to see progress. If not, nothing is shown.
+    """
+
+    def __init__(self, name: str, is_asked: bool):
+        self._name, self._is_asked = name, is_asked
+        self._console, self._bar = None, None
+        self._done, self._started, self._next_line = 0, time.monotonic(), INTERVAL
+
+    @contextmanager
+    def shown(self):
+        """Return a context manager for the block that calls `step`. The bar disappears when the block ends."""
+        with undo_after(lambda: self._bar is None or self._bar.stop()):
+            yield self
+
+    def step(self, of: int) -> None:
+        """Count one more step.
+
+        Args:
+            of: The number of steps in the whole measurement.
+        """
+        self._done += 1
+        seconds = time.monotonic() - self._started
+        if not self._is_asked or seconds < PATIENCE:
+            return
+        if self._console is None:
+            self._console = _console()
+        if self._console and (self._console.is_terminal or self._console.is_jupyter):
+            self._update_bar(of)
+        elif seconds >= self._next_line:
+            print(
+                f"{self._name}: {self._done} of {of} steps after {seconds:.0f} s", file=sys.stderr
+            )
+            self._next_line = seconds + INTERVAL
+
+    def _update_bar(self, of: int) -> None:
+        if self._bar is None:
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(console=self._console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(self._name, total=None)
+        self._bar.update(self._task, completed=self._done, total=of)
+
+
+def _console():
+    """Return rich's console of standard error, or False if rich is not installed."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return False
+    return Console(stderr=True)

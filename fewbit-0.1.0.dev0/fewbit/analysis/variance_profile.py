@@ -1,0 +1,302 @@
+"""The variance profile, which shows how much variance each saved tensor adds to the gradients of a compressed model.
+
+Theorem 3 of ActNN (long version) splits the variance of the gradient of a parameter theta:
+
+    Var[grad^ theta] = Var[grad theta] + sum over m of E[ Var[ G^(theta ~ m)(grad^ H(m), C^(m)) | grad^ H(m) ] ]
+
+C(m) is the context of module m: all tensors that m saves of its inputs. H(m) is the output of m. The hat marks values
+with rounding errors, and G^(theta ~ m) is the backward computation from m down to theta. The term of m is the variance
+that rounding the context of m adds, while the gradient that arrives at m has the rounding errors of the modules that
+run after m in the forward, and the contexts of the modules before m are exact.
+
+Every term is measured. A *draw* is one set of random numbers for the rounding. Two draws of the context of m, with all
+else equal, give two gradients. Half the squared norm of their difference has the term of m as its mean. Two draws of
+all contexts at once give the "direct" variance, which must agree with the sum of the terms. Var[grad theta], called the
+sampling variance, is measured in the same way, with two minibatches in place of two draws. Appendix C.2 and figure 8 of
+the paper show the profile of a ResNet-50.
+
+One forward serves all passes over a batch (`deferred.py`). The theorem assumes that the rounded backward pass is
+unbiased. This holds for layers whose backward is linear in the tensors that they save. For other layers
+(docs/concepts/layers.md), the direct variance and the sum differ by an amount of the order of the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from fewbit.analysis.deferred import Noise
+from fewbit.analysis.gradients import (
+    CHUNKS,
+    Measured,
+    batches_of,
+    check_count,
+    check_loss,
+    check_model,
+    copied,
+    difference,
+    sampling_of,
+    tensors_of,
+)
+from fewbit.analysis.profile import VarianceProfile
+from fewbit.analysis.progress import Progress
+from fewbit.analysis.recorder import Place, Recorder
+from fewbit.analysis.unchanged import unchanged
+from fewbit.config import FixedBits, LayerSettings
+from fewbit.convert.select import Filter, Selection
+from fewbit.convert.settings import ResolvedSettings, resolve
+from fewbit.convert.swap import convert, restore_
+from fewbit.errors import InputError
+from fewbit.runtime.interop.interrupts import leaves_nothing
+from fewbit.runtime.quantizers.quantizer import Quantizer
+
+
+@leaves_nothing
+def variance_profile(
+    model: nn.Module,
+    batch: object,
+    loss: Callable[[nn.Module, object], torch.Tensor],
+    *,
+    bits: int = 2,
+    layers: LayerSettings | None = None,
+    include: Filter = "*",
+    exclude: Filter = (),
+    overrides: Mapping[str, int | LayerSettings | Mapping | None] | None = None,
+    draws: int = 16,
+    chunks: int = CHUNKS,
+    seed: int = 0,
+    progress: bool = True,
+) -> VarianceProfile:
+    """Measure how much variance rounding each module's saved tensors adds to the gradients of each module.
+
+    These variances are the terms of ActNN's Theorem 3 (long version, section 3.4; docs/guides/variance_profile.md). All
+    tensors that one module saves of its inputs are called the module's context. The model and torch's random state do
+    not change. The measurement takes the memory of two copies of the model. With C contexts, it runs about 2 * draws *
+    (C + 1) backward passes for each batch. Few-bit activations are compressed in these passes too. These activations
+    add no variance, because they do not round at random.
+
+    Args:
+        model: A model in training mode. It may already be compressed.
+        batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or any other iterable,
+            contains several batches. If the model has batch norm, give several batches. Otherwise `sampling` is too
+            large, often by much, because the parts into which a single batch is cut have batch statistics of their own.
+        loss: A function that is called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor,
+            a mean over the samples, for example ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
+        bits: Bits per element of quantized tensors, a whole number from 1 to 8. Layers that `compress_` has converted
+            get these bits too. Modules that you created from fewbit's own classes keep their bits.
+        layers: Further settings of layers, as for `fewbit.compress_`, except `everything`.
+        include: The modules that are converted, as for `fewbit.compress_`.
+        exclude: The modules that are not converted, as for `fewbit.compress_`.
+        overrides: Settings of single modules, as for `fewbit.compress_`.
+        draws: The number of pairs of backward passes with independent rounding, for each context and batch; at least 2.
+        chunks: The number of equal parts of a single batch, an even number of at least 4. The variance of their
+            gradients, divided by `chunks`, gives the result's `sampling`. If there are several batches, `sampling` is
+            the variance between the batches, and `chunks` has no effect.
+        seed: The seed of the rounding, and of dropout, which is the same in all passes over a batch.
+        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds. If standard
+            error is a file or a pipe, a line is printed every 15 seconds instead.
+
+    Returns:
+        The profile: the variances with standard errors, the variance between minibatches, and the bias.
+
+    Raises:
+        InputError: A setting is not valid, the model is in evaluation mode, cannot be copied or rounds nothing, or the
+            batch or the loss cannot be used.
+    """
+    settings = resolve(FixedBits(bits), layers)
+    check_count("draws", draws, 2)
+    check_count("chunks", chunks, 4, even=True)
+    check_count("seed", seed, 0)
+    check_model(model)
+    check_loss(loss)
+    batches = batches_of(batch)
+    with unchanged(dict(model.named_modules()), tensors_of(batches)):
+        exact = _Measured(copied(model), loss, seed)
+        restore_(exact.model)
+        exact.defer()
+        compressed = _Measured(copied(model), loss, seed)
+        own = _Deferring(**vars(settings), noise=compressed.noise)
+        made = convert(compressed.model, own, Selection(include, exclude, overrides))
+        if made.context.compressor is not None:
+            raise InputError(
+                "layers: expected everything=False, got True: variance_profile measures what layers and functions save"
+            )
+        compressed.defer()
+        sampling, sampled = sampling_of(exact, batch, batches, chunks)
+        with Progress("variance profile", progress).shown() as bar:
+            samples = [
+                _measured(compressed, exact, one, number, draws, len(batches), bar)
+                for number, one in enumerate(batches)
+            ]
+    terms, direct, bias = zip(*samples, strict=True)
+    if len({of_batch.shape for of_batch in terms}) > 1:
+        raise InputError("batch: expected batches that go through the same modules, got others")
+    arrays = {"sampling": sampling[None], "terms": terms, "direct": direct, "bias": bias}
+    numbers, order = {}, compressed.order()
+    for name, batches_of_array in arrays.items():
+        mean, error = _summed_up(batches_of_array)
+        numbers[name], numbers[f"{name}_error"] = mean[..., order], error[..., order]
+    return VarianceProfile(
+        model=type(model).__name__,
+        contexts=tuple(compressed.noise.contexts),
+        parameters=tuple(np.array(list(compressed.groups), dtype=object)[order]),
+        **numbers,
+        bits=settings.bits,
+        draws=draws,
+        batches=len(batches),
+        sampled=sampled,
+    )
+
+
+# -- Measuring -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Deferring(ResolvedSettings):
+    """Settings of `compress_` that make deferred quantizers, which round in the backward pass.
+
+    Args:
+        noise: the `Noise` that decides what these quantizers round.
+    """
+
+    noise: Noise | None = None
+
+    def make_quantizer(self, *args, **kwargs) -> Quantizer:
+        return self.noise.defer(super().make_quantizer(*args, **kwargs))
+
+    def make_attention_quantizer(self, *args, **kwargs) -> Quantizer:
+        return self.noise.defer(super().make_attention_quantizer(*args, **kwargs))
+
+
+class _Recorder(Recorder):
+    """A recorder that also notes when modules were first called.
+
+    Attributes:
+        called: {path: number of contexts that existed before the module's first call}.
+    """
+
+    def __init__(self, noise: Noise):
+        super().__init__(Place("", "", False))
+        self.noise = noise
+        self.called: dict[str, int] = {}
+
+    def enter(self, place) -> None:
+        self.called.setdefault(place.path, len(self.noise.contexts))
+        super().enter(place)
+
+
+class _Measured(Measured):
+    """A copy of the model whose gradients are measured with rounding that the caller chooses (`Noise`)."""
+
+    def __init__(self, model: nn.Module, loss, seed: int):
+        super().__init__(model, loss, seed)
+        self.noise = Noise(seed, lambda: self._recorder.running[-1].path)
+        self._recorder = _Recorder(self.noise)
+
+    def order(self) -> list[int]:
+        """Return the indices of the modules in `groups`, in the order in which the forward runs the modules.
+
+        A module with a context has the place of its context in the order of contexts. Any other module has the place of
+        its first call. Modules that are never called come last.
+        """
+        contexts = {path: place for place, path in enumerate(self.noise.contexts)}
+        called = {path: place for place, path in enumerate(self._recorder.called)}
+
+        def place(path):
+            if path in contexts:
+                return contexts[path], 1, 0
+            before = self._recorder.called.get(path, len(contexts))
+            return before, 0, called.get(path, len(called))
+
+        paths = list(self.groups)
+        return sorted(range(len(paths)), key=lambda i: place(paths[i]))
+
+    def defer(self) -> None:
+        """Make the quantizers that modules have already deferred ones (`deferred.py`)."""
+        for module in self.model.modules():
+            for value in vars(module).values():
+                if type(value) is Quantizer:
+                    self.noise.defer(value)
+
+    @contextmanager
+    def drawing(self, batch, number: int):
+        """Return a context manager that runs the forward of a batch and yields a function that runs backward passes.
+
+        The function takes the argument `draws` of `Noise.drawn`, runs one backward pass and returns the gradients.
+
+        Args:
+            batch: the batch.
+            number: the number of the batch. Dropout is the same in all passes with the same number.
+        """
+        modules = dict(self.model.named_modules())
+        with self._recorder.watching(modules), self.forward(batch, number) as value:
+            yield lambda draws: self._drawn(value, draws)
+
+    def _drawn(self, value, draws):
+        with self.noise.drawn(draws):
+            return self.backward(value, again=True)
+
+    def gradient(self, batch, number: int):
+        """Return the gradients of one forward and backward pass in which nothing is rounded."""
+        with self.drawing(batch, number) as gradient:
+            return gradient({})
+
+
+def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, batches, bar):
+    """Measure one batch for C contexts and P modules, with `draws` pairs of draws.
+
+    Args:
+        compressed: the compressed model.
+        exact: the model without compression.
+        batch: the batch.
+        number: the number of the batch.
+        draws: the number of pairs of draws for each context.
+        batches: the number of batches, for the progress bar.
+        bar: the `Progress`.
+
+    Returns:
+        The arrays `terms` (draws, C, P), `direct` (draws, P) and `bias` (draws, P) of `VarianceProfile`, for each pair.
+    """
+    true = exact.gradient(batch, number)
+    terms, direct, bias = [], [], []
+    with compressed.drawing(batch, number) as gradient:
+        contexts = list(compressed.noise.contexts)
+        if not contexts:
+            raise InputError(
+                "model: expected layers that quantize tensors for parameters that require grad, got none: "
+                "the report of fewbit.compress_ shows the layers that it converts"
+            )
+        steps = batches * draws * (len(contexts) + 1)
+        for draw in range(draws):
+            pairs = []
+            for place, context in enumerate(contexts):
+                name = number, context, draw
+                later = dict.fromkeys(contexts[place + 1 :], (*name, "later"))
+                pair = [gradient({**later, context: (*name, side)}) for side in (0, 1)]
+                pairs.append(compressed.halved(*pair))
+                bar.step(steps)
+            terms.append(pairs)
+            pair = [gradient(dict.fromkeys(contexts, (number, draw, side))) for side in (0, 1)]
+            direct.append(compressed.halved(*pair))
+            bias.append(compressed.inner(*(difference(drawn, true) for drawn in pair)))
+            bar.step(steps)
+    return np.array(terms), np.array(direct), np.array(bias)
+
+
+def _summed_up(batches) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of measurements over draws and batches, and its standard error, NaN if there is one draw.
+
+    Args:
+        batches: for each batch an array (draws, ...).
+    """
+    draws = [np.asarray(batch) for batch in batches]
+    mean = np.mean([batch.mean(0) for batch in draws], axis=0)
+    if min(map(len, draws)) < 2:
+        return mean, np.full_like(mean, np.nan)
+    squares = [batch.var(0, ddof=1) / len(batch) for batch in draws]
+    return mean, np.sqrt(np.sum(squares, axis=0)) / len(draws)

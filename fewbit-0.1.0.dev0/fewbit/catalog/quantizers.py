@@ -1,0 +1,358 @@
+"""Compute the squared errors of quantizers for saved tensors, and measure them on random normal numbers.
+
+All errors are relative: the squared error of a group of 256 numbers, divided by the sum of their squares. The numbers
+are independent and normal with mean 0. After a random rotation, the groups of any tensor look like such a group.
+Numbers that a quantizer saves for a whole group, such as a scale, are not rounded here.
+
+- *uniform*: equal steps between the least and the greatest element of a group, and random rounding (ActNN, Chen et al.,
+  ICML 2021).
+- *rotated*: random signs and a Walsh-Hadamard transform, rounding to the nearest of the levels that are optimal for
+  normal numbers, and the scale that makes the result unbiased for a uniformly random rotation (EDEN, Vargaftik et al.,
+  ICML 2022).
+- *unbiased*: the same rotation, and an exactly unbiased code whose levels depend on a few random bits that encoder and
+  decoder share (QUIC-FL, Ben Basat et al., 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from fewbit.catalog.error_table import checked_bits
+from fewbit.catalog.normal_levels import normal_levels, unbiased_levels, value_table
+from fewbit.extras import needed_for
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
+from fewbit.table.staircase import draw_codes, draw_variance
+
+GROUP = 256
+"""The number of elements of a group."""
+_GROUPS = 4096
+_SEED = 0
+# The least and the greatest of 256 normal numbers lie in [-_REACH, -_START] and [_START, _REACH], except with a
+# probability below 1e-15 for each side. The quadrature rule has _POINTS points on each interval.
+_START, _REACH, _POINTS = 0.5, 8.5, 64
+_MIDPOINTS = 2**14
+
+
+@dataclass(frozen=True)
+class QuantizerRow:
+    """The relative squared errors of all quantizers with one number of bits.
+
+    Attributes:
+        bits: The bits of an element's code.
+        uniform: The computed error of equal steps with random rounding.
+        uniform_measured: The same error, measured.
+        rotated: The computed error of rotation and optimal levels, for groups of 256.
+        rotated_measured: The same error, measured.
+        rotated_limit: The limit of the computed error for long groups: D / (1 - D), with D the error of the shipped
+            table of the function `value`.
+        unbiased: The computed error of rotation and an unbiased code with shared randomness.
+        unbiased_measured: The same error, measured.
+        bound: 1 / (4**bits - 1), a lower bound for every unbiased code of this size.
+    """
+
+    bits: int
+    uniform: float
+    uniform_measured: float
+    rotated: float
+    rotated_measured: float
+    rotated_limit: float
+    unbiased: float
+    unbiased_measured: float
+    bound: float
+
+
+@dataclass(frozen=True, repr=False)
+class QuantizerComparison(Result):
+    """The errors of quantizers: a `QuantizerRow` for each number of bits."""
+
+    rows: tuple[QuantizerRow, ...]
+
+    title = "Squared error over squared norm, of groups of 256 normal numbers"
+
+    def records(self) -> list[dict]:
+        """Return a dict of plain values for each row."""
+        return [asdict(row) for row in self.rows]
+
+    def view(self) -> View:
+        """Return the table of errors."""
+        columns = (
+            Column("bits", lambda row: str(row.bits)),
+            Column("uniform", lambda row: _digits(row.uniform)),
+            Column("uniform*", lambda row: _digits(row.uniform_measured), drop=2),
+            Column("rotated", lambda row: _digits(row.rotated)),
+            Column("rotated*", lambda row: _digits(row.rotated_measured), drop=3),
+            Column("limit", lambda row: _digits(row.rotated_limit), drop=1),
+            Column("unbiased", lambda row: _digits(row.unbiased)),
+            Column("unbiased*", lambda row: _digits(row.unbiased_measured), drop=4),
+            Column("bound", lambda row: _digits(row.bound)),
+        )
+        notes = (
+            "uniform: equal steps from the least to the greatest element, random rounding.",
+            "rotated: random rotation, tables of 'value' with objective mse, EDEN's scale.",
+            "unbiased: random rotation, tables of 'value' with objective shared.",
+            "limit: rotated in long groups, D / (1 - D) with D the error of these levels.",
+            f"*: measured with NumPy on {_GROUPS} random groups; other errors are computed.",
+            "bound: 1 / (4^bits - 1), no unbiased code of so many bits is below it.",
+        )
+        return View(self.title, columns, self.rows, notes)
+
+
+def _digits(error: float) -> str:
+    return f"{error:.3g}"
+
+
+def compare_quantizers(
+    bits: int | Iterable[int] = range(1, 9),
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> QuantizerComparison:
+    """Compute and measure the relative squared errors of quantizers of normal numbers.
+
+    Args:
+        bits: The numbers of bits, 1 to 8.
+        progress: A function that is called as `progress(stage, done, total)`.
+
+    Raises:
+        FewbitError: A number of bits is out of range.
+    """
+    bits = checked_bits(bits)
+    random = np.random.default_rng(_SEED)
+    x = random.standard_normal((_GROUPS, GROUP))
+    signs = random.choice([-1.0, 1.0], x.shape)
+    noise = random.random(x.shape)
+    shared = random.integers(0, 2**8, x.shape)
+    rows = []
+    for done, count in enumerate(bits):
+        if progress is not None:
+            progress(f"measuring {count} bits", done, len(bits))
+        levels = np.array(unbiased_levels(count))
+        unbiased = restore_unbiased(x, levels, signs, shared % len(levels), noise)
+        rows.append(
+            QuantizerRow(
+                bits=count,
+                uniform=uniform_error(count),
+                uniform_measured=_relative(restore_uniform(x, count, noise), x),
+                rotated=rotated_error(count),
+                rotated_measured=_relative(restore_rotated(x, count, signs), x),
+                rotated_limit=rotated_limit(count),
+                unbiased=unbiased_error(levels),
+                unbiased_measured=_relative(unbiased, x),
+                bound=1.0 / (4**count - 1),
+            )
+        )
+    return QuantizerComparison(tuple(rows))
+
+
+def _relative(restored: np.ndarray, x: np.ndarray) -> float:
+    return float(np.sum((restored - x) ** 2) / np.sum(x**2))
+
+
+def rotated_limit(bits: int) -> float:
+    """Return the error of `rotated` in long groups: D / (1 - D), where D is the error of the levels."""
+    error = value_table(bits, "mse")["error"]
+    return error / (1.0 - error)
+
+
+def rotated_error(bits: int, group: int = GROUP) -> float:
+    """Compute the expected error of the nearest level with EDEN's scale, in groups of a given length n.
+
+    Let y be a group with the mean square 1, uniformly distributed on the sphere with radius sqrt(n), and let q be the
+    levels nearest to its elements. With the scale (y, y) / (y, q), the error is A / B**2 - 1, where A is the mean of
+    q**2 and B the mean of y q over the group. The expected value of A / B**2 is computed up to terms of the order
+    1 / n**2, from the expected values and the covariances of A and B. An element of y has a density proportional to
+    (1 - y**2 / n)**((n - 3) / 2), whose tails are lighter than those of the normal density.
+
+    Args:
+        bits: The bits of a code.
+        group: The length n of a group.
+    """
+    breaks, levels = normal_levels(bits)
+    y, share, piece = _positive_points([*breaks, min(_REACH, np.sqrt(group))])
+    weight = share * (1.0 - y * y / group) ** ((group - 3) / 2)
+    weight /= weight.sum()
+    q = np.array(levels)[piece]
+
+    def mean(values):
+        return float(np.sum(weight * values))
+
+    def covariance(f, g):
+        """Return the covariance of the means of f and g over a group, in which the mean of y**2 is always 1."""
+        with_square = [mean(h * y * y) - mean(h) for h in (f, g)]
+        free = mean(f * g) - mean(f) * mean(g)
+        return (free - with_square[0] * with_square[1] / (mean(y**4) - 1.0)) / group
+
+    a, b = mean(q * q), mean(y * q)
+    spread = 3.0 * covariance(y * q, y * q) / b**2 - 2.0 * covariance(q * q, y * q) / (a * b)
+    return a / b**2 * (1.0 + spread) - 1.0
+
+
+def _positive_points(ends: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the points and weights of a quadrature rule on [0, ends[-1]], and the interval of every point.
+
+    Args:
+        ends: The right ends of the intervals, ascending. The integrand is smooth on each of them.
+    """
+    node, share = np.polynomial.legendre.leggauss(_POINTS)
+    edges = np.array([0.0, *ends])
+    half = 0.5 * np.diff(edges)
+    points = edges[:-1, None] + half[:, None] * (node + 1.0)
+    piece = np.repeat(np.arange(len(half)), _POINTS)
+    return points.ravel(), (half[:, None] * share).ravel(), piece
+
+
+def uniform_error(bits: int, group: int = GROUP) -> float:
+    """Compute the expected error of equal steps between the least and the greatest number, with random rounding.
+
+    A number v between neighboring levels a and b is rounded with variance (v - a)(b - v). Given the least number l and
+    the greatest number u, the other `group` - 2 numbers are independent, with a normal density cut off at l and u. The
+    function integrates over the joint density of l and u, n (n-1) phi(l) phi(u) (Phi(u) - Phi(l))**(n-2).
+
+    Args:
+        bits: The bits of a code; there are 2**bits levels.
+        group: The number n of normal numbers in a group.
+    """
+    with needed_for("the comparison of quantizers"):
+        from scipy.special import ndtr
+
+    node, share = np.polynomial.legendre.leggauss(_POINTS)
+    half = 0.5 * (_REACH - _START)
+    far = _START + half * (node + 1.0)
+    low, high = np.meshgrid(-far, far)
+    share = half**2 * np.outer(share, share)
+    mass = ndtr(high) - ndtr(low)
+    joint = group * (group - 1) * _density(low) * _density(high) * mass ** (group - 2)
+    steps = np.linspace(0.0, 1.0, 2**bits)
+    levels = low[..., None] + (high - low)[..., None] * steps
+    below, above = levels[..., :-1], levels[..., 1:]
+    # Let m_k be the integral of v**k phi(v) over a step from a to b. Then the integral of (v - a)(b - v) phi(v) is
+    # -m_2 + (a + b) m_1 - a b m_0.
+    m0 = np.diff(ndtr(levels))
+    m1 = -np.diff(_density(levels))
+    m2 = m0 - np.diff(levels * _density(levels))
+    variance = np.sum((below + above) * m1 - below * above * m0 - m2, axis=-1) / mass
+    return float(np.sum(share * joint * (group - 2) * variance) / group)
+
+
+def _density(x: np.ndarray) -> np.ndarray:
+    return np.exp(-0.5 * x * x) / np.sqrt(2.0 * np.pi)
+
+
+def restore_uniform(x: np.ndarray, bits: int, noise: np.ndarray) -> np.ndarray:
+    """Round every row of x at random to equal steps between its least and its greatest element.
+
+    Args:
+        x: Groups, float64 (n, elements).
+        bits: The bits of a code.
+        noise: Uniform random numbers in [0, 1), in the shape of x.
+    """
+    low = x.min(axis=1, keepdims=True)
+    step = (x.max(axis=1, keepdims=True) - low) / (2**bits - 1)
+    return low + step * np.floor((x - low) / step + noise)
+
+
+def restore_rotated(x: np.ndarray, bits: int, signs: np.ndarray) -> np.ndarray:
+    """Rotate every row of x, take the nearest levels for normal numbers, and rotate back with EDEN's scale.
+
+    Args:
+        x: Groups, float64 (n, elements); the number of elements is a power of two.
+        bits: The bits of a code.
+        signs: Random signs, 1.0 or -1.0, in the shape of x.
+    """
+    y = walsh_hadamard(signs * x)
+    norm = np.mean(y * y, axis=1, keepdims=True)
+    breaks, levels = map(np.array, normal_levels(bits))
+    nearest = np.copysign(levels[np.searchsorted(breaks, np.abs(y) / np.sqrt(norm))], y)
+    scale = norm / np.mean(y * nearest, axis=1, keepdims=True)
+    return signs * walsh_hadamard(scale * nearest)
+
+
+def walsh_hadamard(x: np.ndarray) -> np.ndarray:
+    """Return the Walsh-Hadamard transform of every row, divided by the root of the row's length.
+
+    The transform is orthogonal and its own inverse. The length of the rows is a power of two.
+    """
+    rows, length = x.shape
+    y, width = x, 1
+    while width < length:
+        pairs = y.reshape(rows, length // (2 * width), 2, width)
+        y = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+        width *= 2
+    return y.reshape(rows, length) / np.sqrt(length)
+
+
+def unbiased_error(levels: np.ndarray, group: int = GROUP) -> float:
+    """Compute the expected error of rotation and an unbiased code with shared randomness, in groups of length n.
+
+    Let T be the greatest mean of the code's staircase. A group is divided by its unit: its root mean square, or its
+    greatest magnitude over T if that is larger. Let G(s) be the expected error of n independent normal numbers with the
+    standard deviation s, if the unit is 1, or their greatest magnitude over T if that is larger. A rotated group y with
+    the mean square 1 is uniformly distributed on a sphere. r y is a group of independent normal numbers if r**2 has the
+    distribution of chi**2 / n, with n degrees of freedom. The mean of r is 1 - 1 / (4 n) and its variance 1 / (2 n), up
+    to terms of the order 1 / n**2. So the expected error of y is G(1) + (G'(1) - G''(1)) / (4 n).
+
+    Args:
+        levels: float64 (H, K), the levels for every shared random number.
+        group: The length n of a group.
+    """
+    levels = np.asarray(levels)
+    step = 0.05
+    below, middle, above = (
+        _independent_error(levels, group, 1.0 + change) for change in (-step, 0.0, step)
+    )
+    slope, bend = (above - below) / (2 * step), (above - 2 * middle + below) / step**2
+    return middle + (slope - bend) / (4 * group)
+
+
+def _independent_error(levels: np.ndarray, group: int, deviation: float) -> float:
+    """Return G(deviation), as `unbiased_error` describes it.
+
+    If the greatest |z| of the group is m, the others are independent, with a normal density cut off at -m and m.
+    """
+    with needed_for("the comparison of quantizers"):
+        from scipy.special import ndtr
+
+    limit = float(levels[:, -1].mean())
+    step = limit / _MIDPOINTS
+    x = step * (np.arange(_MIDPOINTS) + 0.5)
+    variance = draw_variance(levels, x)
+    node, share = np.polynomial.legendre.leggauss(_POINTS)
+    total = 0.0
+    for start, end in ((0.0, limit), (limit, _REACH)):
+        half = 0.5 * (end - start)
+        greatest = start + half * (node + 1.0)
+        below = 2.0 * ndtr(greatest / deviation) - 1.0
+        density = 2.0 * group * _density(greatest / deviation) / deviation * below ** (group - 1)
+        unit = np.maximum(1.0, greatest / limit)
+        own = draw_variance(levels, np.minimum(greatest, limit))
+        for m, size, mine, inside, weight in zip(
+            greatest, unit, own, below, half * share * density, strict=True
+        ):
+            z = size * x[size * x < m]
+            others = 2.0 * size * step / deviation * _density(z / deviation)
+            error = mine + (group - 1) / inside * np.sum(variance[: len(z)] * others)
+            total += float(weight * size**2 * error / group)
+    return total
+
+
+def restore_unbiased(
+    x: np.ndarray, levels: np.ndarray, signs: np.ndarray, shared: np.ndarray, noise: np.ndarray
+) -> np.ndarray:
+    """Rotate every row of x, draw codes with shared randomness, and rotate the restored levels back.
+
+    Args:
+        x: Groups, float64 (n, elements); the number of elements is a power of two.
+        levels: float64 (H, K), the levels for every shared random number.
+        signs: Random signs, 1.0 or -1.0, in the shape of x.
+        shared: The shared random numbers, integers in [0, H), in the shape of x.
+        noise: Uniform random numbers in [0, 1), in the shape of x.
+    """
+    y = walsh_hadamard(signs * x)
+    limit = levels[:, -1].mean()
+    norm = np.sqrt(np.mean(y * y, axis=1, keepdims=True))
+    unit = np.maximum(norm, np.max(np.abs(y), axis=1, keepdims=True) / limit)
+    codes = draw_codes(levels, y / unit, shared, noise)
+    return signs * walsh_hadamard(unit * levels[shared, codes])

@@ -1,0 +1,141 @@
+"""Make the shipped tables: `python -m fewbit.catalog.shipping [NAME ...]` (`make tables`).
+
+For every activation function with default parameters there are tables of form "levels" with 1 to 8 bits and uniform and
+normal weight, and tables of form "intervals" (as in the paper) with 1 to 4 bits and uniform weight. For the function
+`value`, which is no activation, there are tables with normal weight: of objective "mse" on the whole domain, and of
+objective "shared" on [-T, T] (`SHARED`). `fewbit.catalog.normal_levels` reads them.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import replace
+
+import numpy as np
+
+from fewbit import functions
+from fewbit.catalog.store import tables_directory
+from fewbit.sizes import counted
+from fewbit.solver.solve import solve
+from fewbit.table import load_file, lower_pieces, save_tables
+
+SHARED = {
+    1: (6, 3.0),
+    2: (5, 2.9),
+    3: (4, 2.8),
+    4: (4, 2.75),
+    5: (4, 2.75),
+    6: (4, 2.75),
+    7: (4, 2.75),
+    8: (4, 2.75),
+}
+"""{bits: (shared bits, T)} of the tables of objective "shared" for the function `value`.
+
+One more shared bit would lower the error by less than 1 %. T, a multiple of 0.05, is the one with the least
+`fewbit.catalog.quantizers.unbiased_error`.
+"""
+
+
+def requests(name):
+    """Return the keyword arguments of `solve` for every table that is shipped for a function.
+
+    Args:
+        name: The canonical name of the function.
+    """
+    wanted = [("levels", "uniform", 8), ("levels", "normal", 8), ("intervals", "uniform", 4)]
+    if name not in functions.solver_names():
+        return list(_plain_requests(wanted))
+    shared = [
+        {
+            "form": "levels",
+            "weight": "normal",
+            "bits": bits,
+            "objective": "shared",
+            "shared_bits": shared_bits,
+            "domain": (-limit, limit),
+        }
+        for bits, (shared_bits, limit) in SHARED.items()
+    ]
+    return [*_plain_requests([("levels", "normal", 8)]), *shared]
+
+
+def _plain_requests(wanted):
+    """Yield requests for (form, weight, most bits) with 1 bit to most bits."""
+    for form, weight, most in wanted:
+        for bits in range(1, most + 1):
+            yield {"form": form, "weight": weight, "bits": bits}
+
+
+def make(name, request):
+    """Solve one table for shipping. The solver's seconds are removed, because they differ from run to run.
+
+    Args:
+        name: The name of the function.
+        request: Keyword arguments of `solve`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings about unbounded derivatives
+        table = solve(name, **request)
+    solver = {key: value for key, value in table.solver.items() if key != "seconds"}
+    table = replace(table, solver=solver)
+    return symmetric(table) if name in functions.solver_names() else table
+
+
+def symmetric(table):
+    """Return the table with levels and breaks that are symmetric about 0 to the last bit.
+
+    The solver's own levels deviate from symmetry by about 1e-12. The error is stationary in them, so it changes by about
+    the square of this deviation, which rounds to 0. The lower bound holds for all tables.
+
+    Args:
+        table: A table of an odd derivative and a symmetric weight, with the same number of pieces as of levels.
+    """
+
+    def odd(numbers):
+        return 0.5 * (numbers - np.flip(numbers))
+
+    if table.objective != "shared":
+        return replace(table, levels=odd(table.levels), breaks=odd(table.breaks))
+    shared = odd(table.shared_levels)
+    levels = odd(shared.mean(axis=0))
+    breaks, codes, closed = lower_pieces(levels, table.knots)
+    return replace(
+        table, levels=levels, breaks=breaks, codes=codes, closed=closed, shared_levels=shared
+    )
+
+
+def main(names):
+    """Make the tables of the named functions, or of all functions if `names` is empty, and write one file for each."""
+    directory = tables_directory()
+    for name in names or (*functions.names(), *functions.solver_names()):
+        name = functions.canonical(name)
+        path = directory / f"{name}.json"
+        tables = [make(name, request) for request in requests(name)]
+        if path.exists():
+            tables = _with_revisions(tables, load_file(path))
+        save_tables(path, name, tables, force=True)
+        print(f"{path.name}: {counted(len(tables), 'table')}", flush=True)
+
+
+def _with_revisions(tables, shipped):
+    """Return the tables with revisions: that of the shipped table, plus 1 if the table's numbers changed."""
+    by_request = {_described(table): table for table in shipped}
+    result = []
+    for table in tables:
+        old = by_request.get(_described(table))
+        if old is None:
+            result.append(table)
+        elif replace(table, revision=old.revision, solver=old.solver) == old:
+            result.append(replace(table, revision=old.revision))
+        else:
+            result.append(replace(table, revision=old.revision + 1))
+    return result
+
+
+def _described(table):
+    return table.form, table.objective, table.weight["kind"], table.bits
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

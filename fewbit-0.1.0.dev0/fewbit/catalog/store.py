@@ -1,0 +1,228 @@
+"""Find a table: shipped with the package, solved before and cached on disk, or solved now."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from fewbit import functions
+from fewbit._version import __version__
+from fewbit.errors import FewbitError, SolveError
+from fewbit.files import write_atomic
+from fewbit.schema.documents import parse_json, read_text
+from fewbit.solver.request import (
+    check_request,
+    checked_domain,
+    checked_shared_bits,
+    count_levels,
+    domain_of,
+)
+from fewbit.solver.weight import make_weight
+from fewbit.table import Table, load_file
+from fewbit.text import printable
+
+CACHED = "fewbit.cached/1"
+"""The schema of a cache file, which contains the arguments of a request and the table."""
+_unusable = set()
+
+
+def tables_directory():
+    """Return the directory of the shipped tables: the package `fewbit.tables`, or `tables/` in a checkout."""
+    installed = Path(__file__).parents[1] / "tables"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "tables"
+
+
+def cache_directory():
+    """Return `$FEWBIT_CACHE`, else the user's cache folder, which may not exist yet.
+
+    Return None, which means that nothing is cached, if the user has no home or platformdirs is not installed.
+    """
+    if os.environ.get("FEWBIT_CACHE"):
+        return Path(os.environ["FEWBIT_CACHE"])
+    try:
+        from platformdirs import user_cache_path
+    except ModuleNotFoundError:
+        return None
+    found = user_cache_path("fewbit") / "tables"
+    return found if found.is_absolute() else None
+
+
+@cache
+def shipped_tables(function: str) -> tuple[Table, ...]:
+    """Return all shipped tables of a function.
+
+    Args:
+        function: A canonical name or an alias.
+
+    Returns:
+        A tuple of `fewbit.Table`, empty if no table is shipped.
+
+    Raises:
+        FunctionError: The name is unknown.
+    """
+    path = tables_directory() / f"{functions.canonical(function)}.json"
+    return tuple(load_file(path)) if path.exists() else ()
+
+
+def load_table(
+    function: str | Callable,
+    bits: int | None = None,
+    *,
+    form: str = "levels",
+    weight: object = "uniform",
+    domain: Sequence[float] | None = None,
+    objective: str = "mse",
+    tails: str = "free",
+    levels: int | None = None,
+    shared_bits: int | None = None,
+    parameters: Mapping[str, float] | None = None,
+) -> Table:
+    """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
+
+    A table that is not shipped is solved on first use and stored in `cache_directory`. If the function is not built in,
+    or the weight is a callable, the table is solved anew at every call. All arguments are as in `fewbit.solve`.
+
+    Args:
+        function: The name of a built-in function, "package.module:name", or a callable.
+        bits: 1 to 8.
+        form: "levels" (pieces may share a level) or "intervals" (every piece has its own level).
+        weight: The density by which errors count.
+        domain: The interval (a, b) on which errors are measured.
+        objective: "mse", "unbiased", "minimax" or "shared".
+        tails: "free", or "pinned" to give the outermost pieces the limits of f' at infinity.
+        levels: The number of levels, instead of `bits`.
+        shared_bits: For objective "shared": the number of random bits per element that encoder and decoder share. By
+            default a shipped table may have any number of them, and others have 4.
+        parameters: Parameters of a named function.
+
+    Returns:
+        A `fewbit.Table`.
+
+    Raises:
+        FunctionError: The function cannot be used.
+        WeightError: The weight cannot be used.
+        SolveError: An argument is out of range, the request cannot be satisfied, or the table must be solved and numba is
+            not installed.
+    """
+    count, all_bits = count_levels(bits, levels)
+    check_request(form, objective, tails, parameters)
+    resolved_bits = checked_shared_bits(objective, shared_bits, count, tails)
+    domain = checked_domain(domain)
+    request = {
+        "bits": None if bits is None else all_bits,
+        "form": form,
+        "domain": None if domain is None else list(domain),
+        "objective": objective,
+        "tails": tails,
+        "levels": None if levels is None else count,
+        "shared_bits": shared_bits,
+    }
+    named = isinstance(function, str) and ":" not in function
+    if named:
+        found = _find_shipped(function, weight, parameters, request)
+        if found is not None:
+            return found
+    weight = make_weight(weight)
+
+    def solved():
+        try:
+            from fewbit.solver.solve import solve
+        except ModuleNotFoundError as error:
+            raise SolveError(
+                f"no table of {function!r} is shipped for these arguments, and solving one needs the package "
+                f"{error.name}: pip install {error.name}"
+            ) from None
+        return solve(function, weight=weight, parameters=parameters, **request)
+
+    document = weight.document()
+    if not named or document["kind"] == "callable":
+        return solved()
+    resolved = functions.get(function, parameters)
+    expected = {
+        "function": resolved.name,
+        "parameters": dict(resolved.parameters),
+        "bits": all_bits,
+        "form": form,
+        "objective": objective,
+        "weight": document,
+        "domain": domain_of(resolved, weight, domain),
+        "tails": tails,
+    }
+    request["shared_bits"] = resolved_bits
+    asked = {
+        **expected,
+        "levels": count,
+        "shared_bits": resolved_bits,
+        "schema": CACHED,
+        "version": __version__,
+    }
+    return _cached(resolved.name, asked, expected, solved)
+
+
+def _find_shipped(function, weight, parameters, request):
+    if request["levels"] is not None:
+        return None
+    wanted = {"uniform": {"kind": "uniform"}, "normal": {"kind": "normal", "mean": 0.0, "std": 1.0}}
+    if not isinstance(weight, str) or weight not in wanted:
+        return None
+    asked = {name: request[name] for name in ("bits", "form", "objective", "tails")}
+    asked["weight"] = wanted[weight]
+    resolved = functions.get(function, parameters)
+    asked["parameters"] = dict(resolved.parameters)
+    asked["domain"] = domain_of(resolved, make_weight(weight), request["domain"])
+    if request["shared_bits"] is not None:
+        asked["shared_bits"] = request["shared_bits"]
+    return next((table for table in shipped_tables(function) if _has_all(table, asked)), None)
+
+
+def _has_all(table, values):
+    """Return whether a table's fields have the given values."""
+    return all(getattr(table, name) == value for name, value in values.items())
+
+
+def _cached(name, asked, expected, solved):
+    """Return the cached table if there is one, else solve the table and cache it if possible.
+
+    Args:
+        name: The function's name, for the file name.
+        asked: All arguments of the request, which JSON can represent; a cached file must contain the same ones.
+        expected: {field: value} that the cached table must have.
+        solved: A function without arguments that solves the table.
+    """
+    asked = json.loads(json.dumps(asked))
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    directory = cache_directory()
+    if directory is None:
+        return solved()
+    path = directory / f"{name}-{digest}.json"
+    try:
+        document = parse_json(read_text(path))
+        table = Table.from_document(document["table"])
+        if (
+            document["asked"] == asked
+            and _has_all(table, expected)
+            and len(table.levels) <= asked["levels"]
+        ):
+            return table
+    except (FewbitError, LookupError, TypeError):
+        pass  # the file is missing, unreadable, damaged, or another kind of document
+    table = solved()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may write the same file at the same time, with the same content.
+        document = {"schema": CACHED, "asked": asked, "table": table.document()}
+        write_atomic(path, json.dumps(document) + "\n", force=True, follow_links=False)
+    except (OSError, FewbitError) as error:
+        if directory not in _unusable:  # warn once per directory
+            _unusable.add(directory)
+            reason = printable(str(error))
+            # The table exists, so the program continues even if the user turns warnings into errors.
+            with contextlib.suppress(UserWarning):
+                warnings.warn(f"the table was solved but not cached: {reason}", stacklevel=3)
+    return table

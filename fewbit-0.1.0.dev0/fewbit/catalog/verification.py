@@ -1,0 +1,372 @@
+"""Recompute the errors that tables claim, with a method that differs from the solver's.
+
+A table describes a step function q that replaces the derivative f' of an activation function. Its error is, for most
+tables, the integral of (f' - q)**2 w, with w the weight: the density by which errors count. The solver integrates with
+Gauss-Legendre rules on its own cells. This module cuts the domain into intervals on which f', q and the weight are
+smooth, and integrates over each of them with SciPy's adaptive tanh-sinh quadrature.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fewbit.errors import FewbitError, FunctionError, MissingPackageError, TableError
+from fewbit.extras import needed_for
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
+from fewbit.table import DRAWN, describe_function, load_file, lower_pieces
+from fewbit.table.staircase import build_staircase, draw_variance
+from fewbit.text import printable
+
+TOLERANCE = 1e-6
+"""Largest relative difference between a claimed and a recomputed error."""
+# Rounding alone may cause a claimed error of this share of the integral of f'**2 w.
+_ROUNDING = 1e-28
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of checking one table of a file.
+
+    Attributes:
+        path: The path of the file.
+        index: The table's place in the file, from 0.
+        table: The `fewbit.Table`.
+        recomputed: The recomputed error; None if it could not be recomputed.
+        problems: A line for each claim of the table that does not hold.
+        unchecked: The reason why the error could not be recomputed; None if it was recomputed.
+    """
+
+    path: str
+    index: int
+    table: object
+    recomputed: float | None
+    problems: tuple[str, ...]
+    unchecked: str | None = None
+
+    @property
+    def deviation(self):
+        """|recomputed - claimed| / claimed error; None if the error was not recomputed or the claimed error is 0."""
+        if self.recomputed is None or not self.table.error > 0:
+            return None
+        return abs(self.recomputed - self.table.error) / self.table.error
+
+    def record(self):
+        """Return the finding as a dict that JSON can represent."""
+        is_finite = self.recomputed is not None and math.isfinite(self.recomputed)
+        return {
+            "file": self.path,
+            "index": self.index,
+            "function": self.table.function,
+            "bits": self.table.bits,
+            "form": self.table.form,
+            "error": self.table.error,
+            "recomputed": self.recomputed if is_finite else None,
+            "holds": None if self.unchecked else not self.problems,
+            "problems": list(self.problems),
+            "unchecked": self.unchecked,
+        }
+
+
+def verify(
+    path: str | os.PathLike, *, function: str | Callable | None = None, weight: object = None
+) -> list[Finding]:
+    """Check every table of a file: schema, errors and lower bound. More bits must never give a larger error.
+
+    Args:
+        path: The path of a file of tables.
+        function: A callable or `package.module:name`, for tables of a function that is not built in. A name in the file
+            is never imported.
+        weight: The density by which errors count, for tables whose weight is a callable.
+
+    Returns:
+        A list of `Finding`, one for each table.
+
+    Raises:
+        TableError: The file is not a valid document, or contains no table.
+        FunctionError: `function` cannot be used.
+        MissingPackageError: SciPy is not installed.
+    """
+    tables = load_file(path)
+    if not tables:
+        raise TableError(f"{path}: expected at least one table to verify, got none")
+    if function is not None:
+        tables = [
+            table if table.activation is not None else table.with_activation(function)
+            for table in tables
+        ]
+    findings = []
+    for index, table in enumerate(tables):
+        problems, recomputed, unchecked = [], None, None
+        try:
+            found = _recompute(table, weight)
+        except MissingPackageError:
+            raise
+        except FewbitError as error:
+            unchecked = f"the error cannot be recomputed: {error}"
+        else:
+            recomputed = found.error
+            problems += _wrong_errors(table, found)
+        problems += _rises(table, tables)
+        findings.append(Finding(str(path), index, table, recomputed, tuple(problems), unchecked))
+    return findings
+
+
+def recompute_error(table, weight=None):
+    """Recompute the error of a table from f', q and w alone.
+
+    Args:
+        table: A table with a known `activation`.
+        weight: The density by which errors count, if the table's weight is a callable.
+
+    Returns:
+        The error, a float.
+
+    Raises:
+        FunctionError: The table's function is not known.
+        WeightError: The table's weight is a callable and `weight` is not given.
+    """
+    return _recompute(table, weight).error
+
+
+@dataclass(frozen=True)
+class _Recomputed:
+    """A recomputed error, and numbers to compare claims with.
+
+    The numbers are those of the scaled weight (`fewbit.solver.weight.ScaledWeight`), so that they neither overflow nor
+    underflow.
+
+    Attributes:
+        scaled_error: The recomputed error, divided by 2**exponent.
+        highest: The largest error that a table may claim, divided by 2**exponent. It is larger than `scaled_error` if f'
+            is not known exactly.
+        scale: The integral of f'**2 w, divided by 2**exponent, or, for objective "minimax", the largest |f'|. It is the
+            divisor of relative errors.
+        exponent: The exponent of the power by which the weight is divided; 0 for objective "minimax".
+    """
+
+    scaled_error: float
+    highest: float
+    scale: float
+    exponent: int
+
+    @property
+    def error(self):
+        """The recomputed error; infinity if it is beyond the range of float64."""
+        with np.errstate(over="ignore"):
+            return float(np.ldexp(self.scaled_error, self.exponent))
+
+
+def _wrong_errors(table, found):
+    """Return the list of problems: one line if the claimed error, or else the claimed relative error, does not hold."""
+
+    def holds(claimed, tolerance):
+        allowed = tolerance * claimed + _ROUNDING * found.scale
+        # If f' is an approximation, the solver adds the effect of its inaccuracy to the error. `highest` includes the
+        # effect.
+        return found.scaled_error - allowed <= claimed <= found.highest + allowed
+
+    with np.errstate(over="ignore"):
+        claimed = float(np.ldexp(table.error, -found.exponent))
+    if not holds(claimed, TOLERANCE):
+        return [f"error: claimed {table.error:.9g}, recomputed {found.error:.9g}"]
+    is_root = table.objective != "minimax"
+    implied = table.relative_error ** (2 if is_root else 1) * found.scale
+    if holds(implied, 2 * TOLERANCE):
+        return []
+    share = found.scaled_error / found.scale if found.scale > 0 else 0.0
+    relative = math.sqrt(share) if is_root else share
+    return [f"relative_error: claimed {table.relative_error:.9g}, recomputed {relative:.9g}"]
+
+
+def _rises(table, tables):
+    """Yield a line for each other table with the same settings that has fewer bits and a smaller error."""
+    names = ("function", "parameters", "form", "objective", "weight", "domain", "tails")
+    for other in tables:
+        is_alike = all(getattr(other, name) == getattr(table, name) for name in names)
+        is_alike &= _rows(other) <= _rows(table)
+        if is_alike and other.bits < table.bits and table.error > other.error * (1 + 1e-9):
+            yield (
+                f"error rises with bits: {table.error:.6g} at {table.bits}, "
+                f"{other.error:.6g} at {other.bits}"
+            )
+
+
+def _rows(table):
+    """Return the number of values of the shared random number."""
+    return 1 if table.shared_levels is None else len(table.shared_levels)
+
+
+def _recompute(table, weight=None):
+    from fewbit.solver.certificate import widened
+    from fewbit.solver.weight import ScaledWeight, make_weight
+
+    f = table.activation
+    if f is None:
+        raise FunctionError(
+            f"fewbit has no function {describe_function(table)}; pass function= (--function) to name it yourself"
+        )
+    is_callable = table.weight["kind"] == "callable"
+    weight = make_weight(weight if is_callable and weight is not None else table.weight)
+    ends = _smooth_intervals(table, f, weight)
+    if table.objective == "minimax":
+        error, mass, exponent = _largest_deviation(table, f, weight, ends), 0.0, 0
+        scale = _largest_slope(f, weight, ends)
+    else:
+        scaled = ScaledWeight(weight, table.domain)
+        exponent = scaled.exponent
+        largest = _largest_slope(f, weight, ends)
+        error = _integral(lambda x: _loss(table, f, x) * scaled.density(x), ends, largest)
+        mass = _integral(scaled.density, ends) if f.accuracy else 0.0
+        scale = _integral(lambda x: f.derivative(x) ** 2 * scaled.density(x), ends, largest)
+    highest, _ = widened(error, 0.0, accuracy=f.accuracy, mass=mass, objective=table.objective)
+    return _Recomputed(error, highest, scale, exponent)
+
+
+def _smooth_intervals(table, f, weight):
+    """Return ascending points between which f', q and w are smooth."""
+    low, high = table.domain
+    knots = table.knots.points if table.knots is not None else []
+    breaks = table.breaks
+    if table.objective == "shared":
+        breaks, _, _ = lower_pieces(build_staircase(table.shared_levels).means, table.knots)
+    edges = weight.edges(table.domain), weight.support_edges(table.domain)
+    points = np.concatenate([breaks, f.kinks, *edges, knots, f.panels])
+    inside = points[(points > low) & (points < high)]
+    # Adaptive quadrature could miss a narrow density without points of the density's own mesh.
+    hints = weight.mesh(table.domain)[::20]
+    hints = hints[(hints > low) & (hints < high)]
+    return np.unique(np.concatenate([[low, high], inside, hints, np.linspace(low, high, 41)]))
+
+
+def _loss(table, f, x):
+    """Return (f'(x) - q(x))**2. In some tables q(x) is a random draw, and the expected value is returned."""
+    slope = f.derivative(x)
+    if table.objective not in DRAWN:
+        return (slope - table(x)) ** 2
+    mean = table(x)
+    if table.objective == "shared":
+        return draw_variance(table.shared_levels, mean) + (slope - mean) ** 2
+    lower = table.code(x)
+    levels = table.levels
+    return (mean - levels[lower]) * (levels[lower + 1] - mean) + (slope - mean) ** 2
+
+
+def _integral(integrand, ends, slope=1.0):
+    """Integrate over [ends[0], ends[-1]].
+
+    Args:
+        integrand: A function that is smooth between neighboring ends.
+        ends: Ascending points.
+        slope: A number whose square has about the size of the integrand, so that the quadrature is accurate for
+            derivatives of every size.
+    """
+    with needed_for("fewbit.verify"):
+        from scipy.integrate import tanhsinh
+
+    def inside(x, left, right):
+        # The outermost points of the rule round to the ends, at which q may already have changed.
+        return integrand(np.clip(x, np.nextafter(left, right), np.nextafter(right, left)))
+
+    left, right = ends[:-1], ends[1:]
+    # If a break is beside a kink, the interval between them contains few floats: too few for the points of the rule.
+    wide = right - left > 1e-9 * (1 + np.abs(left))
+    thin = ~wide
+    rest = np.sum(integrand(0.5 * (left[thin] + right[thin])) * (right[thin] - left[thin]))
+    left, right = left[wide], right[wide]
+    result = tanhsinh(
+        inside, left, right, args=(left, right), rtol=1e-9, atol=1e-30 * slope**2, maxlevel=8
+    )
+    return float(np.sum(result.integral) + rest)
+
+
+def _samples(left, right):
+    """Return 257 points of each open interval, (n, 257)."""
+    x = left[:, None] + (right - left)[:, None] * np.linspace(0, 1, 257)
+    x[:, 0], x[:, -1] = np.nextafter(left, right), np.nextafter(right, left)
+    return x
+
+
+def _largest_deviation(table, f, weight, ends):
+    x = _samples(ends[:-1], ends[1:])
+    deviation = np.abs(f.derivative(x) - table(x))
+    return float(deviation[weight.support(x)].max())
+
+
+def _largest_slope(f, weight, ends):
+    """Return the largest |f'|, found in two rounds: the second one samples around the largest value of the first."""
+    left, right = ends[:-1], ends[1:]
+    for _ in range(2):
+        x = _samples(left, right)
+        slope = np.where(weight.support(x), np.abs(f.derivative(x)), 0.0)
+        row, column = np.unravel_index(np.argmax(slope), slope.shape)
+        neighbors = x[row, max(column - 1, 0)], x[row, min(column + 1, x.shape[1] - 1)]
+        left, right = np.array(neighbors[:1]), np.array(neighbors[1:])
+    return float(slope.max())
+
+
+@dataclass(frozen=True, repr=False)
+class Verification(Result):
+    """The findings of several files.
+
+    Attributes:
+        files: Pairs of a path (`pathlib.Path`) and the findings of that file.
+    """
+
+    files: tuple
+
+    @property
+    def findings(self):
+        """All findings, in the order of the files."""
+        return [finding for _, findings in self.files for finding in findings]
+
+    def records(self) -> list[dict]:
+        """Return a dict for each finding, which JSON can represent."""
+        return [finding.record() for finding in self.findings]
+
+    def view(self) -> View:
+        """Return a table with a line for each file, and a note for each problem."""
+        columns = (
+            Column("file", lambda file: printable(file[0].name), "text"),
+            Column("tables", lambda file: str(len(file[1]))),
+            Column("largest deviation", lambda file: _largest(file[1])),
+            Column(
+                "result",
+                lambda file: _verdict(file[1])[0],
+                "word",
+                style=lambda file: _verdict(file[1])[1],
+            ),
+        )
+        notes = [
+            printable(f"{path.name}, tables[{finding.index}]: {line}")
+            for path, findings in self.files
+            for finding, line in (*_problems(findings), *_unchecked(findings))
+        ]
+        return View("", columns, self.files, notes)
+
+
+def _problems(findings):
+    return [(finding, problem) for finding in findings for problem in finding.problems]
+
+
+def _unchecked(findings):
+    return [(finding, finding.unchecked) for finding in findings if finding.unchecked]
+
+
+def _largest(findings):
+    deviations = [finding.deviation for finding in findings if finding.deviation is not None]
+    return f"{max(deviations):.1e}" if deviations else "-"
+
+
+def _verdict(findings):
+    """Return the text and the color of the column "result" for the findings of one file."""
+    if problems := _problems(findings):
+        return f"{len(problems)} wrong", "red"
+    if unchecked := _unchecked(findings):
+        return f"{len(unchecked)} not checked", "yellow"
+    return "holds", "green"

@@ -1,0 +1,303 @@
+"""Gradient checkpointing whose regions save their inputs quantized.
+
+`torch.utils.checkpoint` saves the inputs of a region and computes the region again in the backward pass. `checkpoint`
+does the same, but saves the inputs with a few bits per element. The forward pass is exact. The recomputation starts from
+rounded inputs, so all tensors that it computes differ slightly from those of the forward pass, and so do the gradients.
+They are not exact in expectation, because a region is not linear in its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from fewbit.config import (
+    GROUP_SIZE,
+    ROTATED,
+    check_bits,
+    check_group_size,
+    usual_kind,
+)
+from fewbit.errors import InputError
+from fewbit.runtime.format.buffers import FLOATING
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
+from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
+from fewbit.runtime.interop.tensor_kinds import is_eager
+from fewbit.runtime.ops import library
+from fewbit.runtime.quantizers import copies
+from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
+from fewbit.runtime.regions.buffers import Buffers
+from fewbit.runtime.regions.runs import Rerun, Run, entered
+from fewbit.runtime.saved.context import current
+from fewbit.text import shorten
+
+Result = TypeVar("Result")
+
+__all__ = ["checkpoint", "checkpoint_"]
+
+_ENABLE = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+"""The method of models of transformers, with its new and its old name."""
+CHECKPOINTING = "gradient_checkpointing", "_gradient_checkpointing_func"
+"""The attributes of a layer of transformers that say whether it is a region, and by which function it is called."""
+_HOOKS = "respect_saved_tensors_hooks"
+_HAS_HOOKS = _HOOKS in signature(torch_checkpoint).parameters
+_OPTIONS = "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", _HOOKS
+"""The arguments of torch's function, other than `preserve_rng_state`."""
+_CHECKS = "default", "none"
+
+
+def checkpoint(
+    function: Callable[..., Result],
+    *args: Any,
+    bits: int = 8,
+    group_size: int = GROUP_SIZE,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], tuple] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> Result:
+    """Compute function(*args, **kwargs), save the inputs quantized, and compute it again in the backward pass.
+
+    The result is that of torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs). The gradients
+    differ, because the backward pass computes the region from rounded inputs. Floating tensors among `args` that need a
+    gradient and have at least 1024 elements are quantized; other arguments, tensors in containers, `kwargs` and parameters
+    are saved as they are. Outside a converted model, the seed of the rounding is drawn from torch's generator first, so
+    dropout in the region draws other masks than with torch's function.
+    In compiled code, torch's own function runs, and nothing is quantized.
+
+    The second run decides as the first run did, although its inputs are rounded: integers, booleans and Python numbers that
+    the region computes from floating tensors are recorded, and used again. The second run does not change buffers, such as
+    running statistics, and reads the values that these had in the first run. Decisions and buffers of code that is compiled
+    within the region are not recorded.
+
+    Args:
+        function: the region, a function or module.
+        *args: the positional arguments of `function`.
+        bits: the bits per element, 1 to 8. With fewer than 8 bits, look at the error of the gradients first
+            (docs/concepts/layers.md).
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        use_reentrant: False or None. The reentrant variant of torch's function is refused.
+        preserve_rng_state: whether the recomputation draws the same random numbers as the forward pass, as in torch. It must
+            be False while a CUDA graph is recorded.
+        context_fn: as in torch. It may be a selective policy, functools.partial(create_selective_checkpoint_contexts, policy).
+        determinism_check: as in torch, "default" or "none". Shapes, dtypes and devices have to agree in both runs, although the
+            inputs of the second run are rounded.
+        debug: as in torch.
+        early_stop: as in torch.
+        respect_saved_tensors_hooks: as in torch 2.14, whether tensors that a selective policy saves pass through the hooks on
+            saved tensors around the region. None stands for True in torch 2.14 and newer. Earlier versions have no such choice:
+            the tensors do not pass through the hooks.
+        **kwargs: the keyword arguments of `function`.
+
+    Returns:
+        The result of `function`.
+
+    Raises:
+        InputError: `function` cannot be called, or an argument is invalid.
+        GradientError: in the backward pass, if the second run takes other decisions than the first run.
+    """
+    if not callable(function):
+        raise InputError(f"function: expected a function or module, got {type(function).__name__}")
+    check_bits(bits)
+    check_group_size(group_size)
+    options = _torch_options(
+        use_reentrant,
+        respect_saved_tensors_hooks,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+    )
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return torch_checkpoint(function, *args, **options, **kwargs)
+    region = _Region(function, args, bits, group_size)
+    # torch restores the random states of the devices of the tensors that it is given, and would save the arguments.
+    devices = dict.fromkeys(x.device for x in tree_leaves(args) if isinstance(x, Tensor))
+    flags = (torch.empty(0, device=device) for device in devices)
+    result = torch_checkpoint(region, *flags, **options, **kwargs)
+    region.finish()
+    return result
+
+
+def checkpoint_(
+    model: nn.Module,
+    bits: int = 8,
+    group_size: int = GROUP_SIZE,
+    preserve_rng_state: bool = True,
+    **options: Any,
+) -> None:
+    """Enable gradient checkpointing in a model of transformers, in place, with `checkpoint` in place of torch's function.
+
+    The layers that ``model.gradient_checkpointing_enable()`` checkpoints (in new versions of transformers,
+    ``activation_checkpointing_enable``) then save their inputs quantized. ``model.gradient_checkpointing_disable()`` undoes
+    this. The model may be compressed by `fewbit.compress_`, before or after.
+
+    Args:
+        model: the model.
+        bits: as in `checkpoint`.
+        group_size: as in `checkpoint`.
+        preserve_rng_state: as in `checkpoint`.
+        **options: the other arguments of torch's function, as in `checkpoint`: `use_reentrant`, `context_fn`,
+            `determinism_check`, `debug`, `early_stop` and `respect_saved_tensors_hooks`.
+
+    Raises:
+        InputError: an argument is invalid, or the model has no method `gradient_checkpointing_enable`.
+    """
+    check_bits(bits)
+    check_group_size(group_size)
+    unknown = ", ".join(options.keys() - set(_OPTIONS))
+    if unknown:
+        raise InputError(f"expected arguments among {', '.join(_OPTIONS)}, got {unknown}")
+    _torch_options(**options)
+    enable = _enabling(model)
+    if enable is None:
+        raise InputError(
+            f"expected a model of transformers that supports gradient checkpointing, got {type(model).__name__}; "
+            "call fewbit.checkpoint in the forward of other models, and for models of diffusers "
+            "model.enable_gradient_checkpointing(fewbit.checkpoint)"
+        )
+    enable()
+    options = {"group_size": group_size, "preserve_rng_state": preserve_rng_state, **options}
+    quantized = partial(checkpoint, bits=bits, **options)
+    for module in model.modules():
+        if hasattr(module, CHECKPOINTING[1]):
+            setattr(module, CHECKPOINTING[1], quantized)
+
+
+def _torch_options(
+    use_reentrant=False, respect_saved_tensors_hooks=None, determinism_check="default", **options
+) -> dict:
+    """Return the options for torch's function. Raise InputError for an option that is not supported."""
+    if use_reentrant:
+        raise InputError(
+            f"use_reentrant: expected False, got {shorten(use_reentrant)}, with which the region would get no gradients; "
+            "use torch.utils.checkpoint.checkpoint for a reentrant region"
+        )
+    if determinism_check not in _CHECKS:
+        raise InputError(
+            f"determinism_check: expected {' or '.join(map(repr, _CHECKS))}, got {shorten(determinism_check)}"
+        )
+    options = {"use_reentrant": False, "determinism_check": determinism_check, **options}
+    if options.get("context_fn") is noop_context_fn:
+        del options["context_fn"]  # which Dynamo would not trace
+    if _HAS_HOOKS:
+        options[_HOOKS] = respect_saved_tensors_hooks is not False
+    elif respect_saved_tensors_hooks:
+        raise InputError(
+            f"{_HOOKS}: expected None or False with torch {torch.__version__}, got True, which needs torch 2.14"
+        )
+    return options
+
+
+def supports_checkpoints(model: nn.Module) -> bool:
+    """Return whether `checkpoint_` can be used with a model."""
+    return _enabling(model) is not None and getattr(model, "supports_gradient_checkpointing", False)
+
+
+def _enabling(model: nn.Module) -> Callable | None:
+    return next((getattr(model, name) for name in _ENABLE if hasattr(model, name)), None)
+
+
+class _Region:
+    """A region: a function, its arguments with quantized tensors, and what the second run needs to know of the first run.
+
+    In the forward pass, the object calls the function with the arguments themselves. Later it calls the function with
+    the dequantized arguments.
+    """
+
+    def __init__(self, function, args, bits, group_size):
+        self._function, self._args = function, args
+        self._others = [None if isinstance(x, Tensor) else x for x in args]
+        tensors = {i: x for i, x in enumerate(args) if isinstance(x, Tensor)}
+        self._needs_grad = {i: x.requires_grad for i, x in tensors.items()}
+        saved = [
+            in_storage_order(x, lambda x, i=i: _save(x, i, bits, group_size))
+            for i, x in tensors.items()
+        ]
+        self._arguments, self._record = _hold(saved), None
+        is_rounded = any(not isinstance(copy.spec, copies.UnquantizedSpec) for copy in saved)
+        self._run, self._buffers = Run(is_rounded), Buffers(function)
+        self._has_begun = False
+
+    def finish(self) -> None:
+        """Save the record of the first run, and forget the arguments."""
+        kept = self._run.kept()
+        self._record = _hold(kept) if kept else None
+        self._run.forget()
+        self._args = None
+
+    def __call__(self, *_, **kwargs):
+        if not self._has_begun:
+            self._has_begun = True
+            with self._buffers.watched(), entered(self._run):
+                return self._function(*self._args, **kwargs)
+        with outside_dispatch_modes():
+            # Torch runs the region again before the first run has ended if the region itself computes gradients.
+            args = self._restored() if self._args is None else self._args
+            rerun = Rerun(self._run, self._recorded())
+        with self._buffers.earlier(), entered(rerun):
+            return self._function(*args, **kwargs)
+
+    def _recorded(self) -> list[tuple]:
+        """Return the record of the first run, a list of (spec, tensors)."""
+        if self._record is None:
+            return [(copy.spec, copy.tensors) for copy in self._run.kept()]
+        saved = iter(self._record.saved_tensors)
+        return [(spec, tuple(islice(saved, count))) for spec, count in self._record.specs]
+
+    def _restored(self) -> list:
+        args = list(self._others)
+        tensors, _ = copies.load(self._arguments)
+        for (i, needs_grad), x in zip(self._needs_grad.items(), tensors, strict=True):
+            x = x.detach()
+            args[i] = x.requires_grad_() if needs_grad else x
+        return args
+
+
+def _hold(saved: list[SavedTensors]):
+    """Return an autograd node that holds copies. Autograd saves their tensors, so that hooks on saved tensors see them."""
+    with torch.enable_grad():
+        return _Holder.apply(torch.empty(0, requires_grad=True), saved).grad_fn
+
+
+class _Holder(Function):
+    """An autograd node that holds copies. It takes no part in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, flag, saved):
+        return copies.save(ctx, flag.clone(), saved)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError("no gradient reaches this node")
+
+
+def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
+    """Return a quantized copy of an argument, or the argument itself if it is not to be quantized."""
+    # Tensors without gradient are masks, positions or data, which exist anyway. A mask may contain -inf.
+    is_large = x.dtype in FLOATING and x.layout is torch.strided and x.numel() >= LEAST_ELEMENTS
+    if not (is_large and x.requires_grad) or isinstance(x, nn.Parameter) or not is_eager(x):
+        return copies.unquantized(x.detach())
+    context = current()
+    if context is None:
+        seed = library.new_seed(x)
+    else:
+        seed = context.seed(x, "checkpoint", number)
+    kind = usual_kind(ROTATED, group_size)
+    # The means are float32, because recomputed tensors depend on them nonlinearly.
+    return copies.quantized(x, seed, bits, group_size, True, kind)

@@ -1,0 +1,87 @@
+"""Standard streams that handle closed and full outputs, and replace characters that cannot be shown."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+
+
+class OutputLost(BaseException):
+    """Raised if standard output is closed or full, or the process that reads it has ended.
+
+    This is a BaseException, so that no `except Exception` mistakes it for a failure of the command itself.
+    """
+
+
+class _Output(io.RawIOBase):
+    """A raw stream for a file descriptor. When a write fails, `_lose` is called, and all later output is dropped."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+        self._is_lost = False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data) -> int:
+        while not self._is_lost:
+            try:
+                return os.write(self._descriptor, data)
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])
+            except OSError:
+                self._is_lost = True
+                self._lose()
+        return len(data)
+
+    def _lose(self) -> None:
+        raise OutputLost
+
+
+class _Errors(_Output):
+    """Standard error. A failed write is ignored, since there is nowhere to report the failure."""
+
+    def _lose(self) -> None:
+        pass
+
+
+def secure() -> None:
+    """Replace sys.stdout and sys.stderr. A failed write raises `OutputLost` on stdout, and is ignored on stderr.
+
+    A character that the encoding lacks is shown as a question mark. If a standard stream is closed, the null device is
+    opened in its place. Otherwise the next file to be opened would get the number of the stream's file descriptor.
+    """
+    closed = {number for number in (0, 1, 2) if _is_closed(number)}
+    sys.stdout = _stream(_Output(-1 if 1 in closed else 1), sys.stdout)
+    sys.stderr = _stream(_Errors(-1 if 2 in closed else 2), sys.stderr)
+
+
+def _is_closed(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `number`
+        return True
+    return False
+
+
+def _stream(raw: _Output, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
+    encoding = getattr(before, "encoding", None) or "utf-8"
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, errors="replace", line_buffering=_is_terminal(raw)
+    )
+
+
+def _is_terminal(raw: _Output) -> bool:
+    try:
+        return raw.isatty()
+    except OSError:
+        return False

@@ -1,0 +1,269 @@
+"""Call a model through torch.compile, with code that no other model shares, and warn if a part runs uncompressed.
+
+torch.compile keeps what it has compiled with the code object of a function, and gives up on a code object after eight
+compilations. All models of one class share the code of `forward`, so a compiled model gets a code object of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
+from torch._dynamo import OptimizedModule
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+
+from fewbit.analysis.recorder import is_fewbit_node
+from fewbit.compiler.partitioner import Partitioner
+from fewbit.errors import CompileWarning
+from fewbit.render.formats import amount
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
+from fewbit.runtime.interop.autograd_graph import (
+    next_sequence_number,
+    nodes_of,
+    nodes_since,
+    saved_by,
+)
+from fewbit.runtime.interop.compiler_tracing import notify_traced
+from fewbit.runtime.interop.containers import tensors_in
+
+_COMPILED = "CompiledFunctionBackward"
+"""The name of the autograd node of a compiled graph."""
+_ISOLATED = (
+    # Functions that the model calls after a graph break share their code with other models.
+    {"isolate_recompiles": True}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    else {}
+)
+_numbers = itertools.count()
+
+
+class CompiledModel(OptimizedModule):
+    """A model that `fewbit.compile` has compiled. A copy or an unpickled model is compiled anew.
+
+    Attributes:
+        partitioner: the `Partitioner` of the model's graphs.
+    """
+
+    partitioner = None
+    _compile = None
+
+    @classmethod
+    def of(cls, compiled: OptimizedModule, partitioner: Partitioner, arguments: Mapping, anew):
+        """Turn a result of torch.compile into an instance of this class.
+
+        Args:
+            compiled: the result of torch.compile, which changes.
+            partitioner: the partitioner.
+            arguments: the arguments of torch.compile.
+            anew: a function that compiles a copy of the model.
+        """
+        compiled.__class__ = cls
+        compiled.partitioner, compiled._compile = partitioner, anew
+        call = CompiledCall(compiled._orig_mod, partitioner, arguments)
+        # If the model has lazy parameters, torch's `forward` initializes them, and then calls `_forward`.
+        setattr(compiled, "_forward" if "_forward" in vars(compiled) else "forward", call)
+        return compiled
+
+    def __call__(self, *args, **kwargs):
+        """Call the model. torch.compile traces `forward` alone, as for a result of torch.compile."""
+        call = self.forward if torch.compiler.is_compiling() else super().__call__
+        return call(*args, **kwargs)
+
+    def __reduce__(self):
+        return self._compile, (self._orig_mod,)
+
+
+class CompiledCall:
+    """A function that calls a model through torch.compile, and that warns if a part of the model runs uncompressed.
+
+    Args:
+        model: the model.
+        partitioner: the partitioner of the model's graphs, or None if the graphs are torch's own.
+        arguments: the arguments of torch.compile.
+        in_place: whether calls of the model itself run this function.
+    """
+
+    is_from_fewbit = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        partitioner: Partitioner | None,
+        arguments: Mapping,
+        in_place: bool = False,
+    ):
+        def call(*args, **kwargs):
+            return (model._call_impl if in_place else model)(*args, **kwargs)
+
+        # torch.compile also looks up by name and line which sizes varied in earlier calls.
+        name = f"call_{type(model).__name__}_{next(_numbers)}"
+        call.__code__ = call.__code__.replace(co_name=name)
+        self._model = model
+        self._compresses = partitioner is not None and partitioner.compresses
+        self._call = call
+        self._compiled = torch.compile(call, **_ISOLATED, **arguments)
+        self._checked = (
+            set()
+        )  # names of the last autograd nodes of results whose graphs were checked
+        self._told = set()  # reasons that a warning has named
+
+    def __call__(self, *args, **kwargs):
+        """Call the model. Look for uncompressed parts if torch.compile has compiled anything in this call."""
+        if torch.compiler.is_compiling():
+            notify_traced(self)
+            return self._call(*args, **kwargs)
+        outside = _outside()
+        run = self._compiled if outside is None else self._call
+        if not (self._compresses and torch.is_grad_enabled()):
+            return run(*args, **kwargs)
+        frames, reasons, start = dict(counters["frames"]), _reasons(), next_sequence_number()
+        _running.depth += 1
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            _running.depth -= 1
+        ends = _ends(result)
+        if ends and (ends[0].name() not in self._checked or counters["frames"] != frames):
+            self._checked.add(ends[0].name())
+            saved = self._exact_tensors(ends, start, (args, kwargs))
+            if saved:
+                self._warn(saved, outside or _explanation(frames, reasons))
+        return result
+
+    def was_traced(self) -> None:
+        """Warn that torch.compile traces the call into the graph of another function, unless fewbit compiles that one."""
+        if self._compresses and not _running.depth:
+            self._tell(
+                "calls",
+                "torch.compile compiles a function that calls the model, so the model saves exact tensors for the backward "
+                "pass; call the model outside of that function, or compile only the parts around the model",
+            )
+
+    def _exact_tensors(self, ends, start: int, inputs) -> dict[int, tuple[str, int]]:
+        """Return {storage: (name of the node, bytes)} of the large tensors that uncompiled code has saved in full."""
+        owned = {
+            _storage(x)
+            for x in (*self._model.parameters(), *self._model.buffers(), *tensors_in(inputs))
+        }
+        nodes, _ = nodes_since(ends, start, {*nodes_of(tensors_in(inputs))})
+        return {
+            _storage(x): (node.name(), x.nbytes)
+            for node in nodes
+            if node.name() != _COMPILED and not is_fewbit_node(node)
+            for argument in saved_by(node)
+            if argument.is_computed or not argument.needs_grad  # no copy or view of a parameter
+            for x in tensors_in(
+                argument.tensor if argument.tensor is not None else argument.raw.data
+            )
+            if x.numel() >= LEAST_ELEMENTS and _storage(x) not in owned
+        }
+
+    def _warn(self, saved: Mapping, explanation: tuple[str, str]) -> None:
+        reason, advice = explanation
+        names = sorted({name for name, _ in saved.values()})
+        self._tell(
+            reason,
+            f"{amount(sum(size for _, size in saved.values()))} of exact tensors are saved for the backward pass, in "
+            f"{', '.join(names)}, because {reason}; {advice}",
+        )
+
+    def _tell(self, reason: str, message: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(
+                f"fewbit.compile: {type(self._model).__name__}: {message}",
+                CompileWarning,
+                stacklevel=4,
+            )
+
+
+class _Running(threading.local):
+    """The number of compiled models that this thread runs, each within the one before."""
+
+    depth = 0
+
+
+_running = _Running()
+
+
+def _outside() -> tuple[str, str] | None:
+    """Return why torch.compile would compile nothing now, and advice; or None.
+
+    It would also mark the code that it meets as never to be compiled.
+    """
+    if is_in_any_mode_without_ignore_compile_internals():
+        return (
+            "torch.compile compiles nothing in a TorchDispatchMode, such as FlopCounterMode",
+            "call the model outside of the mode",
+        )
+    if maybe_current_level() is not None:
+        return (
+            "torch.compile compiles no function that a transform of torch.func calls, such as vmap",
+            "call torch.func within the model that you compile",
+        )
+    if torch._dynamo.config.disable:
+        return "torch._dynamo.config.disable is set", "do not set it"
+    return None
+
+
+def _reasons() -> dict[str, int]:
+    """Return {message of torch.compile: how often it has left code to Python for this reason}."""
+    return counters["unimplemented"] | counters["graph_break"]
+
+
+def _explanation(frames: Mapping, reasons: Mapping) -> tuple[str, str]:
+    """Return why torch.compile left code to Python in a call, and advice.
+
+    Args:
+        frames: torch's counters of functions before the call.
+        reasons: `_reasons()` before the call.
+    """
+    new = sorted(text for text, count in _reasons().items() if count != reasons.get(text))
+    limits = [text for text in new if "recompile limit" in text]
+    if limits:
+        limit = "accumulated_recompile_limit" if "accumulated" in limits[0] else "recompile_limit"
+        return (
+            f"torch.compile has reached torch._dynamo.config.{limit}",
+            "let fewer things vary between calls (dynamic=True if these are sizes), or raise the limit",
+        )
+    if new:
+        return (
+            f"torch.compile cannot compile some code: {new[0].splitlines()[0]}",
+            'change this code, which fullgraph=True shows, or call compress_ with layers={"everything": True} instead',
+        )
+    if torch._dynamo.config.suppress_errors and _failed(counters["frames"]) != _failed(frames):
+        return (
+            "torch.compile failed, and torch._dynamo.config.suppress_errors hides the error",
+            "set suppress_errors to False to see the error",
+        )
+    return (
+        "torch.compile was switched off, or gave up on a function in an earlier call",
+        "look for torch.compiler.disable, torch.compiler.set_stance and torch._dynamo.config.disable",
+    )
+
+
+def _failed(frames: Mapping) -> int:
+    return frames.get("total", 0) - frames.get("ok", 0)
+
+
+def _ends(result) -> list:
+    """Return the autograd nodes that have made the tensors in a result, also those inside of torch.func's wrappers."""
+    return nodes_of(layer for x in tensors_in(result) for layer in _layers(x))
+
+
+def _layers(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor, and the tensors that the wrappers of torch.func hide in it, the innermost last."""
+    yield x
+    while is_functorch_wrapped_tensor(x):
+        yield (x := get_unwrapped(x))
+
+
+def _storage(x: torch.Tensor) -> int:
+    return [*_layers(x)][-1].untyped_storage()._cdata

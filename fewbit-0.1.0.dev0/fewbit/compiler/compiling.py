@@ -1,0 +1,235 @@
+"""The public functions of the compiler mode: `fewbit.compile` and `fewbit.partition_fn`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fewbit.compiler.seeds import counter_of
+from fewbit.config import UNBIASED, BitConfig, FixedBits, LayerSettings, as_config
+from fewbit.convert.select import Selection
+from fewbit.convert.settings import ResolvedSettings, resolve
+from fewbit.errors import CompileWarning, InputError
+from fewbit.runtime import backends
+
+TESTED = ("2.11", "2.13")
+"""The versions of torch whose partitioner fewbit's was tested with."""
+_BACKENDS = "inductor", "aot_eager"
+
+
+def compile(
+    model: nn.Module,
+    bits: int | BitConfig | None = None,
+    *,
+    layers: LayerSettings | Mapping | None = None,
+    overrides: Mapping[str, int | LayerSettings | Mapping | None] | None = None,
+    backend: str = "inductor",
+    mode: str | None = None,
+    options: Mapping | None = None,
+    **settings: Any,
+) -> nn.Module:
+    """Compile a model with torch.compile so that it saves a few bits per element for the backward pass.
+
+    The results of the forward pass are torch's. For the backward pass, the compiled code saves quantized copies and masks
+    of 1 bit, and exact tensors only where an op needs them. This holds for the tensors of all modules and functions
+    (docs/guides/compile.md). The model itself does not change.
+
+    Args:
+        model: the model. If `compress_` has converted it, its layers keep their own copies, and the other tensors are
+            quantized too.
+        bits: the bits per element, 1 to 8, or FixedBits. None means 4.
+        layers: settings in place of the default settings, as in `compress_`. `activation_bits` are the bits of
+            derivatives of nonlinear functions (usually `bits`, but at least 3), `attention_bits` those of queries, keys
+            and values (usually `bits`, but at least 4).
+        overrides: {glob pattern of module paths: settings of the modules that match}, as in `compress_`. None leaves
+            the tensors of the modules exact.
+        backend: "inductor" or "aot_eager".
+        mode: as in torch.compile, for the backend "inductor".
+        options: as in torch.compile, for the backend "inductor". They may be given together with a mode.
+        **settings: other arguments of torch.compile, such as fullgraph and dynamic.
+
+    Returns:
+        The compiled model. Its attribute `partitioner.report` shows, after the first forward and backward pass, which
+        tensors the compiled graphs save.
+
+    Raises:
+        InputError: an argument cannot be used.
+
+    Warns:
+        CompileWarning: the version of torch is not 2.11 or 2.13, or torch.compile is disabled. The model then saves exact
+            tensors, and there is no `partitioner`. Calls of the compiled model give this warning if a part of the model
+            saves exact tensors, because torch.compile has left it to Python.
+    """
+    settings = {"backend": backend, "mode": mode, "options": options, **settings}
+    partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)
+    compiled = torch.compile(model, **arguments)
+    if partitioner is None:
+        return compiled
+    if compiled is model:
+        _warn("torch.compile is disabled: the model saves exact tensors", stacklevel=2)
+        return model
+    from fewbit.compiler.compiled_call import CompiledModel
+
+    again = partial(compile, bits=bits, layers=layers, overrides=overrides, **settings)
+    return CompiledModel.of(compiled, partitioner, arguments, again)
+
+
+def compile_in_place(model: nn.Module, bits=None, layers=None, overrides=None, **settings) -> None:
+    """Compile a model like `compile`, but so that calls of the model itself run the compiled code.
+
+    torch's method `Module.compile` has no effect on a model whose class is torch's, such as nn.Sequential.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+    from fewbit.compiler.compiled_call import CompiledCall
+
+    partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)
+    model._compiled_call_impl = CompiledCall(model, partitioner, arguments, in_place=True)
+
+
+def undo_compile(model: nn.Module) -> None:
+    """Undo `compile_in_place`, if it compiled the model."""
+    if hasattr(model._compiled_call_impl, "is_from_fewbit"):
+        model._compiled_call_impl = None
+
+
+def partition_fn(
+    bits: int | BitConfig | None = None, layers: LayerSettings | Mapping | None = None
+) -> Callable:
+    """Return a partitioner for backends that torch's `aot_autograd` makes.
+
+    Pass it as ``aot_autograd(partition_fn=fewbit.partition_fn(bits=2), ...)``. Pass torch's decompositions too, for
+    example ``decompositions=torch._inductor.decomposition.select_decomp_table()``: tensors that belong to ops which
+    are not decomposed, such as gelu_backward, stay exact.
+
+    Args:
+        bits: as in `fewbit.compile`.
+        layers: as in `fewbit.compile`.
+
+    Returns:
+        The partitioner, a function whose attribute `report` shows what the compiled graphs save.
+
+    Raises:
+        InputError: an argument cannot be used.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return _partitioner(_resolved(bits, layers)) or min_cut_rematerialization_partition
+
+
+def _arguments(
+    model, bits, layers, overrides, *, backend="inductor", mode=None, options=None, **settings
+):
+    """Check the arguments of `compile`. Return a partitioner and the arguments of torch.compile.
+
+    The partitioner is None if fewbit was not tested with this version of torch.
+    """
+    from torch._dynamo import OptimizedModule  # takes seconds
+
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, OptimizedModule):
+        raise InputError(
+            "model: expected a model that is not compiled yet, got one of torch.compile"
+        )
+    if backend not in _BACKENDS:
+        raise InputError(
+            f'backend: expected "inductor" or "aot_eager", got {backend!r}; '
+            "fewbit.partition_fn is for backends that are made by aot_autograd"
+        )
+    if backend != "inductor" and (mode is not None or options is not None):
+        raise InputError(
+            f'mode and options are for the backend "inductor", got backend={backend!r}'
+        )
+    usual = _resolved(bits, layers)
+    selected = Selection(overrides=overrides).of(model, usual)
+    of_modules = {one.module: one.settings for one in selected if one.attribute is None}
+    # torch may use any path of a shared module.
+    paths = dict(model.named_modules(remove_duplicate=False))
+    own = {
+        path: of_modules[module]
+        for path, module in paths.items()
+        if of_modules.get(module, usual) != usual
+    }
+    partitioner = _partitioner(usual, own, paths, is_inductor=backend == "inductor", stacklevel=4)
+    if partitioner is None:
+        if mode is not None and options is not None:
+            mode, options = None, {**_of_mode(mode), **options}
+        return None, {"backend": backend, "mode": mode, "options": options, **settings}
+    # The partitioner makes counters too, but it does not run if torch finds the code in its cache on disk.
+    for device in {parameter.device for parameter in model.parameters()}:
+        counter_of(device)
+        if device.type == "cuda" and UNBIASED in {
+            each.quantizer for each in (usual, *own.values())
+        }:
+            backends.prepare(device)
+    if backend == "inductor":
+        options = {**_of_mode(mode), **(options or {}), "custom_partitioner_fn": partitioner}
+        return partitioner, {"options": options, **settings}
+    return partitioner, {"backend": _aot_eager(partitioner), **settings}
+
+
+def _resolved(bits, layers) -> ResolvedSettings:
+    try:
+        config = as_config(bits)
+    except InputError:
+        config = None
+    if not isinstance(config, FixedBits):
+        raise InputError(f"bits: expected a whole number from 1 to 8 or FixedBits, got {bits!r}")
+    settings = resolve(config, layers)
+    if LayerSettings.of(layers or {}).activation_bits is not None:
+        return settings
+    # A copy of a derivative is rounded at random, so with 3 bits it would cause the largest error of a model with 4 bits.
+    return replace(settings, activation_bits=max(settings.activation_bits, config.bits))
+
+
+def _partitioner(
+    settings: ResolvedSettings,
+    own: Mapping | None = None,
+    paths=(),
+    is_inductor: bool = False,
+    stacklevel: int = 3,
+):
+    """Return a `Partitioner`, or None with a warning if fewbit was not tested with this version of torch."""
+    if torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
+        # Another version of torch may lack the private interfaces that this module imports.
+        from fewbit.compiler.partitioner import Partitioner
+
+        return Partitioner(settings, own, paths, is_inductor)
+    _warn(
+        f"expected torch {', '.join(TESTED)}, with which fewbit.compile is tested, got torch {torch.__version__}: the "
+        "compiled code saves exact tensors",
+        stacklevel,
+    )
+    return None
+
+
+def _warn(message: str, stacklevel: int) -> None:
+    warnings.warn(message, CompileWarning, stacklevel=stacklevel + 1)
+
+
+def _of_mode(mode: str | None) -> dict:
+    """Return the options for which a mode of torch.compile stands, because torch takes a mode or options, not both."""
+    return {} if mode is None else torch._inductor.list_mode_options(mode)
+
+
+def _aot_eager(partitioner):
+    """Return a backend that runs the graphs of AOTAutograd op by op."""
+    import torch._inductor.lowering  # which the decomposition of max pooling looks up  # noqa: F401
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(
+        fw_compiler=run, partition_fn=partitioner, decompositions=select_decomp_table()
+    )

@@ -1,0 +1,108 @@
+"""Helpers for the graphs that torch.compile traces."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fewbit.compiler.sizes import count
+
+_STACKS = "nn_module_stack", "fwd_nn_module_stack"
+_ORIGIN = *_STACKS, "stack_trace", "seq_nr", "original_aten"
+MODULES = "fewbit_modules"
+"""The entry of a node's meta that has the paths of the modules whose nodes it replaces."""
+_RECOMPUTED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Return the nodes of a joint graph that depend on tangents, the gradients of the forward graph's results.
+
+    The result is a dict in order to keep the order of the graph.
+    """
+    found = {}
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in node.target
+        depends = is_tangent or any(x in found for x in node.all_input_nodes)
+        if depends and node.op != "output":
+            found[node] = None
+    return found
+
+
+def insert(
+    graph: fx.Graph, mode, target, args, kwargs=None, like: fx.Node | None = None
+) -> fx.Node:
+    """Insert a call at the graph's insertion point, and compute its fake result.
+
+    Args:
+        graph: the graph.
+        mode: the FakeTensorMode of the graph's values.
+        target: the op.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        like: a node of the model's code for which the call works, or None.
+    """
+    node = graph.call_function(target, tuple(args), kwargs or {})
+    values = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    with mode:
+        node.meta["val"] = target(*values[0], **values[1])
+    if like is not None:
+        node.meta |= origin(like)
+    return node
+
+
+def is_floating(node: fx.Node) -> bool:
+    """Return whether a node is a tensor of real floating-point numbers."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Return whether a region of torch.utils.checkpoint computes a node again in the backward pass."""
+    return node.meta.get("recompute") in _RECOMPUTED
+
+
+def is_from_fewbit(node: fx.Node) -> bool:
+    """Return whether a node calls an op of fewbit: it makes or restores a copy of a layer of fewbit."""
+    return getattr(node.target, "namespace", "") == "fewbit"
+
+
+def size_in_bytes(node: fx.Node) -> int:
+    """Return the bytes of a tensor. If its size varies, return the bytes at tracing time."""
+    return count(node.meta["val"]) * node.meta["val"].element_size()
+
+
+def origin(node: fx.Node) -> dict:
+    """Return what a node's meta says of the code from which the node was traced."""
+    return {name: node.meta[name] for name in _ORIGIN if name in node.meta}
+
+
+def modules_of(node: fx.Node) -> set[str]:
+    """Return the paths of the modules to which a node of the backward pass belongs. A merged product has several."""
+    return node.meta.get(MODULES) or {module_of(node)}
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the dotted path of the module in whose code a node was traced, "" for the model or if it is not known."""
+    stack = _stack_of(node)
+    return _plain([*stack.values()][-1][0]) if stack else ""
+
+
+def has_module(node: fx.Node) -> bool:
+    """Return whether it is known in which module's code a node was traced. Sums of gradients are in no module's code."""
+    return bool(_stack_of(node))
+
+
+def _stack_of(node: fx.Node) -> dict | None:
+    """Return the modules in whose code a node was traced, the innermost last; None or an empty dict if they are not known."""
+    return node.meta.get(_STACKS[0]) or node.meta.get(_STACKS[1])
+
+
+def _plain(path: str) -> str:
+    """Return a module's dotted path for the expression by which Dynamo reached it, such as L['self'].blocks[0].fc."""
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
+    return path.strip(".")

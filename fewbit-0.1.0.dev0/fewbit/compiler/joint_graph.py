@@ -1,0 +1,328 @@
+"""The analysis of a joint graph: which tensors the backward pass uses, and which of them to quantize.
+
+A node of the joint graph is *backward* if it depends on the tangents, the gradients of the forward graph's results. The
+*frontier* is the set of the other nodes that backward nodes use. The derivative of an activation is such a node, and
+so are the normalized input of a norm and the input of a linear layer. fewbit quantizes the frontier and not the
+tensors from which torch would compute it again: backward nodes are linear in the frontier, so a gradient that is
+computed from unbiased copies of the frontier is exact in expectation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fewbit.compiler import uses
+from fewbit.compiler.graphs import (
+    backward_nodes,
+    is_floating,
+    is_from_fewbit,
+    is_recomputed,
+    modules_of,
+    size_in_bytes,
+)
+from fewbit.compiler.normal_form import STATISTIC
+from fewbit.compiler.sizes import SizeNodes, count
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
+
+
+@dataclass
+class Root:
+    """A tensor to quantize.
+
+    Attributes:
+        node: its node.
+        is_attention: whether it is a query, key or value of an attention, or a result of softmax in a batched product.
+        is_derivative: whether only the backward pass uses it, as a nonlinear function of one tensor.
+        is_probability: whether it is a result of exp, as in softmax.
+        modules: the dotted paths of the modules whose backward passes use it.
+    """
+
+    node: fx.Node
+    is_attention: bool = False
+    is_derivative: bool = False
+    is_probability: bool = False
+    modules: set[str] = field(default_factory=set)
+
+    @property
+    def codes(self) -> int | None:
+        """The number of values that a mask or an index can have; None for other tensors, which are quantized."""
+        return uses.codes_of(self.node)
+
+
+@dataclass
+class JointGraph:
+    """The parts of a joint graph: its backward nodes, and the tensors to quantize or to leave exact.
+
+    Args:
+        graph: the graph, without dead nodes.
+        forward_outputs: the number of results of the forward graph.
+        static: the numbers of the inputs that are parameters or buffers.
+
+    Attributes:
+        changed: the inputs that the model changes in place, such as running means, and what depends on them.
+        backward: the nodes that depend on tangents, in their order.
+        forward: the nodes on which results of the forward graph depend.
+        parameters: the inputs that are parameters or buffers.
+        constants: nodes that need no copy, because parameters, inputs without gradient and small tensors suffice to
+            compute them again.
+        exact: {frontier node that stays exact: the reason}.
+        roots: {node: Root} of the tensors to quantize. Each other node of the frontier is a view or an affine function of
+            one of them.
+        sizes: the nodes that compute sizes that vary.
+    """
+
+    graph: fx.Graph
+    forward_outputs: int
+    static: frozenset[int]
+    changed: set[fx.Node] = field(default_factory=set)
+    backward: dict[fx.Node, None] = field(default_factory=dict)
+    forward: set[fx.Node] = field(default_factory=set)
+    parameters: set[fx.Node] = field(default_factory=set)
+    constants: set[fx.Node] = field(default_factory=set)
+    exact: dict[fx.Node, str] = field(default_factory=dict)
+    roots: dict[fx.Node, Root] = field(default_factory=dict)
+    sizes: SizeNodes = field(init=False)
+
+    def __post_init__(self):
+        self.sizes = SizeNodes(self.graph)
+        self.changed = _changed(self.graph)
+        self.backward = backward_nodes(self.graph)
+        self.forward = self._needed_by_forward()
+        self._find_constants()
+        frontier = self._frontier()
+        self.exact = {
+            node: why for node, uses_ in frontier.items() if (why := self._why_exact(node, uses_))
+        }
+        self._find_constants()  # what exact tensors suffice to compute needs no copy
+        for node, uses_ in frontier.items():
+            if node not in self.constants and node not in self.exact:
+                self._add_root(node, uses_)
+        for node in [*self.roots]:
+            if self._is_derived(node):
+                del self.roots[node]
+        for node in frontier:
+            root = self._root_of(node)
+            if root is not None:
+                users = [user for user in node.users if user in self.backward]
+                root.modules |= {path for user in users for path in modules_of(user)}
+
+    def source_of(self, node: fx.Node) -> fx.Node | None:
+        """Return the only input that a view or an affine function has besides constants and masks.
+
+        The result is None if the node is neither, and a mask if all inputs are masks or constants. The indices of
+        maxima count as a view of their places in windows.
+        """
+        if node.op != "call_function" or node.target not in uses.AFFINE | uses.OF_OFFSETS:
+            return None
+        if any(x in self.changed for x in node.all_input_nodes):
+            return None  # the backward pass would compute it from the new values
+        sources = [x for x in node.all_input_nodes if self._varies(x)]
+        others = [x for x in sources if uses.codes_of(x) is None]
+        if len(others or sources) != 1:
+            return None
+        source = (others or sources)[0]
+        if is_floating(source) and (not is_floating(node) or node.meta["val"].itemsize == 1):
+            return None  # rounding to integers or to 8 bits is not affine
+        return source if list(node.args).count(source) == 1 else None
+
+    def is_cast_parameter(self, node: fx.Node) -> bool:
+        """Return whether a large node is a parameter in another dtype, perhaps viewed, as autocast makes it.
+
+        torch would save this copy of the parameter, because a matrix product needs it in memory.
+        """
+        is_cast = False
+        while node.op == "call_function" and node.target in uses.VIEWS | uses.CASTS:
+            is_cast |= node.target in uses.CASTS
+            node = node.all_input_nodes[0]
+        is_unchanged = node in self.parameters and node not in self.changed
+        return is_cast and is_unchanged and not _is_small(node)
+
+    def bytes_to_recompute(self) -> int:
+        """Return the bytes of the tensors from which pointwise ops and views compute all tensors to quantize.
+
+        torch could save these tensors and compute the others again. It may save fewer bytes if there are smaller tensors
+        in between. Tensors that stay exact in any case do not count.
+        """
+        _, leaves = self._pointwise_part(self.roots)
+        return sum(map(size_in_bytes, leaves))
+
+    def _pointwise_part(self, nodes) -> tuple[set[fx.Node], set[fx.Node]]:
+        """Return the pointwise ops and views by which nodes are computed, and the tensors from which they are computed."""
+        inner, leaves, todo = set(), set(), [*nodes]
+        while todo:
+            node = todo.pop()
+            if node in inner or not self._varies(node):
+                continue
+            if node.target in uses.POINTWISE:
+                inner.add(node)
+                todo += node.all_input_nodes
+            else:
+                leaves.add(node)
+        return inner, leaves
+
+    def _varies(self, node) -> bool:
+        return not (node in self.constants or node in self.exact or node in self.backward)
+
+    def _needed_by_forward(self) -> set[fx.Node]:
+        outputs = self.graph.output_node().args[0][: self.forward_outputs]
+        found, todo = set(), [x for x in outputs if isinstance(x, fx.Node)]
+        while todo:
+            node = todo.pop()
+            if node not in found:
+                found.add(node)
+                todo += node.all_input_nodes
+        return found
+
+    def _find_constants(self) -> None:
+        outputs = self.graph.output_node().args[0]
+        gradients = outputs[self.forward_outputs :]
+        primals = [x for x in self.graph.find_nodes(op="placeholder") if x not in self.backward]
+        data = set()
+        for number, node in enumerate(primals):
+            has_gradient = number < len(gradients) and gradients[number] is not None
+            if number in self.static:
+                self.parameters.add(node)
+            if number in self.static or not has_gradient:
+                self.constants.add(node)
+                if number not in self.static and is_floating(node):
+                    data.add(node)
+        for node in self.graph.nodes:
+            if node in self.backward or node.op in ("output", "placeholder"):
+                continue
+            if _is_small(node) or node.op == "get_attr" or is_from_fewbit(node):
+                self.constants.add(node)
+            elif node.target in uses.POINTWISE and all(
+                x in self.constants or x in self.exact for x in node.all_input_nodes
+            ):
+                # torch would save functions of the data, which take more operations than a view.
+                is_data = any(x in data for x in node.all_input_nodes) and is_floating(node)
+                if not is_data or node.target in uses.VIEWS:
+                    self.constants.add(node)
+                if is_data:
+                    data.add(node)
+
+    def _frontier(self) -> dict[fx.Node, set]:
+        """Return {node of the frontier: how backward nodes use it}, without constants."""
+        found = {}
+        for user in self.backward:
+            for node in user.all_input_nodes:
+                if node not in self.backward and node not in self.constants:
+                    found.setdefault(node, set()).add(uses.use_of(user, node) or f"{user.target}")
+        return found
+
+    def _why_exact(self, node, uses_) -> str:
+        """Return why a frontier node stays exact, "" if it can be quantized."""
+        value = node.meta["val"]
+        if not self.sizes.knows(value):
+            return "its size depends on values of tensors"
+        unknown = sorted(uses_ - {uses.LINEAR, uses.ATTENTION, uses.UNUSED})
+        if unknown and self._codes_behind(node) is None:
+            return f"{unknown[0]} needs it exactly"
+        if is_recomputed(node):
+            return "a checkpointed region computes it again"
+        if not value.is_floating_point() and self._codes_behind(node) is None:
+            return "integers"
+        return "a statistic of larger tensors" if self._is_statistic(node) else ""
+
+    def _is_statistic(self, node) -> bool:
+        """Return whether all products with the node are much larger than the node, as for the deviations of a norm.
+
+        A group of such a tensor has statistics of many samples, which may have very different sizes, and each of them
+        multiplies many elements of the gradient.
+        """
+        value = node.meta["val"]
+        users = [user.meta.get("val") for user in node.users if user in self.backward]
+        sizes = [count(x) for x in users if isinstance(x, torch.Tensor)]
+        is_reduced = value.is_floating_point() and any(
+            isinstance(size, int) and size == 1 for size in value.shape
+        )
+        return is_reduced and bool(sizes) and min(sizes) >= STATISTIC * count(value)
+
+    def _add_root(self, node, uses_) -> None:
+        if uses_ <= {uses.UNUSED}:
+            return
+        is_product = any(user.target is torch.ops.aten.bmm.default for user in node.users)
+        is_attention = uses.ATTENTION in uses_ or (is_product and _is_probability(node))
+        node = self._codes_behind(node) or self._viewed(node)
+        root = self.roots.setdefault(node, Root(node))
+        root.is_attention |= is_attention
+        root.is_probability = _is_probability(node)
+        root.is_derivative = not root.is_probability and self._is_derivative(node)
+
+    def _root_of(self, node) -> Root | None:
+        """Return the root from which a node of the frontier is restored, None if the node stays exact."""
+        while node is not None and node not in self.roots:
+            node = self.source_of(node) if self._varies(node) else None
+        return self.roots.get(node)
+
+    def _viewed(self, node) -> fx.Node:
+        """Return the tensor of which a node is a view, unless this tensor has more elements."""
+        while node.op == "call_function" and node.target in uses.VIEWS:
+            source = node.all_input_nodes[0]
+            if source in self.constants or count(source.meta["val"]) > count(node.meta["val"]):
+                break
+            node = source
+        return node
+
+    def _codes_behind(self, node) -> fx.Node | None:
+        """Return the mask or index that a node casts, scales or views, as dropout does; None if there is none."""
+        while node is not None and uses.codes_of(node) is None:
+            node = self.source_of(node)
+        return None if node is None else self._viewed(node)
+
+    def _is_derived(self, node) -> bool:
+        """Return whether the node is an affine function of another root, perhaps masked by roots."""
+        if uses.codes_of(node) is not None:
+            return False
+        while (source := self.source_of(node)) is not None:
+            others = [x for x in node.all_input_nodes if x is not source and self._varies(x)]
+            if any(self._viewed(x) not in self.roots for x in others):
+                return False
+            if source in self.roots:
+                return True
+            node = source
+        return False
+
+    def _is_derivative(self, node) -> bool:
+        """Return whether a node is a nonlinear pointwise function of one large tensor, and no result needs it."""
+        if node in self.forward:
+            return False
+        inner, leaves = self._pointwise_part([node])
+        return len(leaves) == 1 and any(x.target not in uses.AFFINE for x in inner)
+
+
+def _changed(graph: fx.Graph) -> set[fx.Node]:
+    """Return the inputs of a joint graph that the model changes in place, and the nodes that depend on them.
+
+    Inductor's graphs change an input by a call of copy_. Those of aot_eager return the new value.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    results = graph.output_node().meta.get("desc") or ()
+    returned = [x.mutated_input for x in results if hasattr(x, "mutated_input")]
+    found = {node for node in inputs if node.meta.get("desc") in returned}
+    found |= {
+        node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default
+    }.intersection(inputs)
+    for node in graph.nodes if found else ():
+        if any(x in found for x in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_small(node) -> bool:
+    """Return whether a node is a tensor with few elements, or a number."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return not isinstance(value, tuple | list)
+    return not free_unbacked_symbols(value) and count(value) < LEAST_ELEMENTS
+
+
+def _is_probability(node) -> bool:
+    """Return whether the node is the exponential of a tensor, perhaps divided by its sum, scaled, cast or viewed."""
+    while node.target in uses.AFFINE | uses.DIVISIONS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.target in (torch.ops.aten.exp.default, torch.ops.aten._softmax.default)

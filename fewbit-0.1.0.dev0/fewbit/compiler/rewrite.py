@@ -1,0 +1,350 @@
+"""The change of a joint graph: quantize tensors in the forward part, and use dequantized copies in the backward part."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from fewbit.compiler import uses
+from fewbit.compiler.graphs import insert, origin
+from fewbit.compiler.joint_graph import JointGraph, Root
+from fewbit.compiler.seeds import draw_seeds_op
+from fewbit.compiler.sizes import hints
+from fewbit.config import MASKED_KINDS, ROTATED, UNIFORM, usual_kind
+from fewbit.convert.settings import ResolvedSettings
+from fewbit.runtime.format import layout
+from fewbit.runtime.ops.activation_ops import (
+    pack_mask_op,
+    pack_op,
+    unpack_mask_op,
+    unpack_op,
+)
+from fewbit.runtime.ops.quantizer_ops import dequantize_op, quantize_op
+
+aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+_IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
+
+
+class Copy(NamedTuple):
+    """A quantized copy in the graph.
+
+    Args:
+        root: the tensor.
+        bits: the bits per element.
+        saved: the nodes of the saved tensors.
+        restore: a function that appends the dequantization to the graph and returns the node of the values.
+    """
+
+    root: Root
+    bits: int
+    saved: tuple[fx.Node, ...]
+    restore: Callable[[], fx.Node]
+
+
+class Rewriter:
+    """Replaces the tensors that backward nodes use.
+
+    Args:
+        joint: the analysis of the graph.
+        settings_of: a function that returns the settings for a tensor, or None if it stays exact.
+        is_inductor: whether Inductor generates code for the graph.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        settings_of: Callable[[Root], ResolvedSettings | None],
+        is_inductor: bool = False,
+    ):
+        self.joint = joint
+        self._is_inductor = is_inductor
+        self.graph = joint.graph
+        self.settings_of = settings_of
+        self.copies: dict[fx.Node, Copy] = {}
+        self._restored: dict[fx.Node, fx.Node] = {}
+        self._seeds: dict[fx.Node, fx.Node] = {}
+        self._mode = None
+
+    def run(self) -> dict[fx.Node, Copy]:
+        """Change the graph. Return {node: the copy of its tensor}."""
+        joint = self.joint
+        chosen = {}
+        for node, root in joint.roots.items():
+            settings = self.settings_of(root)
+            if settings is None:
+                joint.exact[node] = "an override leaves it exact"
+            else:
+                chosen[node] = settings
+        if not chosen:
+            return {}
+        self._mode = next(iter(chosen)).meta["val"].fake_mode
+        self._move_forward(chosen)
+        self._insert_seeds(chosen)
+        for node, settings in chosen.items():
+            self.copies[node] = self._quantize(joint.roots[node], settings)
+        for user in joint.backward:
+            self._restore_inputs(user)
+        return self.copies
+
+    # -- The forward part ----------------------------------------------------------------------------------------
+
+    def _move_forward(self, chosen) -> None:
+        """Move nodes of the backward part that make a chosen tensor to the place where their inputs are made.
+
+        Otherwise the forward graph would compute the derivatives of activations at its end, and the inputs of the
+        activations would stay in memory until then.
+        """
+        last = max(i for i, node in enumerate(self.graph.nodes) if node in self.joint.forward)
+        place = {node: (i,) for i, node in enumerate(self.graph.nodes)}
+        needed, todo = set(), list(chosen)
+        while todo:
+            node = todo.pop()
+            if node not in needed and node.op != "placeholder" and place[node] > (last,):
+                needed.add(node)
+                todo += node.all_input_nodes
+        placeholders = self.graph.find_nodes(op="placeholder")
+        counts: dict[fx.Node, int] = {}
+        for node in [node for node in self.graph.nodes if node in needed]:
+            inputs = [x for x in node.all_input_nodes if x.op != "placeholder"]
+            after = max(inputs, key=place.get, default=placeholders[-1])
+            counts[after] = counts.get(after, 0) - 1
+            after.append(node)
+            place[node] = (*place[after], counts[after])
+
+    def _insert_seeds(self, chosen) -> None:
+        """Draw a seed for each chosen tensor that is rounded at random, on the device of the tensor."""
+        devices: dict[torch.device, list[fx.Node]] = {}
+        for node in chosen:
+            if not self.joint.roots[node].codes:  # masks and indices are not rounded
+                devices.setdefault(node.meta["val"].device, []).append(node)
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        with self.graph.inserting_before(first):
+            for device, nodes in devices.items():
+                seeds = self._call(draw_seeds_op, (len(nodes),), {"device": device}, first)
+                for i, node in enumerate(nodes):
+                    self._seeds[node] = self._call(aten.slice.Tensor, (seeds, 0, i, i + 1))
+
+    def _quantize(self, root: Root, settings: ResolvedSettings) -> Copy:
+        after = root.node
+        if after.op == "placeholder":
+            last = self.graph.find_nodes(op="placeholder")[-1]
+            after = self._seeds.get(root.node, last)
+        with self.graph.inserting_before(after.next):
+            return self._pack(root) if root.codes else self._group_copy(root, settings)
+
+    def _pack(self, root: Root) -> Copy:
+        node, value, bits = root.node, root.node.meta["val"], bits_of(root, None)
+        order = _order(value)
+        shape = self._sizes(value.shape[dim] for dim in order)
+        (elements,) = self._sizes([value.numel()])
+        if value.dtype is torch.bool:
+            return self._pack_mask(root, order, shape, elements)
+        codes = self._call(_CONVERT, (node, torch.uint8))
+        codes = self._call(aten.permute.default, (codes, order))
+        packed = self._call(pack_op, (codes, bits))
+
+        def restore():
+            flat = self._call(unpack_op, (packed, bits, elements), like=node, tag=True)
+            shaped = self._call(aten.view.default, (flat, shape), tag=True)
+            exact = self._call(_CONVERT, (shaped, value.dtype), tag=True)
+            return self._call(aten.permute.default, (exact, _inverse(order)), tag=True)
+
+        return Copy(root, bits, (packed,), restore)
+
+    def _pack_mask(self, root: Root, order, shape, elements) -> Copy:
+        mask = root.node
+        # On the CPU, Inductor's code converts floats to bits in a tenth of the time that it takes to write bools.
+        is_float = self._is_inductor and mask.meta["val"].device.type == "cpu"
+        dtype = torch.float32 if is_float else torch.bool
+        codes = self._call(_CONVERT, (mask, dtype)) if is_float else mask
+        codes = self._call(aten.permute.default, (codes, order))
+        packed = self._call(pack_mask_op, (codes,))
+
+        def restore():
+            how = {"dtype": dtype}
+            flat = self._call(unpack_mask_op, (packed, elements), how, like=mask, tag=True)
+            back = self._call(aten.view.default, (flat, shape), tag=True)
+            if is_float:
+                back = self._call(aten.gt.Scalar, (back, 0), tag=True)
+            return self._call(aten.permute.default, (back, _inverse(order)), tag=True)
+
+        return Copy(root, 1, (packed,), restore)
+
+    def _group_copy(self, root: Root, settings: ResolvedSettings) -> Copy:
+        node, value = root.node, root.node.meta["val"]
+        bits, kind = bits_of(root, settings), kind_of(root, settings)
+        mask = self._mask_of(node) if kind in MASKED_KINDS else None
+        if mask is not None:
+            kind = MASKED_KINDS[kind]
+        order = _order(value)
+        source = self._call(aten.permute.default, (node, order))
+        shape = [value.shape[dim] for dim in order]
+        size, stride = self._sizes(shape), self._sizes(layout.contiguous_stride(shape))
+        arguments = (
+            source,
+            stride,
+            self._seeds[node],
+            bits,
+            settings.group_size,
+            settings.min_dtype == "float32",
+            kind,
+        )
+        result = self._call(quantize_op, arguments)
+        packed, ranges = (self._call(operator.getitem, (result, i)) for i in range(2))
+
+        def restore():
+            place = size, stride, value.dtype, kind
+            back = self._call(
+                dequantize_op,
+                (packed, ranges, bits, settings.group_size, *place),
+                like=node,
+                tag=True,
+            )
+            back = self._call(aten.permute.default, (back, _inverse(order)), tag=True)
+            if mask is None:
+                return back
+            kwargs = {"dtype": value.dtype, "device": value.device}
+            zero = self._call(aten.scalar_tensor.default, (0.0,), kwargs, tag=True)
+            where = self._restore(mask), zero, back
+            return self._call(aten.where.self, where, like=node, tag=True)
+
+        return Copy(root, bits, (packed, ranges), restore)
+
+    def _mask_of(self, node) -> fx.Node | None:
+        """Return the mask of the elements of a ReLU's result that are 0, if the backward pass uses the mask too."""
+        if node.target is not aten.relu.default:
+            return None
+        masks = [x for x in self.joint.roots if x.target is aten.le.Scalar and x.args[1] == 0]
+        return next((x for x in masks if uses.unaliased(x.args[0]) is node), None)
+
+    # -- The backward part ---------------------------------------------------------------------------------------
+
+    def _restore_inputs(self, user: fx.Node) -> None:
+        """Replace the inputs of a backward node that are restored from copies, and those that it does not read."""
+        with self.graph.inserting_before(user):
+            inputs = [x for x in user.all_input_nodes if self._may_be_restored(x)]
+            forward = uses.attention_of(user)
+            # The output and the sums have to be those of the queries, keys and values that the backward node gets.
+            restored = {} if forward is None else self._attention_again(forward, user)
+            for x in inputs:
+                if x not in restored:
+                    is_unused = uses.use_of(user, x) == uses.UNUSED
+                    restored[x] = self._empty(x) if is_unused else self._restore(x)
+            for x, other in restored.items():
+                if other is not x:
+                    user.replace_input_with(x, other)
+
+    def _restore(self, node: fx.Node) -> fx.Node:
+        """Return the node that a backward node gets in place of a node."""
+        if not self._may_be_restored(node):
+            return node
+        if node not in self._restored:
+            self._restored[node] = self._restored_anew(node)
+        return self._restored[node]
+
+    def _cast_again(self, node) -> fx.Node:
+        """Return a cast parameter, cast in the backward pass from the parameter, which is in memory anyway."""
+        if node in self.joint.parameters:
+            # torch merges nodes that compute the same. The alias makes this cast another one than that of the forward.
+            return self._call(aten.alias.default, (node,), tag=True)
+        source = node.all_input_nodes[0]
+        return self._computed_again(node, {source: self._cast_again(source)})
+
+    def _may_be_restored(self, node) -> bool:
+        joint = self.joint
+        if node in joint.backward:
+            return False
+        return joint.is_cast_parameter(node) or not (node in joint.constants or node in joint.exact)
+
+    def _restored_anew(self, node):
+        if node in self.copies:
+            return self.copies[node].restore()
+        if self.joint.is_cast_parameter(node):
+            return self._cast_again(node)
+        if self.joint.source_of(node) is None:
+            return node
+        inputs = {x: self._restore(x) for x in node.all_input_nodes}
+        if all(x is other for x, other in inputs.items()):
+            return node
+        return self._computed_again(node, inputs)
+
+    def _computed_again(self, node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a copy of a node in the backward graph, with other inputs."""
+        again = self.graph.node_copy(node, inputs.get)
+        again.meta = {"val": node.meta["val"], **origin(node), **_IN_BACKWARD}
+        return again
+
+    def _attention_again(self, forward: fx.Node, user: fx.Node) -> dict[fx.Node, fx.Node]:
+        """Compute attention again from restored queries, keys and values. Return {result of the forward: the new one}."""
+        inputs = {x: self._restore(x) for x in forward.all_input_nodes}
+        results = [uses.argument(user, name) for name in uses.RESULTS]
+        if all(x is other for x, other in inputs.items()):
+            return {x: x for x in results}
+        again = self._computed_again(forward, inputs)
+        return {
+            x: self._call(operator.getitem, (again, i), like=x, tag=True)
+            for i, x in enumerate(results)
+        }
+
+    def _empty(self, x: fx.Node) -> fx.Node:
+        """Return a node for a tensor of the size of x whose values are not read."""
+        value = x.meta["val"]
+        settings = {"dtype": value.dtype, "device": value.device}
+        place = self._sizes(value.shape), self._sizes(value.stride())
+        return self._call(aten.empty_strided.default, place, settings, like=x, tag=True)
+
+    def _sizes(self, sizes) -> list[int | fx.Node]:
+        return [self.joint.sizes.of(size) for size in sizes]
+
+    def _call(
+        self, target, args, kwargs=None, like: fx.Node | None = None, tag: bool = False
+    ) -> fx.Node:
+        """Insert a call into the graph.
+
+        Args:
+            target: the op.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            like: a node of the model's code for which the call works, or None.
+            tag: whether the call belongs into the backward graph.
+        """
+        node = insert(self.graph, self._mode, target, args, kwargs, like)
+        if tag:
+            node.meta |= _IN_BACKWARD
+        return node
+
+
+def bits_of(root: Root, settings: ResolvedSettings | None) -> int:
+    """Return the bits per element of a tensor's copy. The settings do not matter for masks and indices."""
+    if root.codes:
+        return max(1, (root.codes - 1).bit_length())
+    if root.is_attention:
+        return math.floor(settings.bits_of_attention)
+    return settings.activation_bits if root.is_derivative else math.floor(settings.bits)
+
+
+def kind_of(root: Root, settings: ResolvedSettings) -> str:
+    """Return the kind of a tensor's copy.
+
+    Derivatives and results of softmax have uniform copies, which restore the least value of a group exactly: many
+    derivatives and probabilities are close to it (docs/decisions/0016).
+    """
+    usual = UNIFORM if root.is_derivative or root.is_probability else ROTATED
+    return settings.quantizer or usual_kind(usual, settings.group_size)
+
+
+def _order(value: torch.Tensor) -> list[int]:
+    """Return the order of dimensions in which a tensor is contiguous; the usual order if it is not dense."""
+    shape, stride = hints(value.shape), hints(value.stride())
+    is_dense = layout.are_dense(shape, stride)
+    return layout.outermost_first(shape, stride) if is_dense else list(range(value.dim()))
+
+
+def _inverse(order) -> list[int]:
+    return [list(order).index(dim) for dim in range(len(order))]

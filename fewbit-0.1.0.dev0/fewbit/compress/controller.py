@@ -1,0 +1,223 @@
+"""The controller: the object that `compress_` returns. It gives access to what was converted, chosen and measured."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
+from fewbit.config import BitConfig, Level
+from fewbit.convert.report import Report
+from fewbit.convert.swap import as_now
+from fewbit.errors import InputError
+from fewbit.policies.allocation_report import Allocation
+from fewbit.policies.error_bound.bounds import Bounds
+from fewbit.runtime.saved.bit_policy import BitPolicy, wrong_state
+from fewbit.runtime.saved.context import ForwardContext, contexts_of
+from fewbit.runtime.saved.offload import Offload
+from fewbit.sizes import counted
+
+if TYPE_CHECKING:
+    from fewbit.analysis.gradient_ratio import GradientRatio
+
+
+class Controller:
+    """The object that `compress_` returns for a compressed model. The training loop does not need it.
+
+    Args:
+        model: the compressed model. The controller does not keep it alive.
+        report: the modules that were converted.
+        context: the object through which the model's layers share state in a forward pass.
+        allocator: the result of `use_expandable_segments`, or None if that was not called.
+        config: the configuration that was given to `compress_`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        report: Report,
+        context: ForwardContext,
+        allocator: AllocatorReport | None = None,
+        config: BitConfig | None = None,
+    ):
+        self._model = weakref.ref(model)
+        self._report = report
+        self.context = context
+        self.allocator = allocator
+        self.config = config
+        self._was_attached = _is_attached(context, model)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The compressed model, or None if it no longer exists."""
+        return self._model()
+
+    @property
+    def report(self) -> Report:
+        """The modules that were converted, and what they save now: nothing few-bit if they are frozen or in eval mode."""
+        return self._report if self._ended else as_now(self._report, self.model)
+
+    @property
+    def allocation(self) -> Allocation:
+        """A table with the latest bits of each saved tensor, if AdaptiveBits or Budget chooses them; else empty."""
+        empty = f"{self.config!r} reports no bits by layer: fewbit.AdaptiveBits does"
+        return self._tables.get("allocation", Allocation(empty=empty))
+
+    @property
+    def bounds(self) -> Bounds:
+        """A table with the error that ErrorBound now allows for each saved tensor; empty for other configurations."""
+        return self._tables.get("bounds", Bounds(empty="bounds are found with fewbit.ErrorBound"))
+
+    @property
+    def average_bits(self) -> float | None:
+        """The average bits per element of quantized tensors, as chosen last; None if nothing is quantized (level L0)."""
+        if isinstance(self.config, Level) and self.config.config is None:
+            return None
+        chosen = self.allocation.bits or self.bounds.bits
+        return float(
+            chosen or (self.config.initial_bits if self._policy is None else self._policy.bits)
+        )
+
+    @property
+    def _tables(self) -> dict:
+        return {} if self._policy is None else self._policy.tables(self.model, self._ended)
+
+    def gradient_ratio(
+        self,
+        batch: object,
+        loss: Callable[[nn.Module, object], torch.Tensor],
+        *,
+        draws: int = 8,
+        seed: int = 0,
+    ) -> GradientRatio:
+        """Compare the gradients of the model, as it is compressed now, with exact gradients.
+
+        The model and torch's random state do not change. For each batch the measurement runs draws + 1 forward and
+        backward passes. It takes the memory of two more models, of three gradients and of the tensors that an exact
+        model saves. With ErrorBound, the ratio should be at most 1 + e2. If the ratio is larger by more than three
+        standard errors, a BoundWarning is given.
+
+        Args:
+            batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable,
+                is several batches.
+            loss: called as ``loss(model, batch)`` with a copy of the model; returns a scalar tensor.
+            draws: the number of passes over each batch with independent rounding, at least 2.
+            seed: the seed of dropout.
+
+        Returns:
+            A `GradientRatio`: an object with the ratio E|g^|^2 / E|g|^2 and the relative error E|g^ - g|^2 / |g|^2 over
+            all parameters. g^ is the gradient of the compressed model, g the exact gradient, and E the mean over the
+            draws. Every bias of g^ increases the relative error. A bias that makes gradients smaller decreases the
+            ratio.
+
+        Raises:
+            InputError: the model or the batch cannot be measured.
+        """
+        from fewbit.analysis.gradient_ratio import gradient_ratio
+
+        if self.model is None:
+            raise InputError("expected the controller's model, got one that is gone")
+        limit = None if self._policy is None else self._policy.limit
+        return gradient_ratio(self.model, batch, loss, draws, seed, limit)
+
+    @property
+    def offload(self) -> Offload | None:
+        """The counts of the bytes that were moved to the host and back; None unless HostOffload is used."""
+        return next(
+            (context for context in self.context.contexts if isinstance(context, Offload)), None
+        )
+
+    def peak_memory(self, device: torch.device | str | int | None = None) -> PeakMemory:
+        """Return the peaks of a GPU's allocated and reserved memory.
+
+        Args:
+            device: a CUDA device; None for the current one.
+
+        Raises:
+            InputError: `device` is not a CUDA device, or there is no GPU.
+        """
+        return peak_memory(device)
+
+    def state_dict(self) -> dict:
+        """Return what a resumed training needs to continue with the same bits. Save it beside the model's state.
+
+        Call this method between steps.
+
+        Returns:
+            Plain numbers and strings, and tensors if you use `number_samples`; empty if bits are fixed.
+        """
+        return {} if self._policy is None else self._policy.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from a saved state. The whole state is checked before the controller changes.
+
+        Args:
+            state: the result of `state_dict` of a controller for the same model and configuration.
+
+        Raises:
+            InputError: the state is from another model or configuration. The message names the entry, the expected
+                value and the value found. Or this controller's model no longer exists, was restored or was compressed
+                again.
+        """
+        if self._ended:
+            raise InputError(
+                f"expected the controller of a model as it is compressed now, got one {self._ended}"
+            )
+        if not isinstance(state, Mapping):
+            raise InputError(
+                f"expected what a controller's state_dict() gave, got {type(state).__name__}"
+            )
+        if self._policy is not None:
+            self._policy.load_state_dict(state)
+        elif state:
+            raise wrong_state(repr(self.config), state)
+
+    @property
+    def _ended(self) -> str:
+        """The reason why the controller no longer belongs to a compressed model; "" if it still does."""
+        if self.model is None:
+            return "of a model that is gone"
+        if self._was_attached and not _is_attached(self.context, self.model):
+            return "of a model that was restored or compressed anew since"
+        return ""
+
+    def number_samples(self, numbers: torch.Tensor) -> None:
+        """Give numbers to the samples of the next forward pass, so the policy recognizes samples from earlier passes.
+
+        Samples with larger gradients in earlier passes then get more bits. The call is optional, and holds for one
+        forward pass. Each sample number takes 4 to 8 bytes of memory for each tensor that layers save.
+
+        Args:
+            numbers: (N,) int64 on the CPU, where N is dimension 0 of the model's input. A sample must always have the
+                same number.
+
+        Raises:
+            InputError: the numbers do not have this shape and dtype, or bits are not chosen by sample, as with
+                FixedBits and ErrorBound.
+        """
+        if self._policy is None:
+            raise InputError(
+                f"expected SampleBits or AdaptiveBits for numbers of samples, got {self.config!r}"
+            )
+        self._policy.number_samples(numbers)
+
+    @property
+    def _policy(self) -> BitPolicy | None:
+        """The object that chooses the bits; None if they are fixed."""
+        return self.context.policy
+
+    def __reduce__(self):
+        raise InputError("a controller cannot be pickled: save its state_dict()")
+
+    def __repr__(self) -> str:
+        model = type(self.model).__name__ if self.model is not None else "a model that is gone"
+        return f"Controller({model}, {counted(len(self.report.converted), 'module')} converted)"
+
+
+def _is_attached(context: ForwardContext, model: nn.Module) -> bool:
+    """Return whether the model's forward passes run within `context`."""
+    return any(other is context for other in contexts_of(model))

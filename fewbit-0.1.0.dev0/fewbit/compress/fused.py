@@ -1,0 +1,67 @@
+"""The part of the report that only PreActivationBits has: which layers use a tensor that a norm saved.
+
+With PreActivationBits a norm saves its normalized input in fixed point, and layers after the norm can restore their
+inputs from this tensor.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fewbit.analysis.saved_bytes import STATE, SavedBytes
+from fewbit.convert.report import ConvertedModule
+from fewbit.convert.transformers_modules import Conv1D
+from fewbit.nn import LeakyReLU, ReLU
+from fewbit.nn.preactivation import LINEAR, NORMS
+from fewbit.sizes import counted
+
+FOLLOWING = (*LINEAR.values(), Conv1D, ReLU, LeakyReLU)
+"""The layers that can restore their input from the tensor that a norm saved."""
+
+
+def note(model: nn.Module) -> str:
+    """Return the line of the report with the number of norms that save their input in fixed point."""
+    norms = _norms(model)
+    if not norms:
+        return (
+            "no batch or layer norm is converted: unless the model calls F.batch_norm or F.layer_norm, it saves the "
+            "same as with FixedBits"
+        )
+    return f"pre-activations: {counted(len(norms), 'norm')} in fixed point, shared with the layers that follow"
+
+
+def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[ConvertedModule, ...]:
+    """Return the rows of the report, in which `shared` is True for layers that only use the tensor that a norm saves.
+
+    Args:
+        model: the converted model.
+        rows: one `ConvertedModule` for each converted module.
+        saved: the tensors that a forward pass of the converted model saved in training; None if there was no forward
+            pass. Then `shared` is None for layers that may use a norm's tensor.
+    """
+    norms = _norms(model)
+    entries = {}
+    for entry in () if saved is None else saved.entries:
+        if entry.kind not in STATE:
+            entries.setdefault(entry.module, []).append(entry)
+
+    def marked(row):
+        if not isinstance(model.get_submodule(row.path), FOLLOWING):
+            return row
+        found = entries.get(row.path)
+        if found is None:  # the module did not run, or had nothing to save
+            return row._replace(shared=None if norms else False)
+        return row._replace(shared=all(entry.first_saver in norms for entry in found))
+
+    return tuple(marked(row) for row in rows)
+
+
+def _norms(model) -> set[str]:
+    """Return the paths of norms that save fixed-point tensors."""
+    return {
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, tuple(NORMS.values()))
+        and module.quantizer.fuse
+        and module.copies == 1
+    }

@@ -1,0 +1,52 @@
+"""The function `replace_activations_`, which converts a model's activation modules and nothing else."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fewbit.config import ACTIVATION_BITS, check_bits, check_verbose
+from fewbit.convert import kinds
+from fewbit.convert.report import Report
+from fewbit.convert.select import Filter, Selection
+from fewbit.convert.settings import ResolvedSettings
+from fewbit.convert.swap import convert
+from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.render import terminal
+
+
+@whole_or_not_at_all
+def replace_activations_(
+    model: nn.Module,
+    bits: int = ACTIVATION_BITS,
+    *,
+    include: Filter = "*",
+    exclude: Filter = (),
+    verbose: bool = True,
+) -> Report:
+    """Make the activation modules of torch.nn and transformers save `bits` bits per element, in place.
+
+    All other modules stay as they are, and so do functions that a forward calls. Activations whose derivative has only
+    two values, such as ReLU, save 1 bit, which is exact.
+
+    Args:
+        model: the model, which changes in place.
+        bits: the bits of the code that an activation saves for each element, a whole number from 1 to 8.
+        include: the modules to convert: glob patterns of dotted module paths, or a function (path, module) -> bool, as
+            for `fewbit.compress_`.
+        exclude: the modules to leave as they are, in the same form.
+        verbose: whether to print the report.
+
+    Returns:
+        The report, which lists the modules that were converted, and those that were not, with the reasons.
+
+    Raises:
+        InputError: `bits` or `verbose` cannot be used, the model is not a module, or a pattern matches no module. The model is
+            unchanged.
+    """
+    check_bits(bits)
+    check_verbose(verbose)
+    settings = ResolvedSettings(activation_bits=bits, families=(kinds.ACTIVATION,))
+    report = convert(model, settings, Selection(include, exclude)).report
+    if verbose:
+        terminal.show(report)
+    return report

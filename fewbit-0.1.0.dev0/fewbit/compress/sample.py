@@ -1,0 +1,79 @@
+"""Forward passes with the example batch that `compress_` gets as `sample`.
+
+These passes show how many bytes a model saves, and how many bits per element fit a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from fewbit.analysis.gradients import shapes_of
+from fewbit.analysis.meter import saved_bytes
+from fewbit.analysis.saved_bytes import SavedBytes
+from fewbit.analysis.unchanged import alone
+from fewbit.errors import FewbitError, InputError
+from fewbit.policies.budget import Fit, SizeProbe
+from fewbit.runtime.saved.context import measuring
+from fewbit.text import one_line
+
+
+def check_sample(sample) -> None:
+    """Raise InputError if the sample is not a tensor, a tuple, a mapping or None."""
+    if sample is not None and not isinstance(sample, tuple | Mapping | torch.Tensor):
+        raise InputError(
+            "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
+            f"got {type(sample).__name__}"
+        )
+
+
+def saved_for(model: nn.Module, sample) -> SavedBytes:
+    """Return the bytes that a forward pass of the sample saves, as `fewbit.saved_bytes` counts them."""
+    # If the sample is a slice of a larger tensor, `saved_bytes` would count the whole larger tensor.
+    sample = tree_map(alone, sample)
+    inputs = (sample,) if isinstance(sample, torch.Tensor) else sample
+    named = inputs if isinstance(inputs, Mapping) else {}
+    inputs = () if named else inputs
+    return saved_bytes(model, *inputs, **named)
+
+
+def try_sample(model: nn.Module, sample) -> None:
+    """Run a forward pass of the sample. Raise InputError if the pass raises an error, as for a sample of a wrong shape."""
+    try:
+        saved_for(model, sample)
+    except (FewbitError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"sample: expected inputs of the model's forward, got {shapes_of(sample)}, for which it raises "
+            f"{one_line(error)}"
+        ) from error
+
+
+def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
+    """Return {name of an autograd node: bytes that nodes of this name save}. Parameters and buffers do not count."""
+    sums = {}
+    for entry in saved.kept:
+        name = entry.node or "unknown"
+        sums[name] = sums.get(name, 0) + entry.bytes
+    return sums
+
+
+def fit_of(model: nn.Module, sample, budget: int) -> Fit:
+    """Return how many bits per element of a forward pass of the sample fit a budget.
+
+    Args:
+        model: a converted model with a policy whose bits may change.
+        sample: the inputs of the forward that has to fit.
+        budget: the bytes that the forward may save in all.
+
+    Raises:
+        InputError: no saved tensor has bits that may change.
+    """
+    sizes = SizeProbe()
+    with measuring(sizes):
+        exact = sum(bytes_by_op(saved_for(model, sample)).values())
+    return sizes.fit(budget, exact)

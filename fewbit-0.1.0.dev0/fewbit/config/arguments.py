@@ -1,0 +1,48 @@
+"""The arguments of `compress_` as plain JSON values, for settings files and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fewbit.config.base import Config
+from fewbit.config.values import plain_number
+from fewbit.errors import InputError
+from fewbit.text import shorten
+
+
+def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments of `compress_` as plain JSON values.
+
+    `compress_` takes these values too: `compress_(model, **plain_arguments(arguments))` converts a model in the same
+    way as `compress_(model, **arguments)`.
+
+    Args:
+        arguments: {name of an argument of `compress_`: its value}.
+
+    Returns:
+        The same arguments, with a mapping in place of each configuration object.
+
+    Raises:
+        InputError: a value has no form in JSON, such as a function in `include`, or a tensor in `sample`.
+    """
+    return {name: _plain(value, name) for name, value in arguments.items()}
+
+
+def _plain(value, where: str):
+    if isinstance(value, Config):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {_key(key, where): _plain(one, f"{where}[{key!r}]") for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, f"{where}[{number}]") for number, one in enumerate(value)]
+    value = plain_number(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise InputError(f"expected a value that JSON can store for {where}, got {shorten(value)}")
+
+
+def _key(key, where: str) -> str:
+    if not isinstance(key, str):
+        raise InputError(f"expected text as the keys of {where}, got {shorten(key)}")
+    return key

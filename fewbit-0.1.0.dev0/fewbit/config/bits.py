@@ -1,0 +1,428 @@
+"""The configurations that say who chooses the bits per element of quantized inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar
+
+from fewbit.config.base import (
+    Config,
+    average_field,
+    bits_field,
+    flag,
+    interval_field,
+    one_of,
+    positive,
+)
+from fewbit.config.layers import HostOffload
+from fewbit.config.values import (
+    ACTIVATION_BITS,
+    DEFAULT_BITS,
+    MAX_BITS,
+    MIN_BITS,
+    check_average,
+    check_bits,
+    plain_number,
+)
+from fewbit.errors import FewbitError, InputError
+from fewbit.sizes import UNITS, parse_size
+from fewbit.text import shorten
+
+CODECS = ("quant", "quant+zvc", "error-bounded", "jpeg")
+WINDOWS = ("mean", "max")
+LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
+"""The levels of ActNN, Table 2."""
+
+
+class BitConfig(Config):
+    """The base class of configurations that say who chooses the bits per element of quantized inputs.
+
+    A policy is an object that chooses bits while the model trains. For a policy of your own, write two classes: a
+    frozen dataclass derived from `BitConfig`, and a subclass of `fewbit.policies.BitPolicy`. Connect the two classes
+    with a function that makes the policy from the dataclass, and register this function with
+    `fewbit.policies.make_policy.register`. The dataclass has to set `kind`. If the first field of the dataclass is not
+    the number of bits, the dataclass also has to override `initial_bits`. The attributes below, except `kind`, have
+    default values that suit a policy that chooses bits for each layer.
+
+    Attributes:
+        kind: the string that stands for the class in the result of `to_dict`. Every subclass needs its own string.
+        has_policy: whether a policy chooses bits while the model trains. If True, the user may also give numbers of
+            bits that are not whole, as averages. If False, the registered function has to return None.
+        adapts: whether the policy chooses the bits of each layer. False if there is no policy. Also False if the policy
+            is `BitPolicy` itself, which only divides the bits of each tensor among the tensor's samples.
+        chooses_activation_bits: whether the policy also chooses the bits of few-bit activations. These activations save
+            a code of a few bits per element instead of their input.
+        fuses_norms: whether norms save their normalized input in fixed point; layers after a norm then save nothing.
+    """
+
+    _kinds: ClassVar[dict[str, type[BitConfig]]] = {}
+    """{kind: class} of all subclasses."""
+
+    kind: ClassVar[str]
+    has_policy: ClassVar[bool] = True
+    adapts: ClassVar[bool] = True
+    chooses_activation_bits: ClassVar[bool] = False
+    fuses_norms: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options):
+        """Register the class if it sets `kind`, so that `from_dict` finds it.
+
+        Raises:
+            InputError: another class has this kind.
+        """
+        super().__init_subclass__(**options)
+        if "kind" not in vars(cls):
+            return
+        other = cls._kinds.setdefault(cls.kind, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise InputError(
+                f"expected a new kind for {cls.__name__}, got {cls.kind!r}, that of {other.__name__}"
+            )
+        cls._kinds[cls.kind] = cls  # a class can be defined again, as in a notebook
+
+    @property
+    def initial_bits(self) -> float:
+        """The average bits per element until a policy chooses bits: the first field's value, or 4 if there is none."""
+        names = [field.name for field in fields(self)]
+        return getattr(self, names[0]) if names else DEFAULT_BITS
+
+    @property
+    def bits_of_activations(self) -> int:
+        """The bits of few-bit activations if `LayerSettings` does not give them.
+
+        They are 3 if `initial_bits` is below 5, else `initial_bits`, rounded down. If inputs have more than 4 bits,
+        activations with 3 bits would cause much of the gradient's error (docs/decisions/0017).
+        """
+        bits = math.floor(self.initial_bits)
+        return bits if bits > DEFAULT_BITS else ACTIVATION_BITS
+
+    def describe(self) -> str:
+        """Return the text with which the report says how bits are chosen, or "" if the repr says this already."""
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return {"kind": kind, field: value, ...} with plain JSON values.
+
+        Raises:
+            InputError: the class does not set `kind`.
+        """
+        if "kind" not in vars(type(self)):
+            raise InputError(f"expected a kind of its own for {type(self).__name__}, got none")
+        return {"kind": self.kind, **super().to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> BitConfig:
+        """Make a configuration from the result of `to_dict`. `values["kind"]` determines the class.
+
+        Args:
+            values: {"kind": kind, field: value, ...}. Missing fields get their default values.
+
+        Raises:
+            InputError: `values` is not a mapping, has no known kind or an unknown field, or lacks a field that has no
+                default value.
+        """
+        kinds = BitConfig._kinds
+        kind = values.get("kind") if isinstance(values, Mapping) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            raise InputError(f"expected a kind out of {', '.join(kinds)}, got {shorten(kind)}")
+        rest = {name: value for name, value in values.items() if name != "kind"}
+        return super(BitConfig, kinds[kind]).from_dict(rest)
+
+
+@dataclass(frozen=True, repr=False)
+class FixedBits(BitConfig):
+    """Every quantized tensor has the same number of bits per element (level L2 of ActNN).
+
+    Attributes:
+        bits: bits per element, a whole number from 1 to 8.
+    """
+
+    kind = "fixed"
+    has_policy = adapts = False
+    _checks = {"bits": bits_field}
+
+    bits: int = DEFAULT_BITS
+
+    def __post_init__(self):
+        bits = plain_number(self.bits)
+        if isinstance(bits, float) and MIN_BITS <= bits <= MAX_BITS:
+            raise InputError(
+                f"expected a whole number for FixedBits, got {bits!r}; fewbit.AdaptiveBits({bits!r}) and "
+                f"fewbit.SampleBits({bits!r}) take averages"
+            )
+        super().__post_init__()
+
+
+@dataclass(frozen=True, repr=False)
+class SampleBits(BitConfig):
+    """The bits of each tensor are divided among the tensor's samples (level L2.5 of ActNN).
+
+    A sample (a slice along dimension 0) gets more bits if rounding adds more variance to it. This is the case if the
+    elements of the sample's groups differ more from each other.
+
+    Attributes:
+        average: the average bits per element of each tensor, a number from 1 to 8.
+    """
+
+    kind = "samples"
+    adapts = False
+    _checks = {"average": average_field}
+
+    average: float = DEFAULT_BITS
+
+    def describe(self) -> str:
+        """Return the text with which the report says how bits are chosen."""
+        return f"{self.average:.4g} bits on average, shared between samples"
+
+
+@dataclass(frozen=True, repr=False)
+class AdaptiveBits(BitConfig):
+    """Bits are divided among layers and samples while the model trains (level L3 of ActNN).
+
+    A layer or a sample gets more bits if the rounding of its tensors adds more variance to the gradient.
+
+    Attributes:
+        average: the average bits per element over all tensors, a number from 1 to 8.
+        interval: bits are chosen after every `interval` steps. At the start they are chosen more often: after steps 1,
+            2, 4, 8 and so on up to `interval`.
+    """
+
+    kind = "adaptive"
+    _checks = {"average": average_field, "interval": interval_field}
+
+    average: float = DEFAULT_BITS
+    interval: int = 200
+
+    def describe(self) -> str:
+        """Return the text with which the report says how bits are chosen."""
+        return _adapted(self.average, self.interval)
+
+
+@dataclass(frozen=True, repr=False)
+class Budget(BitConfig):
+    """`AdaptiveBits` with the largest average for which the saved tensors of an example batch fit a budget of bytes.
+
+    The example batch is the argument `sample` of `compress_`.
+
+    Attributes:
+        bytes: the budget: the largest number of bytes that a forward pass of the example batch may save. Either a
+            number, or a size such as "6 GiB". Units are powers of 1024, so "6 GB" means the same as "6 GiB".
+        interval: bits are chosen after every `interval` steps. At the start they are chosen more often: after steps 1,
+            2, 4, 8 and so on up to `interval`.
+    """
+
+    kind = "budget"
+    _checks = {"bytes": lambda value, _: _byte_count(value), "interval": interval_field}
+
+    bytes: int | str
+    interval: int = 200
+
+    @property
+    def initial_bits(self) -> float:
+        """The bits per element in the forward pass that measures the sizes of the saved tensors: 4."""
+        return DEFAULT_BITS
+
+    def describe(self) -> str:
+        """Return the text with which the report says how bits are chosen."""
+        return _adapted(None, self.interval)
+
+    def _shown(self, name: str) -> str:
+        if name != "bytes":
+            return super()._shown(name)
+        unit = max((size, unit) for unit, size in UNITS.items() if self.bytes % size == 0)
+        size, letter = unit[0], unit[1][0]
+        return str(self.bytes) if size == 1 else repr(f"{self.bytes // size} {letter}iB")
+
+
+@dataclass(frozen=True, repr=False)
+class ErrorBound(BitConfig):
+    """Bits follow from a bound on the error that each saved tensor may cause in gradients (AC-GC; docs/guides/error_bound.md).
+
+    Attributes:
+        e2: the largest allowed squared error of a gradient, divided by the gradient's squared norm; a finite number
+            above 0.
+        window: how the policy combines the last ten measurements of an error's effect on gradients: "mean" uses the
+            mean effect, "max" the largest effect.
+        codec: how tensors are saved: "quant", "quant+zvc", "error-bounded" or "jpeg" (docs/concepts/codecs.md).
+        by_channel: whether bits are chosen for each channel of a sample separately.
+        interval: the number of steps from one measurement to the next. At the start, measurements are more frequent: in
+            steps 1, 2, 4, 8 and so on up to `interval`.
+    """
+
+    kind = "error-bound"
+    chooses_activation_bits = True
+    _checks = {
+        "e2": positive,
+        "window": one_of(WINDOWS, "mean or max", "window"),
+        "codec": one_of(CODECS, ", ".join(CODECS), "a codec"),
+        "by_channel": flag,
+        "interval": interval_field,
+    }
+
+    e2: float = 0.5
+    window: str = "mean"
+    codec: str = "quant"
+    by_channel: bool = False
+    interval: int = 100
+
+    @property
+    def initial_bits(self) -> int:
+        """The bits per element before the first measurement: 8."""
+        return MAX_BITS
+
+    def describe(self) -> str:
+        """Return the text with which the report says how bits are chosen."""
+        unit = "channels of samples" if self.by_channel else "samples"
+        how = f"bits by layers and {unit}" if self.codec == CODECS[0] else f"the codec {self.codec}"
+        return (
+            f"{how}, from the {self.window} of the last ten observations, one {_every(self.interval)}; "
+            f"{MAX_BITS} bits before the first, as this report shows; controller.bounds shows later ones"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class PreActivationBits(BitConfig):
+    """Norms save their normalized input in fixed point, and the layers after a norm use this tensor and save none.
+
+    The method is BLPA (Chakrabarti and Moseley, 2019). In the backward pass a ReLU or LeakyReLU after a batch or layer
+    norm computes its exact gradient from the norm's tensor. Linear layers and convolutions after the norm or the
+    activation restore their inputs from the same tensor, even if their own settings give other bits. So a norm, an
+    activation and a linear layer save one tensor in place of three (docs/guides/preactivation.md). Other layers save inputs
+    quantized with `bits` bits.
+
+    Attributes:
+        bits: bits per element, a whole number from 1 to 8.
+    """
+
+    kind = "pre-activation"
+    has_policy = adapts = False
+    fuses_norms = True
+    _checks = {"bits": bits_field}
+
+    bits: int = DEFAULT_BITS
+
+
+@dataclass(frozen=True, repr=False)
+class Level(BitConfig):
+    """A preset: one of the levels of ActNN, Table 2.
+
+    "L0" compresses nothing, and "L1" quantizes only the inputs of convolutions. "L2" is FixedBits, "L2.5" is
+    SampleBits, and "L3" is AdaptiveBits. "L4" is AdaptiveBits with HostOffload(), and "L5" is AdaptiveBits with
+    HostOffload(expandable_segments=True).
+
+    Attributes:
+        name: the name of the level.
+        bits: bits per element, a number from 1 to 8, which must be whole at L1 and L2. None stands for 4. At L0, which
+            compresses nothing, only None is possible.
+    """
+
+    kind = "level"
+    _checks = {
+        "name": one_of(LEVELS, f"one of {', '.join(LEVELS)}", "a level"),
+        "bits": lambda value, _: plain_number(value),
+    }
+
+    name: str
+    bits: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.bits is None:
+            return
+        if self.name == "L0":
+            raise InputError("expected no bits at level L0, which compresses nothing")
+        check = check_bits if self.name in ("L1", "L2") else check_average
+        check(self.bits)
+
+    @property
+    def config(self) -> BitConfig | None:
+        """The configuration for which the level stands; None at L0."""
+        if self.name == "L0":
+            return None
+        classes = {"L1": FixedBits, "L2": FixedBits, "L2.5": SampleBits}
+        cls = classes.get(self.name, AdaptiveBits)
+        return cls() if self.bits is None else cls(self.bits)
+
+    @property
+    def has_policy(self) -> bool:
+        """The value of `has_policy` in the configuration for which the level stands."""
+        return self.config is not None and self.config.has_policy
+
+    @property
+    def adapts(self) -> bool:
+        """The value of `adapts` in the configuration for which the level stands."""
+        return self.config is not None and self.config.adapts
+
+    @property
+    def convolutions_only(self) -> bool:
+        """True if only convolutions are converted."""
+        return self.name == "L1"
+
+    @property
+    def offload(self) -> HostOffload | None:
+        """The setting of offloading at this level: HostOffload at L4 and L5, else None."""
+        return HostOffload(self.name == "L5") if self.name in ("L4", "L5") else None
+
+    @property
+    def initial_bits(self) -> float:
+        """The initial bits of the configuration for which the level stands."""
+        return DEFAULT_BITS if self.config is None else self.config.initial_bits
+
+    def describe(self) -> str:
+        """Return the text with which the report says how bits are chosen."""
+        return "" if self.config is None else self.config.describe()
+
+
+def as_config(bits) -> BitConfig:
+    """Return the configuration for a value of the argument `bits` of `compress_`.
+
+    Args:
+        bits: a BitConfig, which is returned unchanged, a mapping as BitConfig.to_dict returns it, or a number from 1 to
+            8. A whole number gives FixedBits, another number AdaptiveBits with this average. None gives FixedBits(4).
+
+    Raises:
+        InputError: `bits` is anything else, or a number outside 1 to 8.
+    """
+    if bits is None:
+        return FixedBits()
+    if isinstance(bits, Mapping):
+        return BitConfig.from_dict(bits)
+    if isinstance(bits, BitConfig) and is_dataclass(bits):
+        return bits
+    bits = plain_number(bits)
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or bits != bits:
+        raise InputError(
+            "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(1.75), "
+            f"got {shorten(bits)}"
+        )
+    check_average(bits)
+    return FixedBits(bits) if isinstance(bits, int) else AdaptiveBits(bits)
+
+
+def _adapted(average: float | None, interval: int) -> str:
+    bits = "bits" if average is None else f"{average:.4g} bits on average,"
+    return f"{bits} shared between samples and layers, adapted {_every(interval)}"
+
+
+def _every(interval: int) -> str:
+    return "every step" if interval == 1 else f"every {interval} steps"
+
+
+def _byte_count(size) -> int:
+    """Return a size as a number of bytes. Raise InputError if `size` is neither a number nor a text such as "6 GiB"."""
+    if isinstance(size, str):
+        text = f"{size} B" if size.strip().isdecimal() else size
+        try:
+            return parse_size(text)
+        except FewbitError:
+            number = None
+    else:
+        number = plain_number(size)
+    if not isinstance(number, int) or isinstance(number, bool) or number <= 0:
+        raise InputError(
+            "budget: expected a positive whole number of bytes, or a size such as '6 GiB' (units are powers of 1024, GB as well as GiB), "
+            f"got {shorten(size)}"
+        )
+    return number

@@ -1,0 +1,146 @@
+"""The limits of settings, and the checks of single values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+
+from fewbit.errors import InputError
+from fewbit.text import shorten
+
+MIN_BITS, MAX_BITS = 1, 8
+"""The smallest and the largest number of bits per element of a quantized tensor."""
+DEFAULT_BITS = 4
+"""The bits per element of quantized inputs by default, in `compress_` and in single layers (docs/decisions/0017)."""
+ACTIVATION_BITS = 3
+"""The bits of few-bit activations by default, if inputs of layers have at most 4 bits (docs/decisions/0017)."""
+GROUP_SIZE, LARGEST_GROUP, LARGEST_ROTATED_GROUP = 256, 1 << 16, 256
+"""The default and the largest number of elements of a group (ActNN, section 4.1), and the largest in a rotated copy."""
+BLOCK = 32
+"""The number of elements whose codes are packed together. Group sizes are multiples of this number."""
+MIN_DTYPES = ("auto", "bfloat16", "float32")
+UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
+UNBIASED, MASKED_UNBIASED = "unbiased", "masked-unbiased"
+KINDS = (ROTATED, UNIFORM, MASKED, UNBIASED, MASKED_UNBIASED)
+"""The kinds of quantized copies that layers save."""
+QUANTIZERS = (ROTATED, UNIFORM, UNBIASED)
+"""The kinds of copies that a user can choose (docs/concepts/quantizer.md). The first one is the default of layers."""
+MASKED_KINDS = {ROTATED: MASKED, UNBIASED: MASKED_UNBIASED}
+"""The kind of the copy that layers make of a ReLU's result, for each kind that the user can choose and that is rotated."""
+
+
+def plain_number(value):
+    """Return a real number of any type (4.0, numpy.int64(4)) as an int if it is whole, else as a float.
+
+    A value that is not a real number is returned unchanged.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    try:
+        return int(value) if value == value // 1 else float(value)
+    except OverflowError:  # a fraction beyond the range of floats
+        return value
+
+
+def check_bits(bits, name: str = "bits") -> None:
+    """Raise InputError if `bits` is not a whole number from 1 to 8. The message calls the number `name`."""
+    require(is_whole(bits, MIN_BITS, MAX_BITS), "a whole number from 1 to 8", name, bits)
+
+
+def check_average(bits, name: str = "bits") -> None:
+    """Raise InputError if `bits` is not a number from 1 to 8. The message calls the number `name`."""
+    is_number = isinstance(bits, int | float) and not isinstance(bits, bool)
+    require(is_number and MIN_BITS <= bits <= MAX_BITS, "a number from 1 to 8", name, bits)
+
+
+def check_group_size(group_size, name: str = "group_size") -> int:
+    """Return the group size. Raise InputError if the group size is not a multiple of 32 from 32 to 65536.
+
+    The message calls the group size `name`.
+    """
+    is_multiple = is_whole(group_size, BLOCK, LARGEST_GROUP) and group_size % BLOCK == 0
+    expected = f"a multiple of {BLOCK} from {BLOCK} to {LARGEST_GROUP}"
+    return require(is_multiple, expected, name, group_size)
+
+
+def check_copies(copies, name: str = "copies") -> int:
+    """Return `copies`. Raise InputError if `copies` is not 1 or 2. The message calls the number `name`.
+
+    `copies` is the number of copies that a norm layer saves of its normalized input, each with its own random rounding.
+    """
+    return require(is_whole(copies, 1, 2), "1 or 2", name, copies)
+
+
+def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
+    """Return `min_dtype`. Raise InputError if `min_dtype` is not "auto", "bfloat16" or "float32".
+
+    `min_dtype` says in which dtype groups save their minimums or means. The message calls the value `name`.
+    """
+    is_known = isinstance(min_dtype, str) and min_dtype in MIN_DTYPES
+    return require(is_known, "auto, bfloat16 or float32", name, min_dtype)
+
+
+def check_quantizer(quantizer, name: str = "quantizer") -> str:
+    """Return `quantizer`. Raise InputError if `quantizer` is not "rotated", "uniform" or "unbiased".
+
+    `quantizer` says which kind of quantized copies a layer makes. The message calls the value `name`.
+    """
+    is_known = isinstance(quantizer, str) and quantizer in QUANTIZERS
+    return require(is_known, "rotated, uniform or unbiased", name, quantizer)
+
+
+def check_rotated_size(kind, group_size) -> None:
+    """Raise InputError if copies of this kind are rotated and groups have more elements than are rotated together."""
+    if group_size > LARGEST_ROTATED_GROUP and kind in KINDS and kind != UNIFORM:
+        expected = f"at most {LARGEST_ROTATED_GROUP}"
+        require(False, expected, f"group_size with {kind} copies", group_size)
+
+
+def usual_kind(usual: str, group_size: int) -> str:
+    """Return the kind of a tensor's copies if the user has chosen none: `usual`, or "uniform" if groups are too large.
+
+    Args:
+        usual: the kind that suits the tensor (docs/decisions/0016).
+        group_size: the number of elements in a group.
+    """
+    return usual if group_size <= LARGEST_ROTATED_GROUP else UNIFORM
+
+
+def name_of_class(cls: type) -> str:
+    """Return "module.Class", the name by which settings refer to a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def autograd_functions(value, name: str) -> dict[str, list[int]]:
+    """Check a mapping from autograd Functions, or their names, to positions. Return it with names as keys."""
+    expected = "a mapping of autograd Functions, or their names, to lists of positions from 0"
+    require(isinstance(value, Mapping), expected, name, value)
+    found = {}
+    for function, positions in value.items():
+        require(isinstance(function, str | type), expected, name, value)
+        require(isinstance(positions, list | tuple) and len(positions) > 0, expected, name, value)
+        for position in positions:
+            require(is_whole(position, 0), expected, name, value)
+        function = name_of_class(function) if isinstance(function, type) else function
+        is_own = function.startswith("fewbit.")
+        require(not is_own, "Functions that fewbit does not define", name, function)
+        found[function] = list(positions)
+    return found
+
+
+def check_verbose(verbose, name: str = "verbose") -> None:
+    """Raise InputError if `verbose` is not True or False, or 1 or 0. The message calls the value `name`."""
+    require(isinstance(verbose, int) and verbose in (0, 1), "True or False", name, verbose)
+
+
+def require(is_good: bool, expected: str, name: str, value):
+    """Return `value`, the value of the field `name`. Raise InputError if `is_good` is False."""
+    if not is_good:
+        raise InputError(f"expected {expected} for {name}, got {shorten(value)}")
+    return value
+
+
+def is_whole(value, least: int, most: float = math.inf) -> bool:
+    """Return whether `value` is a whole number from `least` to `most`."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -1,0 +1,371 @@
+"""The function mode of a converted model, which replaces torch's functions by fewbit's while the model trains.
+
+The mode is a `TorchFunctionMode`. `FunctionMode.TABLE` lists the functions that it replaces, such as F.gelu.
+docs/decisions/0009 says why fewbit replaces only functions that are in a list.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from inspect import signature
+
+import torch
+from torch.nn import functional as torch_functional
+from torch.overrides import _get_current_function_mode_stack
+
+from fewbit import functional as F
+from fewbit.errors import FunctionError
+from fewbit.functional.operations import contractions, elementwise, vector_norm
+from fewbit.functional.products import is_in_memory, is_quantized_product
+from fewbit.runtime.activations.apply import takes
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
+from fewbit.runtime.interop.bypass import ReplacingMode, current_mode
+from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
+from fewbit.runtime.quantizers.quantizer import Quantizer
+
+_ACTIVATIONS = (
+    "celu elu gelu hardsigmoid hardswish leaky_relu logsigmoid mish selu silu softplus softsign tanhshrink "
+    "relu relu6 rrelu sigmoid tanh"
+)
+ACTIVATIONS = tuple(_ACTIVATIONS.split())
+"""Names of functions that save few-bit codes."""
+_ONE_BIT = ("relu", "relu6", "leaky_relu", "rrelu", "hardsigmoid")
+_QUANTIZED = (
+    "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm layer_norm rms_norm "
+    "group_norm instance_norm prelu glu softmax log_softmax cross_entropy scaled_dot_product_attention matmul mul"
+)
+_OTHER_QUANTIZED = {
+    contractions.einsum: (torch.einsum,),
+    contractions.baddbmm: (torch.baddbmm, torch.Tensor.baddbmm),
+    contractions.addcmul: (torch.addcmul, torch.Tensor.addcmul),
+    contractions.grouped_mm: (
+        getattr(torch_functional, "grouped_mm", None),
+        getattr(torch, "_grouped_mm", None),
+    ),
+    elementwise.erf: (torch.erf, torch.Tensor.erf),
+    elementwise.exp: (torch.exp, torch.Tensor.exp),
+    elementwise.square: (torch.square, torch.Tensor.square),
+    elementwise.pow: (torch.pow, torch.Tensor.pow, torch.Tensor.__pow__),
+    vector_norm.vector_norm: (torch.linalg.vector_norm,),
+    vector_norm.norm: (torch.norm, torch.Tensor.norm),
+    vector_norm.normalize: (torch_functional.normalize,),
+}
+"""{a function that saves quantized tensors: the functions of torch that it replaces}, which `fewbit.functional` does not
+export."""
+QUANTIZED = (*_QUANTIZED.split(), *(function.__name__ for function in _OTHER_QUANTIZED))
+"""Names of functions that save quantized inputs."""
+_EXACT = (
+    "embedding dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout max_pool1d max_pool2d max_pool3d "
+    "avg_pool1d avg_pool2d avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d adaptive_avg_pool3d interpolate pad"
+)
+
+
+def _torch_dropout(input, p, train):
+    """Compute torch.dropout, whose last argument is `train`; that of torch.nn.functional.dropout is `training`."""
+    return F.dropout(input, p, train)
+
+
+def _torch_softmax(input, dim, dtype=None, *, quantizer):
+    """Compute torch.softmax, whose third argument is `dtype`; that of torch.nn.functional.softmax is `_stacklevel`."""
+    return F.softmax(input, dim, dtype=dtype, quantizer=quantizer)
+
+
+def _torch_log_softmax(input, dim, dtype=None, *, quantizer):
+    """Compute torch.log_softmax, whose third argument is `dtype`; torch.nn.functional has `_stacklevel` there."""
+    return F.log_softmax(input, dim, dtype=dtype, quantizer=quantizer)
+
+
+def _clamp_max(input, max):
+    """Compute torch.clamp_max, whose second argument is the upper end."""
+    return elementwise.clamp(input, None, max)
+
+
+# Saved tensors and their seeds are named after the function that saves them.
+_torch_softmax.__name__, _torch_log_softmax.__name__ = "softmax", "log_softmax"
+
+_OTHER_NAMES = {
+    "relu": (torch.relu, torch.Tensor.relu),
+    "sigmoid": (torch.sigmoid, torch.Tensor.sigmoid),
+    "tanh": (torch.tanh, torch.Tensor.tanh),
+    "matmul": (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__),
+    "mul": (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__),
+}  # fmt: skip
+_OTHER_EXACT = {
+    elementwise.clamp: (
+        torch.clamp,
+        torch.clip,
+        torch.clamp_min,
+        torch.Tensor.clamp,
+        torch.Tensor.clip,
+        torch.Tensor.clamp_min,
+    ),
+    _clamp_max: (torch.clamp_max, torch.Tensor.clamp_max),
+    elementwise.gather: (torch.gather, torch.Tensor.gather),
+    elementwise.maximum: (torch.maximum, torch.Tensor.maximum),
+    elementwise.minimum: (torch.minimum, torch.Tensor.minimum),
+}
+_OPERATIONS = {*_OTHER_QUANTIZED, *_OTHER_EXACT}
+"""The functions of `fewbit.functional.operations`. If no argument is large, torch's own run: almost nothing would be saved."""
+_SUMMANDS = {
+    contractions.baddbmm: ("batch1", "batch2"),
+    contractions.addcmul: ("tensor1", "tensor2"),
+}
+"""{a product to which its first argument is added: the names of the factors}."""
+_PRODUCTS = F.mul, F.matmul, contractions.einsum, contractions.grouped_mm, *_SUMMANDS
+_ATTENTION = (
+    F.scaled_dot_product_attention,
+    F.matmul,
+    F.softmax,
+    _torch_softmax,
+    contractions.einsum,
+    contractions.baddbmm,
+    elementwise.square,
+    elementwise.pow,
+    vector_norm.normalize,
+)
+"""Functions of attention, and squares, which are often those of a loss. The tensors that they save get the bits of q, k and v,
+except in products with parameters."""
+
+
+def _table() -> dict:
+    """Return {torch's function: (fewbit's function, its family)}.
+
+    The families are "activation", "one bit", "quantized" and "exact".
+    """
+    families = {
+        "activation": ACTIVATIONS,
+        "quantized": _QUANTIZED.split(),
+        "exact": _EXACT.split(),
+    }
+    table = {
+        torch.dropout: (_torch_dropout, "exact"),
+        torch.softmax: (_torch_softmax, "quantized"),
+        torch.Tensor.softmax: (_torch_softmax, "quantized"),
+        torch.log_softmax: (_torch_log_softmax, "quantized"),
+        torch.Tensor.log_softmax: (_torch_log_softmax, "quantized"),
+    }
+    for family, names in families.items():
+        for name in names:
+            entry = getattr(F, name), "one bit" if name in _ONE_BIT else family
+            theirs = {getattr(torch_functional, name, None), *_OTHER_NAMES.get(name, ())} - {None}
+            table |= dict.fromkeys(theirs, entry)
+    for family, functions in {"quantized": _OTHER_QUANTIZED, "exact": _OTHER_EXACT}.items():
+        for ours, theirs in functions.items():
+            table |= dict.fromkeys({*theirs} - {None}, (ours, family))
+    return table
+
+
+_NAMES = {"mat2": "other", "x": "input"}
+"""{name of an argument in some functions of torch: its name in fewbit's function}."""
+_EXPOSING = {
+    torch.Tensor.data.__get__,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+}
+"""Attributes and methods through which a tensor's memory can be written without a change of the tensor's version."""
+
+
+@dataclass(frozen=True)
+class FunctionQuantizers:
+    """The settings for functions that modules call, such as F.linear.
+
+    Attributes:
+        quantizer: quantizes what functions save, except for functions of attention.
+        activation_bits: bits of the code that an activation saves for each element.
+        attention_quantizer: quantizes what functions of attention save.
+        own: {name of a call, as `name_of_call` makes it: the quantizer of the function}. The first call of a function
+            in a module adds an entry.
+    """
+
+    quantizer: Quantizer
+    activation_bits: int
+    attention_quantizer: Quantizer
+    own: dict[str, Quantizer] = field(default_factory=dict, compare=False)
+
+    def call(self, ours, family, theirs, args, kwargs):
+        """Call fewbit's function with these settings, or torch's if fewbit's does not support the arguments.
+
+        Args:
+            ours: fewbit's function.
+            family: "activation", "one bit" (an activation whose derivative has two values), "quantized" or "exact".
+            theirs: calls torch's function, with the arguments of the user's call.
+            args: the positional arguments for fewbit's function.
+            kwargs: the keyword arguments for fewbit's function.
+        """
+        if ours in _OPERATIONS and not _has_large(args):
+            return theirs()
+        if family == "exact":
+            return ours(*args, **kwargs)
+        if family == "quantized":
+            name = ours.__name__
+            is_attention = ours in _ATTENTION
+            if ours in _PRODUCTS:
+                factors = _factors(ours, args, kwargs)
+                if factors is None:
+                    return theirs()
+                if any(map(is_in_memory, factors)) and is_attention:
+                    # A product with a parameter is a linear layer.
+                    name, is_attention = F.linear.__name__, False
+                    if ours is F.matmul and factors[1].dim() == 2:
+                        ours, args = F.linear, (factors[0], factors[1].t())
+            return ours(*args, **kwargs, quantizer=self._quantizer_of(name, is_attention))
+        x = args[0] if args else kwargs.get("input")
+        if not takes(x):
+            return theirs()
+        bits = {"bits": self.activation_bits} if family == "activation" else {}
+        context, named = self.quantizer.context, nullcontext()
+        if context is not None and context.policy is not None:
+            name = name_of_call(context.path(), ours.__name__)
+            named = context.activation(name)
+            if bits:
+                bits["bits"] = context.activation_bits(name, self.activation_bits, x)
+        try:
+            with named:
+                return ours(*args, **kwargs, **bits)
+        except FunctionError:  # torch accepts these parameters and fewbit does not
+            return theirs()
+
+    def _quantizer_of(self, function: str, is_attention: bool) -> Quantizer:
+        """Return the quantizer of a function in the running module. All calls of the function there share it."""
+        quantizer = self.attention_quantizer if is_attention else self.quantizer
+        if quantizer.context is None:
+            return quantizer
+        name = name_of_call(quantizer.context.path(), function)
+        if name not in self.own:
+            self.own[name] = quantizer.copy_for(name)
+        return self.own[name]
+
+
+def name_of_call(path: str, function: str) -> str:
+    """Return "<path>:<function>", the name under which reports list a function that the module at `path` calls."""
+    return f"{path}:{function}"
+
+
+def bits_of_call(function: str, bits: int) -> int:
+    """Return the bits of an activation function's codes: 1 if the derivative has two values, else `bits`."""
+    return 1 if function in _ONE_BIT else bits
+
+
+class FunctionMode(ReplacingMode):
+    """The mode in which fewbit's functions run in place of torch's functions in `TABLE`, if gradients are enabled."""
+
+    TABLE = _table()
+
+    def __init__(self, settings: FunctionQuantizers):
+        self.settings = settings
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if is_compiled_code():
+            return function(*args, **kwargs)
+        found = self.TABLE.get(function)
+        if found is None and function in _EXPOSING:
+            self._expose(args)
+        own = current_mode()
+        if found is None or own is True or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        context = self.settings.quantizer.context
+        if context is not None and not context.compresses_functions():
+            return function(*args, **kwargs)
+        ours, family = found
+        # out=None is no argument: torch.norm passes it on.
+        given = {
+            name: value for name, value in kwargs.items() if name != "out" or value is not None
+        }
+        # torch also takes the names of NumPy, such as axis for dim. The first argument of einsum is a text.
+        moved, theirs = args, partial(function, *args, **kwargs)
+        if given:
+            given = {_NAMES.get(name, name): value for name, value in given.items()}
+        is_known = "out" not in given and given.keys() <= _parameters(ours)
+        if is_known and given:
+            moved, given = _tensors_first(ours, args, given)
+        if not is_known or not all(isinstance(x, torch.Tensor | str) for x in moved[:1]):
+            return theirs()
+        return (own or self.settings).call(ours, family, theirs, moved, given)
+
+    def _expose(self, args) -> None:
+        """Stop layers from sharing a quantized copy of the tensor args[0], whose memory may now change unnoticed."""
+        context = self.settings.quantizer.context
+        if context is not None and args and isinstance(args[0], torch.Tensor):
+            context.cache.stop_sharing(args[0])
+
+    def depth_outside(self) -> int:
+        """Return how often this mode is on torch's stack outside a forward pass: never, so 0.
+
+        `CallGuard` compares `depth()` with this number. If `depth()` is larger, a forward pass was interrupted before
+        it could remove the mode.
+        """
+        return 0
+
+    def depth(self) -> int:
+        """Return how often this mode is on torch's stack of modes in this thread."""
+        return sum(mode is self for mode in _get_current_function_mode_stack())
+
+    def cut(self, depth: int) -> None:
+        """Remove this mode from torch's stack until it is there only `depth` times. Other modes stay on the stack."""
+        above = []
+        try:
+            while self.depth() > depth:
+                mode = torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)
+                if mode is not self:
+                    above.append(mode)
+                torch._C._pop_torch_function_stack()
+        finally:
+            for mode in reversed(above):
+                torch._C._push_on_torch_function_stack(mode)
+
+
+leave_to_interpreter(FunctionMode.__torch_function__.__code__)
+
+
+def _has_large(args) -> bool:
+    """Return whether a tensor among the arguments has at least LEAST_ELEMENTS elements."""
+    # The first argument of einsum is a text.
+    tensors = contractions.operands_of(args[1:]) if args and isinstance(args[0], str) else args
+    return any(isinstance(x, torch.Tensor) and x.numel() >= LEAST_ELEMENTS for x in tensors)
+
+
+def _tensors_first(ours, args, kwargs) -> tuple[tuple, dict]:
+    """Return the arguments of a call with the tensors that were passed by name moved to their positions."""
+    args, kwargs = list(args), dict(kwargs)
+    for name in _positional(ours)[len(args) :]:
+        if not isinstance(kwargs.get(name), torch.Tensor):
+            break
+        args.append(kwargs.pop(name))
+    return tuple(args), kwargs
+
+
+@cache
+def _parameters(ours) -> frozenset[str]:
+    """Return the names of the parameters of a function."""
+    return frozenset(signature(ours).parameters)
+
+
+@cache
+def _positional(ours) -> tuple[str, ...]:
+    """Return the names of the parameters of a function that may be passed by position."""
+    parameters = signature(ours).parameters.values()
+    return tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
+
+
+def _factors(ours, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return both factors of a call of a product, or None if torch's own function has to run.
+
+    It runs if a factor needs no gradient, if both are parameters or views of parameters, and if fewbit's function does not
+    take the arguments.
+    """
+    if ours is contractions.einsum:
+        factors = contractions.operands_of(args[1:])
+    elif ours in _SUMMANDS:
+        factors = *args[1:], *(kwargs[name] for name in _SUMMANDS[ours] if name in kwargs)
+    else:
+        has_others = kwargs and ours is not contractions.grouped_mm
+        factors = () if has_others else args
+    if len(factors) != 2 or not all(isinstance(factor, torch.Tensor) for factor in factors):
+        return None
+    takes = contractions.takes_einsum if ours is contractions.einsum else is_quantized_product
+    return tuple(factors) if takes(*factors) else None

@@ -1,0 +1,228 @@
+"""The settings of one module, resolved from the configuration, `layers` and `overrides` of `compress_`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from torch.autograd import Function
+
+from fewbit.config import (
+    ACTIVATION_BITS,
+    DEFAULT_BITS,
+    GROUP_SIZE,
+    BitConfig,
+    LayerSettings,
+    check_average,
+    check_bits,
+    check_rotated_size,
+    name_of_class,
+)
+from fewbit.convert import kinds
+from fewbit.convert.functions import FunctionQuantizers
+from fewbit.errors import InputError
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
+from fewbit.runtime.graph import packs
+from fewbit.runtime.graph.compressor import GraphSettings
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.saved.context import ForwardContext
+from fewbit.text import shorten
+
+ATTENTION_BITS = 4
+"""The smallest usual number of bits of q, k and v. Their gradients depend on an exponential of products of q and k, and
+are mostly noise with 2 bits (docs/decisions/0008)."""
+FAMILIES = (
+    kinds.ACTIVATION,
+    kinds.CONVOLUTION,
+    kinds.LAYER,
+    kinds.EXACT,
+    kinds.RECURRENT,
+)
+
+
+@dataclass(frozen=True)
+class ResolvedSettings:
+    """The settings of one module.
+
+    Attributes:
+        bits: the bits per element of quantized inputs; an average if `has_policy`.
+        activation_bits: the bits of the code that a few-bit activation saves for each element.
+        attention_bits: the bits per element of q, k and v, the queries, keys and values of attention. None stands for
+            `bits` if `adapts` is True, else for `bits` but at least 4.
+        group_size, min_dtype, copies, quantizer, functional, everything, autograd_functions: settings with the meaning that
+            `fewbit.config.LayerSettings` gives.
+        fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm restore their own
+            inputs from the tensor that the norm saved.
+        has_policy: whether there is a policy, an object that chooses bits while the model trains.
+        adapts: whether a policy chooses the bits of the module's inputs.
+        chooses_activation_bits: whether a policy chooses `activation_bits`.
+        families: the families of modules that are converted (`fewbit/convert/kinds.py`).
+    """
+
+    bits: float = DEFAULT_BITS
+    activation_bits: int = ACTIVATION_BITS
+    attention_bits: float | None = None
+    group_size: int = GROUP_SIZE
+    min_dtype: str = "auto"
+    copies: int = 1
+    quantizer: str | None = None
+    functional: bool = False
+    everything: bool = False
+    autograd_functions: Mapping[str, list[int]] = field(default_factory=dict, hash=False)
+    fuses_norms: bool = False
+    has_policy: bool = False
+    adapts: bool = False
+    chooses_activation_bits: bool = False
+    families: tuple[str, ...] = FAMILIES
+
+    @property
+    def bits_of_attention(self) -> float:
+        """The bits per element of q, k and v."""
+        if self.attention_bits is not None:
+            return self.attention_bits
+        return self.bits if self.adapts else max(self.bits, ATTENTION_BITS)
+
+    def changed(self, change: LayerSettings) -> ResolvedSettings:
+        """Return these settings with the values that `change` gives for some modules or for the whole model.
+
+        Raises:
+            InputError: the change has a number of bits that is not whole although there is no policy, or `copies=2`
+                although norms save their input in fixed point.
+        """
+        given = {each.name: getattr(change, each.name) for each in fields(change)}
+        given = {name: value for name, value in given.items() if value is not None}
+        # A policy does not change bits that the user gives.
+        adapts = self.adapts and "bits" not in given
+        chooses = self.chooses_activation_bits and "activation_bits" not in given
+        changed = replace(self, **given, adapts=adapts, chooses_activation_bits=chooses)
+        if change.autograd_functions:
+            _check_functions(change.autograd_functions, changed.everything)
+        return changed.checked()
+
+    def checked(self) -> ResolvedSettings:
+        """Return the settings. Raise InputError if a value is invalid or contradicts another value."""
+        for name in ("bits", "attention_bits"):
+            value = getattr(self, name)
+            if isinstance(value, float) and not self.has_policy:
+                raise InputError(
+                    f"expected a whole number from 1 to 8 for {name}, got {value!r}; averages need a configuration "
+                    "such as fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples"
+                )
+        check = check_average if self.has_policy else check_bits
+        check(self.bits)
+        if self.attention_bits is not None:
+            check(self.attention_bits, "attention_bits")
+        check_rotated_size(self.quantizer, self.group_size)
+        if self.fuses_norms and self.copies != 1:
+            raise InputError(
+                f"expected copies=1 with PreActivationBits, got {self.copies}: two fixed-point copies would be alike"
+            )
+        return self
+
+    def make_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
+        """Make the quantizer for the inputs of the layer `name`."""
+        return self._quantizer(self.bits, context, name, not self.adapts)
+
+    def make_attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
+        """Make the quantizer for q, k and v of the attention layer `name`."""
+        is_fixed = not self.adapts or self.attention_bits is not None
+        return self._quantizer(self.bits_of_attention, context, name, is_fixed)
+
+    def make_function_quantizers(self, context: ForwardContext) -> FunctionQuantizers:
+        """Make the quantizers for the functions that a forward pass calls."""
+        return FunctionQuantizers(
+            self.make_quantizer(context),
+            self.activation_bits,
+            self.make_attention_quantizer(context),
+        )
+
+    def make_graph_settings(self, is_cell: bool = False) -> GraphSettings | None:
+        """Return the settings for tensors that torch's operations save; None if these tensors stay exact.
+
+        Args:
+            is_cell: whether the module is a recurrent cell. What a cell saves is compressed by default, and of any size,
+                because the layers after the cell save copies of its results, besides the tensors that the cell saves.
+        """
+        if not (self.everything or (is_cell and self.functional)):
+            return None
+        return GraphSettings(
+            math.floor(self.bits),
+            self.activation_bits,
+            self.group_size,
+            self.min_dtype,
+            self.quantizer,
+            self.autograd_functions,
+            packs.LEAST_ELEMENTS if is_cell else LEAST_ELEMENTS,
+        )
+
+    def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:
+        return Quantizer(
+            # Compiled code cannot give samples different bits, so it uses the average, rounded down.
+            bits=math.floor(bits),
+            group_size=self.group_size,
+            min_dtype=self.min_dtype,
+            context=context,
+            name=name,
+            average=bits,
+            is_fixed=is_fixed,
+            fuse=self.fuses_norms,
+            kind=self.quantizer,
+        )
+
+
+def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:
+    """Return the settings of all modules that no override changes.
+
+    Args:
+        config: the configuration, which says who chooses bits.
+        layers: the settings that differ from the defaults.
+
+    Raises:
+        InputError: `layers` is neither a LayerSettings nor a mapping of its fields, has `bits`, or contradicts
+            `config`; or the initial bits of `config` are not a number from 1 to 8.
+    """
+    check_average(config.initial_bits)
+    usual = ResolvedSettings(
+        bits=config.initial_bits,
+        activation_bits=config.bits_of_activations,
+        functional=True,
+        fuses_norms=config.fuses_norms,
+        has_policy=config.has_policy,
+        adapts=config.adapts,
+    )
+    try:
+        if not isinstance(layers, LayerSettings | Mapping | None):
+            raise InputError(
+                f"expected fewbit.LayerSettings, or a mapping of its fields, got {layers!r}"
+            )
+        names = [each.name for each in fields(LayerSettings) if each.name != "bits"]
+        for name in layers if isinstance(layers, Mapping) else ():
+            if name not in ("bits", *names):
+                raise InputError(f"expected {', '.join(names)}, got {shorten(name)}")
+        layers = LayerSettings.of({} if layers is None else layers)
+        if layers.bits is not None:
+            raise InputError(
+                f"expected no bits, because the argument bits gives them, here {config!r}; got bits={layers.bits!r}"
+            )
+        chooses = config.chooses_activation_bits and layers.activation_bits is None
+        return replace(usual.changed(layers), chooses_activation_bits=chooses)
+    except InputError as error:
+        raise InputError(f"layers: {error}") from None
+
+
+def _check_functions(names, everything: bool) -> None:
+    """Raise InputError if no autograd Function has one of these names, or if they would have no effect."""
+    if not everything:
+        raise InputError("expected everything=True with autograd_functions, got False")
+    known, waiting = set(), [Function]
+    while waiting:
+        for cls in waiting.pop().__subclasses__():
+            known.add(name_of_class(cls))
+            waiting.append(cls)
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"autograd_functions: expected the name of a torch.autograd.Function, as module.Class, "
+                f"got {shorten(name)}, which does not exist or is not imported yet"
+            )

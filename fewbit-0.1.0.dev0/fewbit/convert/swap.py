@@ -1,0 +1,445 @@
+"""Conversion of a model in place, and back: module objects stay, their classes change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fewbit.convert import kinds, transformers_attention, transformers_modules
+from fewbit.convert.functions import FunctionMode
+from fewbit.convert.recurrent import StepwiseLSTM
+from fewbit.convert.report import ConvertedModule, Report, SkippedModule
+from fewbit.convert.select import Selected, Selection, settings_by_module
+from fewbit.convert.settings import ResolvedSettings
+from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.errors import InputError
+from fewbit.nn.activations import TwoValued
+from fewbit.nn.base import Quantized
+from fewbit.nn.preactivation import PreActivation
+from fewbit.runtime.graph.compressor import GraphCompressor
+from fewbit.runtime.interop.bypass import ModeHooks
+from fewbit.runtime.interop.module_calls import (
+    GUARD,
+    PATH,
+    rebase,
+    track,
+    tracked_class_for,
+    untrack,
+    untracked_class,
+)
+from fewbit.runtime.saved.calls import CallGuard
+from fewbit.runtime.saved.context import ForwardContext
+
+_ORIGINAL = "_fewbit_original"
+_FUNCTIONS = "_fewbit_functions"
+
+
+@dataclass
+class Original:
+    """The class and attributes that a module had before its conversion. The module stores this object as an attribute.
+
+    Attributes:
+        cls: the class before the conversion.
+        becomes: the class that the conversion gave the module.
+        attributes: {name: old value} of the attributes that the conversion replaced.
+        added: the names of the attributes that the conversion added.
+    """
+
+    cls: type
+    becomes: type
+    attributes: dict
+    added: tuple[str, ...]
+
+    def __getstate__(self):
+        # pickle cannot find an adapted class by its name, because it is made on first use.
+        is_adapted = transformers_modules.is_adapted(self.becomes)
+        return vars(self) | {"becomes": None if is_adapted else self.becomes}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        if self.becomes is None:
+            self.becomes = transformers_modules.adapted(self.cls)
+
+
+class Conversion(NamedTuple):
+    """The result of `convert`.
+
+    Attributes:
+        report: the modules that were converted, and those that were not.
+        context: the object through which the model's layers share state in a forward pass.
+        selected: the modules of the model and their settings, selected before their classes changed.
+    """
+
+    report: Report
+    context: ForwardContext
+    selected: list[Selected]
+
+
+def convert(
+    model: nn.Module,
+    settings: ResolvedSettings,
+    selection: Selection | None = None,
+    before: Callable[[], None] = lambda: None,
+) -> Conversion:
+    """Convert the modules of a model, and the functions that these modules call, with given settings.
+
+    An earlier conversion is undone first, so that only the new settings hold. If `settings.families` contains only
+    activations, as for `replace_activations_`, an earlier conversion is not undone. Then the selected activations get
+    the new settings, and everything else stays as it is.
+
+    Args:
+        model: the model, which changes in place.
+        settings: the settings of modules that no override changes.
+        selection: the modules to convert; by default all.
+        before: a function that is called once, after the checks and after an earlier conversion is undone, but before
+            modules are converted.
+
+    Raises:
+        InputError: the model is not a module, or the selection is invalid.
+    """
+    check_model(model)
+    selection = selection or Selection()
+    selected = selection.of(model, settings)
+    whole = settings.families != (kinds.ACTIVATION,)
+    if whole:
+        restore_(model)
+        selected = selection.of(model, settings)
+    before()
+    context = ForwardContext()
+    fused = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, PreActivation)
+        for child in module.children()
+    }
+    rows = [_convert(one, context, whole) for one in selected if id(one.module) not in fused]
+    if kinds.LAYER in settings.families:
+        rows += _convert_attention(model, selected, context)
+    if whole:
+        _switch_functions(model, settings, selected, context)
+        _attach(model, settings, selected, context)
+    converted = tuple(row for row in rows if isinstance(row, ConvertedModule))
+    skipped = tuple(row for row in rows if isinstance(row, SkippedModule))
+    return Conversion(Report(converted, skipped), context, selected)
+
+
+@whole_or_not_at_all
+def restore_(model: nn.Module) -> None:
+    """Undo `compress_`: give each converted module its class back. Modules created from fewbit's classes stay.
+
+    If a parametrization or fully_shard has subclassed the class of a converted module, that subclass is rebuilt on
+    the module's original class.
+
+    Args:
+        model: the model, which changes in place.
+
+    Raises:
+        InputError: the model is not a module, or the class of a converted module was changed in another way after the
+            conversion. The model stays unchanged.
+    """
+    check_model(model)
+    classes = {}
+    for path, module in model.named_modules():
+        original = vars(module).get(_ORIGINAL)
+        if original is not None:
+            classes[module] = _class_before(path or "the model", module, original)
+    transformers_attention.remove(model)
+    for module in list(model.modules()):
+        untrack(module)
+        _remove_hooks(module)
+        original = vars(module).pop(_ORIGINAL, None)
+        if original is None and isinstance(module, Quantized):
+            quantizer = module.quantizer  # the user made the module from fewbit's class
+            if quantizer.context is not None and not quantizer.context.is_private:
+                quantizer.context = None
+        if original is not None:
+            for name in original.added:
+                vars(module).pop(name, None)
+            vars(module).update(original.attributes)
+            module.__class__ = classes[module]
+        for name, function in vars(module).pop(_FUNCTIONS, {}).items():
+            delattr(module, name)
+            setattr(module, name, function)
+
+
+def check_model(model) -> None:
+    """Raise InputError if the model is not a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Return whether `convert` changed the class of the module."""
+    return _ORIGINAL in vars(module)
+
+
+def name_of_attention(path: str) -> str:
+    """Return "<path>:attention", the name under which reports list q, k and v of the module at `path`."""
+    return f"{path}:attention"
+
+
+def may_call(module: nn.Module) -> bool:
+    """Return whether fewbit assumes that a module's forward calls other modules, or functions of any kind.
+
+    This is assumed of all modules except those of torch.nn and fewbit that have no children.
+    """
+    if next(module.children(), None) is not None:
+        return True
+    return not (kinds.is_fewbit(module) or type(module).__module__.startswith("torch.nn."))
+
+
+# -- One module ----------------------------------------------------------------------------------------------
+
+
+def _convert(
+    selected: Selected, context: ForwardContext, whole: bool
+) -> ConvertedModule | SkippedModule | None:
+    """Convert a module and return a row of the report; None if there is nothing to report about the module.
+
+    Args:
+        selected: the module and its settings.
+        context: the model's context, through which its layers share state.
+        whole: whether to convert all modules, not only activations.
+    """
+    path, module, attribute, settings = selected
+    if attribute is None and kinds.is_fewbit(module):
+        return _convert_again(selected, context, whole)
+    held = kinds.FUNCTIONS[getattr(module, attribute)]() if attribute else module
+    name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
+    kind = kinds.kind_of(held)
+    if kind is None:
+        is_cell = kinds.is_cell(held)
+        everything = settings is not None and settings.make_graph_settings(is_cell) is not None
+        is_reported = whole or kinds.is_like_an_activation(module)
+        functional = settings is not None and settings.functional
+        reason = kinds.why_not(module, everything, functional) if is_reported else None
+        calls_functions = (
+            reason and not everything and ("subclass" in reason or "no few-bit" in reason)
+        )
+        if calls_functions and may_call(module) and functional:
+            reason += "; functions that it calls are compressed"
+        return SkippedModule(path, name, reason) if reason else None
+    if kind.family == kinds.RECURRENT and not (settings is not None and settings.everything):
+        return SkippedModule(path, name, kinds.LEFT_ALONE[nn.LSTM]) if whole else None
+    if settings is None:
+        return SkippedModule(path, name, "excluded")
+    if kind.family not in settings.families:
+        return None
+    reason = kinds.replaced(held)
+    if reason is not None:
+        return SkippedModule(path, name, reason)
+    if attribute is not None:
+        vars(module).setdefault(_FUNCTIONS, {})[attribute] = getattr(module, attribute)
+        # The submodule takes the place and the name of the plain attribute.
+        delattr(module, attribute)
+        setattr(module, attribute, held.train(module.training))
+        name = f"{name} (function)"
+    _change_class(held, kind)
+    bits = _configure(path, held, settings, context)
+    return _row(path, name, held, bits)
+
+
+def _row(path: str, before: str, module: nn.Module, bits: float | None) -> ConvertedModule:
+    """Return the row of the report for a module that has its new class and settings."""
+    own = getattr(module, "attention_quantizer", None)
+    attention = None if own is None or own.average == bits else own.average
+    after = kinds.name_of(type(module))
+    frozen = kinds.saves_nothing(module)
+    return ConvertedModule(path, before, after, bits, attention=attention, frozen=frozen)
+
+
+def as_now(report: Report, model: nn.Module) -> Report:
+    """Return the report with the modules that are frozen, or in evaluation mode while others train, as the model is now."""
+    modules, rows = dict(model.named_modules()), []
+    trains = any(module.training for module in modules.values())
+    for row in report.converted:
+        module = modules.get(row.path)
+        if module is not None:
+            is_evaluated = trains and not module.training
+            row = row._replace(frozen=kinds.saves_nothing(module), evaluated=is_evaluated)
+        rows.append(row)
+    return replace(report, converted=tuple(rows))
+
+
+def _change_class(module: nn.Module, kind) -> None:
+    """Give a module the class of its kind, and store the old class and attributes in the module."""
+    names = (*kind.attributes, *_configured_attributes(kind.becomes))
+    replaced = {name: vars(module)[name] for name in names if name in vars(module)}
+    for name, method in kinds.methods_of_liger(module).items():
+        replaced[name] = method
+        del vars(module)[name]  # it would hide the method of the new class
+    vars(module)[_ORIGINAL] = Original(type(module), kind.becomes, replaced, names)
+    vars(module).update(kind.attributes)
+    module.__class__ = kind.becomes
+
+
+def _convert_again(
+    selected: Selected, context: ForwardContext, whole: bool
+) -> ConvertedModule | SkippedModule | None:
+    """Apply settings to a module that has a class of fewbit already, and return a row of the report.
+
+    Either the user made the module, or an earlier call converted the module and this call converts only activations.
+    """
+    path, module, _, settings = selected
+    if isinstance(module, Quantized):
+        if not whole:
+            return None
+        fuses = settings is not None and settings.fuses_norms
+        module.quantizer = module.quantizer.copy_for(path, context=context, fuse=fuses)
+    if isinstance(module, PreActivation):
+        reason = f"few-bit already: one tensor of {module.bits} bits an element"
+        return SkippedModule(path, type(module).__name__, reason)
+    original = vars(module).get(_ORIGINAL)
+    if original is None or settings is None:
+        return SkippedModule(path, type(module).__name__, f"few-bit already: {module!r}")
+    bits = _configure(path, module, settings, context)
+    return _row(path, original.cls.__name__, module, bits)
+
+
+def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the attributes that `_configure` sets in modules of fewbit's class `cls`."""
+    if issubclass(cls, Quantized):
+        return "quantizer", "copies", "attention_quantizer"
+    return ("bits", "table") if kinds.is_activation(cls) else ()
+
+
+def _configure(path, module, settings, context) -> float | None:
+    """Set the quantizer or the bits of a module of fewbit. Return the bits per element; None if it stays exact."""
+    if isinstance(module, Quantized):
+        module.quantizer = settings.make_quantizer(context, path)
+        if hasattr(type(module), "copies"):
+            module.copies = settings.copies
+        if hasattr(type(module), "attention_quantizer"):
+            name = name_of_attention(path)
+            module.attention_quantizer = settings.make_attention_quantizer(context, name)
+        return settings.bits
+    if kinds.is_activation(type(module)):
+        is_exact = isinstance(module, TwoValued)
+        module.bits, module.table = 1 if is_exact else settings.activation_bits, None
+        return module.bits
+    if isinstance(module, StepwiseLSTM) and module.runs_stepwise_on(_device_of(module)):
+        return settings.bits
+    return None
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.Module]:
+    """Return the class that `restore_` gives a converted module. Raise InputError if it cannot be determined."""
+    cls = untracked_class(module)
+    is_known = issubclass(cls, original.becomes)
+    before = rebase(cls, original.becomes, original.cls) if is_known else None
+    if before is None:
+        raise InputError(
+            f"{path}: expected the class that compress_ gave it, got {type(module).__name__}, which was put in its "
+            "place since; undo that first"
+        )
+    return before
+
+
+# -- The whole model -----------------------------------------------------------------------------------------
+
+
+def _convert_attention(
+    model: nn.Module, selected: Iterable[Selected], context: ForwardContext
+) -> list[ConvertedModule | SkippedModule]:
+    """Convert attention in models of transformers, which a function of transformers computes, and not a module."""
+    own = settings_by_module(selected)
+
+    def quantizer(path, module):
+        settings = own.get(id(module))
+        if settings is None:
+            return None
+        return settings.make_attention_quantizer(context, name_of_attention(path))
+
+    reached, left = transformers_attention.install(model, quantizer)
+    rows = []
+    for path in reached:
+        module = model.get_submodule(path)
+        bits = quantizer(path, module).average
+        rows.append(ConvertedModule(path, type(module).__name__, "fewbit attention", bits))
+    rows += [SkippedModule(path, "attention", reason) for path, reason in left.items()]
+    return rows
+
+
+def _attach(
+    model, settings: ResolvedSettings, selected: list[Selected], context: ForwardContext
+) -> None:
+    """Make the model's forward passes run within the context, which replaces functions and knows the running module."""
+    own = [one.settings for one in selected if one.settings is not None]
+    if settings.functional or any(module_settings.functional for module_settings in own):
+        context.contexts = (FunctionMode(settings.make_function_quantizers(context)),)
+    context.compressor = _graph_compressor(settings, selected)
+    is_needed = context.contexts or context.compressor is not None
+    if not (is_needed or any(isinstance(module, Quantized) for module in model.modules())):
+        return
+    guard, tracked = CallGuard(context), {}
+    for path, module in model.named_modules():
+        has_own = context.compressor is not None and path in context.compressor.own
+        # Modules without a forward, like ModuleList, are never called.
+        if (module is model or may_call(module) or has_own) and not _is_scripted(module):
+            tracked[module] = path, tracked_class_for(module)
+        elif settings.has_policy and kinds.is_activation(type(module)):
+            vars(module).update({PATH: path, GUARD: guard})
+    for module, (path, cls) in tracked.items():
+        vars(module)[PATH] = path
+        track(module, guard, cls)
+
+
+def _graph_compressor(settings: ResolvedSettings, selected) -> GraphCompressor | None:
+    """Return the object that compresses what torch's operations save, or None if no settings ask for it."""
+    usual, own = settings.make_graph_settings(), {}
+    for path, module, _, chosen in selected:
+        is_cell = kinds.is_cell(module)
+        if chosen is not settings or is_cell:
+            own[path] = None if chosen is None else chosen.make_graph_settings(is_cell)
+    if usual is None and not any(own.values()):
+        return None
+    return GraphCompressor(usual, own)
+
+
+def _switch_functions(model, settings, selected: list[Selected], context: ForwardContext) -> None:
+    """Add hooks to modules whose settings differ from the model's, for the functions that these modules call.
+
+    Functions that an excluded module calls stay exact. Functions that another such module calls get its settings.
+    """
+    own = settings_by_module(selected)
+    if all(module_settings is settings for module_settings in own.values()):
+        return
+    made = {}
+    for module in model.modules():
+        if id(module) not in own or _is_scripted(module):
+            continue  # the conversion made the module from a function
+        mine = own[id(module)]
+        if mine is None or (may_call(module) and not mine.functional):
+            mode = True
+        elif not may_call(module):
+            continue
+        elif mine is settings:
+            mode = False
+        else:
+            mode = made.setdefault(mine, mine.make_function_quantizers(context))
+        switch = ModeHooks(mode)
+        module.register_forward_pre_hook(switch.enter, prepend=True)
+        module.register_forward_hook(switch.leave, always_call=True)
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """Return whether the module is a ScriptModule, which takes no hooks."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    vars(module).pop(PATH, None)
+    vars(module).pop(GUARD, None)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), ModeHooks):
+                del hooks[number]
+                module._forward_hooks_always_called.pop(number, None)

@@ -1,0 +1,105 @@
+"""Adapted classes: subclasses of transformers' module classes that save quantized tensors.
+
+In transformers every model defines its own classes for the same few computations. `becomes` recognizes such a class by
+the source of its forward, in which only the names of variables may differ. If a later version of transformers changes a
+class, the class is not recognized and stays as it is. transformers is not imported unless the process has imported it
+already.
+
+An adapted class is a subclass of the module's class, made on first use, that a conversion assigns to
+`module.__class__`. The module then needs an attribute `quantizer`. In evaluation mode the module computes what the
+original class computes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import Tensor, nn
+
+from fewbit import functional as F
+from fewbit.convert.transformers_gated import UNITS
+from fewbit.convert.transformers_norms import FORMS, LigerLayerNorm, LigerRMSNorm, RMSNorm
+from fewbit.convert.transformers_source import canonical, source_of
+from fewbit.nn.base import Quantized
+from fewbit.runtime.interop.module_calls import class_of
+
+__all__ = ["adapted", "becomes", "is_adapted", "misfit_of", "original"]
+
+
+def becomes(module: nn.Module) -> type[nn.Module] | None:
+    """Return the adapted class for a module; None if the module is not recognized.
+
+    transformers' Conv1D, and the root-mean-square norms and gated units of its models are recognized, and the norms and
+    gated units by which Liger replaces them.
+    """
+    cls = class_of(module)
+    return None if _adapter(cls) is None or misfit_of(module) else adapted(cls)
+
+
+def misfit_of(module: nn.Module) -> str | None:
+    """Return why a module of a recognized class cannot be converted; None if it can. None also for other classes."""
+    adapter = _adapter(class_of(module))
+    if adapter is LigerRMSNorm:
+        return LigerRMSNorm.misfit_of(module)
+    if adapter is None or not issubclass(adapter, RMSNorm):
+        return None
+    missing = [name for name in adapter.form.attributes if not hasattr(module, name)]
+    return f"it has no attribute {missing[0]!r}, which its forward reads" if missing else None
+
+
+def original(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class of transformers that a converted module had; None if it was not converted."""
+    return type(module).original if isinstance(module, _Adapted) else None
+
+
+def is_adapted(cls: type) -> bool:
+    """Return whether `adapted` made the class."""
+    return issubclass(cls, _Adapted)
+
+
+class _Adapted:
+    """A mixin of the classes that `adapted` makes.
+
+    A pickle of a module contains the original class, because pickle cannot import a class that was made at run time.
+    """
+
+    original: type[nn.Module]
+
+    def __reduce_ex__(self, protocol):
+        return _blank, (self.original,), self.__getstate__()
+
+
+@cache
+def adapted(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the adapted class for a class of transformers that `becomes` recognizes."""
+    doc = f"{cls.__name__} that saves quantized tensors."
+    attributes = {"__module__": __name__, "__doc__": doc, "original": cls}
+    return type(cls.__name__, (_Adapted, _adapter(cls), cls), attributes)
+
+
+def _blank(cls: type[nn.Module]) -> nn.Module:
+    made = adapted(cls)
+    return made.__new__(made)
+
+
+@cache
+def _adapter(cls: type[nn.Module]) -> type[Quantized] | None:
+    """Return the mixin that has the new forward for a class of transformers; None if the class is not recognized."""
+    if cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D":
+        return Conv1D
+    if not cls.__module__.startswith(("transformers.models.", "liger_kernel.transformers.")):
+        return None
+    return _BY_SOURCE.get(source_of(cls))
+
+
+class Conv1D(Quantized):
+    """A linear layer with a transposed weight, which saves what `fewbit.functional.linear` saves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self._exact(x)
+        return F.linear(x, self.weight.t(), self.bias, quantizer=self.quantizer)
+
+
+_BY_SOURCE = {canonical(form.source): form.mixin() for form in (*FORMS, *UNITS)}
+_BY_SOURCE |= {canonical(norm.SOURCE): norm for norm in (LigerRMSNorm, LigerLayerNorm)}

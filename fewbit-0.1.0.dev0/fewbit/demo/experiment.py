@@ -1,0 +1,191 @@
+"""The experiment of the demo: training with exact layers, with few-bit GELUs, and with all layers compressed.
+
+An arm of the experiment is one setting, trained from several seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fewbit.analysis.meter import saved_bytes
+from fewbit.compress.compress import compress_
+from fewbit.config import ACTIVATION_BITS, LayerSettings, Level
+from fewbit.convert.settings import ATTENTION_BITS
+from fewbit.demo import training
+from fewbit.demo.parallel import run_all
+from fewbit.demo.result import Arm, Demo
+from fewbit.demo.text import Corpus, python_topics
+from fewbit.errors import FewbitError, InputError
+from fewbit.nn import GELU
+from fewbit.runtime import backends
+
+STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
+"""The results of `fewbit demo --all --seeds 5`; the file is part of a checkout, not of the package."""
+MOST_SEEDS = 100
+
+
+EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
+"""The arguments of `run_demo` for `fewbit demo --all`. STORED contains the results of these arms."""
+
+
+def check_request(
+    bits: Sequence[int] = (),
+    everything: Sequence[int] = (),
+    average: Sequence[float] = (),
+    seeds: int = 1,
+) -> None:
+    """Raise InputError if an argument of `run_demo` is out of range."""
+    requested = (
+        ("bits", bits, 1, 8),
+        ("everything", everything, 1, 8),
+        ("average", average, 1, 8),
+        ("seeds", (seeds,), 1, MOST_SEEDS),
+    )
+    for name, numbers, least, most in requested:
+        for number in numbers:
+            if not least <= number <= most:
+                raise InputError(f"{name}: expected {least} to {most}, got {number!r}")
+
+
+def run_demo(
+    bits: Sequence[int] = (3,),
+    everything: Sequence[int] = (2,),
+    average: Sequence[float] = (),
+    seeds: int = 1,
+    settings: training.Settings | None = None,
+    corpus: Corpus | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    processes: int = 1,
+) -> Demo:
+    """Train the transformer with exact layers, with few-bit GELUs, and with all layers compressed.
+
+    An arm is one setting, trained from every seed: 0, 1, ... The first arm is the exact one.
+
+    Args:
+        bits: Numbers of bits. Each gives an arm whose GELUs save this many bits per element.
+        everything: Numbers of bits. Each gives an arm whose model `compress_` converts, so that all layers save their
+            inputs with this many bits per element. GELUs have 3 bits, and attention has at least 4.
+        average: Average numbers of bits. Each gives an arm like those of `everything`, but at level L3 of ActNN, which
+            divides the bits among layers and samples (`AdaptiveBits`).
+        seeds: The number of seeds.
+        settings: The settings of every training; by default `Settings()`, those of benchmarks/results/demo.json.
+        corpus: The text; by default the help texts that come with Python.
+        progress: Called as `progress(name of the arm, steps done, steps in all)`.
+        processes: The number of trainings that run at a time. Each uses one thread of torch, so that a seed gives the
+            same losses on any number of cores. The tensors are so small that more threads would hardly help.
+
+    Returns:
+        The arms with their losses, saved bytes and times.
+
+    Raises:
+        InputError: A number is out of range.
+        FewbitError: The text is too short.
+    """
+    check_request(bits, everything, average, seeds)
+    settings = settings or training.Settings()
+    corpus = corpus or python_topics()
+    choices = [Arm(gelu_bits, 0, 0, (), 0.0) for gelu_bits in (None, *dict.fromkeys(bits))]
+    for level, numbers in (("L2", everything), ("L3", average)):
+        for number in dict.fromkeys(numbers):
+            choices.append(Arm(ACTIVATION_BITS, 0, 0, (), 0.0, number, level))
+    if len(corpus.train) <= settings.context or len(corpus.held_out) <= settings.context:
+        raise FewbitError(f"corpus: expected more than {10 * settings.context} characters")
+    tasks = [(arm, seed) for arm in choices for seed in range(seeds)]
+    done = [0] * len(tasks)
+
+    def report(index, steps):
+        arm, seed = tasks[index]
+        done[index] = steps
+        what = arm.name if arm.everything is not None else f"GELU, {arm.name}"
+        what += f", seed {seed}" if seeds > 1 else ""
+        progress(what, sum(done), len(tasks) * settings.steps)
+
+    work = partial(_run, settings, corpus)
+    results = run_all(work, tasks, min(processes, len(tasks)), report)
+    arms = [_arm(empty, results[i * seeds : (i + 1) * seeds]) for i, empty in enumerate(choices)]
+    backend = backends.of(torch.empty(0)).name
+    return Demo(settings, len(corpus.train), backend, tuple(arms), _stored(settings))
+
+
+def _build(arm: Arm, settings, corpus, seed):
+    exact = arm.bits is None or arm.everything is not None
+    model = training.build(
+        corpus, settings, nn.GELU if exact else partial(GELU, bits=arm.bits), seed
+    )
+    if arm.everything is not None:
+        attention_bits = max(arm.everything, ATTENTION_BITS)
+        layers = LayerSettings(activation_bits=arm.bits, attention_bits=attention_bits)
+        compress_(model, Level(arm.level, arm.everything), layers=layers, verbose=False)
+    return model
+
+
+def _run(settings, corpus, task, step) -> tuple[training.Run, tuple[int, int] | None, float]:
+    """Train one arm from one seed.
+
+    Args:
+        settings: The settings of the training.
+        corpus: The text.
+        task: The (arm, seed).
+        step: Called after every training step with the number of steps done.
+
+    Returns:
+        The losses, the saved bytes as `_counted` returns them (None unless the seed is 0), and the seconds of the
+        training.
+    """
+    arm, seed = task
+    with one_thread():
+        saved = _counted(_build(arm, settings, corpus, 0), settings, corpus) if seed == 0 else None
+        start = time.perf_counter()
+        run = training.train(_build(arm, settings, corpus, seed), corpus, settings, seed, step)
+        return run, saved, time.perf_counter() - start
+
+
+def _arm(empty: Arm, results) -> Arm:
+    """Return a copy of an arm that contains its results, a list of what `_run` returned for each seed."""
+    runs, saved, seconds = zip(*results, strict=True)
+    activation_bytes, model_bytes = saved[0]
+    return replace(
+        empty,
+        activation_bytes=activation_bytes,
+        model_bytes=model_bytes,
+        runs=runs,
+        seconds=sum(seconds),
+    )
+
+
+def _counted(model, settings, corpus) -> tuple[int, int]:
+    """Return (bytes of the GELUs, bytes of the whole model) that one training step saves for the backward pass."""
+    characters, _ = corpus.held_out_batch(settings.batch, settings.context)
+    saved = saved_bytes(model, characters)
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.GELU)}
+    return sum(size for name, size in saved.by_module().items() if name in names), saved.total
+
+
+def _stored(settings) -> dict | None:
+    """Return the stored results if they have these settings and several seeds, else None."""
+    try:
+        document = json.loads(STORED.read_text(encoding="utf-8"))
+        fits = document["settings"] == asdict(settings) and document["arms"][0]["std"] is not None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return document if fits else None
+
+
+@contextmanager
+def one_thread():
+    """Return a context manager for a `with` block in which torch uses one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,121 @@
+"""Functions that write a file completely or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from fewbit.errors import FewbitError, OutputExistsError
+
+
+def check_writable(path: str | os.PathLike, force: bool = False) -> None:
+    """Check that a file can be written. Call this function before you compute the data that `write_atomic` will write.
+
+    Args:
+        path: The path of the file to write.
+        force: Whether an existing file may be overwritten.
+
+    Raises:
+        OutputExistsError: The path exists, and `force` is false.
+        FewbitError: The path is not a regular file, or its directory does not exist or is not writable.
+    """
+    target = _target_of(path, force)
+    if not target.parent.is_dir():
+        raise FewbitError(f"{path}: expected a path in an existing directory")
+    if not os.access(target.parent, os.W_OK):
+        raise FewbitError(f"{path}: expected a path in a directory that can be written")
+
+
+def write_atomic(
+    path: str | os.PathLike, data: str | bytes, force: bool = False, *, follow_links: bool = True
+) -> None:
+    """Write a file completely or not at all. Other programs see either the old file or the whole new one.
+
+    Without `force` an existing file is never overwritten, even if another process creates it at the same time. The data
+    is first written to a temporary file in the same directory. If the write is interrupted, that file is removed.
+
+    Args:
+        path: The path of the file.
+        data: Bytes, or text, which is written as UTF-8.
+        force: Whether an existing file may be overwritten.
+        follow_links: What to do if `path` is a symbolic link. True: write the file to which the link points. False:
+            replace the link itself. Pass True for a path that the user gave. Pass False in the cache, where fewbit
+            chooses the paths. A link that somebody else made there then cannot redirect the write to another file.
+
+    Raises:
+        OutputExistsError: The path exists, and `force` is false.
+        FewbitError: The path is not a regular file, its directory does not exist or is not writable, or the disk is
+            full.
+    """
+    target = _target_of(path, force, follow_links)
+    # The temporary file sits beside the target: a rename is atomic only within one file system.
+    temporary = target.with_name(f".{target.name[:40]}.{os.urandom(8).hex()}.tmp")
+    payload = data.encode("utf-8") if isinstance(data, str) else data
+    try:
+        _write_durably(temporary, payload)
+        if force:
+            os.replace(temporary, target)
+        else:
+            _publish_new(temporary, target)
+    except FileExistsError:
+        raise OutputExistsError(path) from None
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    finally:
+        _remove(temporary)
+
+
+def _target_of(path, force: bool, follow_links: bool = True) -> Path:
+    """Return the path to write; `follow_links` resolves symbolic links. Raise the exceptions of `write_atomic`."""
+    try:
+        target = Path(path).resolve() if follow_links else Path(path)
+        try:
+            # If links are followed, a circle of links raises OSError here.
+            mode = os.stat(target, follow_symlinks=follow_links).st_mode
+        except FileNotFoundError:
+            return target
+    # RuntimeError means a circle of links, ValueError a null character in the path.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _unwritable(path, error) from None
+    # A rename would replace a device by a file. The mode is that of a symbolic link only if `follow_links` is False.
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise FewbitError(f"{path}: expected a path to a regular file, got something else")
+    if not force:
+        raise OutputExistsError(path)
+    return target
+
+
+def _unwritable(path, error: Exception) -> FewbitError:
+    reason = getattr(error, "strerror", None) or error
+    return FewbitError(f"{path}: expected a writable path, got: {reason}")
+
+
+def _write_durably(path: Path, payload: bytes) -> None:
+    # os.open with 0o666, not tempfile, so that the file gets the permissions of the user's umask.
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
+    )
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish_new(temporary: Path, target: Path) -> None:
+    """Rename `temporary` to `target`. Raises FileExistsError if `target` exists."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        # The file system has no hard links. An empty file reserves the name until the rename replaces that file.
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        os.replace(temporary, target)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:  # the directory is missing or unreadable, so it contains no file of fewbit's
+        pass

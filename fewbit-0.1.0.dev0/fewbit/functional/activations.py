@@ -1,0 +1,429 @@
+"""Activations with torch.nn.functional's signatures plus `bits` and `table`.
+
+Every function computes its activation f(input) with torch's function, in the input's shape, dtype and memory format. In
+the backward pass a step function q replaces the derivative of f: the gradient is `q(input) * grad` (Few-bit Backward,
+Novikov et al., ICML 2023). A table (docs/concepts/solver.md) lists the few values of q. For each element only a code is saved,
+the index of q(input) in the table. The codes of n elements take `4 * b * ceil(n / 32)` bytes. Here b is the smallest
+number of bits that suffices to number the values in the table. The default table has at most `2**bits` values. If the
+derivative has only two values, as that of relu, the table has 2 values, and b is 1 for all `bits`. If no gradient is
+needed, torch's own function runs and nothing is saved.
+
+Args of all functions:
+    input: float32, float64, float16 or bfloat16, of any shape and strides.
+    inplace: as in torch. The input is overwritten after its codes are computed.
+    bits: bits per code of the default table, 1 to 8, or None to run torch's own function, with its own derivative.
+    table: a `fewbit.Table` of the same function and parameters, in place of the default table.
+
+Raises of all functions:
+    FunctionError: the function is not defined for these parameters.
+    SolveError: the solver cannot make a table for these parameters.
+    TableError: the table is for another function or other parameters.
+    InputError: `bits` or the dtype of `input` is not listed above, or `inplace` is set and the input cannot be
+        overwritten.
+    GradientError: in the backward pass, if a second derivative is requested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fewbit.config import ACTIVATION_BITS
+from fewbit.errors import FunctionError
+from fewbit.functional.prelu import RandomSlopes
+from fewbit.runtime.activations.apply import (
+    apply,
+    apply_callable,
+    check_inplace,
+    needs_grad,
+)
+from fewbit.runtime.activations.callable_tables import callable_encoding_text
+from fewbit.runtime.activations.tables import check_choice
+from fewbit.runtime.interop.random_replay import can_replay
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.table import Table
+
+__all__ = [
+    "celu",
+    "elu",
+    "gelu",
+    "gelu_10",
+    "gelu_fast",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "identity",
+    "laplace",
+    "leaky_relu",
+    "logsigmoid",
+    "mish",
+    "pointwise",
+    "quick_gelu",
+    "relu",
+    "relu6",
+    "relu_squared",
+    "rrelu",
+    "selu",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "sqrtsoftplus",
+    "tanh",
+    "tanhshrink",
+    "threshold",
+]
+
+
+# -- derivatives with two values: 1 bit represents them exactly, so no more is saved --------------------------
+
+
+def relu(
+    input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
+) -> Tensor:
+    """Compute torch.nn.functional.relu and save 1 bit per element."""
+    return apply(input, "relu", (), bits, table, inplace)
+
+
+def relu6(
+    input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
+) -> Tensor:
+    """Compute torch.nn.functional.relu6 and save 1 bit per element."""
+    return apply(input, "relu6", (), bits, table, inplace)
+
+
+def leaky_relu(
+    input: Tensor,
+    negative_slope: float = 0.01,
+    inplace: bool = False,
+    *,
+    bits: int | None = 1,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.leaky_relu and save 1 bit per element."""
+    return apply(input, "leaky_relu", (negative_slope,), bits, table, inplace)
+
+
+def threshold(
+    input: Tensor,
+    threshold: float,
+    value: float,
+    inplace: bool = False,
+    *,
+    bits: int | None = 1,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.threshold and save 1 bit per element."""
+    return apply(input, "threshold", (threshold, value), bits, table, inplace)
+
+
+def hardtanh(
+    input: Tensor,
+    min_val: float = -1.0,
+    max_val: float = 1.0,
+    inplace: bool = False,
+    *,
+    bits: int | None = 1,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.hardtanh and save 1 bit per element."""
+    return apply(input, "hardtanh", (min_val, max_val), bits, table, inplace)
+
+
+def hardsigmoid(
+    input: Tensor, inplace: bool = False, *, bits: int | None = 1, table: Table | None = None
+) -> Tensor:
+    """Compute torch.nn.functional.hardsigmoid and save 1 bit per element."""
+    return apply(input, "hardsigmoid", (), bits, table, inplace)
+
+
+def hardshrink(
+    input: Tensor, lambd: float = 0.5, *, bits: int | None = 1, table: Table | None = None
+) -> Tensor:
+    """Compute torch.nn.functional.hardshrink and save 1 bit per element."""
+    return apply(input, "hardshrink", (lambd,), bits, table)
+
+
+def softshrink(
+    input: Tensor, lambd: float = 0.5, *, bits: int | None = 1, table: Table | None = None
+) -> Tensor:
+    """Compute torch.nn.functional.softshrink and save 1 bit per element."""
+    return apply(input, "softshrink", (lambd,), bits, table)
+
+
+def rrelu(
+    input: Tensor,
+    lower: float = 1.0 / 8.0,
+    upper: float = 1.0 / 3.0,
+    training: bool = False,
+    inplace: bool = False,
+    *,
+    bits: int | None = 1,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.rrelu and save 1 bit per element.
+
+    If `training` is set, the slopes of negative elements are random. In this case the sign of each element is saved in
+    1 bit, together with the state of torch's random generator (5056 bytes on the CPU, 16 on CUDA). The backward pass
+    draws the same slopes from this state, so the gradient equals torch's, and `table` is not used. Under torch.compile,
+    during the capture of a CUDA graph, and on devices other than CPU and CUDA, the state cannot be read, and torch's
+    own function runs.
+    """
+    if training:
+        if bits is None or not needs_grad(input) or not can_replay(input):
+            return torch.nn.functional.rrelu(input, lower, upper, training=True, inplace=inplace)
+        if inplace:
+            check_inplace(input, "rrelu", True)
+        return RandomSlopes.apply(input, lower, upper, inplace)
+    return apply(input, "rrelu", (lower, upper), bits, table, inplace)
+
+
+# -- smooth derivatives ---------------------------------------------------------------------------------------
+
+
+def gelu(
+    input: Tensor,
+    approximate: str = "none",
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.gelu, with `approximate` "none" or "tanh", and save `bits` bits per element."""
+    if approximate not in ("none", "tanh"):
+        hint = "; bits are given by name, as gelu(x, bits=3)" * isinstance(approximate, int)
+        raise FunctionError(
+            f"gelu: expected 'none' or 'tanh' for approximate, got {approximate!r}{hint}"
+        )
+    function = "gelu" if approximate == "none" else "gelu_tanh"
+    return apply(input, function, (), bits, table)
+
+
+def elu(
+    input: Tensor,
+    alpha: float = 1.0,
+    inplace: bool = False,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.elu and save `bits` bits per element."""
+    return apply(input, "elu", (alpha,), bits, table, inplace)
+
+
+def celu(
+    input: Tensor,
+    alpha: float = 1.0,
+    inplace: bool = False,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.celu and save `bits` bits per element."""
+    return apply(input, "celu", (alpha,), bits, table, inplace)
+
+
+def selu(
+    input: Tensor,
+    inplace: bool = False,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.selu and save `bits` bits per element."""
+    return apply(input, "selu", (), bits, table, inplace)
+
+
+def silu(
+    input: Tensor,
+    inplace: bool = False,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.silu and save `bits` bits per element."""
+    return apply(input, "silu", (), bits, table, inplace)
+
+
+def mish(
+    input: Tensor,
+    inplace: bool = False,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.mish and save `bits` bits per element."""
+    return apply(input, "mish", (), bits, table, inplace)
+
+
+def hardswish(
+    input: Tensor,
+    inplace: bool = False,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.hardswish and save `bits` bits per element."""
+    return apply(input, "hardswish", (), bits, table, inplace)
+
+
+def sigmoid(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
+    """Compute torch.sigmoid and save `bits` bits per element."""
+    return apply(input, "sigmoid", (), bits, table)
+
+
+def logsigmoid(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
+    """Compute torch.nn.functional.logsigmoid and save `bits` bits per element."""
+    return apply(input, "logsigmoid", (), bits, table)
+
+
+def tanh(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
+    """Compute torch.tanh and save `bits` bits per element."""
+    return apply(input, "tanh", (), bits, table)
+
+
+def tanhshrink(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
+    """Compute torch.nn.functional.tanhshrink and save `bits` bits per element."""
+    return apply(input, "tanhshrink", (), bits, table)
+
+
+def softsign(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
+    """Compute torch.nn.functional.softsign and save `bits` bits per element."""
+    return apply(input, "softsign", (), bits, table)
+
+
+def softplus(
+    input: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.softplus and save `bits` bits per element."""
+    return apply(input, "softplus", (beta, threshold), bits, table)
+
+
+def quick_gelu(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
+    """Compute transformers' quick_gelu, x sigmoid(1.702 x)."""
+    return apply(input, "quick_gelu", (), bits, table)
+
+
+def relu_squared(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
+    """Compute transformers' relu2, relu(x)**2, and save `bits` bits per element.
+
+    The derivative, 2 x for positive x, grows without bound, but the backward pass uses one value of the derivative for
+    all x above the table's domain.
+    """
+    return apply(input, "relu_squared", (), bits, table)
+
+
+def gelu_fast(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
+    """Compute transformers' gelu_fast, an approximation of gelu by tanh."""
+    return apply(input, "gelu_fast", (), bits, table)
+
+
+def gelu_10(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
+    """Compute transformers' gelu_10, which is gelu clipped to [-10, 10]."""
+    return apply(input, "gelu_10", (), bits, table)
+
+
+def sqrtsoftplus(
+    input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
+) -> Tensor:
+    """Compute transformers' sqrtsoftplus, sqrt(softplus(x))."""
+    return apply(input, "sqrtsoftplus", (), bits, table)
+
+
+def laplace(
+    input: Tensor,
+    mu: float = 0.707107,
+    sigma: float = 0.282095,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
+) -> Tensor:
+    """Compute transformers' laplace, (1 + erf((x - mu) / (sigma sqrt(2)))) / 2."""
+    return apply(input, "laplace", (mu, sigma), bits, table)
+
+
+def identity(input: Tensor) -> Tensor:
+    """Return the input itself. The derivative is 1, so nothing is saved."""
+    return input
+
+
+_IDS_ARE_GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""True if torch.compile compiles code anew when the id of a callable in it has changed. torch 2.11 does not."""
+
+
+# -- callables -------------------------------------------------------------------------------------------------
+
+
+def pointwise(
+    input: Tensor,
+    function: Callable,
+    *,
+    bits: int | None = ACTIVATION_BITS,
+    table: Table | None = None,
+) -> Tensor:
+    """Apply a user's pointwise function to a tensor, and save few-bit codes for the derivative.
+
+    Only the input gets a gradient. If the input needs none, the callable simply runs.
+
+    In eager mode the parameters, buffers and numbers that the callable uses may change between calls; docs/concepts/runtime.md
+    says which changes are noticed. Compiled code uses the table with which it was compiled, whatever changes later.
+
+    Args:
+        input: A floating tensor of any shape and strides.
+        function: A callable, or module, that takes a tensor and returns a tensor.
+        bits: Bits per code, 1 to 8, or None to run the callable with torch's own derivative.
+        table: The table to use. By default each process makes its own table at the first call, and again if the
+            callable's results have changed. The docstring of `fewbit.solve` describes the callables for which tables
+            can be made. Pass a table to use the same table in all processes.
+
+    Returns:
+        function(input).
+
+    Raises:
+        FunctionError: The input needs a gradient, and one of these is true: a parameter of the callable needs a
+            gradient too; the callable returns different results for the same input; the solver cannot make a table for
+            the callable.
+    """
+    if bits is None:
+        return function(input)
+    check_choice(bits, table)
+    if not needs_grad(input):
+        return function(input)
+    if torch.compiler.is_compiling():
+        # torch.compile would use one compiled graph for all functions with the same code, even if they enclose
+        # different values. The call of id() makes it compile each function on its own, with this function's table.
+        if not _IDS_ARE_GUARDED:
+            raise FunctionError(
+                "expected torch 2.13 or newer to compile a callable, got an older one"
+            )
+        id(function)
+    encoding = callable_encoding_text(
+        function, bits, table, input.device, input.dtype, is_plain(input)
+    )
+    return apply_callable(input, function, encoding)

@@ -1,0 +1,397 @@
+"""Batch, instance and synchronized batch norm, whose normalized input is saved quantized.
+
+The docstring of `fewbit/functional/layer_norm.py` explains what is saved, and how exact the gradients are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch.autograd import Function
+from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
+
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
+from fewbit.functional.layer_norm import (
+    contiguous,
+    is_served,
+    per_channel,
+    quantizer_for,
+    save_and_share,
+    weighted,
+)
+from fewbit.runtime.format import sums
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers.normalized import (
+    batch_norm_gradients,
+    constant_like,
+    dequantize_copies,
+    input_gradient,
+    save_copies,
+)
+from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+__all__ = ["batch_norm", "instance_norm"]
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.batch_norm and save the normalized input quantized.
+
+    The gradient of `bias` is exact. The gradient of `weight` is exact in expectation: its mean over the random rounding
+    is exact. The gradient of `input` is exact in expectation only with `copies=2`. If `training` is False, nothing is
+    quantized, and the input is saved only if the weight needs a gradient.
+
+    Args:
+        input: (N, C, *), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes for every
+            `group_size` elements (6 if their minimum or mean is float32). A reciprocal standard deviation for each channel is
+            saved too.
+        running_mean: (C,), or None.
+        running_var: (C,), or None.
+        weight: (C,), or None.
+        bias: (C,), or None.
+        training: as in torch.
+        momentum: as in torch.
+        eps: as in torch.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        copies: how many quantized copies of the normalized input are saved: 1, or 2 for an input gradient that is exact
+            in expectation.
+        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+            (docs/concepts/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+
+    Returns:
+        A tensor of the input's shape.
+
+    Raises:
+        InputError: `bits`, `group_size` or `copies` is invalid.
+    """
+    quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    vectors = running_mean, running_var, *contiguous(weight, bias)
+    served = is_served(input, weight, bias) and input.dim() >= 2
+    # If the running statistics need a gradient, torch's own function raises an error.
+    if not served or _are_differentiated(running_mean, running_var):
+        return torch_functional.batch_norm(input, *vectors, training, momentum, eps)
+    if not training:
+        if weight is not None and weight.requires_grad:
+            return torch_functional.batch_norm(input, *vectors, False, momentum, eps)
+        return _FrozenBatchNorm.apply(input, *vectors, eps)
+    torch_functional._verify_batch_size(input.size())
+    return _train_batch_norm(input, input.shape, *vectors, momentum, eps, copies, quantizer)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.instance_norm of an input (N, C, *) and save the normalized input quantized.
+
+    As in torch, this is the batch norm of one sample with N * C channels, so N * C reciprocal standard deviations are
+    saved. `use_input_stats` is as in torch. The other arguments are as in `batch_norm`, and the gradients are equally
+    exact.
+    """
+    quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    vectors = running_mean, running_var, weight, bias
+    served = use_input_stats and is_served(input, weight, bias) and input.dim() > 2
+    # If the running statistics need a gradient, torch's own function raises an error.
+    if not served or _are_differentiated(running_mean, running_var):
+        return torch_functional.instance_norm(input, *vectors, use_input_stats, momentum, eps)
+    torch_functional._verify_spatial_size(input.size())
+    n, c = input.shape[:2]
+    mean, var, weight, bias = (None if vector is None else vector.repeat(n) for vector in vectors)
+    if input.dtype.itemsize > 2:  # torch accepts running statistics of any dtype here
+        mean, var = (None if stat is None else stat.to(input.dtype) for stat in (mean, var))
+    x = input.contiguous()
+    view = 1, n * c, *x.shape[2:]
+    y = _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantizer)
+    for running, repeated in ((running_mean, mean), (running_var, var)):
+        if running is not None:
+            running.detach().copy_(repeated.view(n, c).mean(0))
+    return y.view(input.shape)
+
+
+def _are_differentiated(*vectors) -> bool:
+    return any(vector is not None and vector.requires_grad for vector in vectors)
+
+
+def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantizer):
+    """Compute the batch norm of x viewed in the shape `view`, and quantize the normalized input in x's own shape."""
+    if not torch.compiler.is_compiling():
+        arguments = view, mean, var, weight, bias, momentum, eps, copies, quantizer
+        return _BatchNorm.apply(x, *arguments)[0]
+    # Dynamo puts a symbolic eps into the first graph that uses eps. That must not be the graph of the
+    # Function, so eps is used here.
+    eps = eps + 0.0
+    # A compiler cannot trace in-place changes inside a Function, so the running statistics are updated below.
+    arguments = view, None, None, weight, bias, momentum, eps, copies, quantizer
+    y, batch_mean, rstd = _BatchNorm.apply(x, *arguments)
+    if mean is not None:
+        count = x.numel() / batch_mean.numel()
+        batch_var = (1.0 / rstd.square() - eps) * (count / (count - 1))
+        mean.lerp_(batch_mean.to(mean.dtype), momentum)
+        var.lerp_(batch_var.to(var.dtype), momentum)
+    return y
+
+
+class _BatchNorm(Function):
+    """Batch norm in training, which returns (y, mean, reciprocal standard deviation)."""
+
+    @staticmethod
+    def forward(
+        ctx, x, view, running_mean, running_var, weight, bias, momentum, eps, copies, quantizer
+    ):
+        vectors = weight, bias, running_mean, running_var
+        viewed = _as(x, view)
+        reserve, ctx.implementation = None, None
+        if torch.compiler.is_compiling():
+            y, mean, rstd = torch.native_batch_norm(viewed, *vectors, True, momentum, eps)
+        else:
+            # Otherwise each backward pass would fill zeros for the gradients of mean and rstd, which get none.
+            ctx.set_materialize_grads(False)
+            cudnn = torch.backends.cudnn.enabled
+            y, mean, rstd, reserve, ctx.implementation = torch._batch_norm_impl_index(
+                viewed, *vectors, True, momentum, eps, cudnn
+            )
+        ctx.view, ctx.eps, ctx.dtype = view, eps, x.dtype
+        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+        ctx.bias_dtype = bias.dtype if needs_bias else None
+        saved_tensors = ()
+        if needs_x or needs_weight:
+            inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
+            placed = [_of_channels(stat, view, x.shape) for stat in (mean, rstd)]
+            statistics = *placed, inner
+            if view == x.shape:
+                settings = weight, bias, copies, quantizer
+                y, tensors = save_and_share(ctx, x, y, statistics, *settings, channels=1)
+            else:
+                saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer)
+                y = saved.tie(y)
+            saved_tensors = rstd, weight, reserve, *tensors
+        ctx.save_for_backward(*saved_tensors)
+        ctx.mark_non_differentiable(mean, rstd)
+        return y, mean, rstd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        if grad is None:  # a layer after this one returned no gradient
+            return (None,) * 10
+        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            rstd, weight, reserve, *tensors = ctx.saved_tensors
+            grads, is_eager = None, ctx.implementation is not None
+            has_one_copy = len(tensors) == ctx.spec.count
+            if is_eager and has_one_copy and grad.dtype == ctx.dtype and ctx.view == ctx.spec.size:
+                grads = batch_norm_gradients(ctx, tensors, grad, rstd, weight, needs_x)
+            if grads is None:
+                grads = _dequantized_gradients(ctx, grad, rstd, weight, reserve, tensors)
+            grad_x, grad_weight, grad_bias = grads
+            grad_x = grad_x.to(ctx.dtype).reshape(ctx.spec.size) if needs_x else None
+            grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
+        elif needs_bias:
+            grad_bias = sums.over_channels(grad)
+        grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
+        return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
+
+
+def _dequantized_gradients(ctx, grad, rstd, weight, reserve, tensors):
+    """Return the gradients of the input, the weight and the bias, by torch's function for the dequantized normalized input."""
+    needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+    has_one_copy = len(tensors) == ctx.spec.count
+    x = ctx.spec.dequantize(tensors[: ctx.spec.count], ctx.dtype)
+    mask = [needs_x and has_one_copy, needs_weight, needs_bias]
+    scale, zeros, ones = _as_normalized(weight, rstd)
+    statistics = scale, None, None, zeros, ones, True, ctx.eps, mask
+    if ctx.implementation is None:
+        grads = torch.ops.aten.native_batch_norm_backward(grad, _as(x, ctx.view), *statistics)
+    else:
+        grads = torch.ops.aten._batch_norm_impl_index_backward(
+            ctx.implementation, _as(x, ctx.view), grad, *statistics, reserve
+        )
+    if not needs_x or has_one_copy:
+        return grads
+    g = weighted(grad, per_channel(weight, grad.dim()))
+    dims = [dim for dim in range(grad.dim()) if dim != 1]
+    first, second = (_as(x, ctx.view) for x in dequantize_copies(ctx, tensors))
+    grad_x = input_gradient(g, first, second, per_channel(rstd, grad.dim()), dims)
+    return grad_x, *grads[1:]
+
+
+def _as_normalized(weight, rstd):
+    """Return (weight, means, reciprocal standard deviations) for torch's backward functions of normalized inputs.
+
+    The gradients for the normalized input x~, with weight * rstd in place of the weight, are those for the norm's input. So
+    x~ need not be divided by rstd.
+    """
+    rstd = rstd.to(torch.promote_types(rstd.dtype, torch.float32))
+    scale = weighted(rstd, weight)
+    return scale, constant_like(scale, 0.0), constant_like(scale, 1.0)
+
+
+def _as(x, view):
+    """Return x viewed in the shape `view`.
+
+    If x has this shape, the result is x itself, because a view may change the strides of dimensions of size 1.
+    """
+    return x if x.shape == view else x.view(view)
+
+
+def _of_channels(statistic, view, shape):
+    """Reshape a statistic, which has one entry for each channel of `view`, so that it broadcasts to `shape`."""
+    placed = (1, -1) if view == shape else shape[:2]
+    return statistic.view(*placed, *[1] * (len(shape) - 2))
+
+
+def _channel_stride(x) -> int | None:
+    """Return how many consecutive elements, in storage order, have the same channel.
+
+    The result is None if x is neither contiguous nor channels-last.
+    """
+    if x.is_contiguous():
+        return math.prod(x.shape[2:])
+    return 1 if x.is_contiguous(memory_format=suggest_memory_format(x)) else None
+
+
+class _FrozenBatchNorm(Function):
+    """Batch norm with running statistics and a weight that needs no gradient, which does not have to save the input."""
+
+    @staticmethod
+    def forward(ctx, x, running_mean, running_var, weight, bias, eps):
+        ctx.eps = eps
+        ctx.bias_dtype = bias.dtype if ctx.needs_input_grad[4] else None
+        ctx.save_for_backward(*((running_var, weight) if ctx.needs_input_grad[0] else ()))
+        vectors = running_mean, running_var, weight, bias
+        return torch_functional.batch_norm(x, *vectors, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            running_var, weight = ctx.saved_tensors
+            factor = weighted(torch.rsqrt(running_var + ctx.eps), weight)
+            grad_x = grad * per_channel(factor, grad.dim()).to(grad.dtype)
+        if ctx.needs_input_grad[4]:
+            grad_bias = sums.over_channels(grad).to(ctx.bias_dtype)
+        return grad_x, None, None, None, grad_bias, None
+
+
+def sync_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    eps: float,
+    momentum: float,
+    process_group,
+    *,
+    quantizer: Quantizer,
+) -> Tensor:
+    """Compute torch.nn.SyncBatchNorm in training, in a group of two processes or more.
+
+    The function saves the normalized input quantized, a reciprocal standard deviation for each channel, and the number
+    of elements of each process. Gradients are as exact as those of `batch_norm` with `copies=1`. torch's own functions
+    compute the forward and the backward pass. In place of the input, the backward pass gets the dequantized normalized
+    input.
+
+    Args:
+        input: (N, C, *), on a device for which torch implements SyncBatchNorm.
+        weight: (C,), or None.
+        bias: (C,), or None.
+        running_mean: (C,), or None.
+        running_var: (C,), or None.
+        eps: as in torch.
+        momentum: as in torch.
+        process_group: the processes over which mean and variance are computed.
+        quantizer: quantizes the normalized input.
+
+    Returns:
+        A tensor of the input's shape.
+    """
+    vectors = weight, bias, running_mean, running_var
+    if not is_differentiated(input, weight, bias):
+        # Even without gradients the processes synchronize their statistics.
+        size = process_group.size()
+        return TorchSyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, size)
+    return _SyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, quantizer)
+
+
+class _Context:
+    """A replacement for the autograd context `ctx`, with the one method that torch's SyncBatchNorm calls in forward."""
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+class _SyncBatchNorm(Function):
+    backward_has_collectives = True
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, running_mean, running_var, eps, momentum, process_group, quantizer
+    ):
+        context = _Context()
+        vectors = weight, bias, running_mean, running_var
+        y = TorchSyncBatchNorm.forward(
+            context, x, *vectors, eps, momentum, process_group, process_group.size()
+        )
+        _, weight, mean, rstd, count = context.saved_tensors
+        ctx.process_group = process_group
+        tensors = ()
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            placed = (per_channel(stat, x.dim()) for stat in (mean, rstd))
+            saved = quantizer.quantize_normalized(x, *placed, None)
+            tensors, ctx.spec = saved.tensors, saved.spec
+        ctx.size, ctx.dtype = tuple(x.shape), x.dtype
+        ctx.save_for_backward(weight, rstd, count, *tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, rstd, count, *tensors = ctx.saved_tensors
+        context = _Context()
+        # If only the bias needs a gradient, only the input's shape matters.
+        x = grad.new_zeros(()).expand(ctx.size)
+        if tensors:
+            x = _in_torch_format(ctx.spec.dequantize(tensors, ctx.dtype))
+        context.saved_tensors = x, *_as_normalized(weight, rstd), count
+        context.process_group, context.needs_input_grad = ctx.process_group, ctx.needs_input_grad
+        return TorchSyncBatchNorm.backward(context, grad)
+
+
+def _in_torch_format(x):
+    """Return x itself if x is channels-last, else x in contiguous memory: torch's layer preserves these two formats."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if channels_last is not None and x.is_contiguous(memory_format=channels_last):
+        return x
+    return x.contiguous()

@@ -1,0 +1,277 @@
+"""Convolutions, plain and transposed, whose inputs are saved quantized for the weight's gradient.
+
+The method is that of the paper ActNN (Chen et al., ICML 2021). The rounding is random. A gradient is called exact in
+expectation if its mean over the rounding is the exact gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
+from fewbit.runtime.format import sums
+from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers.quantizer import (
+    Quantizer,
+    is_differentiated,
+    quantizer_of,
+)
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+__all__ = [
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+]
+
+
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.conv1d and save the input quantized.
+
+    The gradients of input and bias are exact. The weight's gradient is exact in expectation: its mean over the random
+    rounding is exact (ActNN, long version, appendix B.1). If the weight needs no gradient, the input is not saved.
+
+    Args:
+        input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)`
+            bytes are saved, and 4 bytes for every `group_size` elements (6 if their minimum or mean is float32).
+        weight: (out, C / groups, kernel).
+        bias: (out,), or None.
+        stride: as in torch: one number, or a number for each dimension.
+        padding: as in torch: one number, a number for each dimension, "same" or "valid".
+        dilation: as in torch.
+        groups: as in torch.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+            (docs/concepts/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+
+    Returns:
+        (N, out, L') or (out, L').
+
+    Raises:
+        InputError: `bits` or `group_size` is invalid.
+    """
+    settings = stride, padding, dilation, False, 0, groups
+    return _convolve(1, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.conv2d of an input (N, C, H, W) or (C, H, W) and save the input quantized.
+
+    The other arguments are as in `conv1d`, and the gradients are equally exact.
+    """
+    settings = stride, padding, dilation, False, 0, groups
+    return _convolve(2, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
+
+
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.conv3d of an input (N, C, D, H, W) or (C, D, H, W) and save the input quantized.
+
+    The other arguments are as in `conv1d`, and the gradients are equally exact.
+    """
+    settings = stride, padding, dilation, False, 0, groups
+    return _convolve(3, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
+
+
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+    output_padding: int | tuple[int, ...] = 0,
+    groups: int = 1,
+    dilation: int | tuple[int, ...] = 1,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.conv_transpose1d and save the input quantized.
+
+    The weight is (C, out / groups, kernel), and `output_padding` is as in torch. The other arguments are as in
+    `conv1d`, and the gradients are equally exact.
+    """
+    settings = stride, padding, dilation, True, output_padding, groups
+    return _convolve(1, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+    output_padding: int | tuple[int, ...] = 0,
+    groups: int = 1,
+    dilation: int | tuple[int, ...] = 1,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.conv_transpose2d and save the input quantized.
+
+    The weight is (C, out / groups, kH, kW), and `output_padding` is as in torch. The other arguments are as in
+    `conv2d`, and the gradients are equally exact.
+    """
+    settings = stride, padding, dilation, True, output_padding, groups
+    return _convolve(2, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+    output_padding: int | tuple[int, ...] = 0,
+    groups: int = 1,
+    dilation: int | tuple[int, ...] = 1,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.conv_transpose3d and save the input quantized.
+
+    The weight is (C, out / groups, kD, kH, kW), and `output_padding` is as in torch. The other arguments are as in
+    `conv3d`, and the gradients are equally exact.
+    """
+    settings = stride, padding, dilation, True, output_padding, groups
+    return _convolve(3, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
+
+
+def _convolve(dims, x, weight, bias, settings, quantizer):
+    """Compute a convolution over `dims` dimensions.
+
+    `settings` is (stride, padding, dilation, transposed, output_padding, groups), as the user gave them.
+    """
+    stride, padding, dilation, transposed, output_padding, groups = settings
+    served = is_differentiated(x, weight, bias) and x.dim() in (dims + 1, dims + 2)
+    if isinstance(padding, str):
+        same = padding == "same" and set(_per_dim(stride, dims)) == {1}
+        served = served and not transposed and (padding == "valid" or same)
+    if not served:
+        return _by_torch(dims, x, weight, bias, *settings)
+    stride, dilation, output_padding = (
+        _per_dim(numbers, dims) for numbers in (stride, dilation, output_padding)
+    )
+    if isinstance(padding, str):
+        x, padding = _padded(x, weight, padding, dilation)
+    settings = stride, _per_dim(padding, dims), dilation, transposed, output_padding, groups
+    if x.dim() == weight.dim():
+        return _Convolution.apply(x, weight, bias, settings, quantizer)
+    # torch, too, treats an unbatched input as a batch of one sample.
+    return _Convolution.apply(x.unsqueeze(0), weight, bias, settings, quantizer).squeeze(0)
+
+
+def _per_dim(value, dims: int) -> tuple[int, ...]:
+    value = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return value * dims if len(value) == 1 else value
+
+
+def _padded(x, weight, padding: str, dilation):
+    """Pad the ends of x if "same" pads more there than at the starts; return x and the padding that remains.
+
+    As in torch, "same" may pad one element more at the end of a dimension than at the start. The padding that remains
+    is one number for each dimension, for both ends.
+    """
+    if padding == "valid":
+        return x, (0,) * len(dilation)
+    total = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
+    extra = [amount % 2 for amount in total]
+    if any(extra):
+        x = torch_functional.pad(x, [n for one in reversed(extra) for n in (0, one)])
+    return x, tuple(amount // 2 for amount in total)
+
+
+def _by_torch(dims, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+    """Compute a convolution with torch's function for `dims` dimensions, because autocast ignores torch.convolution."""
+    if transposed:
+        function = getattr(torch_functional, f"conv_transpose{dims}d")
+        return function(x, weight, bias, stride, padding, output_padding, groups, dilation)
+    function = getattr(torch_functional, f"conv{dims}d")
+    return function(x, weight, bias, stride, padding, dilation, groups)
+
+
+class _Convolution(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, settings, quantizer):
+        with as_torch_casts():
+            y = _by_torch(weight.dim() - 2, x, weight, bias, *settings)
+        ctx.settings = settings
+        ctx.size = tuple(x.shape)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        tensors = ()
+        if ctx.needs_input_grad[1]:
+            saved = quantizer.quantize_or_reuse(x)
+            tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        # The weight's gradient needs the weight too, for its shape.
+        ctx.save_for_backward(weight, *tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, *tensors = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        if not (needs[0] or needs[1]):
+            return None, None, sums.over_channels(grad).to(ctx.dtypes[2]), None, None
+        if needs[1]:
+            x = ctx.spec.dequantize(tensors, grad.dtype)
+        else:
+            x = grad.new_zeros(()).expand(ctx.size)  # only its shape matters
+        bias_size = None if ctx.dtypes[2] is None else [grad.shape[1]]
+        grads = torch.ops.aten.convolution_backward(
+            grad, x, weight.to(grad.dtype), bias_size, *ctx.settings, needs
+        )
+        pairs = zip(grads, ctx.dtypes, strict=True)
+        return (
+            *(result if result is None else result.to(dtype) for result, dtype in pairs),
+            None,
+            None,
+        )

@@ -1,0 +1,233 @@
+"""Dropout, whose mask is saved in 1 bit for each element.
+
+Every function has the signature of the function with the same name in torch.nn.functional. Started from the same state
+of torch's random generator, both functions compute the same result and leave the generator in the same state. Gradients
+equal torch's to the bit. In compiled code the compiler decides how random numbers are drawn, as it does for torch's own
+functions.
+
+The functions save `4 * ceil(n / 32)` bytes for a mask of n elements; torch saves 1 to 8 bytes for each element. The
+mask has one element for each element of the input, or for each channel of a sample (`dropout1d` to `dropout3d`,
+`feature_alpha_dropout`). If p is 0 or 1, torch's own function runs, which saves no tensor of the input's size.
+
+Args of all functions:
+    input: float32, float64, float16 or bfloat16, of any strides.
+    p: as in torch.
+    training: as in torch.
+    inplace: as in torch. Calls that torch does not allow raise torch's errors.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.buffers import FLOATING
+from fewbit.runtime.format.encoding import Encoding, mask_text
+from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
+from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+__all__ = [
+    "alpha_dropout",
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_alpha_dropout",
+]
+
+_ALPHA = 1.7580993408473766
+"""Minus the limit of selu at -inf, as in torch."""
+_FUSED = ("cuda", "xpu")
+"""Types of devices on which torch draws and applies the mask in one kernel. On others it first draws the mask."""
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Compute torch.nn.functional.dropout of an input of any shape and save 1 bit per element."""
+    return _dropout(torch_functional.dropout, input, p, training, inplace)
+
+
+def dropout1d(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Compute torch.nn.functional.dropout1d of an input (N, C, L) or (C, L) and save 1 bit per channel."""
+    check_tensors(input)
+    features = input.dim() - 1 if input.dim() in (2, 3) else 0
+    return _dropout(torch_functional.dropout1d, input, p, training, inplace, features)
+
+
+def dropout2d(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Compute torch.nn.functional.dropout2d of an input (N, C, H, W) and save 1 bit per channel.
+
+    For inputs of other shapes torch's own function runs, which warns.
+    """
+    check_tensors(input)
+    features = 2 if input.dim() == 4 else 0
+    return _dropout(torch_functional.dropout2d, input, p, training, inplace, features)
+
+
+def dropout3d(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Compute torch.nn.functional.dropout3d of an input (N, C, D, H, W) or (C, D, H, W) and save 1 bit per channel."""
+    check_tensors(input)
+    features = input.dim() - 3 if input.dim() in (4, 5) else 0
+    return _dropout(torch_functional.dropout3d, input, p, training, inplace, features)
+
+
+def alpha_dropout(
+    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """Compute torch.nn.functional.alpha_dropout of an input of any shape and save 1 bit per element."""
+    return _dropout(torch_functional.alpha_dropout, input, p, training, inplace, kind="alpha")
+
+
+def feature_alpha_dropout(
+    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """Compute torch.nn.functional.feature_alpha_dropout of an input (N, C, ...) and save 1 bit per channel."""
+    check_tensors(input)
+    features = 2 if input.dim() >= 2 else 0
+    function = torch_functional.feature_alpha_dropout
+    return _dropout(function, input, p, training, inplace, features, kind="alpha")
+
+
+def _dropout(torchs_own, x, p, training, inplace, features=None, kind="plain") -> Tensor:
+    """Apply dropout and save the mask for the backward pass.
+
+    Args:
+        torchs_own: torch's function, which runs if there is no mask to save.
+        x: the input.
+        p: as in torch.
+        training: as in torch.
+        inplace: as in torch.
+        features: the number of leading dimensions along which the mask varies. Along the other dimensions all elements
+            have the same mask. None: the mask varies along all dimensions. 0: torch's own function runs, because x has
+            an unexpected number of dimensions.
+        kind: "alpha" for alpha dropout, else "plain".
+    """
+    if features == 0 or not _needs_mask(x, p, training, inplace):
+        return torchs_own(x, p, training, inplace)
+    if torch.compiler.is_compiling():
+        # The saved encoding depends on p, so a symbolic p becomes a constant.
+        p = torch.fx.experimental.symbolic_shapes.guard_scalar(p)
+        y = _Dropout.apply(x, float(p), kind, features, False)
+        return x.copy_(y) if inplace else y
+    return _Dropout.apply(x, float(p), kind, features, inplace)
+
+
+def _needs_mask(x, p, training, inplace) -> bool:
+    """Return whether the call needs a mask and is one that torch allows."""
+    if not training or not 0 < p < 1 or not is_differentiated(x):
+        return False
+    if x.dtype not in FLOATING or x.layout is not torch.strided or not x.numel():
+        return False
+    return not inplace or _may_overwrite(x)
+
+
+def _may_overwrite(x) -> bool:
+    """Return whether autograd allows writing to x. If not, torch's own call raises an error."""
+    if torch.compiler.is_compiling():
+        return True
+    if x.is_leaf or layout.overlaps(x):
+        return False
+    if not x._is_view():
+        return True
+    allowed = torch._C._autograd.CreationMeta.DEFAULT
+    return not x._base.is_leaf and torch._C._autograd._get_creation_meta(x) == allowed
+
+
+class _Dropout(Function):
+    @staticmethod
+    def forward(ctx, x, p, kind, features, inplace):
+        plain = is_plain(x)
+        fused = plain and kind == "plain" and features is None and not inplace
+        if fused and x.device.type in _FUSED:
+            y, mask = torch.native_dropout(x, p, True)
+            ctx.encoding = mask_text(1.0 / (1.0 - p))
+            packed = activation_ops.pack_op(layout.storage_order(mask.view(torch.uint8)), 1)
+        else:
+            y, mask, packed = _drawn(x, p, kind, features, inplace, plain)
+            ctx.encoding = mask_text(_factor(p, kind, x.dtype))
+        if inplace:
+            ctx.mark_dirty(x)
+        ctx.stride = tuple(mask.stride())
+        ctx.shape = None if features is None else tuple(mask.shape)
+        if plain:
+            offload.mark(packed)
+        ctx.save_for_backward(packed)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (packed,) = ctx.saved_tensors
+        if ctx.shape is not None:
+            ones = torch.ones(ctx.shape, dtype=grad.dtype, device=grad.device)
+            grad = grad * _decode_mul(ones, packed, ctx)
+        else:
+            grad = _decode_mul(grad, packed, ctx)
+        return grad, None, None, None, None
+
+
+def _drawn(x, p, kind, features, inplace, plain):
+    """Apply dropout by the same steps as torch if it has no fused kernel, and return (result, mask, packed mask)."""
+    if features is None:
+        noise = torch.empty_like(x)
+    else:
+        noise = x.new_empty((*x.shape[:features], *[1] * (x.dim() - features)))
+    noise.bernoulli_(1 - p)
+    one = None
+    if plain:
+        packed = activation_ops.encode(noise, Encoding.parse(mask_text(1.0)), None)
+    else:
+        packed, one = activation_ops.encode_kept_op(noise, mask_text(1.0), noise.stride())
+        one = None if is_abstract(x) else one
+    shift = None
+    if kind == "alpha":
+        a = _slope(p)
+        shift = noise.add(-1).mul_(_ALPHA * a).add_(_ALPHA * a * p)
+        noise.mul_(a)
+    else:
+        noise.div_(1 - p)
+    y = x.mul_(noise) if inplace else x * noise
+    if shift is not None:
+        y.add_(shift)
+    return (y if one is None else y * one), noise, packed
+
+
+def _decode_mul(grad, packed, ctx):
+    if is_plain(grad):
+        return activation_ops.decode_mul(grad, packed, Encoding.parse(ctx.encoding), ctx.stride)
+    return activation_ops.decode_mul_op(grad, packed, ctx.encoding, ctx.stride)
+
+
+def _slope(p: float) -> float:
+    """Return the factor by which alpha dropout multiplies its result to preserve the variance."""
+    return 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
+
+
+@constant
+def _factor(p: float, kind: str, dtype: torch.dtype) -> float:
+    """Return the factor by which elements that are not dropped are multiplied, rounded as torch rounds it."""
+    return _rounded_factor(p, kind, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _rounded_factor(p, kind, dtype):
+    # In a mode for fake tensors, the number would have no value.
+    with _disable_current_modes():
+        one = torch.ones((), dtype=dtype)
+        return (one.mul_(_slope(p)) if kind == "alpha" else one.div_(1 - p)).item()

@@ -1,0 +1,456 @@
+"""Layer, root-mean-square and group norm, whose normalized input is saved quantized.
+
+The normalized input x~ = (x - mean) / s is saved in place of the input x; s is the standard deviation. All channels and
+rows of x~ have the same scale, so elements of several of them can be quantized in one group
+(docs/decisions/0007). Let g be the gradient of the result, times the weight, and N the number of elements over which a
+mean is taken. The gradient of x is (ActNN, Chen et al., ICML 2021, long version, appendix B.2)
+
+    grad = (g - mean(g) - x~ mean(x~ g)) / s
+
+The backward pass computes it from x~^, which is dequantized from a copy of x~ that was rounded at random. The bias's
+gradient does not depend on x~ and is exact. The weight's gradient is exact in expectation: its mean over the rounding
+is exact. The gradient of x contains the product of x~^ and mean(x~^ g), whose rounding errors depend on each other. For
+each element, the mean of the computed gradient grad^ therefore differs from the exact gradient by
+
+    E[grad^] - grad = -g Var[x~^] / (N s)
+
+This difference is called the gradient's bias. Var[x~^] = f (1 - f) step^2 is the variance that rounding adds to an
+element of x~. Here step is the distance between the two neighboring levels to which the element can be rounded, and f
+is the distance from the element to the lower one, divided by step. With `copies=2`, two copies of x~ are saved that are
+rounded independently, one for each factor of the product. The gradient of x is then exact in expectation, for twice the
+memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch.autograd import Function
+
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE, check_copies
+from fewbit.runtime.format import sums
+from fewbit.runtime.interop.autocast import in_float32
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import check_tensors, is_batched, is_plain
+from fewbit.runtime.parallel import shards
+from fewbit.runtime.quantizers import preactivation
+from fewbit.runtime.quantizers.normalized import (
+    constant_like,
+    dequantize_copies,
+    dequantize_scaled,
+    input_gradient,
+    save_copies,
+    share_result,
+)
+from fewbit.runtime.quantizers.quantizer import (
+    Quantizer,
+    is_differentiated,
+    quantizer_of,
+)
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+__all__ = ["group_norm", "layer_norm", "rms_norm"]
+
+_RMS_NORM_IS_CAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+"""True if autocast makes torch's rms_norm compute in float32 on CUDA. In torch 2.11 it does not."""
+_HAS_RMS_NORM_BACKWARD = hasattr(torch.ops.aten, "_fused_rms_norm_backward") and (
+    torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm_backward", "CUDA")
+)
+"""True if torch computes the backward of RMS norm on CUDA in one operation."""
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.layer_norm and save the normalized input quantized.
+
+    The gradient of `bias` is exact. The gradient of `weight` is exact in expectation: its mean over the random rounding
+    is exact. The gradient of `input` is exact in expectation only with `copies=2`. With `copies=1` the mean of this
+    gradient differs from the exact gradient; the docstring of `fewbit/functional/layer_norm.py` says by how much.
+
+    Args:
+        input: (*, *normalized_shape), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes
+            for every `group_size` elements (6 if their minimum or mean is float32). A reciprocal standard deviation for each
+            row is saved too.
+        normalized_shape: as in torch.
+        weight: a tensor of the shape `normalized_shape`, or None.
+        bias: a tensor of the shape `normalized_shape`, or None.
+        eps: as in torch.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        copies: how many quantized copies of the normalized input are saved: 1, or 2 for an input gradient that is exact
+            in expectation.
+        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+            (docs/concepts/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+
+    Returns:
+        A tensor of the input's shape.
+
+    Raises:
+        InputError: `bits`, `group_size` or `copies` is invalid.
+    """
+    quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    shape = _shape(normalized_shape)
+    if shards.runs_on_shards(input):
+        local = partial(layer_norm, eps=eps, copies=copies, quantizer=quantizer)
+        y = shards.norm(
+            lambda x, *vectors: local(x, shape, *vectors), input, len(shape), weight, bias
+        )
+        if y is not None:
+            return y
+    if not is_served(input, weight, bias):
+        return torch_functional.layer_norm(input, normalized_shape, weight, bias, eps)
+    weight, bias = contiguous(weight, bias)
+    return _LayerNorm.apply(input, shape, weight, bias, eps, copies, quantizer)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.rms_norm and save the normalized input quantized.
+
+    The normalized input is the input divided by its root mean square, whose reciprocal is saved for each row. The
+    arguments are as in `layer_norm`, and the gradients are equally exact.
+    """
+    quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    shape = _shape(normalized_shape)
+    # torch's kernel does not check these shapes.
+    check_tensors(input, weight)
+    if shards.runs_on_shards(input):
+        local = partial(rms_norm, eps=eps, copies=copies, quantizer=quantizer)
+        y = shards.norm(lambda x, vector: local(x, shape, vector), input, len(shape), weight)
+        if y is not None:
+            return y
+    fits = input.shape[-len(shape) :] == shape and (weight is None or weight.shape == shape)
+    if not fits or not is_served(input, weight):
+        return torch_functional.rms_norm(input, normalized_shape, weight, eps)
+    x, weight = input, *contiguous(weight)
+    if _RMS_NORM_IS_CAST:
+        x, weight = map(in_float32, (x, weight))
+    return _RMSNorm.apply(x, shape, weight, eps, copies, quantizer)
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    copies: int = 1,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.group_norm of an input (N, C, *) and save the normalized input quantized.
+
+    A reciprocal standard deviation is saved for each sample and group of channels. `weight` and `bias` are (C,) or
+    None. The other arguments are as in `layer_norm`, and the gradients are equally exact.
+    """
+    quantizer = quantizer_for(quantizer, bits, group_size, copies)
+    served = is_served(input, weight, bias) and input.dim() >= 2
+    # If num_groups is not positive or does not divide C, torch's own function raises an error.
+    if not served or num_groups <= 0 or input.shape[1] % num_groups:
+        if weight is None and bias is not None:
+            weight = torch.ones_like(bias)  # torch's backward pass needs a weight
+        return torch_functional.group_norm(input, num_groups, weight, bias, eps)
+    n, c, *spatial = input.shape
+    torch_functional._verify_batch_size([n * c // num_groups, num_groups, *spatial])
+    x, weight, bias = map(in_float32, (input, *contiguous(weight, bias)))
+    return _GroupNorm.apply(x, num_groups, weight, bias, eps, copies, quantizer)
+
+
+def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
+    """Return `quantizer`, or `Quantizer(bits, group_size)` if `quantizer` is None.
+
+    Raises:
+        InputError: `bits`, `group_size` or `copies` is invalid.
+    """
+    check_copies(copies)
+    return quantizer_of(bits, group_size, quantizer)
+
+
+def is_served(input, *vectors) -> bool:
+    """Return whether a gradient is needed and the input has elements. Otherwise the norm runs torch's own function."""
+    return is_differentiated(input, *vectors) and _has_elements(input)
+
+
+def _has_elements(input) -> bool:
+    """Return whether the input has elements.
+
+    The answer is True for sizes that a compiler does not know, because the compiler cannot branch on such sizes.
+    """
+    if not torch.compiler.is_compiling():
+        return input.numel() > 0
+    symbolic = torch.fx.experimental.symbolic_shapes
+    if hasattr(symbolic, "guard_or_true"):
+        return symbolic.guard_or_true(input.numel() > 0)
+    return symbolic.guard_size_oblivious(input.numel() > 0)  # torch < 2.8
+
+
+def contiguous(*vectors) -> tuple[Tensor | None, ...]:
+    """Return the given vectors in contiguous memory, because torch's kernels ignore strides; None remains None."""
+    return tuple(None if vector is None else vector.contiguous() for vector in vectors)
+
+
+def _shape(normalized_shape) -> tuple[int, ...]:
+    whole = isinstance(normalized_shape, int)
+    return (normalized_shape,) if whole else tuple(normalized_shape)
+
+
+def weighted(grad, weight):
+    """Return grad * weight, or grad if weight is None."""
+    return grad if weight is None else grad * weight
+
+
+def per_channel(vector, dims: int):
+    """Reshape a vector (C,) so that it broadcasts to an input (N, C, ...) of `dims` dimensions; None remains None."""
+    return None if vector is None else vector.view(1, -1, *[1] * (dims - 2))
+
+
+def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, channels=None):
+    """Quantize the normalized input of a norm, and let later layers use this copy in place of the norm's result y.
+
+    Args:
+        ctx: the context of the norm's autograd Function. Its attributes `spec` and `inner` are set for the backward
+            pass.
+        x: the norm's input.
+        y: the norm's result.
+        statistics: (mean, rstd, inner). rstd is the reciprocal standard deviation. inner is the number of elements, one
+            after the other in memory, that have the same mean and rstd; None if that number varies.
+            `fewbit.runtime.quantizers.quantizer.Quantizer.quantize_normalized` describes all three.
+        weight: the norm's weight, or None.
+        bias: the norm's bias, or None.
+        copies: the number of copies to save, 1 or 2.
+        quantizer: the norm's quantizer.
+        channels: the dimension of y along which weight and bias extend; None if they have the shape of y's last
+            dimensions.
+
+    Returns:
+        (y, the tensors to save).
+    """
+    if preactivation.can_save_fixed_point(quantizer, x, statistics[1], weight, bias, copies):
+        mean, rstd, ctx.inner = statistics
+        fixed = preactivation.save_fixed_point(
+            quantizer, x, y, mean, rstd, ctx.inner, weight, bias, channels
+        )
+        ctx.spec = fixed.spec
+        return y, fixed.tensors
+    saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer)
+    # Statistics in 16 bits change x~ by more than the rounding of y does, so the copy cannot replace y.
+    if statistics[1].dtype.itemsize > 2:
+        shape = None if channels is None else (1, -1, *[1] * (x.dim() - 2))
+        share_result(quantizer, y, saved, weight, bias, shape)
+    return saved.tie(y), tensors
+
+
+class _LayerNorm(Function):
+    @staticmethod
+    def forward(ctx, x, shape, weight, bias, eps, copies, quantizer):
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.shape, ctx.dtype = shape, x.dtype
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        ctx.bias_dtype = bias.dtype if needs_bias else None
+        saved_tensors = ()
+        if needs_x or needs_weight:
+            inner = math.prod(shape) if x.is_contiguous() else None
+            statistics = mean, rstd, inner
+            y, tensors = save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer)
+            saved_tensors = rstd, weight, *tensors
+        ctx.save_for_backward(*saved_tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            rstd, weight, *tensors = ctx.saved_tensors
+            x = dequantize_scaled(ctx, tensors, rstd, grad.dtype)
+            scale = weight
+            if weight is not None and weight.dtype.itemsize < grad.dtype.itemsize:
+                scale = weight.to(grad.dtype)  # as autocast did in the forward pass
+            has_one_copy = len(tensors) == ctx.spec.count
+            mask = needs_x and has_one_copy, needs_weight, needs_bias and scale is not None
+            # torch reads only the shape, the dtype and the device of the bias, and the weight has the same.
+            grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+                grad, x, ctx.shape, constant_like(rstd, 0.0), rstd, scale, scale, mask
+            )
+            if needs_x and not has_one_copy:
+                dims = tuple(range(-len(ctx.shape), 0))
+                g = weighted(grad, weight).to(rstd.dtype)
+                grad_x = input_gradient(g, *dequantize_copies(ctx, tensors), rstd, dims)
+            grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
+            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        if needs_bias:
+            if grad_bias is None:
+                grad_bias = sums.over_rows(grad, len(ctx.shape))
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        return grad_x, None, grad_weight, grad_bias, None, None, None
+
+
+def _fused_rms_norm(x, shape, weight, eps):
+    """Return RMS norm's result and its reciprocal root mean squares, by torch's fused kernel.
+
+    The kernel for CUDA needs one dtype. For two dtypes torch computes without the kernel, in float32 or wider, and rounds the
+    result to the dtype of x.
+    """
+    kernel = torch.ops.aten._fused_rms_norm
+    if weight is None or weight.dtype == x.dtype:
+        return kernel(x, shape, weight, eps)
+    computed = torch.promote_types(x.dtype, torch.float32)
+    if eps is None:
+        eps = torch.finfo(computed).eps
+    wider = torch.promote_types(computed, weight.dtype)
+    y, rstd = kernel(x.to(wider), shape, weight.to(wider), eps)
+    return y.to(x.dtype), rstd.to(computed)
+
+
+def _is_fused(grad, weight) -> bool:
+    """Return whether torch's kernel computes the backward of RMS norm. It needs one dtype, as the forward's does."""
+    is_cuda = _HAS_RMS_NORM_BACKWARD and grad.is_cuda and is_plain(grad)
+    return is_cuda and (weight is None or weight.dtype == grad.dtype)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx, x, shape, weight, eps, copies, quantizer):
+        y, rstd = _fused_rms_norm(x, shape, weight, eps)
+        ctx.shape, ctx.dtype = shape, x.dtype
+        inner = math.prod(shape) if x.is_contiguous() else None
+        saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer)
+        share_result(quantizer, y, saved, weight, None)
+        ctx.save_for_backward(rstd, weight, *tensors)
+        return saved.tie(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        rstd, weight, *tensors = ctx.saved_tensors
+        needs_x, _, needs_weight, *_ = ctx.needs_input_grad
+        if len(tensors) == ctx.spec.count and _is_fused(grad, weight):
+            x = dequantize_scaled(ctx, tensors, rstd, grad.dtype)
+            grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
+                grad.contiguous(), x, ctx.shape, rstd, weight, (needs_x, needs_weight)
+            )
+            return grad_x, None, grad_weight, None, None, None
+        first, second = dequantize_copies(ctx, tensors)
+        grad = grad.to(rstd.dtype)
+        grad_x = grad_weight = None
+        if needs_x:
+            dims = tuple(range(-len(ctx.shape), 0))
+            g = weighted(grad, weight)
+            grad_x = input_gradient(g, first, second, rstd, dims, centered=False).to(ctx.dtype)
+        if needs_weight:
+            grad_weight = sums.over_rows(grad * first, len(ctx.shape)).to(weight.dtype)
+        return grad_x, None, grad_weight, None, None, None
+
+
+class _GroupNorm(Function):
+    @staticmethod
+    def forward(ctx, x, num_groups, weight, bias, eps, copies, quantizer):
+        n, c = x.shape[:2]
+        ctx.sizes = n, c, x.numel() // (n * c), num_groups
+        # torch's own function calls the op with the same memory formats.
+        on_cpu = x.device.type == "cpu"
+        format = suggest_memory_format(x) if on_cpu else torch.contiguous_format
+        y, mean, rstd = torch.native_group_norm(
+            x.contiguous(memory_format=format), weight, bias, *ctx.sizes, eps
+        )
+        ctx.format, ctx.dtype = format, x.dtype
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        ctx.bias_dtype = bias.dtype if needs_bias else None
+        saved_tensors = ()
+        if needs_x or needs_weight:
+            ctx.by_group = x.is_contiguous() and is_plain(x) and not _has_policy(quantizer)
+            rows = x.view(n, num_groups, -1) if ctx.by_group else x
+            inner = math.prod(rows.shape[2:]) if x.is_contiguous() else None
+            placed = [_placed(ctx, stat, x.dim()) for stat in (mean, rstd)]
+            saved, tensors = save_copies(ctx, rows, *placed, inner, copies, quantizer)
+            y, saved_tensors = saved.tie(y), (rstd, weight, *tensors)
+        ctx.save_for_backward(*saved_tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            rstd, weight, *tensors = ctx.saved_tensors
+            placed = _placed(ctx, rstd, grad.dim())
+            x = dequantize_scaled(ctx, tensors, placed, grad.dtype)
+            x = x.view(grad.shape) if ctx.by_group else x
+            format = torch.contiguous_format if is_batched(grad) else ctx.format
+            # If the input's gradient is not requested, torch's channels-last kernel writes to address 0.
+            mask = True, needs_weight, needs_bias and weight is not None
+            grad_x, grad_weight, grad_bias = torch.ops.aten.native_group_norm_backward(
+                grad.contiguous(memory_format=format),
+                x.contiguous(memory_format=format),
+                constant_like(rstd, 0.0),
+                rstd,
+                weight,
+                *ctx.sizes,
+                mask,
+            )
+            if needs_x and len(tensors) > ctx.spec.count:
+                grad_x = _group_gradient(
+                    ctx.sizes, grad, *dequantize_copies(ctx, tensors), rstd, weight
+                )
+                grad_x = grad_x.contiguous(memory_format=format)
+            grad_x = grad_x.to(ctx.dtype) if needs_x else None
+            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        if needs_bias:
+            grad_bias = sums.over_channels(grad) if grad_bias is None else grad_bias
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        return grad_x, None, grad_weight, grad_bias, None, None, None
+
+
+def _has_policy(quantizer) -> bool:
+    """Return whether a policy may choose a codec of images, which needs the input in its own shape."""
+    return quantizer.context is not None and quantizer.context.policy is not None
+
+
+def _placed(ctx, statistic, dims):
+    """Return a statistic (N, groups) so that it broadcasts to the quantized tensor.
+
+    This tensor is the input, which has `dims` dimensions, or if `ctx.by_group` the input as (N, groups, elements).
+    """
+    n, c, _, num_groups = ctx.sizes
+    statistic = statistic.view(n, num_groups, 1)
+    if ctx.by_group:
+        return statistic
+    repeated = statistic.expand(n, num_groups, c // num_groups)
+    return repeated.reshape(n, c, *[1] * (dims - 2))
+
+
+def _group_gradient(sizes, grad, first, second, rstd, weight):
+    n, c, spatial, num_groups = sizes
+    grad = weighted(grad, per_channel(weight, grad.dim()))
+    shape = n, num_groups, (c // num_groups) * spatial
+    g, first, second = (x.reshape(shape).to(rstd.dtype) for x in (grad, first, second))
+    return input_gradient(g, first, second, rstd.view(n, num_groups, 1), (2,)).view(grad.shape)

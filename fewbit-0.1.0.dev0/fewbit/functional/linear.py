@@ -1,0 +1,223 @@
+"""Linear and bilinear maps, whose inputs are saved quantized for the weight's gradient.
+
+The method is that of the paper ActNN (Chen et al., ICML 2021). The rounding is random. A gradient is called exact in
+expectation if its mean over the rounding is the exact gradient.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
+from fewbit.runtime.format import layout, sums
+from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import check_tensors, overrides_functions
+from fewbit.runtime.parallel import shards
+from fewbit.runtime.quantizers import copies
+from fewbit.runtime.quantizers.quantizer import (
+    Quantizer,
+    is_differentiated,
+    quantizer_of,
+)
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+__all__ = ["bilinear", "linear"]
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.linear and save the input quantized.
+
+    The gradients of input and bias are exact. The weight's gradient is exact in expectation: its mean over the random
+    rounding is exact (ActNN, section 3.3). If the weight needs no gradient, the input is not saved.
+
+    Args:
+        input: (*, in_features), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)` bytes
+            are saved, and 4 bytes for every `group_size` elements (6 if their minimum or mean is float32).
+        weight: (out_features, in_features).
+        bias: (out_features,), or None.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+            (docs/concepts/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+
+    Returns:
+        (*, out_features).
+
+    Raises:
+        InputError: `bits` or `group_size` is invalid.
+    """
+    quantizer = quantizer_of(bits, group_size, quantizer)
+    check_tensors(input, weight, bias)
+    usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
+    if usual and shards.runs_on_shards(input):
+        y = shards.linear(partial(linear, quantizer=quantizer), input, weight, bias)
+        return torch_functional.linear(input, weight, bias) if y is None else y
+    if usual and _is_frozen_and_quantized(weight) and is_differentiated(input, bias):
+        return _LinearOfQuantizedWeight.apply(input, weight, bias)
+    if not usual or not is_differentiated(input, weight, bias):
+        return torch_functional.linear(input, weight, bias)
+    return _Linear.apply(input, weight, bias, quantizer)
+
+
+def bilinear(
+    input1: Tensor,
+    input2: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.bilinear and save both inputs quantized.
+
+    The bias's gradient is exact. The other gradients are exact in expectation: their means over the random rounding are
+    exact. The reason is that every gradient is linear in each dequantized input that it is computed from, and that the
+    two inputs are rounded independently, even if they are the same tensor. input1 is saved if input2 or the weight
+    needs a gradient, and input2 is saved if input1 or the weight needs a gradient.
+
+    Args:
+        input1: (*, I), floating.
+        input2: (*, J), floating.
+        weight: (K, I, J).
+        bias: (K,), or None.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+            (docs/concepts/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+
+    Returns:
+        (*, K).
+
+    Raises:
+        InputError: `bits` or `group_size` is invalid.
+    """
+    quantizer = quantizer_of(bits, group_size, quantizer)
+    if not is_differentiated(input1, input2, weight, bias):
+        return torch_functional.bilinear(input1, input2, weight, bias)
+    return _Bilinear.apply(input1, input2, weight, bias, quantizer)
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, quantizer):
+        with as_torch_casts():
+            y = layout.unviewed(torch_functional.linear(x, weight, bias))
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        tensors = ()
+        if needs_weight:
+            saved = quantizer.quantize_or_reuse(x)
+            tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        ctx.save_for_backward(weight if needs_x else None, *tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, *tensors = ctx.saved_tensors
+        dtype_x, dtype_weight, dtype_bias = ctx.dtypes
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = (grad @ weight.to(grad.dtype)).to(dtype_x)
+        rows = sums.rows(grad)
+        if needs_weight:
+            x = ctx.spec.dequantize(tensors, grad.dtype)
+            grad_weight = (rows.t() @ sums.rows(x)).to(dtype_weight)
+        if needs_bias:
+            grad_bias = rows.sum(0).to(dtype_bias)
+        return grad_x, grad_weight, grad_bias, None
+
+
+_SETTINGS_OF_INPUTS = {
+    "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),
+    "IntxUnpackedToInt8Tensor": ("activation_quantization",),
+}
+"""{class of torchao: attributes that are None if the layer's input stays unquantized}.
+
+The linear layer of such a weight computes with weight.dequantize(). torch saves this dense tensor for the backward pass."""
+
+
+def _is_frozen_and_quantized(weight) -> bool:
+    """Return whether the weight is a quantized tensor of torchao that the backward pass can dequantize again."""
+    if weight.requires_grad or not overrides_functions(weight) or torch.compiler.is_compiling():
+        return False
+    names = _SETTINGS_OF_INPUTS.get(type(weight).__name__)
+    return names is not None and all(getattr(weight, name, None) is None for name in names)
+
+
+class _LinearOfQuantizedWeight(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        with as_torch_casts():
+            y = torch_functional.linear(x, weight, bias)
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        dtype_x, dtype_bias = ctx.dtypes
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight.dequantize().to(grad.dtype)).to(dtype_x)
+        if ctx.needs_input_grad[2]:
+            grad_bias = sums.rows(grad).sum(0).to(dtype_bias)
+        return grad_x, None, grad_bias
+
+
+class _Bilinear(Function):
+    @staticmethod
+    def forward(ctx, x1, x2, weight, bias, quantizer):
+        with as_torch_casts():
+            y = layout.unviewed(torch_functional.bilinear(x1, x2, weight, bias))
+        needs_1, needs_2, needs_weight, *_ = ctx.needs_input_grad
+        ctx.dtypes = x1.dtype, x2.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.sizes = tuple(x1.shape), tuple(x2.shape)
+        first = quantizer.quantize(x1) if needs_2 or needs_weight else None
+        second = quantizer.quantize_independent(x2, x1) if needs_1 or needs_weight else None
+        return copies.save(ctx, y, (first, second), weight if needs_1 or needs_2 else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x1, x2), (weight,) = copies.load(ctx, grad.dtype)
+        needs_1, needs_2, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dtype1, dtype2, dtype_weight, dtype_bias = ctx.dtypes
+        rows = sums.rows(grad)
+        x1, x2 = (x if x is None else sums.rows(x) for x in (x1, x2))
+        grad1 = grad2 = grad_weight = grad_bias = None
+        if weight is not None:
+            weight = weight.to(grad.dtype)
+        # As in torch, the result is the product of input1 as (N, 1, I, 1), the weight as (1, K, I, J) and input2 as
+        # (N, 1, 1, J), summed over I and J.
+        if needs_1:
+            grad1 = torch._trilinear(rows, weight, x2, (2, 3), (0,), (1, 2), (1, 3))
+            grad1 = grad1.reshape(ctx.sizes[0]).to(dtype1)
+        if needs_2:
+            grad2 = torch._trilinear(x1, weight, rows, (1, 3), (0,), (2, 3), (1, 2))
+            grad2 = grad2.reshape(ctx.sizes[1]).to(dtype2)
+        if needs_weight:
+            grad_weight = torch._trilinear(x1, rows, x2, (1, 3), (2, 3), (1, 2), (0,))
+            grad_weight = grad_weight.to(dtype_weight)
+        if needs_bias:
+            grad_bias = rows.sum(0).to(dtype_bias)
+        return grad1, grad2, grad_weight, grad_bias, None

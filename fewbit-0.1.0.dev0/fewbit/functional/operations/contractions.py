@@ -1,0 +1,290 @@
+"""Products that are no layers: `einsum`, `baddbmm`, `addcmul` and `grouped_mm`, whose factors are saved quantized.
+
+The gradient of each factor is linear in the other factor, and the factors are rounded independently, so all gradients are
+exact in expectation: their means over the random rounding are exact. A factor that is a parameter, or a view of one, is in
+memory anyway and is saved unquantized.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.functional.products import in_shapes, is_in_memory, is_quantized_product
+from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import is_batched
+from fewbit.runtime.parallel.shards import is_distributed
+from fewbit.runtime.quantizers import copies
+from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
+from fewbit.runtime.quantizers.softmax_copies import quantize_factor
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+# torch < 2.10 has only the private function.
+_grouped_mm = getattr(torch_functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def einsum(equation, *operands, quantizer: Quantizer) -> Tensor:
+    """Compute torch.einsum and save both factors quantized.
+
+    torch's own function runs unless there are two operands whose indices are letters after which the equation has "->",
+    each index of an operand is in the other operand or in the result, and no index is twice in an operand.
+
+    Args:
+        equation: as in torch.
+        *operands: as in torch.
+        quantizer: quantizes the factors.
+
+    Returns:
+        torch's result.
+    """
+    factors = operands_of(operands)
+    if len(factors) == 2 and all(isinstance(factor, Tensor) for factor in factors):
+        terms = _terms(equation, *factors)
+        if terms is not None and takes_einsum(*factors):
+            return _Einsum.apply(*factors, *terms, quantizer)
+    return torch.einsum(equation, *operands)
+
+
+def takes_einsum(a: Tensor, b: Tensor) -> bool:
+    """Return whether `einsum` quantizes a factor: one of a product of results, or the constant of a linear layer.
+
+    Like the input of a linear layer, a tensor without gradient is quantized if the other factor is a parameter.
+    """
+    if _is_quantized(a, b):
+        return True
+    constant, parameter = (a, b) if b.requires_grad else (b, a)
+    is_linear = is_in_memory(parameter) and parameter.is_floating_point()
+    return is_linear and not constant.requires_grad and is_differentiated(parameter, constant)
+
+
+def operands_of(operands) -> tuple:
+    """Return the operands of einsum, which may be given in one list or tuple."""
+    is_one = len(operands) == 1 and isinstance(operands[0], list | tuple)
+    return tuple(operands[0]) if is_one else tuple(operands)
+
+
+def baddbmm(
+    input: Tensor,
+    batch1: Tensor,
+    batch2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    quantizer: Quantizer,
+) -> Tensor:
+    """Compute torch.baddbmm, beta * input + alpha * batch1 @ batch2, and save both factors quantized.
+
+    Args:
+        input: the summand, which broadcasts to the product.
+        batch1: (n, rows, inner).
+        batch2: (n, inner, columns).
+        beta: the factor of the summand.
+        alpha: the factor of the product.
+        quantizer: quantizes the factors.
+
+    Returns:
+        torch's result.
+    """
+    if not _is_quantized(batch1, batch2):
+        return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
+    return _Baddbmm.apply(input, batch1, batch2, beta, alpha, quantizer)
+
+
+def addcmul(
+    input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1, quantizer: Quantizer
+) -> Tensor:
+    """Compute torch.addcmul, input + value * tensor1 * tensor2, and save both factors quantized.
+
+    Args:
+        input: the summand.
+        tensor1: the first factor.
+        tensor2: the second factor. The three tensors broadcast.
+        value: the factor of the product.
+        quantizer: quantizes the factors.
+
+    Returns:
+        torch's result.
+    """
+    if not _is_quantized(tensor1, tensor2):
+        return torch.addcmul(input, tensor1, tensor2, value=value)
+    return _Addcmul.apply(input, tensor1, tensor2, value, quantizer)
+
+
+def grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    quantizer: Quantizer,
+) -> Tensor:
+    """Compute torch.nn.functional.grouped_mm of rows in groups, a matrix for each, and save the rows quantized.
+
+    This is the product of experts in a mixture of experts. torch's own function runs for other shapes, for a bias and
+    for a dtype of the result.
+
+    Args:
+        mat_a: (rows, inner).
+        mat_b: (groups, inner, columns).
+        offs: the ends of the groups of rows, (groups,), int32.
+        bias: as in torch.
+        out_dtype: as in torch.
+        quantizer: quantizes the factors.
+
+    Returns:
+        torch's result.
+    """
+    is_grouped = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None
+    if not (is_grouped and bias is None and out_dtype is None) or not _is_quantized(mat_a, mat_b):
+        return _grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+    return _GroupedMm.apply(mat_a, mat_b, offs, quantizer)
+
+
+def _is_quantized(a: Tensor, b: Tensor) -> bool:
+    """Return whether a factor is saved quantized. torch's own functions run for DTensors."""
+    return not is_distributed(a) and is_quantized_product(a, b)
+
+
+def _terms(equation, a: Tensor, b: Tensor) -> tuple[str, str, str] | None:
+    """Return the indices of both operands and of the result, or None if the gradients are no such sums of products."""
+    if not isinstance(equation, str) or equation.count("->") != 1 or equation.count(",") != 1:
+        return None
+    operands, result = equation.replace(" ", "").split("->")
+    first, second = operands.split(",")
+    for own, other in ((first, second), (second, first)):
+        if not own.isalpha() or len(set(own)) < len(own) or set(own) - {*other, *result}:
+            return None
+    if len(first) != a.dim() or len(second) != b.dim():
+        return None
+    sizes = dict(zip(first, a.shape, strict=True))
+    # A dimension of 1 element broadcasts.
+    has_same = all(
+        sizes.get(name, size) == size for name, size in zip(second, b.shape, strict=True)
+    )
+    return (first, second, result) if has_same else None
+
+
+def _product(first: str, second: str, result: str, a: Tensor, b: Tensor) -> Tensor:
+    """Return torch.einsum(f"{first},{second}->{result}", a, b). `a` may be a batch, in which torch has no einsum."""
+    if not is_batched(a):
+        return torch.einsum(f"{first},{second}->{result}", a, b)
+    sizes = dict(zip(first + second, (*a.shape, *b.shape), strict=True))
+    in_all = [name for name in first if name in second and name in result]
+    inner = [name for name in first if name in second and name not in result]
+    rows = [name for name in first if name not in second]
+    columns = [name for name in second if name not in first]
+
+    def matrices(x, names, *parts):
+        x = x.permute([names.index(name) for part in parts for name in part])
+        return x.reshape([prod(sizes[name] for name in part) for part in parts])
+
+    y = matrices(a, first, in_all, rows, inner) @ matrices(b, second, in_all, inner, columns)
+    order = in_all + rows + columns
+    y = y.reshape([sizes[name] for name in order])
+    return y.permute([order.index(name) for name in result])
+
+
+def _saved(a: Tensor, b: Tensor, quantizer: Quantizer):
+    """Return what is saved of both factors, as `copies.save` takes it."""
+    if _is_parameter(a):
+        return copies.unquantized(a), quantize_factor(quantizer, b)
+    first = quantize_factor(quantizer, a)
+    if _is_parameter(b):
+        return first, copies.unquantized(b)
+    shares_memory = b.untyped_storage()._cdata == a.untyped_storage()._cdata
+    if shares_memory:
+        return first, quantizer.quantize_independent(b, a)
+    return first, quantize_factor(quantizer, b)
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return x.requires_grad and is_in_memory(x)
+
+
+def _dtypes(*tensors: Tensor) -> tuple[torch.dtype, ...]:
+    return tuple(each.dtype for each in tensors)
+
+
+class _Einsum(Function):
+    @staticmethod
+    def forward(ctx, a, b, first, second, result, quantizer):
+        ctx.terms, ctx.dtypes = (first, second, result), _dtypes(a, b)
+        with as_torch_casts():
+            # A view that a Function returns could not be changed in place.
+            y = torch.einsum(f"{first},{second}->{result}", a, b).data
+        return copies.save(ctx, y, _saved(a, b, quantizer))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (a, b), _ = copies.load(ctx, grad.dtype)
+        first, second, result = ctx.terms
+        (dtype_a, dtype_b), grad_a, grad_b = ctx.dtypes, None, None
+        if ctx.needs_input_grad[0]:
+            grad_a = _product(result, second, first, grad, b).to(dtype_a)
+        if ctx.needs_input_grad[1]:
+            grad_b = _product(result, first, second, grad, a).to(dtype_b)
+        return grad_a, grad_b, None, None, None, None
+
+
+class _Baddbmm(Function):
+    @staticmethod
+    def forward(ctx, x, a, b, beta, alpha, quantizer):
+        ctx.size, ctx.factors, ctx.dtypes = x.shape, (beta, alpha), _dtypes(x, a, b)
+        with as_torch_casts():
+            y = torch.baddbmm(x, a, b, beta=beta, alpha=alpha)
+        return copies.save(ctx, y, _saved(a, b, quantizer))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (a, b), _ = copies.load(ctx, grad.dtype)
+        beta, alpha = ctx.factors
+        dtype_x, dtype_a, dtype_b = ctx.dtypes
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (beta * grad).sum_to_size(ctx.size).to(dtype_x)
+        grad = alpha * grad
+        grad_a, grad_b = grad @ b.transpose(-2, -1), a.transpose(-2, -1) @ grad
+        return grad_x, grad_a.to(dtype_a), grad_b.to(dtype_b), None, None, None
+
+
+class _Addcmul(Function):
+    @staticmethod
+    def forward(ctx, x, a, b, value, quantizer):
+        ctx.inputs, ctx.value = [(each.shape, each.dtype) for each in (x, a, b)], value
+        with as_torch_casts():
+            y = torch.addcmul(x, a, b, value=value)
+        return copies.save(ctx, y, _saved(a, b, quantizer))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (a, b), _ = copies.load(ctx, grad.dtype)
+        of_product = ctx.value * grad
+        return *in_shapes((grad, of_product * b, of_product * a), ctx.inputs), None, None
+
+
+class _GroupedMm(Function):
+    @staticmethod
+    def forward(ctx, a, b, offs, quantizer):
+        y = _grouped_mm(a, b, offs=offs)
+        # The elements of a column, and not those of a row, follow each other in memory.
+        ctx.is_transposed = b.stride(-2) == 1
+        return copies.save(ctx, y, _saved(a, b, quantizer), offs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (a, b), (offs,) = copies.load(ctx, grad.dtype)
+        grad = grad.contiguous()  # kernels on a GPU demand it
+        grad_a = _grouped_mm(grad, b.transpose(-2, -1), offs=offs)
+        # The gradient of the matrices has the strides of the matrices.
+        first, second = (grad, a) if ctx.is_transposed else (a, grad)
+        grad_b = _grouped_mm(first.transpose(-2, -1), second, offs=offs)
+        return grad_a, grad_b.transpose(-2, -1) if ctx.is_transposed else grad_b, None, None

@@ -1,0 +1,246 @@
+"""Operations on elements, such as `square` and `clamp`, which torch's own functions compute, and which save fewer bytes.
+
+The gradient of `square` is linear in the argument, that of `exp` in the result, and that of `erf` in the derivative. These are
+saved quantized. The gradients are therefore exact in expectation: their means over the random rounding are exact. The
+gradients of `clamp`, `maximum`, `minimum` and `gather` equal torch's to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.config import UNIFORM
+from fewbit.functional.products import in_shapes, is_in_memory
+from fewbit.runtime.interop.checkpoint import in_checkpoint
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.quantizers import copies, integers
+from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+
+def square(input: Tensor, *, quantizer: Quantizer) -> Tensor:
+    """Compute torch.square and save the input quantized.
+
+    Args:
+        input: a floating tensor of any shape.
+        quantizer: quantizes the input.
+
+    Returns:
+        torch's result.
+    """
+    if not is_differentiated(input) or is_in_memory(input) or not input.is_floating_point():
+        return torch.square(input)
+    return _Square.apply(input, quantizer)
+
+
+def pow(input: Tensor, exponent, *, quantizer: Quantizer) -> Tensor:
+    """Compute torch.pow, with `square` if the exponent is 2. Arguments are as in torch."""
+    if isinstance(exponent, int | float) and exponent == 2:
+        return square(input, quantizer=quantizer)
+    return torch.pow(input, exponent)
+
+
+def exp(input: Tensor, *, quantizer: Quantizer) -> Tensor:
+    """Compute torch.exp and save the result quantized, if no element is above 1; otherwise unquantized.
+
+    Results of at most 1 are decays, or those of differences from a maximum. Most are close to 0, which a uniform copy
+    restores almost exactly. If elements may be large, the errors of small ones in the same group would make gradients
+    useless. On a GPU the result is saved unquantized, because the host would have to wait for the largest element. So it
+    is in a checkpointed region, whose recomputation from rounded inputs may find another largest element.
+
+    Args:
+        input: a floating tensor of any shape.
+        quantizer: quantizes the result.
+
+    Returns:
+        torch's result.
+    """
+    if not is_differentiated(input) or not input.is_floating_point():
+        return torch.exp(input)
+    return _Exp.apply(input, quantizer)
+
+
+def erf(input: Tensor, *, quantizer: Quantizer) -> Tensor:
+    """Compute torch.erf and save the derivative quantized.
+
+    Args:
+        input: a floating tensor of any shape.
+        quantizer: quantizes the derivative.
+
+    Returns:
+        torch's result.
+    """
+    if not is_differentiated(input) or not input.is_floating_point():
+        return torch.erf(input)
+    return _Erf.apply(input, quantizer)
+
+
+def clamp(input: Tensor, min=None, max=None) -> Tensor:
+    """Compute torch.clamp, and save 1 bit per element if the ends are numbers.
+
+    Args:
+        input: a floating tensor of any shape.
+        min: as in torch.
+        max: as in torch.
+
+    Returns:
+        torch's result.
+    """
+    ends = [end for end in (min, max) if end is not None]
+    are_numbers = ends and all(isinstance(end, int | float) for end in ends)
+    if not (are_numbers and is_differentiated(input) and input.is_floating_point()):
+        return torch.clamp(input, min, max)
+    return _Clamp.apply(input, min, max)
+
+
+def maximum(input: Tensor, other: Tensor) -> Tensor:
+    """Compute torch.maximum, and save in 2 bits per element which of the two is larger.
+
+    Args:
+        input: a floating tensor of any shape.
+        other: a floating tensor of a shape that broadcasts with that of `input`.
+
+    Returns:
+        torch's result.
+    """
+    if not _is_comparison(input, other):
+        return torch.maximum(input, other)
+    return _Largest.apply(input, other, torch.maximum)
+
+
+def minimum(input: Tensor, other: Tensor) -> Tensor:
+    """Compute torch.minimum, and save in 2 bits per element which of the two is smaller. Arguments are as in `maximum`."""
+    if not _is_comparison(input, other):
+        return torch.minimum(input, other)
+    return _Largest.apply(input, other, torch.minimum)
+
+
+def _is_comparison(input, other) -> bool:
+    are_floating = all(
+        isinstance(each, Tensor) and each.is_floating_point() for each in (input, other)
+    )
+    return are_floating and is_differentiated(input, other)
+
+
+def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    """Compute torch.gather, and save the index in the narrowest dtype, and of the input only its size.
+
+    Args:
+        input: a tensor of any shape.
+        dim: as in torch.
+        index: as in torch, int64.
+        sparse_grad: as in torch. If it is true, torch's own function runs.
+
+    Returns:
+        torch's result.
+    """
+    if sparse_grad or not is_differentiated(input):
+        return torch.gather(input, dim, index, sparse_grad=sparse_grad)
+    return _Gather.apply(input, dim, index)
+
+
+class _Square(Function):
+    @staticmethod
+    def forward(ctx, x, quantizer):
+        return copies.save(ctx, torch.square(x), (quantizer.quantize(x),))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,), _ = copies.load(ctx, grad.dtype)
+        return 2 * x * grad, None
+
+
+class _Exp(Function):
+    @staticmethod
+    def forward(ctx, x, quantizer):
+        y = torch.exp(x)
+        can_read = is_plain(y) and y.device.type == "cpu" and not in_checkpoint()
+        is_small = can_read and y.numel() and bool((y <= 1).all())
+        saved = quantizer.quantize(y, usual=UNIFORM) if is_small else copies.unquantized(y)
+        return copies.save(ctx, y, (saved,))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (y,), _ = copies.load(ctx, grad.dtype)
+        return grad * y, None
+
+
+class _Erf(Function):
+    @staticmethod
+    def forward(ctx, x, quantizer):
+        derivative = torch.exp(-x.square()) * (2 / math.sqrt(math.pi))
+        saved = quantizer.quantize(derivative, shared=False, usual=UNIFORM)
+        return copies.save(ctx, torch.erf(x), (saved,))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (derivative,), _ = copies.load(ctx, grad.dtype)
+        return grad * derivative, None
+
+
+class _Clamp(Function):
+    @staticmethod
+    def forward(ctx, x, least, greatest):
+        is_inside = torch.ones_like(x, dtype=torch.bool) if least is None else x >= least
+        if greatest is not None:
+            is_inside &= x <= greatest
+        saved = integers.pack(is_inside, 2)
+        return copies.save(ctx, torch.clamp(x, least, greatest), (saved,))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        spec, _ = ctx.specs[0]
+        return torch.where(spec.dequantize(ctx.saved_tensors).bool(), grad, 0), None, None
+
+
+class _Largest(Function):
+    @staticmethod
+    def forward(ctx, x, other, function):
+        y = function(x, other)
+        less, more = (x < other, x > other)[:: 1 if function is torch.maximum else -1]
+        # 0: `other` is the result; 1: both are equal; 2: x is the result; 3: one is NaN, and both get torch's gradient.
+        less, same, more = (each.to(torch.uint8) for each in (less, x == other, more))
+        choice = 3 - 3 * less - 2 * same - more
+        ctx.inputs = [(each.shape, each.dtype) for each in (x, other)]
+        return copies.save(ctx, y, (integers.pack(choice, 4),))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        spec, _ = ctx.specs[0]
+        choice = spec.dequantize(ctx.saved_tensors)
+        grads = torch.where(choice == 0, 0, grad), torch.where(choice == 2, 0, grad)
+        shared = (torch.where(choice == 1, each / 2, each) for each in grads)
+        return *in_shapes(shared, ctx.inputs), None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx, x, dim, index):
+        y = torch.gather(x, dim, index)
+        ctx.dim, ctx.size, ctx.index_size = dim, x.shape, index.shape
+        # The index of many heads or samples is often an expanded one.
+        for axis, stride in enumerate(index.stride()):
+            if stride == 0 and index.shape[axis] > 1:
+                index = index.narrow(axis, 0, 1)
+        count = x.shape[dim] if x.dim() else 1
+        return copies.save(ctx, y, (integers.narrow(index, count),))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        spec, _ = ctx.specs[0]
+        index = spec.dequantize(ctx.saved_tensors).expand(ctx.index_size)
+        others = set(range(len(ctx.size))) - {ctx.dim % max(len(ctx.size), 1)}
+        if any(ctx.index_size[axis] < ctx.size[axis] for axis in others):
+            # On the CPU, torch takes an expanded index for one that covers all other dimensions, and scatters wrongly.
+            index = index.contiguous()
+        return grad.new_zeros(ctx.size).scatter_add_(ctx.dim, index, grad), None, None

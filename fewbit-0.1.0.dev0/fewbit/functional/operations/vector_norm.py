@@ -1,0 +1,128 @@
+"""`vector_norm`, the Euclidean length of vectors, and `normalize`, which divides vectors by it.
+
+Let n be the length of a vector x, and g the gradient of n. The gradient of x is g x / n. `vector_norm` saves x / n quantized,
+so the gradient is exact in expectation: its mean over the random rounding is exact. It does not save x, because the error of
+x, divided by a small n, would be large. `normalize` saves its result y = x / n quantized. If g is the gradient of y, that of x is (g - y (g . y)) / n. It has the product of a quantized element with
+itself, and is therefore biased, as that of a norm layer with one copy (`fewbit/functional/layer_norm.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.functional.products import is_in_memory
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers import copies
+from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+
+def vector_norm(
+    input: Tensor,
+    ord: float = 2,
+    dim: int | tuple[int, ...] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    quantizer: Quantizer,
+) -> Tensor:
+    """Compute torch.linalg.vector_norm, and save the unit vectors quantized if the length is Euclidean.
+
+    Args:
+        input: a floating tensor of any shape.
+        ord: as in torch. For other numbers than 2, torch's own function runs.
+        dim: as in torch.
+        keepdim: as in torch.
+        dtype: as in torch. If it is given, torch's own function runs.
+        out: as in torch. If it is given, torch's own function runs.
+        quantizer: quantizes the input, divided by the length.
+
+    Returns:
+        torch's result.
+    """
+    is_usual = ord == 2 and dtype is None and out is None and input.is_floating_point()
+    if not is_usual or not is_differentiated(input) or is_in_memory(input):
+        return torch.linalg.vector_norm(input, ord, dim, keepdim, dtype=dtype, out=out)
+    # An empty tuple stands for all dimensions too.
+    dims = dim if isinstance(dim, int) or dim else tuple(range(input.dim()))
+    length = _Length.apply(input, dims, quantizer)
+    return length if keepdim else length.squeeze(dims)
+
+
+def norm(
+    input: Tensor,
+    p: float | str | None = "fro",
+    dim: int | tuple[int, ...] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    quantizer: Quantizer,
+) -> Tensor:
+    """Compute torch.norm with `vector_norm`, if the length is Euclidean. Arguments are as in torch."""
+    if p not in (2, "fro") or dtype is not None:
+        return torch.norm(input, p, dim, keepdim, dtype=dtype)
+    return vector_norm(input, 2, dim, keepdim, quantizer=quantizer)
+
+
+def normalize(
+    input: Tensor,
+    p: float = 2.0,
+    dim: int | tuple[int, ...] = 1,
+    eps: float = 1e-12,
+    out: Tensor | None = None,
+    *,
+    quantizer: Quantizer,
+) -> Tensor:
+    """Compute torch.nn.functional.normalize, and save the result quantized and the lengths exactly.
+
+    Args:
+        input: a floating tensor of any shape.
+        p: as in torch. For other numbers than 2, torch's own function runs.
+        dim: as in torch.
+        eps: as in torch.
+        out: as in torch. If it is given, torch's own function runs.
+        quantizer: quantizes the result.
+
+    Returns:
+        torch's result.
+    """
+    if p != 2 or out is not None or not is_differentiated(input):
+        return torch_functional.normalize(input, p, dim, eps, out)
+    return _Normalize.apply(input, dim, eps, quantizer)
+
+
+class _Length(Function):
+    @staticmethod
+    def forward(ctx, x, dims, quantizer):
+        y = torch.linalg.vector_norm(x, 2, dims, True)
+        # The gradient of a vector of zeros is 0, as in torch.
+        direction = (x / y).masked_fill(y == 0, 0)
+        return copies.save(ctx, y, (quantizer.quantize(direction, shared=False),))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (direction,), _ = copies.load(ctx, grad.dtype)
+        return grad * direction, None, None
+
+
+class _Normalize(Function):
+    @staticmethod
+    def forward(ctx, x, dim, eps, quantizer):
+        # The steps of torch's function, so that the result is the same to the bit.
+        length = torch.linalg.vector_norm(x, 2, dim, True)
+        bound = length.clamp_min(eps)
+        y = x / bound.expand_as(x)
+        ctx.dim = dim
+        return copies.save(ctx, y, (quantizer.quantize(y),), bound, length >= eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (y,), (bound, is_free) = copies.load(ctx, grad.dtype)
+        along = (grad * y).sum(ctx.dim, keepdim=True)
+        # A length below eps is replaced by eps, on which x has no influence.
+        return (grad - y * (along * is_free)) / bound, None, None, None

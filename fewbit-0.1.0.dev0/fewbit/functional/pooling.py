@@ -1,0 +1,392 @@
+"""Pooling, which saves only the position of each maximum in its window, or nothing.
+
+Every function has the signature and the results of the function with the same name in torch.nn.functional. Gradients
+equal torch's to the bit. torch saves the whole input, although the backward pass needs only its size. For max-pooling
+torch also saves an int64 for each output.
+
+For n outputs and windows of k elements, max-pooling, adaptive or not, saves the following, with b = ceil(log2 k):
+
+    0 bytes                           k = 1
+    4 * b * ceil(n / 32) bytes        1 < k <= 256
+    2 * n bytes                       256 < k <= 32768
+    4 * n bytes                       larger k
+
+The windows of adaptive pooling differ in length. There k is the product of the greatest lengths in each dimension.
+Average pooling saves nothing. Inputs are floating, (N, C, ...) or (C, ...), channels-last or not. Calls that torch does
+not allow raise torch's errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.windows import Windows
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.quantizers import integers
+from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+__all__ = [
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+]
+
+
+# -- max-pooling -----------------------------------------------------------------------------------
+
+
+def max_pool1d(
+    input: Tensor,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | Any:
+    """Compute torch.nn.functional.max_pool1d of an input (N, C, L) or (C, L)."""
+    arguments = kernel_size, stride, padding, dilation, ceil_mode
+    return _max_pool(1, input, arguments, return_indices)
+
+
+def max_pool2d(
+    input: Tensor,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | Any:
+    """Compute torch.nn.functional.max_pool2d of an input (N, C, H, W) or (C, H, W)."""
+    arguments = kernel_size, stride, padding, dilation, ceil_mode
+    return _max_pool(2, input, arguments, return_indices)
+
+
+def max_pool3d(
+    input: Tensor,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | Any:
+    """Compute torch.nn.functional.max_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
+    arguments = kernel_size, stride, padding, dilation, ceil_mode
+    return _max_pool(3, input, arguments, return_indices)
+
+
+def adaptive_max_pool1d(
+    input: Tensor, output_size: int | tuple[int, ...], return_indices: bool = False
+) -> Tensor | Any:
+    """Compute torch.nn.functional.adaptive_max_pool1d of an input (N, C, L) or (C, L)."""
+    return _max_pool(1, input, output_size, return_indices, adaptive=True)
+
+
+def adaptive_max_pool2d(
+    input: Tensor, output_size: int | tuple[int, ...], return_indices: bool = False
+) -> Tensor | Any:
+    """Compute torch.nn.functional.adaptive_max_pool2d of an input (N, C, H, W) or (C, H, W)."""
+    return _max_pool(2, input, output_size, return_indices, adaptive=True)
+
+
+def adaptive_max_pool3d(
+    input: Tensor, output_size: int | tuple[int, ...], return_indices: bool = False
+) -> Tensor | Any:
+    """Compute torch.nn.functional.adaptive_max_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
+    return _max_pool(3, input, output_size, return_indices, adaptive=True)
+
+
+def _torch_max(dims, x, arguments, return_indices, adaptive):
+    if adaptive:
+        function = _of_torch("adaptive_max_pool", dims)
+        return function(x, arguments, return_indices=return_indices)
+    return _of_torch("max_pool", dims)(x, *arguments, return_indices=return_indices)
+
+
+def _of_torch(name: str, dims: int):
+    """Return torch's function `name` for the given number of dimensions."""
+    return getattr(torch_functional, f"{name}{dims}d")
+
+
+def _max_pool(dims, x, arguments, return_indices, adaptive=False):
+    if not is_differentiated(x) or (not adaptive and _may_be_empty(dims, x, arguments[3])):
+        return _torch_max(dims, x, arguments, return_indices, adaptive)
+    if dims == 3 and not adaptive and not return_indices:
+        x = _in_float32(x)
+    y, indices = _MaxPool.apply(x, dims, arguments, adaptive)
+    return (y, indices) if return_indices else y
+
+
+def _in_float32(x):
+    """Return x in the dtype in which the CPU's autocast passes it to max_pool3d if no indices are returned."""
+    if x.device.type == "cpu" and x.dtype.itemsize == 2 and torch.is_autocast_enabled("cpu"):
+        return x.to(torch.float32)
+    return x
+
+
+def _may_be_empty(dims, x, dilation) -> bool:
+    """Return whether a dilated window may contain no element of the input, so that torch's index is not valid."""
+    if x.dim() not in (dims + 1, dims + 2):
+        return True  # torch raises an error
+    return any(n < step for n, step in zip(x.shape[-dims:], _per_dim(dilation, dims), strict=True))
+
+
+class _MaxPool(Function):
+    """Max-pooling, which returns torch's result and indices, and saves the position of each maximum in its window."""
+
+    @staticmethod
+    def forward(ctx, x, dims, arguments, adaptive):
+        y, indices = map(layout.unviewed, _torch_max(dims, x, arguments, True, adaptive))
+        size, out = tuple(x.shape[-dims:]), tuple(y.shape[-dims:])
+        if adaptive:
+            ctx.windows, ctx.arguments = Windows.adaptive(size, out), None
+        else:
+            kernel, stride, padding, dilation, ceil_mode = arguments
+            kernel, padding, dilation = (_per_dim(n, dims) for n in (kernel, padding, dilation))
+            stride = _per_dim(stride, dims) if stride not in (None, (), []) else kernel
+            ctx.windows = Windows.fixed(size, out, kernel, stride, padding, dilation)
+            ctx.arguments = kernel, stride, padding, dilation, ceil_mode
+        tensors = ()
+        ctx.spec = ctx.out = None
+        if ctx.windows.count == 1:
+            ctx.out = tuple(y.shape)
+        else:
+            saved = integers.pack(ctx.windows.positions(indices), ctx.windows.count)
+            tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        ctx.source = _Source.of(x, dims)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(indices)
+        if not torch.compiler.is_compiling():
+            # Otherwise the backward pass would fill zeros for the gradient of the indices, which get none.
+            ctx.set_materialize_grads(False)
+        return y, indices
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        if grad is None:  # a layer after this one returned no gradient
+            return None, None, None, None
+        if ctx.spec is None:
+            indices = ctx.windows.only(ctx.out, grad.device)
+        else:
+            positions = ctx.spec.flat(ctx.saved_tensors)
+            indices = ctx.windows.indices(positions, ctx.spec.size, ctx.spec.stride)
+        if ctx.arguments is None:
+            grad = ctx.source.gradient("adaptive_max_pool{}d_backward", grad, indices)
+        else:
+            *windows, ceil_mode = ctx.arguments
+            windows = _as_2d(ctx.source.dims, *windows)
+            name = "max_pool{}d_with_indices_backward"
+            grad = ctx.source.gradient(name, grad, *windows, ceil_mode, indices)
+        return grad, None, None, None
+
+
+# -- average pooling -------------------------------------------------------------------------------
+
+
+def avg_pool1d(
+    input: Tensor,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Tensor:
+    """Compute torch.nn.functional.avg_pool1d of an input (N, C, L) or (C, L)."""
+    arguments = kernel_size, stride, padding, ceil_mode, count_include_pad
+    return _avg_pool(1, input, arguments)
+
+
+def avg_pool2d(
+    input: Tensor,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.avg_pool2d of an input (N, C, H, W) or (C, H, W)."""
+    arguments = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    return _avg_pool(2, input, arguments)
+
+
+def avg_pool3d(
+    input: Tensor,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.avg_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
+    arguments = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    return _avg_pool(3, input, arguments)
+
+
+def _torch_avg(dims, x, arguments):
+    kernel_size, stride, *rest = arguments
+    # The builtin functions do not accept None as strides.
+    stride = kernel_size if stride is None else stride
+    return _of_torch("avg_pool", dims)(x, kernel_size, stride, *rest)
+
+
+def _avg_pool(dims, x, arguments):
+    if not is_differentiated(x):
+        return _torch_avg(dims, x, arguments)
+    return _AvgPool.apply(x, dims, arguments)
+
+
+class _AvgPool(Function):
+    @staticmethod
+    def forward(ctx, x, dims, arguments):
+        y = layout.unviewed(_torch_avg(dims, x, arguments))
+        kernel, stride, padding, ceil_mode, count_include_pad, *divisor = arguments
+        kernel = _per_dim(kernel, dims)
+        stride = _per_dim(stride, dims) if stride not in (None, (), []) else kernel
+        windows = _as_2d(dims, kernel, stride, _per_dim(padding, dims))
+        ctx.arguments = *windows, ceil_mode, count_include_pad, *(divisor or (None,))
+        ctx.source = _Source.of(x, dims)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.source.gradient("avg_pool{}d_backward", grad, *ctx.arguments), None, None
+
+
+def adaptive_avg_pool1d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
+    """Compute torch.nn.functional.adaptive_avg_pool1d of an input (N, C, L) or (C, L)."""
+    return _adaptive_avg_pool(1, input, output_size)
+
+
+def adaptive_avg_pool2d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
+    """Compute torch.nn.functional.adaptive_avg_pool2d of an input (N, C, H, W) or (C, H, W)."""
+    return _adaptive_avg_pool(2, input, output_size)
+
+
+def adaptive_avg_pool3d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
+    """Compute torch.nn.functional.adaptive_avg_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
+    return _adaptive_avg_pool(3, input, output_size)
+
+
+def _adaptive_avg_pool(dims, x, output_size):
+    # If the result has one element per channel, torch computes a mean, for which it saves nothing.
+    if not is_differentiated(x) or _is_mean(dims, x, output_size):
+        return _of_torch("adaptive_avg_pool", dims)(x, output_size)
+    return _AdaptiveAvgPool.apply(x, dims, output_size)
+
+
+def _is_mean(dims, x, output_size) -> bool:
+    if not isinstance(output_size, tuple | list):
+        return output_size == 1
+    sizes = zip(output_size, x.shape[-dims:], strict=False)
+    return all((size if wanted is None else wanted) == 1 for wanted, size in sizes)
+
+
+class _AdaptiveAvgPool(Function):
+    @staticmethod
+    def forward(ctx, x, dims, output_size):
+        ctx.source = _Source.of(x, dims)
+        return layout.unviewed(_of_torch("adaptive_avg_pool", dims)(x, output_size))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.source.gradient("_adaptive_avg_pool{}d_backward", grad), None, None
+
+
+# -- gradients by torch's own ops ------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    """The properties of an input that the input's gradient depends on.
+
+    Attributes:
+        dims: the number of dimensions that are pooled, 1 to 3. One dimension is pooled by the ops for two dimensions,
+            as the last of two, as in torch.
+        size: the input's size.
+        stride: the strides of a dense tensor with the input's size and memory format.
+        dtype: the input's dtype.
+    """
+
+    dims: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x, dims: int):
+        size = tuple(x.shape)
+        stride = tuple(x.stride() if _is_channels_last(x) else layout.contiguous_stride(size))
+        return cls(dims, size, stride, x.dtype)
+
+    def gradient(self, name: str, grad, *arguments):
+        """Return what torch's op `name` computes from (grad, input, *arguments), although the input was not saved.
+
+        `name` contains {} in place of the number of dimensions.
+        """
+        backward = getattr(torch.ops.aten, name.format(max(self.dims, 2)))
+        if self.dims > 1:
+            return self._call(backward, grad, arguments, self.size, self.stride).to(self.dtype)
+        grad, *arguments = (
+            value.unsqueeze(-2) if isinstance(value, Tensor) else value
+            for value in (grad, *arguments)
+        )
+        (*leading, length), (*outer, inner) = self.size, self.stride
+        size, stride = (*leading, 1, length), (*outer, outer[-1], inner)
+        return self._call(backward, grad, arguments, size, stride).squeeze(-2).to(self.dtype)
+
+    def _call(self, backward, grad, arguments, size, stride):
+        kind = {"dtype": grad.dtype, "device": grad.device}
+        if is_plain(grad) and self.dims < 3 and hasattr(backward, "grad_input"):
+            # The op reads only the input's size and strides, so the result, which is not written to yet, is passed as
+            # the input. In three dimensions torch assumes that a result passed by the caller is contiguous.
+            result = torch.empty_strided(size, stride, **kind)
+            return backward.grad_input(grad, result, *arguments, grad_input=result)
+        if is_plain(grad) and stride != layout.contiguous_stride(size):
+            return backward(grad, torch.empty_strided(size, stride, **kind), *arguments)
+        return backward(grad, torch.empty((), **kind).expand(size), *arguments)
+
+
+def _is_channels_last(x) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.dim() not in formats or x.is_contiguous():
+        return False
+    return x.is_contiguous(memory_format=formats[x.dim()])
+
+
+def _per_dim(value, dims: int) -> tuple[int, ...]:
+    """Return `value` as one number for each dimension. As in torch, a single number applies to all dimensions."""
+    if not isinstance(value, tuple | list):
+        return (value,) * dims
+    return tuple(value) * dims if len(value) == 1 else tuple(value)
+
+
+def _as_2d(dims: int, *windows):
+    """Extend kernel, stride, padding and perhaps dilation from one dimension to two, as torch does.
+
+    For two and three dimensions they are returned unchanged.
+    """
+    if dims > 1:
+        return windows
+    return tuple((other, *one) for other, one in zip((1, 1, 0, 1), windows, strict=False))

@@ -1,0 +1,144 @@
+"""PReLU, and RReLU in training, which save the sign of each element of the input in 1 bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
+from fewbit.runtime.format import sums
+from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.random_replay import replayed, state_of
+from fewbit.runtime.quantizers import integers
+from fewbit.runtime.quantizers.quantizer import (
+    Quantizer,
+    is_differentiated,
+    quantizer_of,
+)
+from fewbit.runtime.saved.single_backward import once_differentiable, refuse_batches
+
+__all__ = ["prelu"]
+
+_rrelu = torch.ops.aten.rrelu_with_noise
+_rrelu_ = torch.ops.aten.rrelu_with_noise_
+
+
+def prelu(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.prelu and save the input's signs and negative part.
+
+    If the input needs a gradient, the signs of n elements take `4 * ceil(n / 32)` bytes, and the gradient equals
+    torch's to the bit. If the weight needs a gradient, min(input, 0) is saved quantized. The weight's gradient is
+    linear in min(input, 0), and therefore exact in expectation: its mean over the random rounding is exact.
+
+    Args:
+        input: (N, C, ...), floating.
+        weight: (1,) or (C,), the slopes for negative elements.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+            (docs/concepts/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+
+    Returns:
+        A tensor of the size and dtype of torch's result.
+
+    Raises:
+        InputError: `bits` or `group_size` is invalid.
+    """
+    quantizer = quantizer_of(bits, group_size, quantizer)
+    if not is_differentiated(input, weight):
+        return torch_functional.prelu(input, weight)
+    return _PReLU.apply(input, weight, quantizer)
+
+
+class _PReLU(Function):
+    @staticmethod
+    def forward(ctx, x, weight, quantizer):
+        with as_torch_casts():
+            y = torch_functional.prelu(x, weight)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.dtypes = x.dtype, weight.dtype
+        ctx.shape = tuple(weight.shape)
+        cast = x.to(y.dtype)
+        sign = negative = ()
+        if needs_x:
+            saved = integers.pack(cast > 0, 2)
+            sign, ctx.sign, y = saved.tensors, saved.spec, saved.tie(y)
+        if needs_weight:
+            saved = quantizer.quantize(cast.clamp(max=0), shared=False)
+            negative, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        ctx.save_for_backward(weight if needs_x else None, *sign, *negative)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, *tensors = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x = grad_weight = positive = None
+        if needs_x:
+            sign, *tensors = tensors
+            positive = ctx.sign.dequantize((sign,))
+            # For the view, Inductor makes C++ code that does not compile. The comparison costs little, because it is
+            # fused.
+            is_traced = torch.compiler.is_compiling()
+            positive = positive > 0 if is_traced else positive.view(torch.bool)
+            slope = _broadcast(weight.to(grad.dtype), grad)
+            grad_x = torch.where(positive, grad, slope * grad).to(ctx.dtypes[0])
+        if needs_weight:
+            product = ctx.spec.dequantize(tensors, grad.dtype) * grad
+            if positive is not None:
+                # Products of positive inputs are 0 in the mean over the rounding. Setting them to 0 removes their
+                # noise.
+                product = product.masked_fill_(positive, 0)
+            is_one = ctx.shape in ((), (1,))
+            total = product.sum() if is_one else sums.over_channels(product)
+            grad_weight = total.reshape(ctx.shape).to(ctx.dtypes[1])
+        return grad_x, grad_weight, None
+
+
+def _broadcast(weight, x):
+    """Return the slopes, one in all or one for each channel (dimension 1), in a shape that broadcasts to x."""
+    if weight.numel() == 1:
+        return weight.reshape(())
+    return weight.reshape(-1, *[1] * (x.dim() - 2))
+
+
+class RandomSlopes(Function):
+    """torch's RReLU in training, for which signs and the state of torch's random generator are saved.
+
+    The signs of n elements take `4 * ceil(n / 32)` bytes. The backward pass draws the slopes again from the state.
+    """
+
+    @staticmethod
+    def forward(ctx, x, lower, upper, inplace):
+        # torch compares in the same way: it draws a slope for 0, but not for NaN.
+        saved = integers.pack(~(x <= 0), 2)
+        ctx.positive, ctx.bounds = saved.spec, (lower, upper)
+        ctx.like = {"size": x.shape, "dtype": x.dtype, "device": x.device}
+        ctx.save_for_backward(*saved.tensors, state_of(x))
+        if inplace:
+            ctx.mark_dirty(x)
+        slopes = torch.empty(**ctx.like)
+        return (_rrelu_ if inplace else _rrelu)(x, slopes, *ctx.bounds, True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        refuse_batches("rrelu in training", (grad,), transforms_only=True)
+        positive, state = ctx.saved_tensors
+        # Contiguous, because torch draws and reads slopes in logical order.
+        sign, slopes = torch.empty(**ctx.like), torch.empty(**ctx.like)
+        sign.copy_(ctx.positive.dequantize((positive,))).mul_(2).sub_(1)
+        with replayed(sign, state):
+            _rrelu_(sign, slopes, *ctx.bounds, True)
+        return grad * slopes, None, None, None

@@ -1,0 +1,388 @@
+"""Products of two tensors, whose factors are saved quantized: `matmul`, `mul` and gated units.
+
+The bias of a gradient is its mean over the random numbers of the copies, minus the exact gradient. A gradient without
+bias is called exact in expectation. The small errors in the mean of a rotated copy (docs/concepts/quantizer.md) are not
+counted as bias here. The gradients of `matmul` and `mul` are exact in expectation, because the gradient of each factor
+is linear in the other factor.
+
+Gated units compute act(gate) * up with an activation act. SwiGLU and GEGLU save gate and up. Let gate^ and up^ be the
+dequantized values, whose errors are independent. The backward pass computes act and its derivative from gate^, and is
+not linear in gate^. Let g be the gradient of the product, grad the exact gradient of an element of gate or up, and
+grad^ the gradient that the backward pass computes:
+
+    grad_up   = g act(gate)         E[grad^] - grad = g act''(gate) Var[gate^] / 2
+    grad_gate = g up act'(gate)     E[grad^] - grad = g up act'''(gate) Var[gate^] / 2
+
+GLU is the same with sigmoid as act and the halves of one tensor as up and gate.
+
+The biases are correct up to terms of higher order; the paper ActNN (Chen et al., ICML 2021; long version, appendix B.2)
+derives the same for norms. Var[gate^] is the variance that rounding adds to an element of gate; docs/concepts/layers.md
+gives it for each kind of copies. The size of a bias is its norm divided by the norm of the exact gradient. For normally
+distributed gate and up (SwiGLU, 256 elements, median of 96 random examples) and rotated copies of 2, 3 and 4 bits, it is
+2.2, 0.6 and 0.2 % for gate, and 4.1, 1.1 and 0.3 % for up.
+
+ReGLU has no such bias. It saves relu(gate) quantized in place of gate, and the derivative of relu in 1 bit for each
+element. Both gradients are linear in the dequantized factors, and therefore exact in expectation. If the derivative
+were computed from gate^, it would be random for elements within a step of 0. For normally distributed elements, the
+error would have a norm of several percent of the norm of gate's gradient, even at 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
+from fewbit.errors import InputError
+from fewbit.functional.activations import relu
+from fewbit.runtime.format.groups import LEAST_ELEMENTS
+from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import check_tensors
+from fewbit.runtime.parallel import shards
+from fewbit.runtime.quantizers import copies
+from fewbit.runtime.quantizers.quantizer import (
+    Quantizer,
+    is_differentiated,
+    quantizer_of,
+)
+from fewbit.runtime.quantizers.softmax_copies import quantize_factor
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+__all__ = ["geglu", "glu", "matmul", "mul", "reglu", "swiglu"]
+
+
+# -- matmul and mul --------------------------------------------------------------------------------
+
+
+def matmul(
+    input: Tensor,
+    other: Tensor,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.matmul and save both factors quantized.
+
+    Both gradients are exact in expectation: their means over the random rounding are exact. A leaf of the autograd
+    graph, such as a parameter, and a view of a leaf are in memory anyway and are saved unquantized. If only one factor
+    needs a gradient, torch's own function runs, which saves the other factor unquantized.
+
+    Args:
+        input: a floating tensor of two dimensions or more.
+        other: a floating tensor of two dimensions or more. The leading dimensions of both tensors broadcast as in
+            torch.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+            (docs/concepts/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+
+    Returns:
+        torch's result.
+
+    Raises:
+        InputError: `bits` or `group_size` is invalid.
+    """
+    quantizer = quantizer_of(bits, group_size, quantizer)
+    if not _are_differentiated(input, other) or min(input.dim(), other.dim()) < 2:
+        return torch.matmul(input, other)
+    return _Matmul.apply(input, other, quantizer)
+
+
+def mul(
+    input: Tensor,
+    other: Tensor | float,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.mul of floating tensors of any shapes that broadcast, and save both factors quantized.
+
+    The other arguments are as in `matmul`, and the gradients are equally exact. A factor of less than 1,024 elements that
+    is repeated along the other factor, such as a temperature, is saved unquantized. If `other` is a number, torch.mul runs,
+    which saves no tensor.
+    """
+    quantizer = quantizer_of(bits, group_size, quantizer)
+    if isinstance(other, int | float):
+        check_tensors(input)
+        return torch.mul(input, other)
+    if shards.runs_on_shards(input):
+        y = shards.elementwise(partial(mul, quantizer=quantizer), input, other)
+        return torch.mul(input, other) if y is None else y
+    if not _are_differentiated(input, other):
+        return torch.mul(input, other)
+    return _Mul.apply(input, other, quantizer)
+
+
+def _are_differentiated(input, other) -> bool:
+    check_tensors(input, other)
+    return input.requires_grad and other.requires_grad and is_differentiated(input, other)
+
+
+def is_in_memory(x: Tensor) -> bool:
+    """Return whether x is a leaf of the autograd graph, such as a parameter, or a view of a parameter."""
+    if x.is_leaf:
+        return True
+    # Results that were computed without gradients may be views of leaves as well.
+    return x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad
+
+
+def is_quantized_product(a: Tensor, b: Tensor) -> bool:
+    """Return whether both factors need a gradient, and one of them is a result and not a parameter."""
+    if shards.is_distributed(a) and torch.is_grad_enabled():
+        return a.requires_grad and b.requires_grad
+    return _are_differentiated(a, b) and not (is_in_memory(a) and is_in_memory(b))
+
+
+def in_shapes(grads: Iterable[Tensor], inputs) -> list[Tensor]:
+    """Return the gradients of inputs that were broadcast, each in the shape and dtype of its input.
+
+    Args:
+        grads: the gradients, in the shape of the result.
+        inputs: pairs (shape, dtype), one of each input.
+    """
+    pairs = zip(grads, inputs, strict=True)
+    return [grad.sum_to_size(size).to(dtype) for grad, (size, dtype) in pairs]
+
+
+class _Product(Function):
+    """The base of `_Matmul` and `_Mul`, which saves factors: leaves of the graph unchanged, other tensors quantized."""
+
+    @staticmethod
+    def save(ctx, y, a, b, quantize):
+        ctx.inputs = (a.shape, a.dtype), (b.shape, b.dtype)
+        factors = [
+            copies.unquantized(factor) if is_in_memory(factor) else quantize(factor)
+            for factor in (a, b)
+        ]
+        return copies.save(ctx, y, factors)
+
+
+class _Matmul(_Product):
+    @staticmethod
+    def forward(ctx, a, b, quantizer):
+        with as_torch_casts():
+            y = torch.matmul(a, b)
+        return _Product.save(ctx, y, a, b, partial(quantize_factor, quantizer))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (a, b), _ = copies.load(ctx, grad.dtype)
+        grads = grad @ b.transpose(-2, -1), a.transpose(-2, -1) @ grad
+        return *in_shapes(grads, ctx.inputs), None
+
+
+class _Mul(_Product):
+    @staticmethod
+    def forward(ctx, a, b, quantizer):
+        def quantize(factor):
+            is_repeated = factor.numel() < min(LEAST_ELEMENTS, max(a.numel(), b.numel()))
+            return copies.unquantized(factor) if is_repeated else quantizer.quantize(factor)
+
+        return _Product.save(ctx, a * b, a, b, quantize)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (a, b), _ = copies.load(ctx, grad.dtype)
+        return *in_shapes((grad * b, grad * a), ctx.inputs), None
+
+
+# -- gated units -----------------------------------------------------------------------------------
+
+
+def swiglu(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute silu(gate) * up and save gate and up quantized (Shazeer, "GLU variants improve Transformer", section 2).
+
+    The backward pass computes silu and its derivative from the dequantized gate. The mean of a gradient over the random
+    rounding differs from the exact gradient; the docstring of `fewbit/functional/products.py` says by how much.
+
+    Args:
+        gate: a floating tensor of any shape.
+        up: a floating tensor of a shape that broadcasts with gate's. It is saved only if gate needs a gradient.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+            (docs/concepts/quantizer.md).
+            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+
+    Returns:
+        The product, which equals torch's to the bit.
+
+    Raises:
+        InputError: `bits` or `group_size` is invalid.
+    """
+    return gated(gate, up, "silu", quantizer=quantizer_of(bits, group_size, quantizer))
+
+
+def geglu(
+    gate: Tensor,
+    up: Tensor,
+    approximate: str = "none",
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute gelu(gate, approximate) * up, and save gate and up quantized.
+
+    The other arguments are as in `swiglu`. As there, the mean of a gradient differs from the exact gradient.
+
+    Raises:
+        InputError: `approximate` is neither "none" nor "tanh", or `bits` or `group_size` is invalid.
+    """
+    if approximate not in ("none", "tanh"):
+        raise InputError(f"expected none or tanh for approximate, got {approximate!r}")
+    name = "gelu" if approximate == "none" else "gelu_tanh"
+    return gated(gate, up, name, quantizer=quantizer_of(bits, group_size, quantizer))
+
+
+def reglu(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute relu(gate) * up, and save relu(gate) and up quantized and the sign of gate in 1 bit per element.
+
+    relu(gate) is saved only if up needs a gradient, and up is saved only if gate needs a gradient. Arguments are as in
+    `swiglu`. The gradients are exact in expectation: their means over the random rounding are exact.
+    """
+    return gated(gate, up, "relu", quantizer=quantizer_of(bits, group_size, quantizer))
+
+
+def glu(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    bits: int = DEFAULT_BITS,
+    group_size: int = GROUP_SIZE,
+    quantizer: Quantizer | str | None = None,
+) -> Tensor:
+    """Compute torch.nn.functional.glu, which is a * sigmoid(b) for the halves a and b of the input, and save the input quantized.
+
+    The backward pass computes sigmoid and its derivative from the dequantized b. As in `swiglu`, the mean of a gradient
+    differs from the exact gradient.
+
+    Args:
+        input: a floating tensor, whose size along `dim` is even.
+        dim: the dimension along which the input is halved.
+        bits: bits per saved element, 1 to 8.
+        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        quantizer: as in `swiglu`.
+
+    Returns:
+        torch's result, whose size along `dim` is half the input's.
+
+    Raises:
+        InputError: `bits` or `group_size` is invalid.
+    """
+    quantizer = quantizer_of(bits, group_size, quantizer)
+    if not is_differentiated(input):
+        return torch_functional.glu(input, dim)
+    return _GLU.apply(input, dim, quantizer)
+
+
+_FORWARD = {
+    "silu": torch_functional.silu,
+    "gelu": torch_functional.gelu,
+    "gelu_tanh": lambda x: torch_functional.gelu(x, approximate="tanh"),
+    "relu": torch_functional.relu,
+    "identity": lambda x: x,
+}
+_BACKWARD = {
+    "silu": torch.ops.aten.silu_backward,
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
+}
+
+
+def gated(
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    function: Callable[[Tensor], Tensor] | None = None,
+    *,
+    quantizer: Quantizer,
+) -> Tensor:
+    """Compute activation(gate) * up, and save the same tensors as `swiglu`, or as `reglu` if the activation is "relu".
+
+    Args:
+        gate: as in `swiglu`.
+        up: as in `swiglu`.
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        function: the function that computes the activation in the forward pass; None for torch's own function.
+        quantizer: quantizes the saved tensors.
+
+    Returns:
+        The product.
+    """
+    if shards.runs_on_shards(gate):
+        local = partial(gated, activation=activation, function=function, quantizer=quantizer)
+        y = shards.elementwise(local, gate, up)
+        if y is not None:
+            return y
+    if not is_differentiated(gate, up):
+        return (function or _FORWARD[activation])(gate) * up
+    if activation == "relu":
+        gate, activation, function = relu(gate), "identity", None
+    return _Gated.apply(gate, up, activation, function or _FORWARD[activation], quantizer)
+
+
+class _Gated(Function):
+    @staticmethod
+    def forward(ctx, gate, up, activation, function, quantizer):
+        y = function(gate) * up
+        ctx.activation = activation
+        ctx.inputs = (gate.shape, gate.dtype), (up.shape, up.dtype)
+        needs_gate, needs_up, *_ = ctx.needs_input_grad
+        needs_copy = needs_up or activation != "identity"
+        gate_copy = quantizer.quantize(gate) if needs_copy else None
+        up_copy = quantizer.quantize_independent(up, gate) if needs_gate else None
+        return copies.save(ctx, y, (gate_copy, up_copy))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (gate, up), _ = copies.load(ctx)
+        (gate_shape, gate_dtype), (up_shape, up_dtype) = ctx.inputs
+        grad_gate = grad_up = None
+        if ctx.needs_input_grad[0]:
+            grad_gate = (grad * up).sum_to_size(gate_shape).to(gate_dtype)
+            if ctx.activation != "identity":
+                grad_gate = _BACKWARD[ctx.activation](grad_gate, gate)
+        if ctx.needs_input_grad[1]:
+            activated = _FORWARD[ctx.activation](gate)
+            grad_up = (grad * activated).sum_to_size(up_shape).to(up_dtype)
+        return grad_gate, grad_up, None, None, None
+
+
+class _GLU(Function):
+    @staticmethod
+    def forward(ctx, x, dim, quantizer):
+        y = torch_functional.glu(x, dim)
+        ctx.dim = dim
+        return copies.save(ctx, y, (quantizer.quantize(x),))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,), _ = copies.load(ctx)
+        return torch.ops.aten.glu_backward(grad, x, ctx.dim), None, None

@@ -1,0 +1,122 @@
+"""Padding and interpolation, which save sizes but no tensors.
+
+In the modes "reflect" and "replicate" of padding, and in the mode "area" of interpolation, torch saves the whole input,
+although the backward pass needs only the input's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.functional import pooling
+from fewbit.runtime.format import layout
+from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.interop.tensor_kinds import check_tensors
+from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+__all__ = ["interpolate", "pad"]
+
+_aten = torch.ops.aten
+_BACKWARD = {
+    ("reflect", 1): _aten.reflection_pad1d_backward,
+    ("reflect", 2): _aten.reflection_pad2d_backward,
+    ("reflect", 3): _aten.reflection_pad3d_backward,
+    ("replicate", 1): _aten.replication_pad1d_backward,
+    ("replicate", 2): _aten.replication_pad2d_backward,
+    ("replicate", 3): _aten.replication_pad3d_backward,
+}
+_AREA = {
+    3: pooling.adaptive_avg_pool1d,
+    4: pooling.adaptive_avg_pool2d,
+    5: pooling.adaptive_avg_pool3d,
+}
+
+
+def pad(
+    input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Tensor:
+    """Compute torch.nn.functional.pad and save no tensor.
+
+    The gradient is exact.
+
+    Args:
+        input: a tensor of any shape that torch takes.
+        pad: the amounts of padding, starting with the last dimension, as in torch.
+        mode: as in torch.
+        value: as in torch.
+
+    Returns:
+        torch's result.
+    """
+    if (mode, len(pad) // 2) not in _BACKWARD or not is_differentiated(input):
+        return torch_functional.pad(input, pad, mode, value)
+    return _Pad.apply(input, tuple(pad), mode)
+
+
+class _Pad(Function):
+    @staticmethod
+    def forward(ctx, x, pad, mode):
+        ctx.place, ctx.arguments = (x.shape, layout.dense_stride(x)), (pad, mode)
+        return torch_functional.pad(x, pad, mode)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        pad, mode = ctx.arguments
+        # The op reads only the shape and the memory format of the input.
+        like_input = torch.empty_strided(*ctx.place, dtype=grad.dtype, device=grad.device)
+        return _BACKWARD[mode, len(pad) // 2](grad, like_input, pad), None, None
+
+
+def interpolate(
+    input: Tensor,
+    size: int | tuple[int, ...] | None = None,
+    scale_factor: float | tuple[float, ...] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """Compute torch.nn.functional.interpolate and save no tensor.
+
+    The gradient equals torch's to the bit. Only in the mode "area", which is adaptive average pooling, does torch's own
+    function save tensors. In all other modes, torch's own function runs.
+
+    Args:
+        input: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
+        size: as in torch.
+        scale_factor: as in torch.
+        mode: as in torch.
+        align_corners: as in torch.
+        recompute_scale_factor: as in torch.
+        antialias: as in torch.
+
+    Returns:
+        torch's result.
+    """
+    arguments = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+    check_tensors(input)
+    dims = input.dim() - 2
+    requested = scale_factor if size is None else size
+    if not isinstance(requested, tuple | list):
+        requested = [requested] * dims
+    # torch itself reports calls that it does not allow.
+    allowed = (
+        (size is None) != (scale_factor is None)
+        and align_corners is None
+        and not antialias
+        and not (recompute_scale_factor and size is not None)
+        and len(requested) == dims
+    )
+    served = mode == "area" and input.dim() in _AREA and is_differentiated(input)
+    if not served or not allowed:
+        return torch_functional.interpolate(input, *arguments)
+    if size is None:
+        pairs = zip(input.shape[2:], requested, strict=True)
+        requested = [int(length * scale) for length, scale in pairs]
+    return _AREA[input.dim()](input, requested)

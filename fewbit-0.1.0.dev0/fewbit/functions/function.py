@@ -1,0 +1,140 @@
+"""The class `Function`, which describes a function f, and helpers that make and register Functions from formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fewbit.errors import FunctionError
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A pointwise function f, its derivative f', and the properties of f' that a solver uses.
+
+    Two Functions are equal only if they are the same object.
+
+    Attributes:
+        name: The canonical name, or the name of a user's callable.
+        parameters: All parameters by torch's names, defaults included.
+        value: Computes f of a float or an array. Returns float64 of the argument's shape. NaN gives NaN, and an
+            infinity gives the limit of f.
+        derivative: Computes f' in the same way. At a kink the result is the value of torch's backward pass.
+        kinks: The points at which f' jumps or is not smooth, ascending.
+        slopes: The limits of f' at minus and plus infinity. A limit is infinite if f' grows without bound, and nan if
+            it is not known.
+        domain: The interval (low, high) on which a table approximates f' by default.
+        reference: The definition of f: a torch or transformers class, and the paper.
+        even_derivative: Whether f'(-x) equals f'(x).
+        accuracy: The estimated largest error of `derivative` on the domain; 0 for a formula.
+        panels: For a user's callable, the ascending ends of the intervals on each of which one polynomial approximates
+            f or f'. Empty for a formula.
+    """
+
+    name: str
+    parameters: Mapping[str, float]
+    value: Callable[[np.ndarray], np.ndarray]
+    derivative: Callable[[np.ndarray], np.ndarray]
+    kinks: tuple[float, ...]
+    slopes: tuple[float, float]
+    domain: tuple[float, float]
+    reference: str
+    even_derivative: bool
+    accuracy: float = 0.0
+    panels: tuple[float, ...] = ()
+
+
+BUILDERS: dict[str, Callable[..., Function]] = {}
+"""{name of a registered function: the builder that makes a Function from parameters}."""
+MODULES: dict[str, str] = {}
+"""{name of an activation's module class in `fewbit` and `fewbit.nn`: name of the function}."""
+
+
+def named(module: str | None) -> Callable:
+    """Return a decorator that registers a builder, which makes a `Function` from parameters, under its Python name.
+
+    Args:
+        module: The name of the activation's module class in `fewbit.nn.activations`, or None if there is no such class.
+            If torch.nn has a class with the same name, `compress_` converts modules of torch's class.
+    """
+
+    def register(builder: Callable[..., Function]) -> Callable[..., Function]:
+        BUILDERS[builder.__name__] = builder
+        if module is not None:
+            MODULES[module] = builder.__name__
+        return builder
+
+    return register
+
+
+def require(condition: bool, name: str, expected: str, **got: float) -> None:
+    """Check parameters of a function, and raise FunctionError if the condition is false.
+
+    Args:
+        condition: Whether the parameters are valid.
+        name: The name of the function, for the message.
+        expected: The valid parameters in words, for the message.
+        **got: The given parameters.
+    """
+    if not condition:
+        came = ", ".join(f"{key}={number!r}" for key, number in got.items())
+        raise FunctionError(f"{name}: expected {expected}, got {came}")
+
+
+def _elementwise(f: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+    """Extend f, which takes float64 arrays without NaN, to numbers and to arrays with NaN.
+
+    Underflow to zero and overflow to infinity are correct results, so NumPy's warnings about them are switched off.
+    """
+
+    def call(x: np.ndarray) -> np.ndarray:
+        x = np.asarray(x, dtype=np.float64)
+        missing = np.isnan(x)
+        with np.errstate(over="ignore", under="ignore"):
+            y = f(np.where(missing, 0.0, x))
+        return np.where(missing, np.nan, y)[()]
+
+    return call
+
+
+def make_function(
+    value: Callable[[np.ndarray], np.ndarray],
+    derivative: Callable[[np.ndarray], np.ndarray],
+    *,
+    slopes: tuple[float, float],
+    reference: str,
+    kinks: tuple[float, ...] = (),
+    domain: tuple[float, float] | None = None,
+    even: bool = False,
+) -> Function:
+    """Make a `Function` from formulas. Its name and its parameters stay empty; `registry.get` fills them in.
+
+    Args:
+        value: The formula of f for float64 arrays without NaN, which may contain infinities. It must not divide by
+            zero, and must not form inf - inf.
+        derivative: The formula of f', under the same conditions.
+        slopes: The limits of f' at minus and plus infinity.
+        reference: The definition of f.
+        kinks: The points at which f' is not smooth, in any order.
+        domain: The interval on which a table approximates f' by default; None for `domain_around(*kinks)`.
+        even: Whether f' is even.
+    """
+    return Function(
+        name="",
+        parameters={},
+        value=_elementwise(value),
+        derivative=_elementwise(derivative),
+        kinks=tuple(sorted({kink + 0.0 for kink in kinks})),  # adding 0.0 turns -0.0 into 0.0
+        slopes=slopes,
+        domain=domain or domain_around(*kinks),
+        reference=reference,
+        even_derivative=even,
+    )
+
+
+def domain_around(*points: float, reach: float = 10.0) -> tuple[float, float]:
+    """Return the smallest symmetric domain that contains [-10, 10], [-reach, reach] and 1.2 times each of `points`."""
+    half = max(10.0, reach, *(1.2 * abs(point) for point in points))
+    return (-half, half)

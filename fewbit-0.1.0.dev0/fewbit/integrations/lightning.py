@@ -1,0 +1,197 @@
+"""A callback for Lightning that compresses the LightningModule and saves the chosen bits in its checkpoints.
+
+Lightning's strategies call `training_step` of the module directly, unless a wrapper such as DistributedDataParallel
+passes the call through `__call__`. fewbit compresses functions only in calls of the compressed model, so the callback
+makes `training_step` such a call while the trainer fits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+from torch import nn
+
+from fewbit.analysis.step_meter import StepMeter
+from fewbit.compress.compress import compress_
+from fewbit.compress.controller import Controller
+from fewbit.config import as_config
+from fewbit.errors import InputError
+from fewbit.runtime.interop.containers import tensors_in
+from fewbit.runtime.interop.module_calls import GUARD
+from fewbit.runtime.saved.context import contexts_of
+
+__all__ = ["FewbitCallback", "compress"]
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_MADE_IN = ("setup", "configure_model")
+"""The methods of a LightningModule in which layers may still be made when the setup of callbacks runs."""
+
+
+def _callbacks() -> list[type]:
+    """Return the base classes of callbacks: those of the packages that are imported, else that of the first installed.
+
+    `lightning` and `pytorch_lightning` are two packages with the same content.
+    """
+    names = [name for name in _PACKAGES if name in sys.modules]
+    if names:
+        return [import_module(name).Callback for name in names]
+    try:
+        return [import_module(_PACKAGES[0]).Callback]
+    except ModuleNotFoundError:
+        return [import_module(_PACKAGES[1]).Callback]
+
+
+class FewbitCallback(*_callbacks()):  # type: ignore[misc]
+    """Compresses the LightningModule before the first training step, as `fewbit.compress_` does.
+
+    If the module overrides neither `setup` nor `configure_model`, the callback compresses it in `Callback.setup`, which
+    is before the strategy wraps it. Otherwise the callback waits until these methods and the strategy have finished,
+    unless `configure_model` calls `compress(self)`. This call is needed before `fully_shard`.
+
+    While the trainer fits, functions that `training_step` calls, such as F.cross_entropy, are compressed like functions
+    in the module's forward. With manual optimization, only those in calls of modules are compressed, because the
+    backward pass then runs within `training_step`.
+
+    Two metrics are logged at the first step and whenever the trainer logs: "fewbit/saved_bytes", the bytes that autograd
+    holds when the backward pass of the step begins, without parameters and buffers; and "fewbit/bits", the average bits
+    per element of quantized tensors. With a compiled module and with `offload`, only the bits are logged.
+
+    Args:
+        bits: as in `fewbit.compress_`.
+        **arguments: the other arguments of `fewbit.compress_`. By default only the first process prints the report.
+
+    Attributes:
+        controller: the `Controller` of the compressed module; None before the module is compressed.
+    """
+
+    def __init__(self, bits=4, **arguments):
+        self.config = as_config(bits)
+        self.arguments = arguments
+        self.controller: Controller | None = None
+        self._loaded: dict | None = None
+        self._meter = StepMeter()
+        self._is_logged = False
+
+    def compress(self, module: nn.Module) -> Controller:
+        """Compress a module, unless this callback has already compressed it. Return the controller."""
+        if self.controller is None or self.controller.context not in contexts_of(module):
+            arguments = {"verbose": _is_first_process(module)} | self.arguments
+            self.controller = compress_(module, self.config, **arguments)
+        if self._loaded is not None:
+            self.controller.load_state_dict(self._loaded)
+            self._loaded = None
+        return self.controller
+
+    # -- Hooks of Lightning -------------------------------------------------------------------------------
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        """Compress the module, unless its layers may still be missing."""
+        if stage == "fit" and not any(_overrides(pl_module, name) for name in _MADE_IN):
+            self.compress(pl_module)
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        """Compress the module if `setup` has not, and make `training_step` a call of the compressed model."""
+        self.compress(pl_module)
+        _TrainingStep.put_into(pl_module)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        """Count what this step saves if the step is logged."""
+        interval = trainer.log_every_n_steps
+        is_due = interval and (trainer.global_step + 1) % interval == 0
+        self._is_logged = not trainer.barebones and bool(is_due or self._meter.total is None)
+        # The hooks of the meter would make torch.compile compile the module again, and would keep tensors on the GPU that
+        # fewbit moves to the host.
+        if self._is_logged and pl_module._compiler_ctx is None and self.controller.offload is None:
+            self._meter.begin(pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        """Log what this step has saved, and the average bits."""
+        self._meter.end()
+        if not self._is_logged:
+            return
+        if self._meter.total is not None:
+            self.log("fewbit/saved_bytes", float(self._meter.total))
+        bits = self.controller.average_bits
+        if bits is not None:
+            self.log("fewbit/bits", bits)
+
+    def on_exception(self, trainer, pl_module, exception) -> None:
+        """Stop counting in a step that does not end."""
+        self._meter.end()
+
+    def teardown(self, trainer, pl_module, stage) -> None:
+        """Give the module its own `training_step` back. The module stays compressed."""
+        _TrainingStep.take_from(pl_module)
+
+    def state_dict(self) -> dict:
+        """Return what the controller needs to continue with the same bits."""
+        return {} if self.controller is None else {"controller": self.controller.state_dict()}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Continue from the state of a checkpoint, as soon as the module is compressed."""
+        self._loaded = state_dict.get("controller")
+        if self.controller is not None and self._loaded is not None:
+            self.controller.load_state_dict(self._loaded)
+            self._loaded = None
+
+
+def compress(module: nn.Module) -> Controller:
+    """Compress a LightningModule now, with the settings of the trainer's `FewbitCallback`.
+
+    Call this function in `configure_model`, when all layers exist and before `fully_shard` shards them.
+
+    Args:
+        module: the LightningModule, attached to a trainer.
+
+    Raises:
+        InputError: the trainer has no `FewbitCallback`.
+    """
+    found = [one for one in module.trainer.callbacks if isinstance(one, FewbitCallback)]
+    if len(found) != 1:
+        raise InputError(
+            f"expected one FewbitCallback among the callbacks of the trainer, got {len(found)}"
+        )
+    return found[0].compress(module)
+
+
+class _TrainingStep:
+    """The `training_step` of one module, run as a call of the compressed model. Lightning reads `__wrapped__`."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.__wrapped__ = module, module.training_step
+
+    @classmethod
+    def put_into(cls, module: nn.Module) -> None:
+        """Replace the module's `training_step`, unless it must stay: if compiled, or with manual optimization."""
+        is_done = isinstance(vars(module).get("training_step"), cls)
+        if not is_done and module._compiler_ctx is None and module.automatic_optimization:
+            vars(module)["training_step"] = cls(module)
+
+    @classmethod
+    def take_from(cls, module: nn.Module) -> None:
+        """Undo `put_into`."""
+        if isinstance(vars(module).get("training_step"), cls):
+            del vars(module)["training_step"]
+
+    def __call__(self, *args, **kwargs):
+        guard = vars(self.module).get(GUARD)
+        if guard is None:
+            return self.__wrapped__(*args, **kwargs)
+        # The policy reads the number of samples from the first tensor, which may be inside of the batch.
+        tensors = tuple(tensors_in((args, kwargs)))
+        return guard.call(self.module, lambda *_: self.__wrapped__(*args, **kwargs), tensors)
+
+
+def _overrides(module: nn.Module, name: str) -> bool:
+    """Return whether a LightningModule has its own method of this name, in place of Lightning's empty one."""
+    method: Callable = getattr(module, name)
+    package = getattr(method, "__module__", "") or ""
+    return not package.startswith(_PACKAGES)
+
+
+def _is_first_process(module: nn.Module) -> bool:
+    """Return whether this process prints, which is the case for the first of several processes."""
+    trainer = getattr(module, "_trainer", None)
+    return trainer is None or trainer.is_global_zero

@@ -1,0 +1,222 @@
+"""A callback for the Trainer of transformers, and for trainers that are derived from it, such as those of TRL.
+
+The Trainer's constructor calls `on_init_end` when the model is complete, with adapters, and not yet wrapped for
+distributed training, compiled or prepared for mixed precision. The callback compresses the model at that moment.
+
+The Trainer stores the states of its callbacks in `trainer_state.json` of each checkpoint. It loads this file before it
+calls `on_train_begin`, from whatever folder the training is resumed.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from fewbit.analysis.step_meter import StepMeter
+from fewbit.checkpointing import CHECKPOINTING, checkpoint
+from fewbit.compress.compress import compress_
+from fewbit.compress.controller import Controller
+from fewbit.config import as_config, plain_arguments
+from fewbit.convert.swap import is_converted
+from fewbit.errors import InputError
+from fewbit.runtime.saved.bit_policy import SAMPLES
+from fewbit.runtime.saved.context import contexts_of
+from fewbit.sizes import counted
+
+__all__ = ["FewbitCallback"]
+
+SAVED, BITS = "fewbit/saved_bytes", "fewbit/bits"
+"""The names of the values that the callback adds to the Trainer's logs."""
+_STATE = "controller_state"
+"""The entry of the callback's state that contains the controller's state."""
+_controllers = weakref.WeakKeyDictionary()
+"""{model: its controller}, for the callbacks that the Trainer makes anew when it resumes a training."""
+
+
+class FewbitCallback(TrainerCallback, ExportableState):
+    """Compresses the model of a Trainer as `fewbit.compress_` does, logs what is saved, and resumes the chosen bits.
+
+    The callback adds two values to the logs of training: "fewbit/saved_bytes", the bytes that autograd holds when the
+    backward pass of the logged step begins, without parameters and buffers; and "fewbit/bits", the average bits per
+    element of quantized tensors. With `torch_compile`, with TRL's `activation_offloading` and with `offload`, only the
+    bits are logged. Each checkpoint contains the controller's state, so a resumed training continues with the same bits.
+
+    Args:
+        bits: as in `fewbit.compress_`.
+        **arguments: the other arguments of `fewbit.compress_`. By default only the first process prints the report.
+
+    Attributes:
+        arguments: the arguments of `fewbit.compress_`.
+        controller: the `Controller` of the model; None before the Trainer's constructor has run.
+
+    Raises:
+        InputError: `bits` cannot be used. Other arguments are checked when the model is compressed.
+    """
+
+    def __init__(self, bits=4, **arguments):
+        self.arguments = {"bits": as_config(bits), **arguments}
+        self.controller: Controller | None = None
+        # The Trainer sets these three if it makes the callback from the state in a checkpoint.
+        self.controller_state: dict | None = None
+        self._is_restored = False
+        self._missing: list[str] = []
+        self._meter = StepMeter()
+        self._is_due = False
+        self._has_warned = False
+
+    # -- Compression --------------------------------------------------------------------------------------
+
+    def on_init_end(self, args, state, control, model=None, **kwargs) -> None:
+        """Compress the model of the Trainer."""
+        self._compress(model, state)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
+        """Compress a model that `model_init` has made since, and continue from the state of a checkpoint."""
+        self._compress(model, state)
+        if state.global_step > 0:
+            self._resume(state)
+        # The Trainer expects an entry of every callback, also if the checkpoint was saved without this one.
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if not self._has_warned:
+            self._has_warned = True
+            for line in _lost_savings(model, args):
+                warnings.warn(line, stacklevel=2)
+        self._is_due = True
+
+    def _compress(self, model, state) -> None:
+        """Compress the model, unless this callback, or the one that it replaces, has compressed it."""
+        modules = set(model.modules())
+        earlier = map(_controllers.get, modules) if self._is_restored else ()
+        for controller in (self.controller, *earlier):
+            if controller is not None and controller.model in modules and _is_current(controller):
+                self.controller = controller
+                return
+        if self._missing:
+            raise InputError(
+                f"expected a compressed model, got one of model_init: the checkpoint has no {', '.join(self._missing)}; "
+                "resume with restore_callback_states_from_checkpoint=False"
+            )
+        wrapped = [type(module).__name__ for module in modules if _is_sharded(module)]
+        if wrapped:
+            raise InputError(
+                f"expected a model that is compressed before it is sharded, got {wrapped[0]}; with model_init and FSDP, "
+                "call fewbit.compress_ in model_init"
+            )
+        # The report of a second model, made by the same model_init, would be the same.
+        is_first = self.controller is None and state.is_world_process_zero
+        self.controller = compress_(model, **{"verbose": is_first, **self.arguments})
+        _controllers[model] = self.controller
+
+    # -- Logs ---------------------------------------------------------------------------------------------
+
+    def on_epoch_begin(self, args, state, control, **kwargs) -> None:
+        """Count the bytes of the first step of an epoch, if epochs are logged."""
+        self._is_due |= args.logging_strategy == "epoch"
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs) -> None:
+        """Count the bytes that this step saves if the step is logged, or is the first one."""
+        self._meter.end()
+        is_logged = (
+            args.logging_strategy == "steps" and (state.global_step + 1) % state.logging_steps == 0
+        )
+        if (self._is_due or is_logged) and self._can_count(args):
+            self._meter.begin(model)
+        self._is_due = False
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        """Stop counting after the backward pass."""
+        self._meter.end()
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        """Add the saved bytes and the average bits to the logs of a training step."""
+        if logs is None or "loss" not in logs or self.controller is None:
+            return
+        values = {} if self._meter.total is None else {SAVED: self._meter.total}
+        bits = self.controller.average_bits
+        if bits is not None:
+            values[BITS] = bits
+        logs.update(values)
+        # The Trainer has copied the logs into the history before it calls its callbacks.
+        if state.log_history and "loss" in state.log_history[-1]:
+            state.log_history[-1].update(values)
+
+    def _can_count(self, args) -> bool:
+        """Return whether the meter can count a step without changing it.
+
+        Its hooks on saved tensors would make torch.compile compile the model again, and would keep tensors on the GPU
+        that fewbit moves to the host. The hooks of TRL's `activation_offloading` hide tensors from it.
+        """
+        is_compiled, is_moved = args.torch_compile, getattr(args, "activation_offloading", False)
+        return not (is_compiled or is_moved) and self.controller.offload is None
+
+    # -- Checkpoints --------------------------------------------------------------------------------------
+
+    def state(self) -> dict:
+        """Return what the Trainer stores in a checkpoint: the arguments, and the controller's state.
+
+        The numbers of samples (`Controller.number_samples`) are left out, because the Trainer stores JSON.
+        """
+        plain, missing = {}, []
+        for name, value in self.arguments.items():
+            try:
+                plain |= plain_arguments({name: value})
+            except InputError:
+                missing.append(name)
+        state = None if self.controller is None else self.controller.state_dict()
+        if state is not None:
+            state = {name: value for name, value in state.items() if name not in SAMPLES}
+        attributes = {_STATE: state, "_is_restored": True, "_missing": missing}
+        return {"args": plain, "attributes": attributes}
+
+    def _resume(self, state) -> None:
+        """Load the controller's state from the checkpoint that the Trainer has loaded."""
+        saved = state.stateful_callbacks.get(type(self).__name__, {})
+        saved = saved[-1] if isinstance(saved, list) else saved
+        found = saved.get("attributes", {}).get(_STATE)
+        if found is not None:
+            self.controller.load_state_dict(found)
+        elif self.controller.state_dict():
+            warnings.warn(
+                "the checkpoint has no state of FewbitCallback: bits are chosen anew, from the first step on",
+                stacklevel=3,
+            )
+
+
+def _lost_savings(model, args) -> Iterator[str]:
+    """Yield one line for each setting of the Trainer because of which tensors are saved in full."""
+    regions = [module for module in model.modules() if getattr(module, CHECKPOINTING[0], False)]
+    functions = (getattr(module, CHECKPOINTING[1], None) for module in regions)
+    if any(getattr(function, "func", None) is not checkpoint for function in functions):
+        yield (
+            "gradient checkpointing saves the input of each block in full, and fewbit compresses only what a block saves "
+            "when it runs again; to save these inputs in 8 bits, call fewbit.checkpoint_(model), and switch gradient checkpointing "
+            "off in the trainer's arguments"
+        )
+    if args.torch_compile:
+        yield (
+            "torch_compile=True: functions in compiled code save their inputs in full, and layers keep fixed bits"
+        )
+    patched = [
+        path
+        for path, module in model.named_modules()
+        if is_converted(module) and "forward" in vars(module)
+    ]
+    if patched:
+        yield (
+            f"{counted(len(patched), 'compressed layer')}, {patched[0]} first, got the forward of another library, such as "
+            "Liger's, and save what that forward saves"
+        )
+
+
+def _is_current(controller: Controller) -> bool:
+    """Return whether the controller's model is still compressed as when the controller was made."""
+    return any(context is controller.context for context in contexts_of(controller.model))
+
+
+def _is_sharded(module) -> bool:
+    """Return whether FSDP has wrapped or sharded the module."""
+    return any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(module).__mro__)

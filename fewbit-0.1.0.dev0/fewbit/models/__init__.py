@@ -1,0 +1,159 @@
+"""Standard architectures for measurements. Models for images have the parameter names and shapes of torchvision's.
+
+Torch is imported only when a model is built. This folder may import the files in the root of the package.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fewbit.errors import FewbitError
+
+
+class Family(NamedTuple):
+    """An architecture and its models.
+
+    Attributes:
+        name: the name of the architecture, as in the help of `fewbit memory`.
+        module: the name of the Python file in this folder that defines the architecture, without `.py`.
+        builder: the name of a class or function in this file. Called with a model's name, it makes the model. A second
+            argument, a callable that returns a torch.nn.Module, replaces the activation.
+        models: the names of the models.
+        is_text: whether the input is tokens; otherwise it is images.
+        has_relu: whether the activation is ReLU. The paper Few-bit Backward measured these models with GELU in place
+            of ReLU, and measurements that repeat the paper do the same.
+    """
+
+    name: str
+    module: str
+    builder: str
+    models: tuple[str, ...]
+    is_text: bool = False
+    has_relu: bool = False
+
+
+FAMILIES = (
+    Family(
+        "ResNet",
+        "resnet",
+        "ResNet",
+        ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
+        has_relu=True,
+    ),
+    Family("VGG", "vgg", "VGG", ("vgg11", "vgg13", "vgg16", "vgg19"), has_relu=True),
+    Family(
+        "DenseNet",
+        "densenet",
+        "DenseNet",
+        ("densenet121", "densenet161", "densenet169", "densenet201"),
+        has_relu=True,
+    ),
+    Family(
+        "EfficientNet",
+        "efficientnet",
+        "EfficientNet",
+        ("efficientnet_b0", "efficientnet_b3", "efficientnet_b7"),
+    ),
+    Family("RoBERTa", "transformer", "build", ("roberta-base", "roberta-large"), is_text=True),
+    Family(
+        "GPT-2",
+        "transformer",
+        "build",
+        ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+        is_text=True,
+    ),
+)
+_SMALLEST_IMAGE, _LARGEST_IMAGE = 64, 8192
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all models, grouped by architecture and ordered by size."""
+    return tuple(name for family in FAMILIES for name in family.models)
+
+
+def family(name: str) -> Family:
+    """Return the `Family`, that is, the architecture, of the model named `name`."""
+    return next(family for family in FAMILIES if name in family.models)
+
+
+def resolve(name: str) -> str:
+    """Return a model's name in the spelling of `names`.
+
+    Args:
+        name: The name in upper or lower case, with or without hyphens, underscores and spaces.
+
+    Raises:
+        FewbitError: The name is unknown. The message suggests similar names.
+    """
+    known = {_plain(model): model for model in names()}
+    found = known.get(_plain(name))
+    if found is None:
+        close = difflib.get_close_matches(_plain(name), known, n=3)
+        hint = f"did you mean {' or '.join(known[key] for key in close)}?"
+        raise FewbitError(
+            f"unknown model {name!r}: {hint if close else 'expected ' + ', '.join(names())}"
+        )
+    return found
+
+
+def _plain(name):
+    return "".join(character for character in name.lower() if character.isalnum())
+
+
+def check_size(name: str, size: int) -> int:
+    """Return `size` if the model accepts inputs of this size; else raise FewbitError.
+
+    Args:
+        name: The name of a model.
+        size: The side of the images in pixels, or the number of tokens.
+
+    Raises:
+        FewbitError: The model does not accept the size.
+    """
+    if family(name).is_text:
+        from fewbit.models.transformer import LONGEST
+
+        if not 1 <= size <= LONGEST[name]:
+            raise FewbitError(f"{name}: expected 1 to {LONGEST[name]} tokens, got {size}")
+    elif not _SMALLEST_IMAGE <= size <= _LARGEST_IMAGE:
+        raise FewbitError(
+            f"{name}: expected an image size of {_SMALLEST_IMAGE} to {_LARGEST_IMAGE} pixels, "
+            f"got {size}"
+        )
+    return size
+
+
+def build(name: str, activation: str | Callable | None = None):
+    """Build a torch module with random weights, in training mode. Example: `build("resnet18", "gelu")`.
+
+    The module takes images, (batch, 3, height, width), or token numbers, (batch, length) int64.
+
+    Args:
+        name: The name of a model.
+        activation: A key of `fewbit.models.activations.FACTORIES`, or a callable that returns a torch.nn.Module; by
+            default the architecture's own activation stays.
+
+    Raises:
+        FewbitError: The name of the model or the activation is unknown, or the package transformers is needed and not
+            installed.
+    """
+    name = resolve(name)
+    if isinstance(activation, str):
+        activation = _factory(activation)
+    found = family(name)
+    make = getattr(importlib.import_module(f"fewbit.models.{found.module}"), found.builder)
+    model = make(name) if activation is None else make(name, activation)
+    return model.train()
+
+
+def _factory(activation):
+    from fewbit.models.activations import FACTORIES
+
+    if activation not in FACTORIES:
+        close = difflib.get_close_matches(activation.lower(), FACTORIES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(FACTORIES)}"
+        raise FewbitError(f"unknown activation {activation!r}: {hint}")
+    return FACTORIES[activation]

@@ -1,0 +1,117 @@
+"""Pre-activation residual networks for 32 by 32 images (He et al., 2016b). Their shortcuts have no parameters.
+
+The paper BLPA (Chakrabarti and Moseley, 2019) measures these networks in section 4. A network has three stages of
+(depth - 2) / 9 bottleneck units. A unit has three blocks norm-ReLU-convolution, with filters of 1x1, 3x3 and 1x1. The
+outputs of units have 64, 128 and 256 channels. The depths 164, 254, 488 and 1001 are 9 n + 2 for n = 18, 28, 54 and
+111.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fewbit.errors import InputError
+
+DEPTHS = (164, 254, 488, 1001)
+"""The depths that the paper measures."""
+STEM, WIDTHS, EXPANSION = 16, (16, 32, 64), 4
+
+
+class Block(nn.Module):
+    """A block that computes linear(activation(norm(x))).
+
+    The children have the same names as in `fewbit.nn.PreActivation`: norm, activation and linear.
+    """
+
+    def __init__(self, norm: nn.Module, linear: nn.Module, activation: nn.Module | None = None):
+        super().__init__()
+        self.norm = norm
+        self.activation = nn.ReLU(inplace=True) if activation is None else activation
+        self.linear = linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return linear(activation(norm(input)))."""
+        return self.linear(self.activation(self.norm(input)))
+
+
+class Bottleneck(nn.Module):
+    """The sum of x and the result of three blocks. If shapes differ, x is subsampled and gets channels of zeros.
+
+    `width` is the number of output channels of the first two blocks.
+    """
+
+    def __init__(self, inputs: int, width: int, stride: int, block: Callable):
+        super().__init__()
+        self.stride = stride
+        self.more = EXPANSION * width - inputs
+
+        def made(inputs, outputs, kernel, stride=1):
+            convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+            return block(nn.BatchNorm2d(inputs), convolution)
+
+        self.reduce = made(inputs, width, 1)
+        self.convolve = made(width, width, 3, stride)
+        self.expand = made(width, EXPANSION * width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the unit's output, (batch, 4 * width, H / stride, W / stride), for x (batch, channels, H, W)."""
+        short_cut = x
+        if self.stride != 1:
+            short_cut = x[:, :, :: self.stride, :: self.stride]
+        if self.more:
+            short_cut = nn.functional.pad(short_cut, (0, 0, 0, 0, 0, self.more))
+        return short_cut + self.expand(self.convolve(self.reduce(x)))
+
+
+class PreActivationResNet(nn.Module):
+    """A pre-activation ResNet for images.
+
+    Args:
+        depth: The depth, 9 n + 2 for a whole n.
+        classes: The number of classes.
+        width: The factor by which the number of channels in every layer is multiplied; 4 for the paper's
+            ResNet-1001-4x.
+        channels: The number of channels of the images.
+        block: The class of the blocks, or a function that makes one. Called with a norm and a convolution. `Block` and
+            `fewbit.nn.PreActivation` give the same `state_dict` keys.
+
+    Raises:
+        InputError: The depth is not 9 n + 2.
+    """
+
+    def __init__(
+        self,
+        depth: int = 164,
+        classes: int = 10,
+        width: int = 1,
+        channels: int = 3,
+        block: Callable = Block,
+    ):
+        super().__init__()
+        units, rest = divmod(depth - 2, 9)
+        if rest or units < 1:
+            raise InputError(f"expected 9 n + 2 for depth, got {depth!r}")
+        inputs = STEM * width
+        self.stem = nn.Conv2d(channels, inputs, 3, padding=1, bias=False)
+        stages = []
+        for stage, of_stage in enumerate(WIDTHS):
+            layers = []
+            for unit in range(units):
+                stride = 2 if stage and not unit else 1
+                layers.append(Bottleneck(inputs, of_stage * width, stride, block))
+                inputs = EXPANSION * of_stage * width
+            stages.append(nn.Sequential(*layers))
+        self.stages = nn.Sequential(*stages)
+        self.norm = nn.BatchNorm2d(inputs)
+        self.activation = nn.ReLU(inplace=True)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.linear = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (batch, classes) for images (batch, channels, H, W)."""
+        x = self.stages(self.stem(x))
+        x = self.pool(self.activation(self.norm(x)))
+        return self.linear(torch.flatten(x, 1))

@@ -1,0 +1,61 @@
+"""RoBERTa and GPT-2 with random weights, built from configurations of transformers. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from fewbit.extras import needed_for
+from fewbit.models.activations import is_activation
+
+# The sizes of Liu et al. (2019) and Radford et al. (2019); all other values are the configuration's defaults.
+_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+_LARGE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}
+SIZES = {
+    "roberta-base": _ROBERTA,
+    "roberta-large": _ROBERTA | _LARGE,
+    "gpt2": {"n_embd": 768, "n_layer": 12, "n_head": 12},
+    "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "gpt2-large": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
+    "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
+}
+LONGEST = {name: 512 if name.startswith("roberta") else 1024 for name in SIZES}
+
+
+def build(name: str, activation: Callable | None = None, attention: str = "eager") -> nn.Module:
+    """Build a model with random weights. It maps `input_ids` (batch, length) int64 to hidden states.
+
+    Args:
+        name: A key of `SIZES`.
+        activation: Called without arguments; returns the activation module of a feed-forward layer. By default the
+            model's own activations stay.
+        attention: The argument `attn_implementation` of transformers.
+
+    Raises:
+        MissingPackageError: transformers is not installed.
+    """
+    with needed_for(f"the model {name}"):
+        import transformers
+    options = dict(SIZES[name], attn_implementation=attention)
+    if name.startswith("roberta"):
+        model = transformers.RobertaModel(transformers.RobertaConfig(**options))
+    else:
+        # Only generation uses the cache of keys and values.
+        model = transformers.GPT2Model(transformers.GPT2Config(**options, use_cache=False))
+    if activation is not None:
+        _replace_activations(model, activation)
+    return model
+
+
+def _replace_activations(model: nn.Module, activation: Callable) -> None:
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            # The Tanh of RoBERTa's pooler does not belong to a feed-forward layer.
+            if is_activation(child) and not isinstance(child, nn.Tanh):
+                setattr(module, name, activation())

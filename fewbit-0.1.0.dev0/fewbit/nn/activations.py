@@ -1,0 +1,339 @@
+"""Activation modules with torch.nn's signatures plus `bits` and `table`.
+
+A module that torch.nn has too is a subclass of torch's class. No module here has parameters, buffers or `state_dict`
+keys. In training mode a module calls the function of `fewbit.functional` that the module's docstring names, in
+evaluation mode torch's own function.
+
+Args of all modules:
+    bits: bits of the code that is saved for each element, 1 to 8.
+    table: a `fewbit.Table` of the same function and parameters, in place of the default table.
+
+Raises of all modules:
+    InputError: `bits`, `inplace` or `approximate` is invalid.
+    TableError: `table` is not a `fewbit.Table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbit import functional as F
+from fewbit.config import ACTIVATION_BITS
+from fewbit.errors import InputError
+from fewbit.nn.base import Guarded
+from fewbit.runtime.activations.tables import check_choice
+from fewbit.runtime.interop.module_calls import GUARD, PATH
+from fewbit.table import Table
+from fewbit.text import shorten
+
+__all__ = [
+    "CELU",
+    "ClippedGELU",
+    "ELU",
+    "FastGELU",
+    "GELU",
+    "Hardshrink",
+    "Hardsigmoid",
+    "Hardswish",
+    "Hardtanh",
+    "Laplace",
+    "LeakyReLU",
+    "LogSigmoid",
+    "Mish",
+    "Pointwise",
+    "QuickGELU",
+    "RReLU",
+    "ReLU",
+    "ReLU6",
+    "ReLUSquared",
+    "SELU",
+    "SiLU",
+    "Sigmoid",
+    "Softplus",
+    "Softshrink",
+    "Softsign",
+    "SqrtSoftplus",
+    "Tanh",
+    "Tanhshrink",
+    "Threshold",
+]
+
+
+class _FewBit(Guarded):
+    """The base class of all modules in this file, with the arguments `bits` and `table`."""
+
+    bits: int
+    table: Table | None
+
+    def __init__(self, *args, bits: int = ACTIVATION_BITS, table: Table | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        check_choice(bits, table)
+        self._check_own()
+        self.bits = bits
+        self.table = table
+
+    def _check_own(self) -> None:
+        """Raise InputError if an argument of torch's class got a number of bits, as in GELU(3) and ReLU(3)."""
+        for name, allowed in (("inplace", (False, True)), ("approximate", ("none", "tanh"))):
+            value = getattr(self, name, allowed[0])
+            if type(value) is not type(allowed[0]) or value not in allowed:
+                expected = " or ".join(map(repr, allowed))
+                is_number = isinstance(value, int | float)
+                hint = f"; bits are given by name, as {type(self).__name__}(bits=3)" * is_number
+                raise InputError(f"expected {expected} for {name}, got {shorten(value)}{hint}")
+
+    def _run(self, function, input, *arguments):
+        """Return function(input, *arguments) with the module's bits and table.
+
+        If the module is in a model whose policy chooses bits of activations, the policy gives the bits.
+        """
+        # Gradients in evaluation mode are exact: None stands for torch's own function.
+        bits = self.bits if self.training else None
+        guard = vars(self).get(GUARD)
+        if guard is None or bits is None or torch.compiler.is_compiling():
+            return function(input, *arguments, bits=bits, table=self.table)
+        context, path = guard.context, vars(self)[PATH]
+        if context.policy is None:
+            return function(input, *arguments, bits=bits, table=self.table)
+        if self.table is None:
+            bits = context.activation_bits(path, bits, input)
+        with context.activation(path):
+            return function(input, *arguments, bits=bits, table=self.table)
+
+    def extra_repr(self) -> str:
+        ours = f"bits={self.bits}" if self.table is None else f"table={self.table!r}"
+        return ", ".join(filter(None, [super().extra_repr(), ours]))
+
+
+class TwoValued(_FewBit):
+    """The base class of activations whose derivative has only two values, which codes of 1 bit represent exactly."""
+
+    def __init__(self, *args, bits: int = 1, table: Table | None = None, **kwargs):
+        super().__init__(*args, bits=bits, table=table, **kwargs)
+
+
+class ReLU(TwoValued, nn.ReLU):
+    """A torch.nn.ReLU that computes `fewbit.functional.relu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.relu, input, self.inplace)
+
+
+class ReLU6(TwoValued, nn.ReLU6):
+    """A torch.nn.ReLU6 that computes `fewbit.functional.relu6`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.relu6, input, self.inplace)
+
+
+class LeakyReLU(TwoValued, nn.LeakyReLU):
+    """A torch.nn.LeakyReLU that computes `fewbit.functional.leaky_relu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.leaky_relu, input, self.negative_slope, self.inplace)
+
+
+class Threshold(TwoValued, nn.Threshold):
+    """A torch.nn.Threshold that computes `fewbit.functional.threshold`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.threshold, input, self.threshold, self.value, self.inplace)
+
+
+class Hardtanh(TwoValued, nn.Hardtanh):
+    """A torch.nn.Hardtanh that computes `fewbit.functional.hardtanh`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.hardtanh, input, self.min_val, self.max_val, self.inplace)
+
+
+class Hardsigmoid(TwoValued, nn.Hardsigmoid):
+    """A torch.nn.Hardsigmoid that computes `fewbit.functional.hardsigmoid`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.hardsigmoid, input, self.inplace)
+
+
+class Hardshrink(TwoValued, nn.Hardshrink):
+    """A torch.nn.Hardshrink that computes `fewbit.functional.hardshrink`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.hardshrink, input, self.lambd)
+
+
+class Softshrink(TwoValued, nn.Softshrink):
+    """A torch.nn.Softshrink that computes `fewbit.functional.softshrink`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.softshrink, input, self.lambd)
+
+
+class RReLU(TwoValued, nn.RReLU):
+    """A torch.nn.RReLU that computes `fewbit.functional.rrelu`. Gradients are exact, also for random slopes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.rrelu, input, self.lower, self.upper, self.training, self.inplace)
+
+
+class GELU(_FewBit, nn.GELU):
+    """A torch.nn.GELU that computes `fewbit.functional.gelu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.gelu, input, self.approximate)
+
+
+class ELU(_FewBit, nn.ELU):
+    """A torch.nn.ELU that computes `fewbit.functional.elu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.elu, input, self.alpha, self.inplace)
+
+
+class CELU(_FewBit, nn.CELU):
+    """A torch.nn.CELU that computes `fewbit.functional.celu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.celu, input, self.alpha, self.inplace)
+
+
+class SELU(_FewBit, nn.SELU):
+    """A torch.nn.SELU that computes `fewbit.functional.selu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.selu, input, self.inplace)
+
+
+class SiLU(_FewBit, nn.SiLU):
+    """A torch.nn.SiLU that computes `fewbit.functional.silu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.silu, input, self.inplace)
+
+
+class Mish(_FewBit, nn.Mish):
+    """A torch.nn.Mish that computes `fewbit.functional.mish`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.mish, input, self.inplace)
+
+
+class Hardswish(_FewBit, nn.Hardswish):
+    """A torch.nn.Hardswish that computes `fewbit.functional.hardswish`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.hardswish, input, self.inplace)
+
+
+class Sigmoid(_FewBit, nn.Sigmoid):
+    """A torch.nn.Sigmoid that computes `fewbit.functional.sigmoid`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.sigmoid, input)
+
+
+class LogSigmoid(_FewBit, nn.LogSigmoid):
+    """A torch.nn.LogSigmoid that computes `fewbit.functional.logsigmoid`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.logsigmoid, input)
+
+
+class Tanh(_FewBit, nn.Tanh):
+    """A torch.nn.Tanh that computes `fewbit.functional.tanh`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.tanh, input)
+
+
+class Tanhshrink(_FewBit, nn.Tanhshrink):
+    """A torch.nn.Tanhshrink that computes `fewbit.functional.tanhshrink`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.tanhshrink, input)
+
+
+class Softsign(_FewBit, nn.Softsign):
+    """A torch.nn.Softsign that computes `fewbit.functional.softsign`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.softsign, input)
+
+
+class Softplus(_FewBit, nn.Softplus):
+    """A torch.nn.Softplus that computes `fewbit.functional.softplus`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.softplus, input, self.beta, self.threshold)
+
+
+class QuickGELU(_FewBit, nn.Module):
+    """The QuickGELUActivation of transformers, computed by `fewbit.functional.quick_gelu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.quick_gelu, input)
+
+
+class FastGELU(_FewBit, nn.Module):
+    """The FastGELUActivation of transformers, computed by `fewbit.functional.gelu_fast`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.gelu_fast, input)
+
+
+class ClippedGELU(_FewBit, nn.Module):
+    """The gelu_10 of transformers, GELU clipped to [-10, 10], computed by `fewbit.functional.gelu_10`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.gelu_10, input)
+
+
+class ReLUSquared(_FewBit, nn.Module):
+    """The ReLUSquaredActivation of transformers, computed by `fewbit.functional.relu_squared`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.relu_squared, input)
+
+
+class SqrtSoftplus(_FewBit, nn.Module):
+    """The sqrtsoftplus of transformers, computed by `fewbit.functional.sqrtsoftplus`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.sqrtsoftplus, input)
+
+
+class Laplace(_FewBit, nn.Module):
+    """The LaplaceActivation of transformers, computed by `fewbit.functional.laplace`."""
+
+    def __init__(self, mu: float = 0.707107, sigma: float = 0.282095, **kwargs):
+        super().__init__(**kwargs)
+        self.mu = mu
+        self.sigma = sigma
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.laplace, input, self.mu, self.sigma)
+
+
+class Pointwise(_FewBit, nn.Module):
+    """A module that applies a user's pointwise callable with `fewbit.functional.pointwise`.
+
+    The callable must have no parameters that need a gradient. Compiled code uses the table with which it was compiled,
+    even if the callable changes later.
+
+    Args:
+        function: the callable, which takes a tensor and returns a tensor.
+        bits: bits of the code that is saved for each element, 1 to 8.
+        table: a `fewbit.Table` for the callable; by default the solver makes one.
+    """
+
+    calls_others = True
+
+    def __init__(self, function: Callable, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._run(F.pointwise, input, self.function)

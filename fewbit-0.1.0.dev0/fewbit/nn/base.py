@@ -1,0 +1,114 @@
+"""The base classes of fewbit's modules."""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+
+import torch
+from torch import nn
+from torch.fx import Proxy, Tracer
+
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE
+from fewbit.runtime.interop.bypass import bypass, run_outside
+from fewbit.runtime.quantizers.quantizer import Quantizer
+
+
+class Guarded:
+    """A mixin that wraps the forward of its subclasses for three purposes.
+
+    First, torch.fx.symbolic_trace records a call of the layer as one node, as it does for torch's layers. Second, a
+    method `module.forward` that other code stored before `fewbit.restore_` was called runs torch's forward afterwards,
+    because `restore_` has given the module torch's class again. Third, fewbit's own code runs outside of the function mode
+    of a converted model (`run_outside`).
+
+    Attributes:
+        calls_others: whether the forward calls other modules or a user's function. Then it stays in the function mode, which
+            replaces the functions that these call.
+    """
+
+    calls_others = False
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if not issubclass(cls, nn.Module):
+            return  # a mixin
+        cls.__signature__ = _signature_of(cls)
+        if "forward" in vars(cls) or not hasattr(cls.forward, "is_guarded"):
+            cls.forward = _guarded(cls.forward, f"{cls.__qualname__}.forward")
+
+
+class Quantized(Guarded):
+    """A mixin that adds the arguments `bits`, `group_size` and `quantizer`.
+
+    `bits` is the number of bits per element of quantized tensors, 4 unless it is given, as in `fewbit.compress_`.
+    `quantizer` is the kind of quantized copies, "rotated", "uniform" or "unbiased"; None stands for the usual kind of the
+    layer. The attribute `quantizer` is a Quantizer made from these arguments.
+
+    The quantizer quantizes the tensors that the forward saves. In evaluation mode nothing is quantized.
+    """
+
+    quantizer: Quantizer
+
+    def __init__(
+        self,
+        *args,
+        bits: int = DEFAULT_BITS,
+        group_size: int = GROUP_SIZE,
+        quantizer: str | None = None,
+        **kwargs,
+    ):
+        made = Quantizer(bits, group_size, kind=quantizer)
+        super().__init__(*args, **kwargs)
+        self.quantizer = made
+
+    def _exact(self, *args, **kwargs):
+        """Run the forward of torch's class. Functions that it calls are not compressed either."""
+        with bypass():
+            return super().forward(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, [super().extra_repr(), repr(self.quantizer)]))
+
+
+def _guarded(forward, name):
+    is_own = forward.__module__.startswith("fewbit.")
+
+    @wraps(forward)
+    def guarded(self, *args, **kwargs):
+        if not isinstance(self, Guarded):
+            return type(self).forward(self, *args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Proxy) and isinstance(value.tracer, Tracer):
+                path = value.tracer.path_of_module(self)
+                return value.tracer.create_proxy("call_module", path, args, kwargs)
+        # With parametrizations, an access to a weight calls modules.
+        calls_others = self.calls_others or not is_own or "parametrizations" in self._modules
+        if calls_others or not torch._C._len_torch_function_stack():
+            return forward(self, *args, **kwargs)
+        return run_outside(forward, self, *args, **kwargs)
+
+    guarded.is_guarded = True
+    # The name gives each layer a code object of its own, because Dynamo compiles each code object only a few times.
+    guarded.__code__ = guarded.__code__.replace(co_qualname=name)
+    return guarded
+
+
+def _signature_of(cls) -> inspect.Signature:
+    """Return the signature of torch's class plus the options of fewbit's mixins.
+
+    `torch.nn.utils.skip_init` looks for `device` in the signature, which `*args, **kwargs` would hide. If a subclass
+    defines `__init__`, the signature is that of `__init__`, unless the subclass is fewbit's and its `__init__` takes
+    `**kwargs`.
+    """
+    inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    parameters = {}
+    for init in inits:
+        own = dict(list(inspect.signature(init).parameters.items())[1:])
+        is_open = init.__module__.startswith("fewbit.") and "kwargs" in own
+        if is_open or init is nn.Module.__init__:
+            own = {name: value for name, value in own.items() if name not in ("args", "kwargs")}
+        parameters = own | parameters
+        if not is_open:
+            break
+    return inspect.Signature(sorted(parameters.values(), key=lambda parameter: parameter.kind))

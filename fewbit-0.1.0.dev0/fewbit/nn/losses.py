@@ -1,0 +1,94 @@
+"""Cross-entropy losses as modules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fewbit import functional as F
+from fewbit.nn.base import Quantized
+
+__all__ = ["CrossEntropyLoss", "LinearCrossEntropy"]
+
+
+class CrossEntropyLoss(Quantized, nn.CrossEntropyLoss):
+    """A torch.nn.CrossEntropyLoss that computes `fewbit.functional.cross_entropy`.
+
+    It has the arguments of torch's module plus `bits`, `group_size` and `quantizer`.
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if not self.training:
+            return self._exact(input, target)
+        return F.cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            quantizer=self.quantizer,
+        )
+
+
+class LinearCrossEntropy(nn.Linear):
+    """A linear layer and the cross-entropy of its result, computed by `fewbit.functional.linear_cross_entropy`.
+
+    `LinearCrossEntropy(in_features, out_features)(x, target)` is the loss that
+    `nn.CrossEntropyLoss()(nn.Linear(in_features, out_features)(x), target)` computes. The parameters have the names of
+    those of nn.Linear.
+
+    Args:
+        in_features: the number of features.
+        out_features: the number of classes.
+        bias: whether the linear layer has a bias.
+        class_weight: the weights of the classes, (out_features,), or None.
+        ignore_index: the target that does not count.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: as in torch's cross_entropy, 0 to 1.
+        chunk_size: the number of rows in a chunk, or None, as in `fewbit.functional.linear_cross_entropy`.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        chunk_size: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.register_buffer("class_weight", class_weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.chunk_size = chunk_size
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss.
+
+        Args:
+            input: (*, in_features), floating.
+            target: indices of classes, (*,), int64.
+
+        Returns:
+            A scalar, or for the reduction "none" a tensor of the target's shape.
+        """
+        return F.linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            weight=self.class_weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            chunk_size=self.chunk_size,
+        )

@@ -1,0 +1,168 @@
+"""Norms, which save their normalized inputs quantized.
+
+The modules have the arguments of torch's modules plus `bits`, `group_size` and `copies`, as in
+`fewbit.functional.layer_norm`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fewbit import functional as F
+from fewbit.config import check_copies
+from fewbit.functional.batch_norm import sync_batch_norm
+from fewbit.nn.base import Quantized
+from fewbit.runtime.interop.bypass import bypass
+
+__all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "LayerNorm",
+    "RMSNorm",
+    "SyncBatchNorm",
+]
+
+
+class _Norm(Quantized):
+    """A mixin that adds the argument `copies`, the number of quantized copies of the normalized input that are saved.
+
+    With 2 independently rounded copies, the mean of the input's gradient over the rounding is exact. With 1 copy it is
+    not (`fewbit/functional/layer_norm.py`).
+    """
+
+    copies = 1
+
+    def __init__(self, *args, copies: int = 1, **kwargs):
+        check_copies(copies)
+        super().__init__(*args, **kwargs)
+        self.copies = copies
+
+    @property
+    def _options(self) -> dict:
+        return {"copies": self.copies, "quantizer": self.quantizer}
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ", copies=2" * (self.copies == 2)
+
+
+class LayerNorm(_Norm, nn.LayerNorm):
+    """A torch.nn.LayerNorm that computes `fewbit.functional.layer_norm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return self._exact(input)
+        vectors = self.weight, self.bias
+        return F.layer_norm(input, self.normalized_shape, *vectors, self.eps, **self._options)
+
+
+class RMSNorm(_Norm, nn.RMSNorm):
+    """A torch.nn.RMSNorm that computes `fewbit.functional.rms_norm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self._exact(x)
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps, **self._options)
+
+
+class GroupNorm(_Norm, nn.GroupNorm):
+    """A torch.nn.GroupNorm that computes `fewbit.functional.group_norm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return self._exact(input)
+        vectors = self.weight, self.bias
+        return F.group_norm(input, self.num_groups, *vectors, self.eps, **self._options)
+
+
+class _BatchNorm(_Norm):
+    """A mixin with the forward of BatchNorm1d to BatchNorm3d and SyncBatchNorm."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the average over all batches
+                momentum = 1.0 / float(self.num_batches_tracked)
+        # Without running statistics, the statistics of the batch are used in evaluation mode too.
+        by_batch = self.training or (self.running_mean is None and self.running_var is None)
+        tracked = not self.training or self.track_running_stats
+        vectors = (
+            self.running_mean if tracked else None,
+            self.running_var if tracked else None,
+            self.weight,
+            self.bias,
+        )
+        if by_batch and not self.training:
+            with bypass():
+                return nn.functional.batch_norm(input, *vectors, True, momentum, self.eps)
+        return self._normalize(input, vectors, by_batch, momentum)
+
+    def _normalize(self, input, vectors, by_batch, momentum) -> Tensor:
+        return F.batch_norm(input, *vectors, by_batch, momentum, self.eps, **self._options)
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """A torch.nn.BatchNorm1d that computes `fewbit.functional.batch_norm`."""
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """A torch.nn.BatchNorm2d that computes `fewbit.functional.batch_norm`."""
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """A torch.nn.BatchNorm3d that computes `fewbit.functional.batch_norm`."""
+
+
+class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
+    """A torch.nn.SyncBatchNorm that saves its normalized input quantized.
+
+    In a group of several processes one copy is saved, whatever `copies` is.
+
+    The method `convert_sync_batchnorm` creates layers of torch's class, so call this method before `compress_`.
+    """
+
+    def _normalize(self, input, vectors, by_batch, momentum) -> Tensor:
+        group = self._group() if by_batch else None
+        if group is None:
+            return super()._normalize(input, vectors, by_batch, momentum)
+        mean, var, weight, bias = vectors
+        statistics = mean, var, self.eps, momentum, group
+        return sync_batch_norm(input, weight, bias, *statistics, quantizer=self.quantizer)
+
+    def _group(self):
+        """Return the process group with which to synchronize; None if there is no other process."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return None
+        group = self.process_group or torch.distributed.group.WORLD
+        return group if group.size() > 1 else None
+
+
+class _InstanceNorm(_Norm):
+    """A mixin that replaces `_apply_instance_norm`, which the forward of torch's instance norms calls."""
+
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        if not self.training:
+            with bypass():
+                return super()._apply_instance_norm(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        vectors = self.running_mean, self.running_var, self.weight, self.bias
+        return F.instance_norm(input, *vectors, True, momentum, self.eps, **self._options)
+
+
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+    """A torch.nn.InstanceNorm1d that computes `fewbit.functional.instance_norm`."""
+
+
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+    """A torch.nn.InstanceNorm2d that computes `fewbit.functional.instance_norm`."""
+
+
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+    """A torch.nn.InstanceNorm3d that computes `fewbit.functional.instance_norm`."""

@@ -1,0 +1,358 @@
+"""Candidates: the settings of `compress_` that `fewbit.plan` measures, and the default choice of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import nn
+
+from fewbit.checkpointing import checkpoint_, supports_checkpoints
+from fewbit.compiler.compiling import compile_in_place, undo_compile
+from fewbit.compress.compress import compress_
+from fewbit.compress.controller import Controller
+from fewbit.compress.replace import replace_activations_
+from fewbit.config import (
+    ACTIVATION_BITS,
+    AdaptiveBits,
+    BitConfig,
+    Budget,
+    ErrorBound,
+    FixedBits,
+    HostOffload,
+    LayerSettings,
+    Level,
+    PreActivationBits,
+    as_config,
+)
+from fewbit.convert import kinds
+from fewbit.convert.swap import restore_
+from fewbit.errors import InputError
+from fewbit.nn.preactivation import NORMS
+from fewbit.render.formats import amount
+from fewbit.sizes import counted
+from fewbit.text import shorten
+
+METHODS = ("compress_", "replace_activations_", "checkpoint_", "cross_entropy", "compile")
+"""The functions of fewbit with which a candidate may be applied. The first is the usual one."""
+_UNSHOWN = {"sample", "verbose"}
+"""Options that do not distinguish candidates. A file does not contain them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting that `fewbit.plan` measures: one point in its picture.
+
+    Attributes:
+        policy: the name of the curve to which the point belongs.
+        bits: the argument `bits` of `fewbit.compress_`: a configuration, a number or None. A number or None is
+            converted to the configuration that it stands for. All methods but "compress_" take a whole number only.
+        options: other keyword arguments of the function that `method` names.
+        method: how the candidate is applied:
+
+            - "compress_": `fewbit.compress_`.
+            - "replace_activations_": `fewbit.replace_activations_`, so that only activations save fewer bytes (`bits`
+              None: 3).
+            - "checkpoint_": `fewbit.checkpoint_` before `compress_`, for a model of transformers. The inputs of
+              checkpointed layers have the same bits.
+            - "cross_entropy": `compress_`, and in the loss function `fewbit.functional.cross_entropy` with the same
+              bits in place of torch's.
+            - "compile": `fewbit.compile` in place of `compress_`.
+
+    Raises:
+        InputError: `policy` is not a text, `options` is not a mapping, `method` is unknown, or `bits` cannot be used.
+    """
+
+    policy: str
+    bits: BitConfig | float | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+    method: str = METHODS[0]
+
+    def __post_init__(self):
+        if not isinstance(self.policy, str) or not isinstance(self.options, Mapping):
+            raise InputError(
+                "candidates: expected a name and a mapping of options, "
+                f"got {shorten(self.policy)} and {shorten(self.options)}"
+            )
+        if self.method not in METHODS:
+            raise InputError(
+                f"method: expected one of {', '.join(METHODS)}, got {shorten(self.method)}"
+            )
+        activations_only = self.method == "replace_activations_"
+        usual = ACTIVATION_BITS if activations_only else None
+        bits = usual if self.bits is None else self.bits
+        object.__setattr__(self, "bits", as_config(bits))
+        if self.method != METHODS[0] and not isinstance(self.bits, FixedBits):
+            raise InputError(
+                f"bits: expected a whole number from 1 to 8 with {self.method}, got {self.bits!r}"
+            )
+
+    @property
+    def label(self) -> str:
+        """A text that distinguishes the candidate from others with the same `policy`, such as `2 bits` or `e2=0.01`."""
+        values = {field.name: getattr(self.bits, field.name) for field in fields(self.bits)}
+        usual = {field.name: field.default for field in fields(self.bits)}
+        first = next(iter(values), None)
+        value = values.pop(first, None)
+        if first in ("bits", "average"):
+            shown = [counted(value, "bit")]
+        elif isinstance(self.bits, Budget):
+            shown = [f"budget={amount(value)}"]
+        elif isinstance(self.bits, Level):
+            shown = [f"level {value}"]
+        else:
+            shown = [f"{first}={_short(value)}" if first else type(self.bits).__name__]
+        rest = {name: value for name, value in values.items() if value != usual[name]}
+        rest |= {name: value for name, value in self.options.items() if name not in _UNSHOWN}
+        layers = rest.get("layers")
+        if isinstance(layers, LayerSettings):
+            del rest["layers"]
+            rest |= {name: value for name, value in layers.to_dict().items() if value is not None}
+        shown += [
+            name if value is True else f"{name}={_short(value)}" for name, value in rest.items()
+        ]
+        return ", ".join(shown)
+
+    @property
+    def call(self) -> str:
+        """Python code that applies the candidate to a model named `model`, and assigns a compiled model to `model`."""
+        shown = {name: repr(self.options[name]) for name in self.options if name not in _UNSHOWN}
+        if isinstance(self.bits, Budget) or "sample" in self.options:
+            shown["sample"] = "sample"
+        options = "".join(f", {name}={value}" for name, value in shown.items())
+        if self.method == "replace_activations_":
+            return f"fewbit.replace_activations_(model, {self.bits.initial_bits}{options})"
+        arguments = f"(model, {self.bits!r}{options})"
+        if self.method == "compile":
+            return f"model = fewbit.compile{arguments}"
+        call = f"fewbit.compress_{arguments}"
+        if self.method == "checkpoint_":
+            return f"fewbit.checkpoint_(model, {self.bits.bits}); {call}"
+        if self.method == "cross_entropy":
+            loss = f"fewbit.functional.cross_entropy(..., bits={self.bits.bits})"
+            return f"{call}  # and in the loss function: {loss}"
+        return call
+
+    def apply(self, model: nn.Module) -> Controller | None:
+        """Undo an earlier conversion of the model, if any, and convert the model in place.
+
+        With the method "cross_entropy", call `fewbit.functional.cross_entropy` in your loss function too. With the
+        method "compile", calls of the model run the compiled code, until another candidate is applied. Gradient
+        checkpointing that is enabled stays enabled.
+
+        Args:
+            model: the model, which changes in place.
+
+        Returns:
+            The controller; None with the methods "replace_activations_" and "compile", which have none.
+        """
+        undo_compile(model)
+        if self.method == "compile":
+            restore_(model)
+            compile_in_place(model, self.bits, **self.options)
+            return None
+        options = {**self.options, "verbose": False}
+        if self.method == "replace_activations_":
+            restore_(model)
+            replace_activations_(model, self.bits.initial_bits, **options)
+            return None
+        if self.method == "checkpoint_":
+            checkpoint_(model, self.bits.bits)
+        return compress_(model, self.bits, **options)
+
+    def to_dict(self) -> dict:
+        """Return the candidate as plain JSON values, without a sample. Options that JSON cannot represent become text."""
+        return {
+            "policy": self.policy,
+            "bits": self.bits.to_dict(),
+            "options": {
+                name: _plain(value) for name, value in self.options.items() if name not in _UNSHOWN
+            },
+            "method": self.method,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> Candidate:
+        """Make a candidate from the values that `to_dict` returned.
+
+        Args:
+            values: the result of `to_dict`.
+
+        Raises:
+            InputError: a value is missing or has the wrong type, or the configuration has an unknown kind or an unknown
+                field, or lacks a field.
+        """
+        names = "policy", "bits", "options", "method"
+        if not isinstance(values, Mapping) or not all(name in values for name in names):
+            raise InputError(f"expected a candidate's {', '.join(names)}, got {shorten(values)}")
+        options = values["options"]
+        if isinstance(options, Mapping):
+            options = {name: _read(name, value) for name, value in options.items()}
+        bits = BitConfig.from_dict(values["bits"])
+        return cls(values["policy"], bits, options, values["method"])
+
+
+def _read(name: str, value):
+    """Return the option for which `_plain` returned a value."""
+    if name == "layers" and isinstance(value, Mapping):
+        return LayerSettings.from_dict(value)
+    if name == "overrides" and isinstance(value, Mapping):
+        return {glob: LayerSettings.of(change) for glob, change in value.items()}
+    if name == "offload" and isinstance(value, Mapping):
+        return HostOffload.from_dict(value)
+    return value
+
+
+class Curve(NamedTuple):
+    """The candidates of fewbit that form one curve in the picture of the plan.
+
+    Attributes:
+        policy: the name of the curve.
+        config: a function that makes the configuration of a candidate from one of `values`.
+        values: the values, one for each candidate: numbers of bits, or bounds e2.
+        suits: a function of a model that returns whether the candidates are for this model.
+        needed: the words for such a model in error messages.
+        options: the options of the candidates.
+        method: the method of the candidates.
+        on_request: whether the candidates are returned only if their name is given.
+    """
+
+    policy: str
+    config: Callable[[float], BitConfig]
+    values: tuple[float, ...]
+    suits: Callable[[nn.Module], bool] = lambda model: True
+    needed: str = ""
+    options: Mapping[str, object] = MappingProxyType({})
+    method: str = METHODS[0]
+    on_request: bool = False
+
+
+def _has_norms(model: nn.Module) -> bool:
+    return any(isinstance(module, tuple(NORMS)) for module in model.modules())
+
+
+CROSS_ENTROPY = "cross-entropy"
+CURVES = (
+    Curve("fixed", FixedBits, (8, 4, 3, 2)),
+    Curve("shared", AdaptiveBits, (4, 3, 2, 1.5)),
+    Curve("error-bound", ErrorBound, (0.1, 0.5, 1.0, 2.0)),
+    Curve("pre-activation", PreActivationBits, (8, 4, 2), _has_norms, "a batch or layer norm"),
+    Curve(
+        "everything",
+        FixedBits,
+        (4, 2),
+        options={"layers": LayerSettings(everything=True)},
+    ),
+    Curve(
+        "checkpoints",
+        FixedBits,
+        (8, 4),
+        supports_checkpoints,
+        "gradient checkpointing as in transformers",
+        method="checkpoint_",
+    ),
+    Curve(CROSS_ENTROPY, FixedBits, (4, 2), method="cross_entropy", on_request=True),
+    Curve("compile", FixedBits, (4, 2), method="compile", on_request=True),
+)
+ACTIVATIONS = "activations"
+BITS_OF_ACTIVATIONS = (4, 3, 2)
+
+
+def default_candidates(
+    model: nn.Module, policies: Iterable[str] | None = None
+) -> tuple[Candidate, ...]:
+    """Return fewbit's own candidates for a model. `fewbit.plan` measures these if none are given.
+
+    The attribute `policy` of a candidate is one of these names:
+
+    - "fixed": all layers have the same bits (`FixedBits`).
+    - "shared": bits are divided among layers and samples (`AdaptiveBits`).
+    - "error-bound": bits follow from a bound on the gradient's error (`ErrorBound`).
+    - "pre-activation": norms and the layers after them save one tensor together (`PreActivationBits`).
+    - "everything": all layers have the same bits, and what torch's other operations save is compressed too.
+    - "checkpoints": layers of a model of transformers are checkpointed regions with quantized inputs (`checkpoint_`).
+    - "cross-entropy": all layers have the same bits, and so does the loss function's cross-entropy. These candidates are
+      returned only if their name is given.
+    - "compile": `fewbit.compile`. These candidates, too, are returned only if their name is given, because compilation
+      may take minutes.
+    - "activations": only activation modules are compressed (`replace_activations_`). If the derivative of each of these
+      activations has only two values, as for ReLU, there is one candidate with 1 bit, which is exact.
+
+    Args:
+        model: the model that the candidates will convert.
+        policies: the names whose candidates are returned. None: all names that suit the model, but "cross-entropy" and
+            "compile".
+
+    Raises:
+        InputError: `policies` has a name that does not exist or does not suit this model.
+    """
+    if isinstance(policies, str) or not isinstance(policies, Iterable | None):
+        raise InputError(f"policies: expected a list of names, as ['fixed'], got {policies!r}")
+    found = [
+        Candidate(curve.policy, curve.config(value), curve.options, curve.method)
+        for curve in CURVES
+        if curve.suits(model)
+        for value in curve.values
+    ]
+    activations = [
+        kind
+        for kind in map(kinds.kind_of, model.modules())
+        if kind is not None and kind.family == kinds.ACTIVATION
+    ]
+    if activations:
+        bits = (1,) if all(kind.one_bit for kind in activations) else BITS_OF_ACTIVATIONS
+        found += [Candidate(ACTIVATIONS, count, method="replace_activations_") for count in bits]
+    if policies is None:
+        on_request = {curve.policy for curve in CURVES if curve.on_request}
+        return tuple(candidate for candidate in found if candidate.policy not in on_request)
+    policies, names = list(policies), list(dict.fromkeys(candidate.policy for candidate in found))
+    needed = {curve.policy: curve.needed for curve in CURVES} | {
+        ACTIVATIONS: "activations as modules"
+    }
+    for name in policies:
+        if name in names:
+            continue
+        if name in needed:
+            raise InputError(
+                f"policy {name}: expected a model with {needed[name]}, got one without"
+            )
+        raise InputError(f"expected one of {', '.join(names)} for policy, got {name!r}")
+    return tuple(candidate for candidate in found if candidate.policy in policies)
+
+
+def check_candidates(candidates) -> tuple[Candidate, ...]:
+    """Return a tuple of candidates from one candidate or an iterable of candidates.
+
+    Raises:
+        InputError: there are no candidates, or one of them is not valid.
+    """
+    if not isinstance(candidates, Iterable):
+        candidates = (candidates,)
+    found = tuple(candidates)
+    if not found:
+        raise InputError("candidates: expected a Candidate or several, got none")
+    for candidate in found:
+        if not isinstance(candidate, Candidate):
+            raise InputError(
+                f"candidates: expected instances of fewbit.Candidate, got {type(candidate).__name__}"
+            )
+    return found
+
+
+def _short(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value):
+    """Return a value in a form that JSON can represent: a configuration as its fields, and unknown objects as text."""
+    if isinstance(value, LayerSettings | HostOffload):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return str(value)

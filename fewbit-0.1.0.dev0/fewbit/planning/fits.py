@@ -1,0 +1,302 @@
+"""`fewbit.fits`: whether a training step fits in the memory of a device, before the device is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from fewbit.analysis.gradients import check_loss, check_model, explained, size_of
+from fewbit.analysis.progress import Progress
+from fewbit.analysis.unchanged import unchanged
+from fewbit.checkpointing import supports_checkpoints
+from fewbit.config import BitConfig, FixedBits, PreActivationBits
+from fewbit.convert.swap import restore_
+from fewbit.errors import FewbitError, InputError
+from fewbit.planning.candidates import Candidate
+from fewbit.planning.fit import Fit, FitRow
+from fewbit.planning.largest import largest
+from fewbit.planning.steps import naming
+from fewbit.planning.training_step import FakeTraining, length_of
+from fewbit.runtime.interop.interrupts import leaves_nothing
+from fewbit.runtime.saved.context import measuring
+from fewbit.sizes import parse_size
+from fewbit.text import one_line, shorten
+
+LEAST_BYTES = 2**20
+"""The least memory of a device. A smaller number is probably meant as a number of GiB."""
+EXACT, CHECKPOINT = "exact", "checkpoint"
+SETTINGS = (EXACT, 4, 2)
+_METHODS = ("compress_", "replace_activations_", "checkpoint_")
+"""The methods of candidates that can run on fake tensors."""
+
+
+@leaves_nothing
+def fits(
+    model: nn.Module,
+    batch,
+    loss: Callable | None = None,
+    *,
+    optimizer=torch.optim.AdamW,
+    device: str | int | torch.device | None = None,
+    settings: Iterable | None = None,
+    sequence_dim: int | None = None,
+    progress: bool = True,
+) -> Fit:
+    """Compute the memory that a training step takes, and the largest batch that fits in the memory of a device.
+
+    The step (forward pass, backward pass and the optimizer's step) runs on fake tensors, which have shapes but no
+    memory. So the model may be too large for this machine, for example on the meta device. The model and torch's random
+    state do not change. docs/guides/fits.md says what is counted.
+
+    Args:
+        model: A model in training mode, compressed already or not. Its tensors may be real, fake or on the meta device.
+        batch: A batch, of which only shapes and dtypes count: a tensor, or tuples, lists and mappings of tensors, with
+            samples in dimension 0. The tensors may be on the meta device.
+        loss: Called as ``loss(model, batch)`` with a copy of the model; returns a scalar tensor. If None, the model is
+            called with the batch (a tuple as positional and a mapping as keyword arguments). The loss is then the
+            output if that is a scalar, else its attribute `loss`, else the mean of the output.
+        optimizer: A class such as torch.optim.AdamW, a function that makes an optimizer from a list of parameters, or
+            an optimizer of the model's parameters, which does not change.
+        device: A size such as "24 GiB" (units are powers of 1024, so "24 GB" means the same), a number of bytes, or a
+            device that is there, whose whole memory counts. If None, the result has only the bytes. With a size, or a
+            device that is no CPU, torch's optimizers and attention take the memory that they take on a GPU.
+        settings: The settings to compare. Each is "exact"; "checkpoint", which is exact with the gradient checkpointing
+            of transformers; a whole number of bits or a configuration with fixed bits, as `fewbit.compress_` takes it;
+            or a `fewbit.Candidate`. By default "exact", 4 and 2 bits, and for models of transformers that support it
+            "checkpoint".
+        sequence_dim: The dimension of the batch's tensors that has the sequence, for which the largest length is
+            computed too, or None.
+        progress: Whether to show a bar on standard error if the computation takes longer than two seconds.
+
+    Returns:
+        The bytes of a step by setting, and what fits.
+
+    Raises:
+        InputError: An argument is not valid, or the step cannot run on fake tensors, for example because an operation
+            of the model depends on values.
+    """
+    check_model(model)
+    if loss is not None:
+        check_loss(loss)
+    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer: expected a class, a function or an optimizer, got {shorten(optimizer)}"
+        )
+    capacity = _capacity_of(device)
+    on_gpu = _is_gpu(device, model)
+    arms = [_Arm(setting) for setting in _given(settings, model)]
+    size = size_of(batch)
+    length = most = None
+    if sequence_dim is not None:
+        if isinstance(sequence_dim, bool) or not isinstance(sequence_dim, int) or sequence_dim < 1:
+            raise InputError(
+                f"sequence_dim: expected an integer of at least 1, got {shorten(sequence_dim)}"
+            )
+        length, most = length_of(batch, sequence_dim), _most_sequence(model)
+    if not size or length == 0:
+        raise InputError("batch: expected at least one sample, got none")
+    rows, name, bar = [], "", Progress("fits", progress)
+    done = partial(bar.step, len(arms) * (1 + (capacity is not None) * (1 + (length is not None))))
+    search = _Search(batch, size, capacity, sequence_dim, length, most, done)
+    with unchanged({}, []), measuring(), bar.shown():
+        for arm in arms:
+            training = FakeTraining(model, arm.convert, loss, optimizer, on_gpu)
+            name = training.optimizer_name
+            rows.append(search.row(arm.name, training))
+    return Fit(type(model).__name__, name, capacity, size, length, most, tuple(rows))
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The measurements that `fits` makes of every setting.
+
+    Attributes:
+        batch: the batch of a step.
+        size: the number of samples in the batch.
+        capacity: the bytes of the device, or None.
+        sequence_dim: the dimension of the sequence, or None.
+        length: the length of the sequence in the batch, or None.
+        most: the longest sequence that the model takes, or None.
+        done: a function that is called after each part of the work.
+    """
+
+    batch: object
+    size: int
+    capacity: int | None
+    sequence_dim: int | None
+    length: int | None
+    most: int | None
+    done: Callable[[], None]
+
+    def row(self, name: str, training: FakeTraining) -> FitRow:
+        """Return the row of a setting."""
+        with explained(self.batch):
+            training.step(self.batch)
+            found = training.step(self.batch)  # the optimizer's state exists before this step
+        self.done()
+        fitting = longest_batch = longest = None
+        if self.capacity is not None:
+            fitting = found.peak <= self.capacity
+            longest_batch = self._largest(training, 0, self.size, found.peak)
+            if self.sequence_dim is not None:
+                most = None if self.most is None else max(self.most, self.length)
+                longest = self._largest(training, self.sequence_dim, self.length, found.peak, most)
+        return FitRow(
+            setting=name,
+            **found.parts,
+            peak=found.peak,
+            phase=found.phase,
+            all_gradients=found.gradients,
+            all_saved=found.saved,
+            fits=fitting,
+            largest_batch=longest_batch,
+            largest_sequence=longest,
+        )
+
+    def _largest(self, training, dim: int, size: int, peak: int, most: int | None = None):
+        """Return the largest size of a dimension with which a step fits. With `size`, it has the given peak."""
+        peak_of = partial(_peak, training, self.batch, dim)
+        found = largest(peak_of, size, peak, self.capacity, most)
+        self.done()
+        return found
+
+
+def _peak(training: FakeTraining, batch, dim: int, size: int) -> int | None:
+    """Return the peak of a step whose batch has another size in a dimension; None if the step does not run."""
+    try:
+        return training.peak(batch, dim, size)
+    except Exception:  # for example, more tokens than the model has positions
+        return None
+
+
+# -- Settings --------------------------------------------------------------------------------------------------
+
+
+class _Arm:
+    """A setting: how a copy of the model is converted, and the name of the setting.
+
+    Args:
+        setting: one of the values that `fits` describes.
+
+    Raises:
+        InputError: the setting is none of these.
+    """
+
+    def __init__(self, setting):
+        self._candidate = None
+        self._is_checkpointed = setting == CHECKPOINT
+        if isinstance(setting, str):
+            if setting not in (EXACT, CHECKPOINT):
+                raise InputError(
+                    f"settings: expected {EXACT!r}, {CHECKPOINT!r}, bits or a fewbit.Candidate, got {shorten(setting)}"
+                )
+            self.name = setting
+            return
+        try:
+            candidate = setting if isinstance(setting, Candidate) else Candidate("", setting)
+        except FewbitError as error:
+            raise InputError(f"settings: {error}") from None
+        if not isinstance(candidate.bits, FixedBits | PreActivationBits):
+            raise InputError(
+                "settings: expected bits that do not depend on values, as FixedBits(2), because fits runs on fake "
+                f"tensors; got {candidate.bits!r}"
+            )
+        if candidate.method not in _METHODS:
+            raise InputError(
+                f"settings: expected a Candidate with one of the methods {', '.join(_METHODS)}, got {candidate.method}"
+            )
+        self._candidate = candidate
+        is_plain = isinstance(setting, BitConfig | int) and isinstance(candidate.bits, FixedBits)
+        self.name = candidate.label
+        if not is_plain:
+            self.name = f"{candidate.policy or type(candidate.bits).__name__}, {candidate.label}"
+
+    def convert(self, model: nn.Module) -> None:
+        """Convert a model in place."""
+        if self._candidate is not None:
+            with naming(self._candidate):
+                self._candidate.apply(model)
+            return
+        restore_(model)
+        if self._is_checkpointed:
+            if not supports_checkpoints(model):
+                raise InputError(
+                    f"settings: expected a model of transformers for {CHECKPOINT!r}, got {type(model).__name__}"
+                )
+            # New versions of transformers warn about the old name.
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            enable = enable or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+
+
+def _given(settings, model: nn.Module) -> list:
+    """Return the list of settings, or the default ones if `settings` is None."""
+    if settings is None:
+        return [*SETTINGS, *([CHECKPOINT] if supports_checkpoints(model) else [])]
+    if isinstance(settings, str | int | float | BitConfig | Candidate):
+        settings = [settings]
+    if not isinstance(settings, Iterable):
+        raise InputError(f"settings: expected several settings, got {shorten(settings)}")
+    settings = list(settings)
+    if not settings:
+        raise InputError("settings: expected at least one setting, got none")
+    return settings
+
+
+# -- The device ------------------------------------------------------------------------------------------------
+
+
+def _capacity_of(device) -> int | None:
+    """Return the bytes of the argument `device`."""
+    if device is None:
+        return None
+    is_number = isinstance(device, int | float) and not isinstance(device, bool)
+    if is_number and float(device).is_integer():
+        if device < LEAST_BYTES:
+            raise InputError(
+                f"device: expected a size such as '24 GiB', or at least {LEAST_BYTES:,} bytes, got {device}"
+            )
+        return int(device)
+    if isinstance(device, str) and device[:1].isalpha():
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise InputError(
+                f"device: expected a size such as '24 GiB' or a device, got {shorten(device)}"
+            ) from error
+    if isinstance(device, str):
+        try:
+            return parse_size(device)
+        except FewbitError as error:
+            raise InputError(f"device: {error}") from None
+    if not isinstance(device, torch.device):
+        raise InputError(
+            f"device: expected a size such as '24 GiB', a torch.device or None, got {shorten(device)}"
+        )
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return torch.get_device_module(device).get_device_properties(device).total_memory
+    except Exception as error:
+        raise InputError(
+            f"device: expected a device of this machine with a known memory, got {device} ({one_line(error)}); give "
+            "a size such as '24 GiB'"
+        ) from error
+
+
+def _is_gpu(device, model: nn.Module) -> bool:
+    """Return whether the optimizer and attention should take the memory that they take on a GPU."""
+    if device is None:
+        return next(model.parameters()).device.type not in ("cpu", "meta")
+    return not str(device).startswith("cpu")
+
+
+def _most_sequence(model: nn.Module) -> int | None:
+    """Return the longest sequence that the configuration of a model of transformers allows; None if there is no limit."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None

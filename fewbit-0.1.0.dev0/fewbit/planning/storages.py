@@ -1,0 +1,150 @@
+"""The storages that a training step on fake tensors allocates and frees, in their order.
+
+A fake tensor has a shape, a dtype and a device, but no memory. Its storage is an object that exists as long as a real
+storage would. So the sum of the sizes of existing storages is the memory that the same step takes with real tensors,
+without what kernels allocate inside an operation and without what an allocator adds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+TRANSIENT = "transient"
+"""The role of storages that no part of the training step has claimed: temporary results and gradients of activations."""
+
+
+@dataclass(eq=False, slots=True)
+class Storage:
+    """A storage that exists, or existed.
+
+    Attributes:
+        size: the bytes.
+        role: what the storage is for, such as "weights".
+    """
+
+    size: int
+    role: str
+
+
+class Peak(NamedTuple):
+    """The moment at which the existing storages have the most bytes.
+
+    Attributes:
+        size: the bytes of all storages.
+        parts: {role: bytes}. The sum is `size`.
+        moment: the number of the moment, comparable with `StorageTracker.moment`.
+    """
+
+    size: int
+    parts: dict[str, int]
+    moment: int
+
+
+class StorageTracker(FakeTensorMode):
+    """A mode for fake tensors that records each allocation and each release of a storage.
+
+    This is a subclass of FakeTensorMode rather than a mode of its own, because fewbit's layers treat fake tensors like
+    ordinary ones only if no other mode is active.
+    """
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
+        self._depth = 0
+        self._living: dict[int, tuple[weakref.ref, Storage]] = {}
+        self._events: list[tuple[Storage, int]] = []
+        self._before: list[Storage] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        # The shapes of a result may come from operations of smaller steps, which a real kernel does not run.
+        self._depth += 1
+        try:
+            result = super().__torch_dispatch__(function, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self.add(tree_leaves(result), TRANSIENT)
+        return result
+
+    def add(self, values: Iterable, role: str) -> None:
+        """Record the storages of those values that are tensors, unless they are recorded already."""
+        for value in values:
+            storage = _storage_of(value)
+            if storage is None:
+                continue
+            key, size = storage._cdata, storage.nbytes()
+            known = self._living.get(key)
+            if known is None:
+                reference = weakref.ref(storage, partial(self._free, key))
+            elif known[1].size != size:  # resized in place
+                reference, role = known[0], known[1].role
+                self._events.append((known[1], -known[1].size))
+            else:
+                continue
+            found = Storage(size, role)
+            self._living[key] = reference, found
+            self._events.append((found, size))
+
+    def _free(self, key: int, _) -> None:
+        _, storage = self._living.pop(key)
+        self._events.append((storage, -storage.size))
+
+    def claim(self, values: Iterable, role: str) -> None:
+        """Record the storages of those values that are tensors, and give them a role, whatever their role was."""
+        self.add(values, role)
+        for value in values:
+            storage = _storage_of(value)
+            if storage is not None:
+                self._living[storage._cdata][1].role = role
+
+    def claim_transient(self, role: str) -> None:
+        """Give a role to all existing storages that are transient so far."""
+        for _, storage in self._living.values():
+            if storage.role == TRANSIENT:
+                storage.role = role
+
+    def total(self, role: str | None = None) -> int:
+        """Return the bytes of the existing storages with this role, or of all if `role` is None."""
+        storages = (storage for _, storage in self._living.values())
+        return sum(storage.size for storage in storages if role in (None, storage.role))
+
+    def start(self) -> None:
+        """Forget the past. `peak` finds a moment after this call."""
+        self._events.clear()
+        self._before = [storage for _, storage in self._living.values()]
+
+    @property
+    def moment(self) -> int:
+        """The number of allocations and releases since `start`."""
+        return len(self._events)
+
+    def peak(self, first: int = 0) -> Peak:
+        """Return the peak since `start`, or since the moment `first`. Storages count by their latest role."""
+        parts: dict[str, int] = {}
+        for storage in self._before:
+            parts[storage.role] = parts.get(storage.role, 0) + storage.size
+        size = sum(parts.values())
+        best = Peak(size, dict(parts), 0) if first == 0 else Peak(-1, {}, 0)
+        for moment, (storage, change) in enumerate(self._events, 1):
+            size += change
+            parts[storage.role] = parts.get(storage.role, 0) + change
+            if moment >= first and size > best.size:
+                best = Peak(size, dict(parts), moment)
+        return best
+
+
+def _storage_of(value) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor. Return None for other values and for tensors without a storage, such as sparse ones."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return value.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,361 @@
+"""A training step on fake tensors, which shows how many bytes the same step takes with a model and a batch of real size.
+
+The model's parameters and buffers are replaced by fake tensors in a copy of the model, so a step takes no memory and
+changes neither the model nor the random state of torch, and a model on the meta device works like any other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+)
+from torch.nn import functional as torch_functional
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fewbit.analysis.gradients import hint_of_forward
+from fewbit.errors import InputError
+from fewbit.planning.storages import TRANSIENT, StorageTracker
+from fewbit.runtime.interop.interrupts import undo_after
+from fewbit.runtime.interop.original_functions import functional as original_functional
+from fewbit.text import one_line
+
+PHASES = ("forward", "backward", "step")
+PARTS = ("weights", "gradients", "optimizer", "saved", "transient")
+"""The roles of storages. "saved" are all storages that the forward pass leaves for the backward pass."""
+_NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+
+
+class StepMemory(NamedTuple):
+    """The bytes of one training step.
+
+    Attributes:
+        peak: the most bytes that exist at one moment.
+        parts: {one of PARTS: bytes at this moment}. The sum is `peak`.
+        phase: one of PHASES, in which this moment is.
+        saved: the bytes that the forward pass leaves for the backward pass, with the batch.
+        gradients: the bytes of all gradients of parameters.
+    """
+
+    peak: int
+    parts: dict[str, int]
+    phase: str
+    saved: int
+    gradients: int
+
+
+class FakeTraining:
+    """A copy of a model whose parameters are fake tensors, with an optimizer.
+
+    Args:
+        model: the model, which does not change.
+        convert: a function that changes the copy in place, for example compresses it.
+        loss: called as loss(model, batch); returns a scalar tensor. None stands for `loss_of_output`.
+        optimizer: a class or function that makes an optimizer from a list of parameters; or an optimizer of the model.
+        on_gpu: whether torch's optimizers and attention take the memory that they take on a GPU (`as_on_gpu`).
+
+    Raises:
+        InputError: the model or the optimizer cannot be copied, or the optimizer cannot be made.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        convert: Callable[[nn.Module], object],
+        loss: Callable | None,
+        optimizer,
+        on_gpu: bool,
+    ):
+        self._tracker = StorageTracker()
+        self._loss = loss_of_output if loss is None else loss
+        self._on_gpu = on_gpu
+        memo = _fakes(model, self._tracker)
+        self.device = next(iter(memo.values())).device
+        copies = dict(memo)
+        try:
+            self.model = deepcopy(model, memo)
+        except Exception as error:
+            raise InputError(
+                f"model: expected one that copy.deepcopy copies, got: {one_line(error)}"
+            ) from error
+        convert(self.model)
+        self._optimizer = _optimizer_of(optimizer, self.model, copies, on_gpu)
+        self._tracker.claim([*self.model.parameters(), *self.model.buffers()], PARTS[0])
+
+    def step(self, batch) -> StepMemory:
+        """Run one training step. In the first step, the optimizer makes its state.
+
+        Args:
+            batch: tensors in tuples, lists and mappings. Only their shapes and dtypes count.
+
+        Raises:
+            InputError: the step cannot run on fake tensors, or the loss is not a scalar that depends on the model.
+        """
+        tracker = self._tracker
+        with self._passes(batch) as (saved, backward):
+            gradients, update, before = tracker.total("gradients"), tracker.moment, tracker.total()
+            self._update()
+            tracker.claim(tree_leaves(list(self._optimizer.state.values())), "optimizer")
+            self._growth = tracker.peak(update).size - before
+            peak = tracker.peak()
+        phase = PHASES[(peak.moment > backward) + (peak.moment > update)]
+        parts = {part: peak.parts.get(part, 0) for part in PARTS}
+        return StepMemory(peak.size, parts, phase, saved, gradients)
+
+    def _update(self) -> None:
+        try:
+            self._optimizer.step()
+        except Exception as error:
+            raise InputError(
+                "optimizer: expected one whose step takes no closure and does not depend on values, got "
+                f"{self.optimizer_name}, which raises {one_line(error)}"
+            ) from error
+
+    def peak(self, batch, dim: int, size: int) -> int:
+        """Return the peak of a step whose batch has another size in one dimension. Call this after `step`.
+
+        The optimizer does not run, because the bytes that it needs do not depend on the batch.
+
+        Args:
+            batch: as in `step`.
+            dim: the dimension.
+            size: the size of dimension `dim` in place of that of the batch.
+        """
+        with self._passes(batch, dim, size):
+            return max(self._tracker.peak().size, self._tracker.total() + self._growth)
+
+    @contextmanager
+    def _passes(self, batch, dim: int = 0, size: int | None = None):
+        """Return a context manager that runs a forward and a backward pass, and enters the mode of fake tensors.
+
+        It yields the bytes that the forward pass leaves, and the moment at which the backward pass starts.
+        """
+        tracker = self._tracker
+        self.model.zero_grad(set_to_none=True)
+        tracker.start()
+        with tracker, as_on_gpu(self._on_gpu), torch.enable_grad(), _refusing_values():
+            fake = _fake_batch(batch, dim, size, self.device)
+            tracker.add(tree_leaves(fake), TRANSIENT)
+            value = self._loss(self.model, fake)
+            _check_loss(value, self.model)
+            tracker.claim_transient("saved")
+            saved, backward = tracker.total("saved"), tracker.moment
+            value.backward()
+            tracker.claim([each.grad for each in self.model.parameters()], "gradients")
+            yield saved, backward
+
+    @property
+    def optimizer_name(self) -> str:
+        """The class name of the optimizer."""
+        return type(self._optimizer).__name__
+
+
+def loss_of_output(model: nn.Module, batch) -> torch.Tensor:
+    """Call the model with a batch, and return its loss.
+
+    A tuple or list is passed as positional arguments, a mapping as keyword arguments.
+
+    Returns:
+        The output if it is a scalar tensor; else its attribute `loss`, as models of transformers have it; else the sum
+        of the means of all floating tensors in the output.
+    """
+    try:
+        if isinstance(batch, torch.Tensor):
+            output = model(batch)
+        elif isinstance(batch, tuple | list):
+            output = model(*batch)
+        else:
+            output = model(**batch)
+    except TypeError as error:
+        raise InputError(
+            "batch: expected the arguments of the model's forward (a tuple is passed as positional arguments, a mapping as "
+            "keyword arguments), or a function loss(model, batch) in the argument loss; got the error "
+            f"{one_line(error)}"
+        ) from error
+    if isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output
+    if isinstance(getattr(output, "loss", None), torch.Tensor):
+        return output.loss
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    means = [leaf.mean() for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
+    if not means:
+        raise InputError(
+            "loss: expected a model whose output has a floating tensor that requires grad, or a function loss(model, "
+            f"batch), got {type(output).__name__}"
+        )
+    return sum(means)
+
+
+# -- Fake copies -----------------------------------------------------------------------------------------------
+
+
+def _fakes(model: nn.Module, mode: StorageTracker) -> dict[int, torch.Tensor]:
+    """Return {id of a parameter or buffer: fake tensor}. Tensors on the meta device become fake tensors on the CPU."""
+    found = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise InputError(
+                "model: expected parameters with shapes, got lazy ones: call the model once"
+            )
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            device = torch.device("cpu") if tensor.is_meta else tensor.device
+            with mode:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                )
+        else:
+            fake = mode.from_tensor(tensor.detach())
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            # A training script may keep settings of its own in a parameter's attributes.
+            vars(fake).update({k: v for k, v in vars(tensor).items() if k not in vars(fake)})
+        found[id(tensor)] = fake
+    return found
+
+
+def _fake_batch(batch, dim: int, size: int | None, device: torch.device):
+    """Return a batch of fake tensors on a device. Within a fake mode, the tensors are fake without further ado."""
+    length = length_of(batch, dim) if size is not None else None
+
+    def fake(leaf):
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = list(leaf.shape)
+        if length is not None and leaf.dim() > dim and shape[dim] == length:
+            shape[dim] = size
+        order = sorted(range(leaf.dim()), key=lambda i: -leaf.stride(i))
+        where = leaf.device if leaf.device.type not in ("cpu", "meta") else device
+        made = torch.empty_permuted(shape, order, dtype=leaf.dtype, device=where)
+        return made.requires_grad_(leaf.requires_grad)
+
+    return tree_map(fake, batch)
+
+
+def length_of(batch, dim: int) -> int:
+    """Return the size of dimension `dim` of the first tensor of a batch that has this dimension.
+
+    Raises:
+        InputError: no tensor has this dimension.
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
+            return leaf.shape[dim]
+    raise InputError(f"batch: expected a tensor with a dimension {dim}, got none")
+
+
+# -- The optimizer ---------------------------------------------------------------------------------------------
+
+
+def _optimizer_of(optimizer, model: nn.Module, copies: dict[int, torch.Tensor], on_gpu: bool):
+    """Return an optimizer of the fake parameters. The arguments are those of `FakeTraining`."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(parameter) not in copies for parameter in parameters):
+            raise InputError(
+                "optimizer: expected an optimizer of the model's parameters, got one of other parameters too"
+            )
+        # The first step makes a new state, because a fake tensor would have lost the numbers of steps.
+        memo = {**copies, id(optimizer.state): defaultdict(dict)}
+        made = deepcopy(optimizer, memo)
+    else:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        try:
+            made = optimizer(trained)
+        except Exception as error:
+            raise InputError(
+                "optimizer: expected a class or function that makes an optimizer from parameters, got one that "
+                f"raises {one_line(error)}"
+            ) from error
+        if not callable(getattr(made, "step", None)) or not hasattr(made, "state"):
+            raise InputError(
+                f"optimizer: expected it to make a torch optimizer, got {type(made).__name__}"
+            )
+    if on_gpu:
+        # On a GPU, torch's optimizers work on all parameters at once by default, which takes temporary memory of about
+        # the size of the parameters.
+        for group in made.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+    return made
+
+
+# -- The step --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def as_on_gpu(on_gpu: bool):
+    """Return a context manager in which attention with dropout takes the memory of a GPU's fused kernels.
+
+    torch has no fused attention with dropout for the CPU, and saves the matrix of probabilities there. Without dropout,
+    the fused kernel of the CPU saves the same tensors as those of a GPU.
+    """
+    if not on_gpu:
+        yield
+        return
+    name = "scaled_dot_product_attention"
+    original = getattr(original_functional, name)
+    holders = torch_functional, original_functional
+    before = [getattr(holder, name) for holder in holders]
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    def put_back():
+        for holder, function in zip(holders, before, strict=True):
+            setattr(holder, name, function)
+
+    with undo_after(put_back):
+        for holder in holders:
+            setattr(holder, name, attention)
+        yield
+
+
+@contextmanager
+def _refusing_values():
+    """Return a context manager that explains the errors of operations that need the values of tensors."""
+    try:
+        yield
+    except _NEEDS_VALUES as error:
+        raise InputError(
+            "model: expected one whose operations do not depend on values, because fits runs it on fake tensors, "
+            f"which have shapes only; got {one_line(error)}"
+        ) from error
+
+
+def _check_loss(value, model: nn.Module) -> None:
+    """Raise InputError if the loss is not a scalar tensor that depends only on fake parameters."""
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"loss: expected a scalar tensor, got {type(value).__name__}")
+    if value.numel() != 1 or not value.requires_grad:
+        how = "one" if value.requires_grad else "one that requires no grad,"
+        raise InputError(
+            f"loss: expected a scalar tensor with a graph, got {how} of shape {tuple(value.shape)}"
+        )
+    nodes, seen = [value.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        # The backward pass would put a fake gradient into a real parameter.
+        if isinstance(variable, torch.Tensor) and not isinstance(variable, FakeTensor):
+            raise InputError(
+                "loss: expected a loss of the model that it is called with, got one that depends on a parameter of "
+                f"shape {tuple(variable.shape)} outside of this model{hint_of_forward(model)}"
+            )
+        nodes += [following for following, _ in node.next_functions]

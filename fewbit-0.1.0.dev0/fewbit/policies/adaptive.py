@@ -1,0 +1,345 @@
+"""The policy of `AdaptiveBits`: tensors and samples that affect the gradient more get more bits.
+
+The method is level L3 of the paper ActNN (Chen et al., ICML 2021). A slot is a tensor that a layer saves in every
+forward pass. Its name is (the layer's name, the number of the layer's input). In some steps, a `VarianceProbe` measures
+how much variance the rounding of each slot adds to the gradient. The slot's kind of copies determines how this variance
+falls with the bits (`runtime/format/distortion.py`). From these variances, the policy chooses the bits for the
+following steps, such that the sum of the variances is least for a given average number of bits. This is problem (10) of
+the paper (`allocation.py`). All processes choose the same bits, because each process uses the measurements summed over
+all processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from fewbit.config import KINDS, MAX_BITS, MIN_BITS, UNIFORM
+from fewbit.policies.allocation import allocate
+from fewbit.policies.allocation_report import Allocated, Allocation
+from fewbit.policies.probing import ProbingPolicy
+from fewbit.policies.records import (
+    Record,
+    entry,
+    keyed,
+    mean,
+    merge_by_key,
+    rounded_mean,
+    vector,
+    vector_sum,
+)
+from fewbit.policies.unobserved import FORGOTTEN
+from fewbit.runtime.format.distortion import BITS, relative_distortion
+from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
+from fewbit.schema.shapes import (
+    MOST_ELEMENTS,
+    MOST_SLOTS,
+    capped,
+    check_layer,
+    choice,
+    entries,
+    flag,
+    optional,
+    real,
+    text,
+    whole,
+)
+
+MOMENTUM = 0.5
+"""The weight of the earlier sensitivity in the average of the earlier and the newly measured sensitivity."""
+
+
+@dataclass(frozen=True)
+class SlotVariance(Record):
+    """The variance that rounding one saved tensor of a layer (a slot) adds to the gradient.
+
+    Args:
+        name: the layer's name.
+        input: the number of the layer's input.
+        bits: bits per element.
+        is_fixed: whether the user gave these bits.
+        is_known: whether all gradients that depend on the slot were measured.
+        quantizer: the kind of the slot's copies, one of `fewbit.config.KINDS`.
+        elements: the number of elements in one forward pass, of all processes.
+        samples: the number of samples in one process among which the slot's bits are divided; 0 if all samples have the
+            same bits.
+        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`.
+            If the distortion alone determined the variance, rounding to 1 bit per element would add this variance.
+        at_one: the variance that rounding to 1 bit per element would add, as measured.
+        spread: SPREAD (16) numbers that summarize how sensitive the samples are. Each sample has a sensitivity, which
+            determines the sample's bits. The sensitivities are sorted and cut into SPREAD parts of nearly equal size,
+            and each entry is the mean of a part. If there are fewer samples, zeros follow. None if all samples have
+            the same bits.
+        missed: the number of measurements since the slot was last measured.
+    """
+
+    name: str = entry(text)
+    input: int = entry(whole(0, MOST_SLOTS - 1))
+    bits: float = entry(real(MIN_BITS, MAX_BITS), mean)
+    is_fixed: bool = entry(flag, any)
+    is_known: bool = entry(flag, all)
+    elements: int = entry(whole(0, MOST_ELEMENTS), sum)
+    samples: int = entry(whole(0, MOST_ELEMENTS), rounded_mean)
+    sensitivity: float = entry(real(), sum)
+    at_one: float = entry(real(), sum)
+    spread: tuple[float, ...] | None = entry(optional(vector(real(), SPREAD, SPREAD)), vector_sum)
+    missed: int = entry(whole(0, FORGOTTEN), default=0)
+    quantizer: str = entry(choice(*KINDS), default=UNIFORM)
+
+    def is_adjustable(self) -> bool:
+        """Return whether the policy chooses the slot's bits: the user gave no bits, and all gradients were measured."""
+        return self.is_known and not self.is_fixed
+
+    def parts(self) -> list[float]:
+        """Divide the samples into parts as in `spread`. Return each part's share of `sensitivity`; the sum is 1."""
+        count = min(self.samples, SPREAD) or 1
+        points = [] if self.spread is None or count == 1 else self.spread[:count]
+        total = sum(points)
+        return [point / total for point in points] if total > 0 else [1.0 / count] * count
+
+    def variances(self) -> list[float]:
+        """Return the variance that rounding the slot adds to the gradient, for each number of bits from 1 to 8."""
+        found = [self.sensitivity * relative_distortion(self.quantizer, bits) for bits in BITS]
+        # The greedy algorithm assumes that each further bit gains less than the bit before. This is true from
+        # 2 bits on, so only the variance at 1 bit has to be limited.
+        found[0] = min(max(self.at_one, 2 * found[1]), 100 * found[0])
+        return found
+
+    def after(self, before: SlotVariance | None) -> SlotVariance:
+        """Return this measurement, with `sensitivity` and `at_one` averaged with their earlier values.
+
+        Args:
+            before: the slot's earlier measurement, or None.
+        """
+        if before is None or not before.is_known or before.quantizer != self.quantizer:
+            return self
+        return replace(
+            self,
+            sensitivity=MOMENTUM * before.sensitivity + (1 - MOMENTUM) * self.sensitivity,
+            at_one=MOMENTUM * before.at_one + (1 - MOMENTUM) * self.at_one,
+        )
+
+
+def _slot_of(made: SlotVariance) -> tuple[str, int]:
+    return made.name, made.input
+
+
+SLOTS = keyed(SlotVariance.read, _slot_of, "every input of a layer once")
+"""A function that checks the list of slots in a controller's state, and returns {slot: `SlotVariance`}."""
+
+
+@dataclass(frozen=True)
+class VarianceKnowledge(Record):
+    """All that an `AdaptivePolicy` has learned.
+
+    Args:
+        budget: the bytes that the user allows for a forward pass (`Budget`), or None. `bits` and `sizes` follow from
+            the budget.
+        bits: the average number of bits per element.
+        sizes: a row (layer, number of the input, number of elements) for each saved tensor (slot) to which the average
+            applies. If it is None, the average applies to all slots, with their sizes in the latest measurement.
+        slots: the measurements of each slot by (layer, number of the input), in the order of the forward pass.
+    """
+
+    budget: int | None = entry(optional(whole(1)))
+    bits: float = entry(real(MIN_BITS, MAX_BITS))
+    sizes: tuple[tuple[str, int, int], ...] | None = entry(
+        optional(vector(entries(text, whole(0, MOST_SLOTS - 1), whole(0, MOST_ELEMENTS))))
+    )
+    slots: dict[tuple[str, int], SlotVariance] = entry(SLOTS, key="variables")
+
+
+class SlotVarianceProbe(VarianceProbe):
+    """A probe that returns the measurements of `VarianceProbe` as `SlotVariance` records."""
+
+    def results(self) -> dict[tuple[str, int], SlotVariance]:
+        """Wait until the variances are on the host, and return them by slot: (layer, number of the layer's input)."""
+        return _records(super().results())
+
+    def snapshot(self) -> dict[tuple[str, int], SlotVariance]:
+        """Return the variances measured so far, by slot, as `results` does. The measurement continues."""
+        return _records(super().snapshot())
+
+
+def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
+    return {
+        name: SlotVariance(
+            *name,
+            bits=effect.average,
+            is_fixed=effect.is_fixed,
+            is_known=effect.is_known,
+            quantizer=effect.kind,
+            elements=effect.elements,
+            samples=effect.samples,
+            sensitivity=effect.sensitivity,
+            at_one=effect.at_one,
+            spread=None if effect.spread is None else tuple(effect.spread),
+        )
+        for name, effect in effects.items()
+    }
+
+
+class AdaptivePolicy(ProbingPolicy):
+    """A policy that gives important saved tensors (slots) more bits, within a given average number of bits.
+
+    The average is taken over the elements of all slots whose bits the user did not give.
+
+    Args:
+        bits: the average number of bits per element.
+        names: the names of all layers and functions that may save quantized tensors, the same in every process.
+        interval: the number of steps from one measurement to the next.
+        sizes: {slot: number of elements} in the forward pass that has to fit the budget. The average applies to these
+            slots, and other slots have `bits` bits. None if the average applies to all slots; their sizes are then
+            those of the latest measurement.
+        budget: the bytes that the user allows for a forward pass (`Budget`); `bits` and `sizes` were computed from
+            them. None if there is no budget.
+    """
+
+    kind = "AdaptiveBits"
+    Knowledge = VarianceKnowledge
+    RESULT_SHAPE = staticmethod(SLOTS)
+
+    def __init__(
+        self,
+        bits: float,
+        names: Iterable[str],
+        interval: int,
+        sizes: Mapping[tuple[str, int], int] | None = None,
+        budget: int | None = None,
+    ):
+        rows = None if sizes is None else tuple((*name, size) for name, size in sizes.items())
+        super().__init__(bits, names, interval, VarianceKnowledge(budget, bits, rows, {}))
+
+    def tables(self, model, ended: str) -> dict:
+        """Return {"allocation": table of the bits of each saved tensor}. `BitPolicy.tables` explains the arguments."""
+        rows = (
+            Allocated(
+                *_slot_of(slot),
+                slot.bits,
+                slot.is_fixed,
+                slot.elements,
+                slot.samples,
+                slot.sensitivity,
+                slot.quantizer,
+            )
+            for slot in self.knowledge.slots.values()
+        )
+        empty = "no bits chosen yet: that comes after the first steps of training"
+        unobserved = self.unobserved_layers(model)
+        return {"allocation": Allocation(rows, empty, ended, unobserved)}
+
+    def new_probe(self) -> SlotVarianceProbe:
+        """Return a probe that measures, in one forward and backward pass, the variance from rounding."""
+        return SlotVarianceProbe(self.step)
+
+    def merge(self, results: list) -> dict[tuple[str, int], SlotVariance]:
+        """Merge the measurements of all processes: sum variances and elements, and average bits and samples."""
+        return merge_by_key(results)
+
+    def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:
+        """Return the knowledge after one more measurement.
+
+        A measurement in which all variances are 0 is ignored, because it does not say which slots need more bits.
+        """
+        if not any(slot.sensitivity > 0 for slot in result.values()):
+            return self.knowledge
+        known = _in_units_of(result, self.knowledge.slots)
+        slots = {name: replace(slot, missed=slot.missed + 1) for name, slot in known.items()}
+        slots |= {name: slot.after(known.get(name)) for name, slot in result.items()}
+        slots = {name: slot for name, slot in slots.items() if slot.missed <= FORGOTTEN}
+        return replace(self.knowledge, slots=slots)
+
+    def adopt(self, knowledge: VarianceKnowledge) -> None:
+        """Set `self.knowledge`, and choose the bits of all saved tensors from this knowledge."""
+        averages = allocated(knowledge)
+        slots = {
+            name: slot if slot.is_fixed else replace(slot, bits=averages.get(name, knowledge.bits))
+            for name, slot in knowledge.slots.items()
+        }
+        self.knowledge = replace(knowledge, slots=slots)
+        self.bits, self.averages = knowledge.bits, averages
+
+    def fit(self, knowledge: VarianceKnowledge, settings: Mapping) -> VarianceKnowledge:
+        """Return the knowledge with which this policy continues after a controller's state was loaded.
+
+        If the state is from a policy with the same `Budget`, the result is all of the state's knowledge. Otherwise the
+        result has the state's measurements, and this policy's own budget, average and sizes.
+
+        Args:
+            knowledge: the knowledge in the state.
+            settings: not used.
+        """
+        own = self.knowledge
+        for layer, *_ in (*knowledge.slots, *(knowledge.sizes or ())):
+            check_layer(layer, self._layers)
+        if knowledge.budget is not None and knowledge.budget == own.budget:
+            # Bits from a budget depend on the weights, and this policy's own bits may be older than the loaded weights.
+            return knowledge
+        return replace(own, slots=knowledge.slots)
+
+    def check_result(self, result: dict[tuple[str, int], SlotVariance]) -> None:
+        """Raise InputError if a result names a layer that the model does not have."""
+        for layer, _ in result:
+            check_layer(layer, self._layers)
+
+
+def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
+    """Return the average bits of each saved tensor (slot), from ActNN's optimization problem (10).
+
+    In the problem the samples of each saved tensor are divided into parts of nearly equal size, and each part counts as
+    a tensor of its own. The samples of one part have similar sensitivities.
+
+    Returns:
+        {(layer, number of the input): bits per element} of the slots whose bits the policy chooses.
+    """
+    sizes = None
+    if knowledge.sizes is not None:
+        sizes = {(layer, number): size for layer, number, size in knowledge.sizes}
+    owners, variances, elements = [], [], []
+    for name, slot in knowledge.slots.items():
+        size = slot.elements if sizes is None else sizes.get(name, 0)
+        if not slot.is_adjustable() or not size:
+            continue
+        parts = slot.parts()
+        owners += [name] * len(parts)
+        variances += [[part * variance for variance in slot.variances()] for part in parts]
+        elements += [max((size + i) // len(parts), 1) for i in range(len(parts))]
+    if not owners:
+        return {}
+    budget = math.floor(knowledge.bits * sum(elements) + 1e-6)
+    bits = allocate(variances, elements, budget)
+    averages = _averages(owners, elements, bits)
+    if sizes is not None:
+        # A slot without an entry would get its layer's average. With a budget, this may differ from `knowledge.bits`.
+        rest = (name for name, slot in knowledge.slots.items() if not slot.is_fixed)
+        averages.update({name: knowledge.bits for name in rest if name not in averages})
+    return averages
+
+
+def _averages(owners, elements, bits) -> dict[tuple[str, int], float]:
+    totals = {}
+    for name, size, number in zip(owners, elements, bits, strict=True):
+        total, count = totals.get(name, (0, 0))
+        totals[name] = total + int(number) * size, count + size
+    return {name: total / count for name, (total, count) in totals.items()}
+
+
+def _in_units_of(now: Mapping, before: Mapping) -> dict[tuple[str, int], SlotVariance]:
+    """Return the earlier measurements, scaled so that their total sensitivity equals that of the new measurement.
+
+    The training may have changed the scale of its loss in the meantime, and with it the scale of all sensitivities.
+
+    Args:
+        now: the new measurement of each slot.
+        before: the earlier measurement of each slot. Only slots in `now` and `before` determine the scale.
+    """
+    both = [name for name, slot in now.items() if name in before and slot.is_known]
+    total, total_before = (sum(slots[name].sensitivity for name in both) for slots in (now, before))
+    ratio = total / total_before if total > 0 and total_before > 0 else 1.0
+    return {
+        name: replace(
+            slot, sensitivity=capped(ratio * slot.sensitivity), at_one=capped(ratio * slot.at_one)
+        )
+        for name, slot in before.items()
+    }

@@ -1,0 +1,119 @@
+"""The division of a budget of bits among tensors: the optimization problem (10) of the paper ActNN (section 4.2).
+
+    min  sum_i  v_i(b_i)     such that     sum_i  d_i b_i <= budget,   least <= b_i <= most
+
+Here b_i is the number of bits per element of tensor i, d_i is the number of its elements, and v_i(b) is the variance
+that rounding tensor i to b bits adds to the gradient. How v_i falls with the bits depends on the kind of the tensor's
+copies (`fewbit/runtime/format/distortion.py`), so the caller gives v_i for every number of bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fewbit.config import MAX_BITS, MIN_BITS
+from fewbit.errors import InputError
+
+
+def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
+    """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n).
+
+    All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until
+    the budget is met. If the last step takes more bits than needed, the bits that are left over go to the tensors whose
+    variance falls most. The result is optimal if all tensors have the same size and each further bit of a tensor
+    reduces the variance by less than the bit before.
+
+    Args:
+        variances: (n, 8) finite floats, 0 or more. Entry [i, b - 1] is the variance that rounding tensor i to b bits
+            adds.
+        elements: (n,) integers, 0 or more: the number of elements of each tensor.
+        budget: the number of bits of all elements together.
+        least: the fewest bits per element of a tensor.
+        most: the most bits per element of a tensor.
+
+    Returns:
+        (n,) uint8, the bits per element of each tensor.
+
+    Raises:
+        InputError: an argument is not as described here, or the budget is below least * sum(elements).
+    """
+    variances = np.ascontiguousarray(variances, dtype=np.float64)
+    elements = np.ascontiguousarray(elements, dtype=np.int64)
+    if elements.ndim != 1 or variances.shape != (len(elements), MAX_BITS):
+        raise InputError(
+            f"expected {MAX_BITS} variances for each number of elements, in one row each, got shapes "
+            f"{variances.shape} and {elements.shape}"
+        )
+    is_good = np.isfinite(variances) & (variances >= 0)
+    if not is_good.all():
+        raise InputError(f"expected finite variances of 0 or more, got {variances[~is_good][0]}")
+    if (elements < 0).any():
+        raise InputError(f"expected numbers of elements of 0 or more, got {elements.min()}")
+    if not 1 <= least <= most <= 8:
+        raise InputError(f"expected 1 <= least <= most <= 8, got {least} and {most}")
+    total = int(elements.sum())
+    if budget < least * total:
+        raise InputError(
+            f"expected a budget from {least * total} to {most * total} bits for {total} elements, "
+            f"got {budget}"
+        )
+    return _allocate(variances, elements, min(int(budget), most * total), least, most)
+
+
+def variance(variances, bits) -> float:
+    """Return the variance that `allocate` minimizes: the sum over all tensors of the variance at the tensor's bits.
+
+    Args:
+        variances: (n, 8), as in `allocate`.
+        bits: (n,) the bits of each tensor.
+    """
+    column = np.asarray(bits, dtype=np.int64)[:, None] - MIN_BITS
+    return float(np.take_along_axis(np.asarray(variances), column, 1).sum())
+
+
+def _allocate(variances, elements, budget, least, most):
+    try:
+        from fewbit import _kernels
+    except ImportError:
+        return reference(variances, elements, budget, least, most)
+    bits = np.empty(len(elements), np.uint8)
+    given = (
+        (array.ctypes.data, array.size, _kernels.DTYPES.index(array.dtype.name), -1)
+        for array in (variances, elements, bits)
+    )
+    *given, to = given
+    _kernels.allocate(*given, budget, least, most, to)
+    return bits
+
+
+def reference(variances, elements, budget, least, most):
+    """Return the result of `allocate`, computed with NumPy, as a substitute for the compiled kernel.
+
+    The arguments are those of `allocate`. A step of the algorithm takes one bit from one tensor. Each further bit that a
+    tensor loses has to add more variance than the bit before. The greedy algorithm then takes the steps in the order of
+    the variance that they add per element. So this function sorts all steps; the compiled kernel finds the next step
+    with a heap.
+    """
+    n = len(elements)
+    steps = np.arange(most, least, -1)
+    losses = variances[:, steps - 2] - variances[:, steps - 1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        keys = losses / elements[:, None]
+    moves = np.repeat(np.arange(n), len(steps))
+    order = np.lexsort((moves, keys.ravel()))
+    order = order[elements[moves[order]] > 0]
+    freed = np.cumsum(elements[moves[order]])
+    excess = most * int(elements.sum()) - budget
+    count = int(np.searchsorted(freed, excess)) + 1 if excess > 0 else 0
+    bits = (most - np.bincount(moves[order[:count]], minlength=n)).astype(np.uint8)
+    left = budget - int((elements * bits).sum())
+    taken = order[:count]
+    # Bits are given back to the steps that were taken last, because they reduce the variance most. Of equal steps that
+    # of the first tensor comes first, and of the steps of one tensor that at the fewest bits.
+    for move in taken[np.lexsort((-taken, moves[taken], -keys.ravel()[taken]))]:
+        i = moves[move]
+        can_rise = elements[i] <= left and bits[i] == most - 1 - move % len(steps)
+        if can_rise:
+            bits[i] += 1
+            left -= elements[i]
+    return bits

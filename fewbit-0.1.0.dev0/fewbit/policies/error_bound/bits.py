@@ -1,0 +1,73 @@
+"""The fewest bits with which the rounding error of a saved tensor stays within a bound.
+
+Let sample n be rounded to b_n bits, and let squares_n be the number to which the variance of rounding the sample is
+proportional (`quantizer_ops.squares`). Then the mean squared error of the tensor's elements is at most
+
+    sum_n squares_n largest_distortion(kind, b_n) / (number of elements of the tensor)
+
+with the kind of the tensor's copies. For uniform copies this bound holds for any data. For rotated copies it is the
+expected error itself, which does not depend on the data (`runtime/format/distortion.py`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+from fewbit.config import MIN_BITS
+from fewbit.runtime.format.distortion import BITS, largest_distortion
+from fewbit.runtime.probes.variance_probe import SPREAD
+
+TOLERANCE = 1e-9
+"""The relative excess over a limit that is ignored, because float64 sums have rounding errors."""
+
+
+def least_average(squares, samples: int, elements: int, limit: float, kind: str) -> float | None:
+    """Return the lowest average number of bits with which the mean squared error is at most `limit`.
+
+    Args:
+        squares: the numbers squares_n, in rising order. If there are more than SPREAD samples, the samples are divided
+            into SPREAD (16) parts of nearly equal size, and `squares` contains the mean of each part. If `samples` is
+            0, the first number is the sum for the whole tensor, and the others are not used.
+        samples: the number of samples, among which the bits are divided. If it is 0, all elements have the same whole
+            number of bits.
+        elements: the number of elements of the tensor.
+        limit: the largest mean squared error of the elements that is allowed.
+        kind: the kind of the tensor's copies.
+
+    Returns:
+        The average, or None if MAX_BITS bits are not enough.
+    """
+    parts, noise = sizes(samples), _noise(kind)
+    allowed = limit * elements
+    error = noise[0] * sum(size * square for size, square in zip(parts, squares, strict=False))
+    total = MIN_BITS * sum(parts)
+    steps = [
+        (squares[part] * (before - after), -part, size)
+        for part, size in enumerate(parts)
+        for before, after in pairwise(noise)
+    ]
+    # Each further bit of a part gains less than the bit before, so sorting keeps the steps of a part in order.
+    steps.sort(reverse=True)
+    for gain, _, size in steps:
+        if error <= allowed * (1 + TOLERANCE):
+            break
+        error -= gain * size
+        total += size
+    return total / sum(parts) if error <= allowed * (1 + TOLERANCE) else None
+
+
+@cache
+def _noise(kind: str) -> tuple[float, ...]:
+    """Return the largest squared error divided by squares_n, for each number of bits from 1 to 8."""
+    return tuple(largest_distortion(kind, bits) for bits in BITS)
+
+
+def sizes(samples: int) -> list[int]:
+    """Return the number of samples in each part, if `samples` samples are divided into at most SPREAD (16) parts.
+
+    If `samples` is 0, the whole tensor is one part, and the result is [1].
+    """
+    count = min(samples, SPREAD)
+    ends = [round(i * samples / count) for i in range(count + 1)] if count else [0, 1]
+    return [b - a for a, b in pairwise(ends)]

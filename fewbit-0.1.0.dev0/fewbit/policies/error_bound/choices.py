@@ -1,0 +1,119 @@
+"""The choice of bits, codecs and tables from what the error-bound policy has learned.
+
+A slot is a tensor that a layer saves in every forward pass. dx*^2 is the largest mean squared error of the slot's
+elements with which the error of each gradient stays within its bound. A codec saves a tensor so that its mean squared
+error stays within dx*^2. The table of a few-bit activation replaces the activation's derivative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fewbit.config import MAX_BITS, MIN_BITS, ErrorBound
+from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec, PayloadStats
+from fewbit.policies.error_bound.estimates import (
+    ActivationEstimate,
+    BoundKnowledge,
+    ConstraintEstimate,
+    TensorEstimate,
+)
+from fewbit.policies.error_bound.tables import is_known, least_bits
+from fewbit.runtime.codecs import DEFAULT as QUANT
+
+
+class BitChoice(NamedTuple):
+    """The error-bound policy's choice for one saved tensor of a layer (a slot).
+
+    Args:
+        average: bits per element; None if a codec saves the slot, or if the slot is saved exactly.
+        dx2: the largest mean squared error of the slot's elements that the bound allows (dx*^2).
+        constraint: the gradient constraint from which `dx2` follows, or None if no gradient depends on the slot.
+    """
+
+    average: float | None
+    dx2: float
+    constraint: ConstraintEstimate | None = None
+
+
+class Choices(NamedTuple):
+    """The choices for all saved tensors (slots), and the bits of all activations' tables."""
+
+    slots: Mapping[tuple[str, int], BitChoice]
+    activations: Mapping[str, int]
+
+
+def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int]) -> Choices:
+    """Return the bits that follow from the policy's knowledge, for all saved tensors and activations.
+
+    Args:
+        knowledge: all that the policy has learned.
+        bound: the configuration of the policy.
+        given: {name: bits} of few-bit activations whose bits the user gave.
+
+    Raises:
+        FewbitError: there is no table for an activation's function with the activation's parameters.
+    """
+    slots = {
+        name: choose_bits(slot, bound)
+        for name, slot in knowledge.slots.items()
+        if not slot.is_fixed
+    }
+    activations = {
+        name: _table_bits(activation, bound)
+        for name, activation in knowledge.activations.items()
+        if name not in given and is_known(activation.function, activation.parameters)
+    }
+    return Choices(slots, activations)
+
+
+def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
+    """Return the choice for one saved tensor of a layer (a slot).
+
+    A slot that no gradient depends on gets the fewest bits. If some gradients that depend on the slot were not
+    measured, the slot keeps MAX_BITS bits.
+
+    Args:
+        slot: the knowledge of the slot.
+        bound: the configuration of the policy.
+    """
+    dx2, constraint = slot.deciding(bound.e2, bound.window)
+    if constraint is None and slot.is_known:
+        return BitChoice(float(MIN_BITS), dx2)
+    if slot.is_known and (dx2 == 0 or bound.codec != QUANT):
+        return BitChoice(None, dx2, constraint)
+    average = slot.least_average(dx2, bound.window)
+    if average is not None and not slot.is_known:
+        average = float(MAX_BITS)
+    return BitChoice(average, dx2, constraint)
+
+
+def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, stats: PayloadStats):
+    """Return the codec for a saved tensor (slot) for which `choose_bits` has chosen no number of bits.
+
+    Args:
+        slot: the knowledge of the slot.
+        choice: the choice for the slot.
+        bound: the configuration of the policy.
+        stats: the object into which the codec writes the size of each tensor that it saves.
+    """
+    if choice.dx2 == 0 or not slot.is_known or bound.codec == QUANT:
+        return ExactCodec()
+    channels = None
+    if bound.by_channel and slot.weights is not None:
+        channels = tuple(choice.dx2 / weight if weight > 0 else math.inf for weight in slot.weights)
+    return BoundedCodec(bound.codec, choice.dx2, channels, stats)
+
+
+def has_enough_bits(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound) -> bool:
+    """Return whether the bits that the user gave for a saved tensor meet the bound. True without measurements."""
+    if not slot.is_known or choice.constraint is None:
+        return True
+    least = slot.least_average(choice.dx2, bound.window) if choice.dx2 > 0 else None
+    return least is not None and slot.average >= least
+
+
+def _table_bits(activation: ActivationEstimate, bound: ErrorBound) -> int:
+    allowed = activation.allowed(bound.e2, bound.window)
+    return least_bits(activation.function, activation.parameters, allowed) or MAX_BITS

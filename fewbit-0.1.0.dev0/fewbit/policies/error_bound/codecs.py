@@ -1,0 +1,63 @@
+"""The codecs with which the error-bound policy saves some tensors, in place of the group quantizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fewbit.runtime.codecs import DEFAULT, codec
+from fewbit.runtime.codecs.payload import exact
+
+
+class ExactCodec:
+    """A codec that saves the tensor unchanged, as torch's own layer would.
+
+    A tensor that is part of a larger storage is copied, so that the rest of the storage can be freed.
+    """
+
+    def quantize(self, x, seed):
+        """Return the exact values of tensor x in the form of a codec's result. `seed` is not used."""
+        return exact(x)
+
+
+@dataclass
+class PayloadStats:
+    """The size of the latest tensor that a codec has saved for one input of a layer.
+
+    Attributes:
+        bits: bits per element, or None before the first tensor.
+        codec: the name of the codec that saved the tensor, or None before the first tensor.
+    """
+
+    bits: float | None = None
+    codec: str | None = None
+
+
+@dataclass(frozen=True)
+class BoundedCodec:
+    """A codec that saves tensors within a bound on the mean squared error of their elements.
+
+    Args:
+        name: the codec's name in `fewbit.runtime.codecs`.
+        bound: the largest mean squared error that is allowed.
+        channels: the largest mean squared error that is allowed for each channel (dimension 1), or None. These numbers
+            replace `bound` for a tensor that has as many channels as there are numbers.
+        stats: the object into which the size of each saved tensor is written.
+    """
+
+    name: str
+    bound: float
+    channels: tuple[float, ...] | None = None
+    stats: PayloadStats = field(default_factory=PayloadStats, compare=False, repr=False)
+
+    def quantize(self, x, seed):
+        """Return the compressed form of tensor x, and write its size into `stats`. `seed` determines the rounding."""
+        bound = self.bound
+        if self.channels is not None and x.dim() > 1 and x.shape[1] == len(self.channels):
+            bound = self.channels
+        # The cosine transform needs images, (N, C, H, W).
+        fits = self.name != "jpeg" or x.dim() == 4
+        payload = codec(self.name if fits else DEFAULT).compress(x, bound, seed)
+        if x.numel():
+            self.stats.bits = 8 * payload.nbytes / x.numel()
+            self.stats.codec = payload.codec
+        return payload

@@ -1,0 +1,338 @@
+"""The error-bound policy's knowledge: estimates for each saved tensor and activation, from the last measurements.
+
+A slot is a tensor that a layer saves in every forward pass. A constraint D <= e2 V^2 bounds the squared error D of one
+gradient. V^2 is the gradient's squared norm, and e2 is the number that the user gives to `ErrorBound`. D depends on
+dx^2, the mean squared error of the slot's elements. A measurement covers one forward and backward pass. All its squared
+norms are divided by the sum of its V^2 over all gradients, so a scale factor of the loss changes nothing here. Let g be
+an exact gradient, and g^ the same gradient with errors. The monitor (`monitor.py`) measures |g|^2 and |g^|^2 for a few
+slots at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fewbit.config import KINDS, UNIFORM
+from fewbit.policies.error_bound.bits import least_average
+from fewbit.policies.error_bound.formulas import polynomial_error, tolerance
+from fewbit.policies.error_bound.observations import (
+    EXPECTED,
+    MEASURED,
+    MOST_BITS,
+    MOST_PARAMETER,
+    check_parameters,
+    function_name,
+    name_of,
+    parts_of,
+    slot_of,
+)
+from fewbit.policies.error_bound.tables import allowed_error
+from fewbit.policies.records import Record, entry, keyed, named_tuple, vector
+from fewbit.policies.unobserved import FORGOTTEN
+from fewbit.runtime.probes.variance_probe import SPREAD
+from fewbit.schema.shapes import (
+    MOST_ELEMENTS,
+    MOST_RATIO,
+    MOST_SLOTS,
+    MOST_WEIGHT,
+    choice,
+    flag,
+    optional,
+    real,
+    text,
+    whole,
+    wrong,
+)
+
+HISTORY = 10
+"""The number of latest measurements that count (AC-GC, section 4: the mean or the maximum of the last ten)."""
+LEAST_SEEN = 3
+"""The least number of measurements by the monitor from which a standard error is estimated."""
+
+
+class Row(NamedTuple):
+    """One measurement of a gradient: its squared norm V^2, and first^2 and second^2 of its squared error D.
+
+    D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the saved tensor's elements
+    (docs/guides/error_bound.md).
+    """
+
+    v2: float
+    first2: float
+    second2: float
+
+
+class Pair(NamedTuple):
+    """The squared norms of one gradient: |g^|^2, with errors, and |g|^2, from exact values."""
+
+    hat2: float
+    exact2: float
+
+
+class ActivationRow(NamedTuple):
+    """One measurement of an activation: the squared norms of the gradients of its input and of its result."""
+
+    v2: float
+    grad2: float
+
+
+@dataclass(frozen=True)
+class ConstraintEstimate(Record):
+    """The last measurements of one constraint: a bound on the squared error of one gradient.
+
+    Args:
+        label: the name of the gradient, as in `GradientConstraint`.
+        kind: whether the gradient's error follows from a formula or was measured, as in `GradientConstraint`.
+        rows: the constraint in each measurement, the latest last.
+        pairs: the gradient's squared norms with errors and without, from the measurements of the monitor
+            (`monitor.py`).
+        missed: the number of measurements of the saved tensor since the last one with this constraint.
+    """
+
+    label: str = entry(text, default="")
+    kind: str = entry(choice(EXPECTED, MEASURED, ""), default="")
+    rows: tuple[Row, ...] = entry(
+        vector(named_tuple(Row, real(), real(0, MOST_RATIO), real(0, MOST_RATIO)), 1, HISTORY),
+        default=(),
+    )
+    pairs: tuple[Pair, ...] = entry(
+        vector(named_tuple(Pair, real(), real()), 0, HISTORY), default=()
+    )
+    missed: int = entry(whole(0, FORGOTTEN), default=0)
+
+    def dx2(self, e2: float, window: str) -> float:
+        """Return the largest mean squared error of the saved tensor that this constraint allows.
+
+        Args:
+            e2: the squared gradient error that is allowed, divided by the gradient's squared norm V^2.
+            window: "mean" takes the means of V^2 and of the squared coefficients over the measurements. "max" takes the
+                mean of V^2, and the largest squared coefficients.
+        """
+        if not self.rows:
+            return math.inf
+        v2, first2, second2 = (mean(values) for values in zip(*self.rows, strict=True))
+        if window == "max":
+            _, first2, second2 = map(max, zip(*self.rows, strict=True))
+        return polynomial_error(tolerance(e2, v2), math.sqrt(first2), math.sqrt(second2))
+
+
+def _label_of(estimate: ConstraintEstimate) -> str:
+    return estimate.label
+
+
+@dataclass(frozen=True)
+class TensorEstimate(Record):
+    """All that is known of one saved tensor of a layer (a slot).
+
+    The fields from `name` to `dtype_bytes` are those of the latest measurement, a `TensorNorms`.
+
+    Args:
+        spreads: for each measurement, one number for each part of the samples (`parts_of`): `TensorNorms.squares`,
+            divided by the number of elements of a sample.
+        weights: the weights by which bits are divided among channels, averaged over measurements; None if all channels
+            have the same weight.
+        weighed: the number of measurements in the average `weights`, at most HISTORY.
+        constraints: the constraints of the gradients that depend on the slot, by label.
+        missed: the number of measurements since the slot was last measured.
+        quantizer: the kind of the copies that the group quantizer makes for the slot.
+    """
+
+    name: str = entry(text)
+    input: int = entry(whole(0, MOST_SLOTS - 1))
+    average: float = entry(real(0, MOST_BITS))
+    is_fixed: bool = entry(flag)
+    is_known: bool = entry(flag)
+    elements: int = entry(whole(0, MOST_ELEMENTS))
+    samples: int = entry(whole(0, MOST_ELEMENTS))
+    dtype_bytes: int = entry(whole(1, 16))
+    spreads: tuple[tuple[float, ...], ...] = entry(
+        vector(vector(real(), 1, SPREAD), 1, HISTORY), default=()
+    )
+    weights: tuple[float, ...] | None = entry(
+        optional(vector(real(0, MOST_WEIGHT), 1)), default=None
+    )
+    weighed: int = entry(whole(0, HISTORY), default=0)
+    constraints: Mapping[str, ConstraintEstimate] = entry(
+        keyed(ConstraintEstimate.read, _label_of, "different labels"),
+        key="demands",
+        default_factory=dict,
+    )
+    missed: int = entry(whole(0, FORGOTTEN), default=0)
+    quantizer: str = entry(choice(*KINDS), default=UNIFORM)
+
+    def check(self, where: str) -> None:
+        """Raise InputError if fields contradict each other.
+
+        The last tuple in `spreads` must have `parts_of(samples)` numbers. `weighed` must be 0 exactly if `weights` is
+        None.
+        """
+        parts, last = parts_of(self.samples), len(self.spreads[-1])
+        if last != parts:
+            raise wrong(f"{where}.spreads", f"{parts} entries in the last one", last)
+        if (self.weights is None) != (self.weighed == 0):
+            expected = "0 without weights, and more with them"
+            raise wrong(f"{where}.weighed", expected, self.weighed)
+
+    def unmonitored(self) -> TensorEstimate:
+        """Return the estimate without the measurements of the monitor (`monitor.py`)."""
+        constraints = {
+            label: replace(constraint, pairs=()) for label, constraint in self.constraints.items()
+        }
+        return replace(self, constraints=constraints)
+
+    def deciding(self, e2: float, window: str) -> tuple[float, ConstraintEstimate | None]:
+        """Return (allowed mean squared error, constraint) of the strictest constraint; (inf, None) if there is none."""
+        found = [(made.dx2(e2, window), made) for made in self.constraints.values()]
+        return min(found, key=lambda pair: pair[0], default=(math.inf, None))
+
+    def least_average(self, dx2: float, window: str) -> float | None:
+        """Return the lowest average bits per element with which the mean squared error is at most `dx2`.
+
+        Args:
+            dx2: the largest mean squared error that is allowed.
+            window: "mean" or "max": whether the mean or the largest of the squares in the last measurements counts.
+
+        Returns:
+            The average, or None if 8 bits are not enough.
+        """
+        parts = parts_of(self.samples)
+        alike = [spread for spread in self.spreads if len(spread) == parts]
+        combined = max if window == "max" else mean
+        squares = [combined(values) for values in zip(*alike, strict=True)]
+        return least_average(squares, self.samples, self.samples or 1, dx2, self.quantizer)
+
+    def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
+        """Return the sum of the `Pair`s of parameters' gradients, and the sum of the `Pair`s of all gradients.
+
+        Args:
+            is_exact: whether the tensor is saved exactly. If so, both norms of each `Pair` are the norm without errors.
+        """
+        seen = []
+        for constraint in self.constraints.values():
+            if is_exact and constraint.rows:
+                v2 = mean([row.v2 for row in constraint.rows])
+                seen.append((constraint, Pair(v2, v2)))
+            elif constraint.pairs and not is_exact:
+                seen.append((constraint, _mean_pair(constraint.pairs)))
+        of_parameters = [pair for constraint, pair in seen if is_of_parameter(constraint.label)]
+        return sum_of(of_parameters), sum_of([pair for _, pair in seen])
+
+    def excess(self, limit: float, of_parameters: bool, is_exact: bool) -> tuple[float, float]:
+        """Return the mean of |g^|^2 - limit |g|^2, and the square of the standard error of this mean.
+
+        g^ is the gradient with errors, g the exact one. The mean is over the measurements of the monitor
+        (`monitor.py`). If there are fewer than LEAST_SEEN (3) measurements, the standard error is unknown, and is taken
+        to be as large as the mean.
+
+        Args:
+            limit: the largest |g^|^2 / |g|^2 that is allowed.
+            of_parameters: whether only gradients of parameters count.
+            is_exact: whether the tensor is saved exactly.
+        """
+        if is_exact:
+            pair = self.pairs(is_exact=True)[not of_parameters]
+            return pair.hat2 - limit * pair.exact2, 0.0
+        seen = [
+            [pair.hat2 - limit * pair.exact2 for pair in reversed(constraint.pairs)]
+            for constraint in self.constraints.values()
+            if constraint.pairs and (is_of_parameter(constraint.label) or not of_parameters)
+        ]
+        # Gradients of one measurement have errors in common, so they are added before the variance is taken.
+        values = [math.fsum(numbers) for numbers in zip(*seen, strict=False)]
+        if len(values) < LEAST_SEEN:
+            average = mean(values) if values else 0.0
+            return average, average * average
+        return mean(values), statistics.variance(values) / len(values)
+
+    @property
+    def ratio(self) -> float | None:
+        """The largest E|g^|^2 / E|g|^2 of gradients that depend on this tensor; None before the first measurement."""
+        seen = (constraint.pairs for constraint in self.constraints.values())
+        pairs = [_mean_pair(pairs) for pairs in seen if pairs]
+        return max((ratio_of(pair) for pair in pairs if pair.exact2 > 0), default=None)
+
+
+@dataclass(frozen=True)
+class ActivationEstimate(Record):
+    """All that is known of one few-bit activation: its function, and squared norms from the last measurements."""
+
+    name: str = entry(text)
+    function: str = entry(function_name)
+    parameters: tuple[float, ...] = entry(vector(real(-MOST_PARAMETER, MOST_PARAMETER), 0, 8))
+    rows: tuple[ActivationRow, ...] = entry(
+        vector(named_tuple(ActivationRow, real(), real()), 1, HISTORY)
+    )
+    missed: int = entry(whole(0, FORGOTTEN), default=0)
+
+    def check(self, where: str) -> None:
+        """Raise InputError if the function does not take these parameters."""
+        check_parameters(self.function, self.parameters, f"{where}.parameters")
+
+    def allowed(self, e2: float, window: str) -> float:
+        """Return the largest error of the activation's table that the bound on the input's gradient allows.
+
+        The table contains a step function q that replaces the derivative f'. The table's error is max |q - f'|.
+
+        Args:
+            e2: the squared gradient error that is allowed, divided by the gradient's squared norm.
+            window: "mean" takes the means of the squared norms over the measurements. "max" computes the allowed error
+                from each measurement, and takes the smallest.
+        """
+        if window == "max":
+            return min(allowed_error(row.grad2, e2, row.v2) for row in self.rows)
+        v2, grad2 = (mean(values) for values in zip(*self.rows, strict=True))
+        return allowed_error(grad2, e2, v2)
+
+
+@dataclass(frozen=True)
+class BoundKnowledge(Record):
+    """All that the error-bound policy has learned.
+
+    Args:
+        slots: the estimates of saved tensors (slots), by (layer, number of the input).
+        activations: the estimates of activations, by name.
+        next: the position, in the order of `slots`, of the slot with which the monitor's next measurement begins.
+        has_warned: whether the user was warned that gradients exceed the bound.
+    """
+
+    slots: Mapping[tuple[str, int], TensorEstimate] = entry(
+        keyed(TensorEstimate.read, slot_of, "every input of a layer once"),
+        key="variables",
+        default_factory=dict,
+    )
+    activations: Mapping[str, ActivationEstimate] = entry(
+        keyed(ActivationEstimate.read, name_of, "different names"), default_factory=dict
+    )
+    next: int = entry(whole(), default=0)
+    has_warned: bool = entry(flag, default=False)
+
+
+def is_of_parameter(label: str) -> bool:
+    """Return whether a gradient's label, such as "weight" or "input", stands for a gradient of a parameter."""
+    return label.rpartition(" ")[2] == "weight"
+
+
+def ratio_of(pair: Pair) -> float | None:
+    """Return |g^|^2 / |g|^2, or None if the exact gradient g is 0."""
+    return pair.hat2 / pair.exact2 if pair.exact2 > 0 else None
+
+
+def sum_of(pairs: list[Pair]) -> Pair:
+    """Return the sum of pairs of squared norms, as a pair."""
+    hat2 = exact2 = 0.0
+    for pair in pairs:
+        hat2, exact2 = hat2 + pair.hat2, exact2 + pair.exact2
+    return Pair(hat2, exact2)
+
+
+def mean(values) -> float:
+    """Return the mean of values. The sum is computed without rounding errors."""
+    return math.fsum(values) / len(values)
+
+
+def _mean_pair(pairs) -> Pair:
+    return Pair(*map(mean, zip(*pairs, strict=True)))

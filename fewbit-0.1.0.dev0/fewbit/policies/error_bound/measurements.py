@@ -1,0 +1,212 @@
+"""The measurements of an `ErrorBoundProbe`, and the functions that compute the probe's result from them on the host.
+
+The probe measures tensors that layers save, and the gradients that layers compute from these tensors. A slot is one
+saved tensor of a layer; if the layer is called several times, each call saves a tensor of the slot. Each measured
+number is in a small tensor on the device. `host` below maps the `id` of such a tensor to a list of its values, after
+the copy to the host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fewbit.policies.error_bound.error_model import Cost, Part
+from fewbit.policies.error_bound.observations import GradientConstraint, MonitoredNorms
+
+
+@dataclass
+class MeasuredTensor:
+    """The measurements of one saved tensor of a layer (a slot).
+
+    Args:
+        name: the name of the tensor's slot.
+        elements: the number of elements.
+        has_samples: whether the tensor's bits are divided among its samples (slices of dimension 0).
+        errors: (rows,) the sum of squared rounding errors in each entry of dimension 0.
+        error: 0-D, the root of the sum of all squared errors.
+        squares: 0-D, the number to which the variance of rounding is proportional (`QuantizationRecord.squares`). The
+            rounding errors for any number of bits follow from this number.
+        deviation: 0-D, the standard deviation of the noise with which the effect of errors is measured.
+    """
+
+    name: tuple[str, int]
+    elements: int
+    has_samples: bool
+    errors: torch.Tensor
+    error: torch.Tensor
+    squares: torch.Tensor
+    deviation: torch.Tensor
+
+
+@dataclass
+class MeasuredGradient:
+    """The measurements of one gradient of a layer, on their way to the host.
+
+    Args:
+        part: the error model of the gradient: its squared error as a function of the tensor's error.
+        label: the gradient's name, such as "weight" (see `GradientConstraint`).
+        kind: "in expectation" if `part` follows from a formula, "measured" if `part` was measured with noise.
+        tensor: the saved tensor from which the gradient is computed.
+        size: 0-D, the Euclidean norm of the gradient.
+        exact: 0-D, the Euclidean norm of the same gradient computed from the exact values of the saved tensor; None if
+            the gradient was not computed from exact values.
+    """
+
+    part: Part
+    label: str
+    kind: str
+    tensor: MeasuredTensor
+    size: torch.Tensor
+    exact: torch.Tensor | None = None
+
+
+class Share(NamedTuple):
+    """One gradient of one call of a layer, with the effect of the error of one saved tensor (slot) on this gradient.
+
+    Args:
+        found: the measurements of the gradient.
+        cost: the squared error of the gradient as a function of the slot's error.
+        v2: the squared norm that the gradient would have without errors: the measured squared norm, minus the expected
+            squared error.
+        slots: the number of slots on which the gradient depends. The allowed error is divided equally among these
+            slots.
+    """
+
+    found: MeasuredGradient
+    cost: Cost
+    v2: float
+    slots: int
+
+
+def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, list[Share]]:
+    """Return {slot's name: list of shares}, with one `Share` for each gradient that depends on the slot.
+
+    Gradients on which the slot's error has no effect are left out.
+
+    Args:
+        host: {id of a tensor of measured numbers: their values}.
+        calls: a list for each call of a layer's backward. The list contains the gradients that the call computed.
+    """
+    found = {}
+    for gradients in calls:
+        for share in _shares(host, gradients):
+            found.setdefault(share.found.tensor.name, []).append(share)
+    return found
+
+
+def _shares(host, gradients: list[MeasuredGradient]) -> list[Share]:
+    """Return a `Share` for each gradient of one call, without gradients that the errors do not change."""
+    by_place = {}
+    for gradient in gradients:
+        error2 = host_square(host, gradient.tensor.error) / gradient.tensor.elements
+        cost = gradient.part.finish(
+            [host[id(numbers)] for numbers in gradient.part.numbers], error2
+        )
+        if cost.first or cost.second:
+            present = (cost.first * math.sqrt(error2) + cost.second * error2) ** 2
+            by_place.setdefault(gradient.part.place, []).append((gradient, cost, present))
+    shares = []
+    for same_place in by_place.values():
+        present = sum(error for *_, error in same_place)
+        shares += [
+            Share(gradient, cost, host_square(host, gradient.size) - present, len(same_place))
+            for gradient, cost, _ in same_place
+        ]
+    return shares
+
+
+def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
+    """Return the squared norms of those gradients that were also computed from exact values.
+
+    Args:
+        host: {id of a tensor of measured numbers: their values}.
+        shares: one for each gradient that depends on the slot.
+    """
+    gradients = [share.found for share in shares if share.found.exact is not None]
+    return tuple(
+        MonitoredNorms(
+            gradient.label, host_square(host, gradient.size), host_square(host, gradient.exact)
+        )
+        for gradient in gradients
+    )
+
+
+def constraints_of(
+    host, shares: list[Share], tried: float
+) -> list[tuple[GradientConstraint, list[float] | None]]:
+    """Return a list of pairs (constraint on the error of one slot, effects of the slot's channels).
+
+    Each channel of the slot causes a part of the gradient's squared error. The effects are numbers in proportion to
+    these parts; None if the slot has no channels. Gradients with the same `label` and the same `kind` come from several
+    calls of one layer, and give one constraint together.
+
+    Args:
+        host: {id of a tensor of measured numbers: their values}.
+        shares: one for each gradient that depends on the slot.
+        tried: the variance of the noise (`MeasuredTensor.deviation`), averaged over all elements of the slot. If the
+            slot has several tensors, their noise has different variances. Their errors are assumed to remain in these
+            proportions when the bits change.
+    """
+    by_label = {}
+    for share in shares:
+        by_label.setdefault((share.found.label, share.found.kind), []).append(share)
+    constraints = []
+    for (label, kind), alike in by_label.items():
+        first2 = second2 = 0.0
+        channels = []
+        for share in alike:
+            deviation2 = host_square(host, share.found.tensor.deviation)
+            ratio = deviation2 / tried if tried > 0 else 1.0
+            first2 += share.slots * ratio * share.cost.first**2
+            second2 += share.slots * (ratio * share.cost.second) ** 2
+            channels.append([ratio * cost for cost in share.cost.channels or ()])
+        v2 = max(sum(share.v2 for share in alike), 0.0)
+        constraint = GradientConstraint(label, kind, v2, math.sqrt(first2), math.sqrt(second2))
+        constraints.append((constraint, _sum_of_channels(channels)))
+    return constraints
+
+
+def _sum_of_channels(costs: list[list[float]]) -> list[float] | None:
+    if len({len(channels) for channels in costs}) != 1 or not costs[0]:
+        return None
+    return [sum(numbers) for numbers in zip(*costs, strict=True)]
+
+
+def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) -> tuple | None:
+    """Return the weights of a slot's channels, with mean 1. Channels whose errors have more effect have larger weights.
+
+    The effect of a channel on a gradient is the part of first^2 / V^2 (`GradientConstraint`) that comes from the
+    channel. If several gradients depend on the slot, the largest effect counts.
+
+    Args:
+        costs: pairs (constraint, effects of the channels), as `constraints_of` returns them.
+
+    Returns:
+        (channels,) weights; None if there are no channels, or if all channels have the same weight.
+    """
+    costs = [pair for pair in costs if pair[0].v2 > 0 and pair[0].first > 0]
+    lengths = {len(channels) for _, channels in costs if channels is not None and sum(channels) > 0}
+    if len(lengths) != 1:
+        return None
+    (count,) = lengths
+    weights = [0.0] * count
+    for constraint, channels in costs:
+        shares = [1.0 / count] * count
+        if channels is not None:
+            shares = [cost / sum(channels) for cost in channels]
+        relative = constraint.first**2 / constraint.v2
+        weights = [max(a, relative * b) for a, b in zip(weights, shares, strict=True)]
+    mean = sum(weights) / count
+    if max(weights) - min(weights) <= 1e-9 * mean:
+        return None
+    return tuple(weight / mean for weight in weights)
+
+
+def host_square(host, number) -> float:
+    """Return the square of a measured number: the value of the 0-D tensor `number`, read from `host`."""
+    (value,) = host[id(number)]
+    return value * value

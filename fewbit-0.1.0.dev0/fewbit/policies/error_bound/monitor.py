@@ -1,0 +1,122 @@
+"""The monitor of the error-bound policy: it compares gradients with exact ones, and warns if they exceed the bound.
+
+For this the probe keeps the exact values of some saved tensors, and computes the gradients from these values too. The
+exact values take memory, so each measurement includes a few tensors (slots) only, in turn.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Container, Mapping
+
+from fewbit.errors import BoundWarning
+from fewbit.policies.error_bound.estimates import Pair, TensorEstimate, ratio_of, sum_of
+
+MOST_NAMED = 3
+"""The largest number of layers that a warning names."""
+
+Slots = Mapping[tuple[str, int], TensorEstimate]
+
+
+def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]:
+    """Return the saved tensors (slots) that the next measurement compares with exact values.
+
+    The exact values of these slots together take no more memory than those of the largest slot.
+
+    Args:
+        slots: the knowledge of all slots.
+        start: the position of the slot to begin with.
+        exact: the slots that are saved exactly, and so need no comparison.
+    """
+    names, taken = list(slots), []
+    sizes = {
+        name: slot.elements * slot.dtype_bytes for name, slot in slots.items() if name not in exact
+    }
+    room, start = max(sizes.values(), default=0), start % max(len(names), 1)
+    for name in names[start:] + names[:start]:
+        if name not in sizes:
+            continue
+        if sizes[name] > room:
+            break
+        room -= sizes[name]
+        taken.append(name)
+    return taken
+
+
+def next_start(
+    turn: list[tuple[str, int]], start: int, before: Slots, now: Slots, seen: Container
+) -> int:
+    """Return the position of the saved tensor (slot) with which the monitor's next measurement begins.
+
+    If the forward pass did not reach a slot, for example because the slot belongs to another module of the model, the
+    next measurement begins with this slot.
+
+    Args:
+        turn: the slots that the latest measurement was to compare, from `turn_of`.
+        start: the position with which the latest measurement began.
+        before: the knowledge of all slots before the latest measurement.
+        now: the knowledge after this measurement, without slots that were forgotten.
+        seen: the slots that the latest measurement has measured.
+    """
+    if not turn:
+        return start
+    names = list(before)
+    unmet = [name for name in turn if name not in seen]
+    end = names.index(unmet[0]) if unmet else names.index(turn[-1]) + 1
+    return sum(name in now for name in names[:end]) % max(len(now), 1)
+
+
+def total_ratio(slots: Slots, exact: Container) -> float | None:
+    """Return E|g^|^2 / E|g|^2 over all saved tensors (slots); None before the first measurement.
+
+    g^ are the gradients as computed, and g the gradients from exact values. If gradients of parameters were measured,
+    only these gradients count. Slots that are saved exactly contribute as if g^ = g.
+
+    Args:
+        slots: the knowledge of all slots.
+        exact: the slots that are saved exactly.
+    """
+    of_parameters, of_all = _totals(slots, exact)
+    return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
+
+
+def is_exceeded(slots: Slots, exact: Container, limit: float) -> bool:
+    """Return whether `total_ratio` is above the limit by more than three standard errors.
+
+    Rounding is random, so the ratio may be above the limit by chance.
+
+    Args:
+        slots: the knowledge of all slots.
+        exact: the slots that are saved exactly.
+        limit: the largest ratio that the bound allows.
+    """
+    of_parameters = _totals(slots, exact)[0].exact2 > 0
+    means, squares = zip(
+        *(slot.excess(limit, of_parameters, name in exact) for name, slot in slots.items()),
+        strict=True,
+    )
+    return math.fsum(means) > 3 * math.sqrt(math.fsum(squares))
+
+
+def warn(slots: Slots, ratio: float, limit: float) -> None:
+    """Warn that gradients exceed the bound, and name the layers with the largest ratios."""
+    ratios = [(slot.ratio, name) for name, slot in slots.items() if slot.ratio is not None]
+    worst = ", ".join(
+        f"{name[0] or 'the model'} ({ratio:.3g}{', its bits are given' * slots[name].is_fixed})"
+        for ratio, name in sorted(ratios, reverse=True)[:MOST_NAMED]
+    )
+    warnings.warn(
+        f"gradients are larger than their bound allows: E|g^|^2 / E|g|^2 is {ratio:.3g}, above 1 + e2 = {limit:.3g}; "
+        f"most in {worst}. See controller.bounds; a smaller e2 gives more bits to layers whose bits are not given",
+        BoundWarning,
+        stacklevel=2,
+    )
+
+
+def _totals(slots: Slots, exact: Container) -> tuple[Pair, Pair]:
+    """Return the sums of squared norms over all slots: of parameters' gradients, and of all gradients."""
+    pairs = [slot.pairs(name in exact) for name, slot in slots.items()]
+    return sum_of([of_parameters for of_parameters, _ in pairs]), sum_of(
+        [all_ for _, all_ in pairs]
+    )

@@ -1,0 +1,277 @@
+"""The result of a probe of the error-bound policy, in one process or merged over several.
+
+A slot is a tensor that a layer saves in every forward pass. The result has the errors of each slot, and a constraint
+D <= e2 V^2 for each gradient that depends on the slot. V^2 is the squared norm of the gradient, and D is its squared
+error as a function of the slot's error. e2 is the number that the user gives to `ErrorBound`. Each gradient has a
+label: the name of the input or parameter whose gradient it is, such as "weight".
+
+Processes that train together round independently, so squared errors add up. When constraints of several processes are
+merged, each coefficient of D becomes the root of the sum of its squares over the processes. By Minkowski's inequality
+the merged D is an upper bound of the sum of all D.
+
+Bits are divided among the samples of a tensor. If there are more than SPREAD (16) samples, the samples are divided into
+SPREAD parts of nearly equal size, and the result has one number for each part instead of one for each sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fewbit import functions
+from fewbit.config import KINDS, UNIFORM
+from fewbit.errors import FunctionError, InputError
+from fewbit.policies.records import (
+    Record,
+    entry,
+    keyed,
+    mean,
+    merge_by_key,
+    named_tuple,
+    root_sum_square,
+    rounded_mean,
+    vector,
+    vector_mean,
+    vector_sum,
+)
+from fewbit.runtime.probes.variance_probe import SPREAD
+from fewbit.schema.shapes import (
+    MOST_ELEMENTS,
+    MOST_SLOTS,
+    MOST_WEIGHT,
+    choice,
+    flag,
+    optional,
+    real,
+    text,
+    whole,
+    wrong,
+)
+
+EXPECTED, MEASURED = "in expectation", "measured"
+"""Kinds of constraints: D follows from a formula, or was measured with noise."""
+MOST_BITS = 64
+"""The largest number of bits of an element, including elements that are saved exactly."""
+MOST_PARAMETER = 1e6
+"""The largest absolute value of a parameter of an activation function."""
+
+
+def merged_kind(kinds: list[str]) -> str:
+    """Return the kind of the constraint that several are merged to: MEASURED if one of `kinds` is, else EXPECTED."""
+    return MEASURED if MEASURED in kinds else EXPECTED
+
+
+@dataclass(frozen=True)
+class GradientConstraint(Record):
+    """A constraint D <= e2 V^2 on the squared error D of one gradient, as a limit of the error of one slot.
+
+    A slot is a saved tensor of a layer. D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the
+    slot's elements. If a gradient depends on several slots, its allowed error is divided equally among the slots: D is
+    multiplied by the number of slots.
+
+    Args:
+        label: the name of the gradient: "weight", "input", "query" ... If the gradient is that of another layer than
+            the one that saved the slot, the other layer's name comes first ("block.q_proj: weight").
+        kind: EXPECTED if D follows from a formula, MEASURED if D was measured.
+        v2: V^2, the squared norm of the gradient without errors, summed over the calls of the layer.
+        first: the coefficient of dx.
+        second: the coefficient of dx^2.
+    """
+
+    label: str = entry(text)
+    kind: str = entry(choice(EXPECTED, MEASURED, ""), merged_kind)
+    v2: float = entry(real(), sum)
+    first: float = entry(real(), root_sum_square)
+    second: float = entry(real(), root_sum_square, default=0.0)
+
+
+class MonitoredNorms(NamedTuple):
+    """The squared norms of one gradient: `hat2` with the errors of saved tensors, `exact2` from their exact values.
+
+    The two computations start from the same gradient of the layer's result.
+    """
+
+    label: str
+    hat2: float
+    exact2: float
+
+
+def merge_constraints(values: list[Iterable[GradientConstraint]]) -> tuple:
+    """Merge the constraints of all processes on the error of one tensor. Constraints with the same label become one."""
+    return tuple(merge_by_key([by_label(constraints) for constraints in values]).values())
+
+
+def merge_monitored(values: list[Iterable[MonitoredNorms]]) -> tuple:
+    """Merge the squared norms of all processes: add the squared norms of gradients with the same label."""
+    sums = [sums_by_label(norms).values() for norms in values]
+    return tuple(sums_by_label(norms for process in sums for norms in process).values())
+
+
+@dataclass(frozen=True)
+class TensorNorms(Record):
+    """The measurements of one saved tensor of a layer (a slot) in one forward and backward pass.
+
+    Args:
+        name: the layer's name.
+        input: the number of the layer's input.
+        average: the bits per element with which the slot was saved.
+        is_fixed: whether the user gave these bits.
+        elements: the number of elements of all tensors of the slot.
+        samples: the number of samples among which the bits are divided; 0 if all samples have the same bits.
+        squares: SPREAD (16) numbers in rising order, from which the samples' bits follow. The variance of rounding a
+            sample is proportional to its number (`quantizer_ops.squares`). If there are more than SPREAD samples, the
+            samples are divided into SPREAD parts of nearly equal size, and each number is the mean of a part. If there are fewer
+            samples, zeros follow. If `samples` is 0, the first number is the sum for the whole tensor, and the others
+            are 0.
+        error2: the mean squared error of the elements.
+        dtype_bytes: the bytes of an element if it is saved exactly.
+        constraints: the constraints of the gradients that depend on the slot; none if no gradient was computed.
+        channel_weights: 1 / dx*^2 of each channel (dimension 1), scaled to mean 1, where dx*^2 is the mean squared
+            error that the constraints allow. None if there are no channels, or if all channels have the same weight.
+        is_known: whether all gradients that depend on the slot were measured.
+        monitored: the squared norms of gradients that were also computed from exact values.
+        quantizer: the kind of the copies that the group quantizer makes for the slot.
+    """
+
+    name: str = entry(text)
+    input: int = entry(whole(0, MOST_SLOTS - 1))
+    average: float = entry(real(0, MOST_BITS), mean)
+    is_fixed: bool = entry(flag, any)
+    elements: int = entry(whole(0, MOST_ELEMENTS), sum, default=0)
+    samples: int = entry(whole(0, MOST_ELEMENTS), rounded_mean, default=0)
+    squares: tuple[float, ...] = entry(vector(real(), 1, SPREAD), vector_sum, default=())
+    error2: float = entry(real(), default=0.0)
+    dtype_bytes: int = entry(whole(1, 16), rounded_mean, default=4)
+    constraints: tuple[GradientConstraint, ...] = entry(
+        vector(GradientConstraint.read), merge_constraints, key="demands", default=()
+    )
+    channel_weights: tuple[float, ...] | None = entry(
+        optional(vector(real(0, MOST_WEIGHT), 1)), vector_mean, default=None
+    )
+    is_known: bool = entry(flag, all, default=True)
+    monitored: tuple[MonitoredNorms, ...] = entry(
+        vector(named_tuple(MonitoredNorms, text, real(), real())), merge_monitored, default=()
+    )
+    quantizer: str = entry(choice(*KINDS), default=UNIFORM)
+
+    def check(self, where: str) -> None:
+        """Raise InputError if `squares` has fewer numbers than the parts into which the samples are divided."""
+        parts = parts_of(self.samples)
+        if len(self.squares) < parts:
+            raise wrong(f"{where}.squares", f"at least {parts} entries", len(self.squares))
+
+
+def parts_of(samples: int) -> int:
+    """Return the number of parts into which samples are divided: as many as samples, at least 1 and at most SPREAD."""
+    return min(samples, SPREAD) or 1
+
+
+def function_name(value, where: str) -> str:
+    """Return `value`, the name of a function in `fewbit.functions`.
+
+    Raises:
+        InputError: `value` is not such a name. The message begins with `where`.
+    """
+    name = text(value, where)
+    if name not in functions.names():
+        raise wrong(where, "the name of a function that fewbit has", value)
+    return name
+
+
+def check_parameters(function: str, values: tuple[float, ...], where: str) -> None:
+    """Raise InputError if the function does not take these parameters. The message begins with `where`."""
+    names = functions.get(function).parameters
+    if len(values) != len(names):
+        raise wrong(where, f"{len(names)} of {function}", list(values))
+    try:
+        functions.get(function, dict(zip(names, values, strict=True)))
+    except FunctionError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+@dataclass(frozen=True)
+class ActivationNorms(Record):
+    """The measurements of one few-bit activation.
+
+    Args:
+        name: the module's path; for a function that a module calls, "module's path:function".
+        function: the function's name in `fewbit.functions`.
+        parameters: the function's parameters.
+        v2: the squared norm of the input's gradient, summed over calls.
+        grad2: the squared norm of the result's gradient, summed over calls.
+    """
+
+    name: str = entry(text)
+    function: str = entry(function_name)
+    parameters: tuple[float, ...] = entry(
+        vector(real(-MOST_PARAMETER, MOST_PARAMETER), 0, 8), default=()
+    )
+    v2: float = entry(real(), sum, default=0.0)
+    grad2: float = entry(real(), sum, default=0.0)
+
+    def check(self, where: str) -> None:
+        """Raise InputError if the function does not take these parameters."""
+        check_parameters(self.function, self.parameters, f"{where}.parameters")
+
+
+def slot_of(made) -> tuple[str, int]:
+    """Return the name of the saved tensor (slot) that a record describes: (layer, number of the layer's input)."""
+    return made.name, made.input
+
+
+def name_of(made) -> str:
+    """Return the name of the activation that a record describes."""
+    return made.name
+
+
+@dataclass(frozen=True)
+class ProbeResult(Record):
+    """The measurements of saved tensors, by (layer, number of the input), and of activations, by name, in one step."""
+
+    slots: Mapping[tuple[str, int], TensorNorms] = entry(
+        keyed(TensorNorms.read, slot_of, "every input of a layer once"),
+        merge_by_key,
+        key="variables",
+        default_factory=dict,
+    )
+    activations: Mapping[str, ActivationNorms] = entry(
+        keyed(ActivationNorms.read, name_of, "different names"), merge_by_key, default_factory=dict
+    )
+
+
+def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientConstraint]:
+    """Return the constraints by label. Several constraints with the same label become one that implies all of them."""
+    found: dict[str, list[GradientConstraint]] = {}
+    for constraint in constraints:
+        found.setdefault(constraint.label, []).append(constraint)
+    return {label: strictest(alike) for label, alike in found.items()}
+
+
+def sums_by_label(monitored: Iterable[MonitoredNorms]) -> dict[str, MonitoredNorms]:
+    """Return the squared norms by label.
+
+    If a layer is called several times, its gradients in these calls have the same label, and their squared norms are
+    added.
+    """
+    found = {}
+    for label, hat2, exact2 in monitored:
+        before = found.get(label, MonitoredNorms(label, 0.0, 0.0))
+        found[label] = MonitoredNorms(label, before.hat2 + hat2, before.exact2 + exact2)
+    return found
+
+
+def strictest(constraints: list[GradientConstraint]) -> GradientConstraint:
+    """Return one constraint that implies all of the given constraints, which have the same label."""
+    if len(constraints) == 1:
+        return constraints[0]
+    kind = merged_kind([constraint.kind for constraint in constraints])
+    v2 = 0.0
+    if all(constraint.v2 > 0 for constraint in constraints):
+        v2 = sum(constraint.v2 for constraint in constraints)
+    first = second = 0.0
+    for constraint in constraints:
+        scale = math.sqrt(v2 / constraint.v2) if v2 > 0 else 1.0
+        first, second = max(first, constraint.first * scale), max(second, constraint.second * scale)
+    return GradientConstraint(constraints[0].label, kind, v2, first, second)

@@ -1,0 +1,244 @@
+"""The policy of `ErrorBound`: the fewest bits with which the error of each gradient stays within a bound.
+
+A slot is a tensor that a layer saves in every forward pass, and dx^2 is the mean squared error of its elements. In some
+steps an `ErrorBoundProbe` measures, for every gradient that depends on a slot, the squared norm V^2 and the squared
+error D as a function of dx. The user chooses the number e2. As in the paper AC-GC, the equation D = e2 V^2 gives dx*,
+the error that this gradient allows. The smallest dx* of the gradients that depend on a slot determines the slot's bits
+until the next measurement (docs/guides/error_bound.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from fewbit.config import MAX_BITS, WINDOWS, ErrorBound
+from fewbit.errors import FewbitError, InputError
+from fewbit.policies.allocation_report import Allocation
+from fewbit.policies.error_bound import monitor
+from fewbit.policies.error_bound.bounds import Bounds, rows_of
+from fewbit.policies.error_bound.choices import choose, choose_codec
+from fewbit.policies.error_bound.codecs import ExactCodec, PayloadStats
+from fewbit.policies.error_bound.estimates import BoundKnowledge
+from fewbit.policies.error_bound.observations import ProbeResult
+from fewbit.policies.error_bound.probe import ErrorBoundProbe
+from fewbit.policies.error_bound.updates import updated, updated_activation, updated_slot
+from fewbit.policies.probing import ProbingPolicy
+from fewbit.runtime.format.groups import LEAST_FEATURES
+from fewbit.runtime.saved.assignment import BitAssignment, ChannelWeights
+from fewbit.schema.shapes import Shape, check_layer, choice, real, text
+
+POLICY = "error-bound"
+_SETTINGS = "e2", "window", "codec", "by_channel"
+"""The fields of ErrorBound that a state holds."""
+
+
+class ErrorBoundPolicy(ProbingPolicy):
+    """A policy that gives each saved tensor and each activation as few bits as a bound on gradient errors allows.
+
+    Args:
+        bound: the configuration, which contains the bound e2.
+        names: the names of all layers and functions that may save quantized tensors, the same in every process.
+        channels: {layer: number of channels} of layers whose input has channels.
+        activations: the names of few-bit activations whose bits the policy chooses.
+        given: {name: bits} of few-bit activations whose bits the user gave.
+    """
+
+    name = POLICY
+    kind = "ErrorBound"
+    Knowledge = BoundKnowledge
+    RESULT_SHAPE = ProbeResult.read
+
+    def __init__(
+        self,
+        bound: ErrorBound,
+        names: Iterable[str],
+        channels: Mapping[str, int] | None = None,
+        activations: Iterable[str] = (),
+        given: Mapping[str, int] | None = None,
+    ):
+        super().__init__(MAX_BITS, names, bound.interval, BoundKnowledge())
+        self.bound = bound
+        self.choices: dict = {}
+        self.activations: dict[str, int] = {}
+        self.given = dict(given or {})
+        self._channels = dict(channels or {}) if bound.by_channel else {}
+        self._bounded_activations = frozenset(activations) | self.given.keys()
+        self._codecs: dict = {}
+        self._channel_weights: dict[str, ChannelWeights] = {}
+        self._stats: dict[tuple[str, int], PayloadStats] = {}  # of this process
+
+    @property
+    def limit(self) -> float:
+        """1 + e2: the largest allowed E|g^|^2 / E|g|^2, for gradients g^ with errors and exact gradients g."""
+        return 1.0 + self.bound.e2
+
+    @property
+    def ratio(self) -> float | None:
+        """E|g^|^2 / E|g|^2 over all layers, as measured by `monitor.py`; None before the first measurement."""
+        return monitor.total_ratio(self.knowledge.slots, self._exact())
+
+    def tables(self, model, ended: str) -> dict:
+        """Return {"bounds": table of the allowed errors, "allocation": table without rows, whose text names "bounds"}.
+
+        `BitPolicy.tables` explains the arguments.
+        """
+        empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
+        unobserved = self.unobserved_layers(model)
+        return {
+            "allocation": Allocation(empty="bits follow from an error bound: see bounds"),
+            "bounds": Bounds(rows_of(self), self.bound.e2, self.ratio, empty, unobserved, ended),
+        }
+
+    def number_samples(self, numbers) -> None:
+        """Raise InputError: only policies that use the gradients of single samples need the samples' numbers."""
+        raise InputError(
+            "expected SampleBits or AdaptiveBits for numbers of samples, got ErrorBound, whose bits follow from bounds"
+        )
+
+    # -- In a forward pass -----------------------------------------------------------------------------------
+
+    def new_probe(self) -> ErrorBoundProbe:
+        """Return a new probe, which also computes exact gradients for the slots that `monitored` returns."""
+        return ErrorBoundProbe(self.step, frozenset(self.monitored()))
+
+    def apply_to(self, assignment: BitAssignment) -> None:
+        """Write the bits, the codecs and the weights of channels into the bit assignment of a forward pass."""
+        assignment.averages, assignment.codecs = self.averages, self._codecs
+        assignment.activations = self.activations
+        assignment.channels, assignment.channel_weights = self._channels, self._channel_weights
+        # Shorter samples share groups, so the elements of one sample change the errors of others.
+        assignment.least_features = LEAST_FEATURES
+        assignment.rounds_up = True
+
+    def monitored(self) -> list[tuple[str, int]]:
+        """Return the saved tensors (slots) for which the next probe also computes gradients from exact values."""
+        return monitor.turn_of(self.knowledge.slots, self.knowledge.next, self._exact())
+
+    def _exact(self) -> set[tuple[str, int]]:
+        """Return the slots that are saved exactly because of their bounds."""
+        return {name for name, codec in self._codecs.items() if isinstance(codec, ExactCodec)}
+
+    def codec_of(self, name: tuple[str, int]):
+        """Return the codec of a saved tensor (slot), or None if the group quantizer saves the tensor."""
+        return self._codecs.get(name)
+
+    # -- Learning --------------------------------------------------------------------------------------------
+
+    def merge(self, results: list[ProbeResult | None]) -> ProbeResult:
+        """Return one result for all processes, merged by saved tensor and activation."""
+        return ProbeResult.merged([result or ProbeResult() for result in results])
+
+    def learn(self, result: ProbeResult | None) -> BoundKnowledge:
+        """Return the knowledge after one more measurement, or `self.knowledge` itself if the result is of no use."""
+        known, result = self.knowledge, result or ProbeResult()
+        total = math.fsum(
+            constraint.v2 for slot in result.slots.values() for constraint in slot.constraints
+        ) or math.fsum(activation.v2 for activation in result.activations.values())
+        if not 0 < total < math.inf:
+            return known
+        seen = {
+            (layer, number): norms
+            if layer in self._channels and number == 0
+            else replace(norms, channel_weights=None)
+            for (layer, number), norms in result.slots.items()
+        }
+        slots = updated(known.slots, seen, partial(updated_slot, total=total))
+        bounded = {
+            name: norms
+            for name, norms in result.activations.items()
+            if name in self._bounded_activations
+        }
+        activations = updated(known.activations, bounded, partial(updated_activation, total=total))
+        turn = self.monitored()
+        following = monitor.next_start(turn, known.next, known.slots, slots, result.slots)
+        return BoundKnowledge(slots, activations, following, known.has_warned)
+
+    def adopt(self, knowledge: BoundKnowledge) -> None:
+        """Set `self.knowledge`, and choose bits, codecs and tables from this knowledge."""
+        choices = choose(knowledge, self.bound, self.given)
+        self.knowledge = knowledge
+        self.choices, self.activations = choices.slots, choices.activations
+        self.averages = {
+            name: made.average for name, made in choices.slots.items() if made.average is not None
+        }
+        self._channel_weights = {
+            layer: ChannelWeights(slot.weights)
+            for (layer, number), slot in knowledge.slots.items()
+            if number == 0 and slot.weights is not None and layer in self._channels
+        }
+        self._codecs = {
+            name: choose_codec(
+                knowledge.slots[name],
+                made,
+                self.bound,
+                self._stats.setdefault(name, PayloadStats()),
+            )
+            for name, made in choices.slots.items()
+            if made.average is None
+        }
+
+    def take_in(self, result: ProbeResult | None) -> None:
+        """Learn from the result of a measurement, and warn once if gradients exceed the bound."""
+        before = self.knowledge
+        super().take_in(result)
+        known, ratio, limit = self.knowledge, self.ratio, self.limit
+        if known is before or known.has_warned or ratio is None or not ratio > limit:
+            return
+        if monitor.is_exceeded(known.slots, self._exact(), limit):
+            self.knowledge = replace(known, has_warned=True)
+            monitor.warn(known.slots, ratio, limit)
+
+    # -- State -----------------------------------------------------------------------------------------------
+
+    def settings(self) -> dict:
+        """Return the name of the policy and the settings of the configuration, as entries of a state."""
+        return {"policy": POLICY, **{name: getattr(self.bound, name) for name in _SETTINGS}}
+
+    def setting_shapes(self) -> dict[str, Shape]:
+        """Return {name: function that checks the entry in a state} for each entry of `settings`."""
+        return {
+            "policy": choice(POLICY),
+            "e2": real(),
+            "window": choice(*WINDOWS),
+            "codec": text,
+            "by_channel": choice(self.bound.by_channel),
+        }
+
+    def check_result(self, result: ProbeResult) -> None:
+        """Raise InputError if a result names a layer that the model does not have."""
+        for layer, _ in result.slots:
+            check_layer(layer, self._layers)
+
+    def fit(self, knowledge: BoundKnowledge, settings: Mapping) -> BoundKnowledge:
+        """Return the part of the knowledge in a controller's state that is of use to this policy.
+
+        Activations whose bits this policy neither chooses nor checks are left out. If the state has other settings, the
+        measurements of the monitor are left out too, because they were made with other bits.
+        """
+        self._check_slots(knowledge)
+        taken = {
+            name: activation
+            for name, activation in knowledge.activations.items()
+            if name in self._bounded_activations
+        }
+        knowledge = replace(knowledge, activations=taken)
+        try:
+            choose(knowledge, self.bound, self.given)
+        except FewbitError as error:  # no table for the function with these parameters
+            raise InputError(f"activations: {error}") from None
+        if any(settings[key] != value for key, value in self.settings().items()):
+            slots = {name: slot.unmonitored() for name, slot in knowledge.slots.items()}
+            knowledge = replace(knowledge, slots=slots, has_warned=False)
+        return knowledge
+
+    def _check_slots(self, knowledge: BoundKnowledge) -> None:
+        for (layer, number), slot in knowledge.slots.items():
+            check_layer(layer, self._layers)
+            count = self._channels.get(layer) if number == 0 else None
+            if slot.weights is not None and len(slot.weights) != count:
+                raise InputError(
+                    f"expected weights of {count or 0} channels of {layer!r}, got {len(slot.weights)}"
+                )

@@ -1,0 +1,328 @@
+"""The probe of the error-bound policy: it measures what AC-GC's bounds need, in one backward pass.
+
+Rounding a saved tensor adds D to the squared error of a gradient that a layer computes from the tensor. The bound
+allows D <= e2 V^2, where V^2 is the squared norm of the exact gradient and e2 is the number that the user gives to
+`ErrorBound` (docs/concepts/theory/ac_gc.md). For the gradients of each layer the probe finds V^2 and D:
+
+- For most layers D follows from the formulas of `error_model.py`, with norms of tensors that the backward pass has
+  anyway.
+- For other layers D is measured. The layer's backward runs again, with noise added to one of its dequantized tensors.
+  The variance of the noise is that of the tensor's present errors or that of rounding to 8 bits, whichever is larger.
+
+The gradients of this backward pass have errors. The squared norm of a gradient therefore contains, on average, the D of
+the present errors. The probe subtracts this D to find V^2.
+
+For a few tensors the probe also keeps the exact values, and runs the backward of their layers again with exact values.
+Let g be the gradient from this run, and g^ the gradient with errors. Both runs start from the same gradient of the
+layer's output, so the ratio |g^|^2 / |g|^2 contains no errors of other layers.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from fewbit.config import MAX_BITS
+from fewbit.policies.error_bound import error_model
+from fewbit.policies.error_bound.error_model import Cost, Part
+from fewbit.policies.error_bound.measurements import (
+    MeasuredGradient,
+    MeasuredTensor,
+    Share,
+    channel_weights,
+    constraints_of,
+    host_square,
+    monitored_norms,
+    shares_by_slot,
+)
+from fewbit.policies.error_bound.observations import (
+    EXPECTED,
+    MEASURED,
+    ActivationNorms,
+    ProbeResult,
+    TensorNorms,
+)
+from fewbit.runtime.format.distortion import distortion
+from fewbit.runtime.probes.norms import is_dense, norm
+from fewbit.runtime.probes.restoring import Restoring
+from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
+from fewbit.runtime.quantizers.spec import QuantizationRecord
+from fewbit.runtime.saved.assignment import TensorSlot
+
+
+@dataclass(eq=False)
+class _Rounding:
+    """The object that the autograd graph holds for a saved tensor. Nothing else keeps it alive.
+
+    Args:
+        tensor: the measurements of the tensor.
+        exact: the tensor's exact values, if its slot is monitored.
+    """
+
+    tensor: MeasuredTensor
+    exact: torch.Tensor | None = None
+
+
+class ErrorBoundProbe(VarianceProbe):
+    """The object that measures one forward pass and its backward pass for the error-bound policy.
+
+    The probe never raises an exception. For a layer whose gradients are not ordinary dense tensors there is no result.
+
+    Args:
+        seed: the seed of the noise.
+        monitored: the saved tensors (slots) whose exact values are kept until the backward pass has ended or failed, or
+            until the graph is freed.
+    """
+
+    def __init__(self, seed: int, monitored: frozenset[tuple[str, int]] = frozenset()):
+        super().__init__(seed)
+        self.monitored = monitored
+        self._tensors: list[MeasuredTensor] = []
+        self._exact = weakref.WeakSet()  # _Rounding objects with exact values
+        self._bytes: dict[tuple[str, int], int] = {}  # of one element, by slot
+        self._found: dict[int, list[MeasuredGradient]] = {}  # by number of a layer's node
+        self._calls: dict[int, tuple] = {}  # activations, by node: name, function, parameters
+        self._passes: dict[int, tuple] = {}  # norms of their gradients: of the input, of the result
+
+    # -- In the forward pass ---------------------------------------------------------------------------------
+
+    def record_rounding(self, slot: TensorSlot, record: QuantizationRecord) -> _Rounding | None:
+        """Measure the rounding errors of a saved tensor.
+
+        Args:
+            slot: the tensor's slot, with the name and the bits.
+            record: the tensor and its quantized copy.
+
+        Returns:
+            An object with the measurements, for the autograd graph to hold; None if the measurement has ended.
+        """
+        if not self._is_open:
+            return None
+        exact = record.exact() if slot.name in self.monitored else None
+        difference = record.errors(exact)
+        errors = _row_squares(difference)
+        squares = record.squares().double()
+        error2, elements = errors.sum(), difference.numel()
+        least = distortion(slot.kind, MAX_BITS) * squares
+        deviation = (torch.maximum(error2, least) / elements).sqrt()
+        has_samples = record.spec.samples is not None
+        numbers = errors, error2.sqrt(), squares, deviation
+        tensor = MeasuredTensor(slot.name, elements, has_samples, *numbers)
+        self._tensors.append(tensor)
+        self._bytes[slot.name] = difference.element_size()
+        rounding = _Rounding(tensor, exact)
+        if exact is not None:
+            self._exact.add(rounding)
+        return rounding
+
+    def _attach(self, node, number) -> None:
+        super()._attach(node, number)
+        called = getattr(node, "observed_as", None)
+        if called is not None:
+            self._calls[number] = called
+
+    # -- In the backward pass --------------------------------------------------------------------------------
+
+    def _passed(self, number, leaving, arriving) -> None:
+        self._begins()
+        if number in self._calls and self._is_open and _are_dense((*leaving, *arriving)):
+            sizes = norm(leaving[:1]), norm(arriving[:1])
+            if None not in sizes:
+                self._passes[number] = sizes
+
+    def probe(self, number: int, backward, context, grads, results, slots) -> None:
+        """Measure the gradients of one layer in its backward pass.
+
+        Args:
+            number: the number that this probe gave to the layer's node of the autograd graph.
+            backward: the layer's backward function.
+            context: the context of the layer's autograd Function.
+            grads: the gradients of the layer's results.
+            results: the gradients that `backward` returned for the layer's inputs.
+            slots: the slots whose tensors `backward` dequantized.
+        """
+        self._begins()
+        results = _as_tuple(results)
+        if not self._is_open or not _are_dense((*grads, *results)):
+            self.reached(slots)
+            return
+        slots = [slot for slot in slots if slot.rounding is not None]
+        parts = None
+        if len(slots) == 1:
+            errors = slots[0].rounding.tensor.errors
+            parts = error_model.of_layer(context, grads, results, errors)
+        exact = None
+        if any(slot.rounding.exact is not None for slot in slots):
+            exact = _as_tuple(_WithExactValues().run(backward, context, *grads))
+        kind, found = EXPECTED if parts is not None else MEASURED, []
+        labels = error_model.labels(context._forward_cls)
+        for slot in slots:
+            own = parts
+            if own is None:
+                noisy = _as_tuple(Restoring(slot, 0, self).run(backward, context, *grads))
+                own = _measured(results, noisy, slot.rounding.tensor)
+            found += [_gradient(slot, part, labels, kind, results, exact) for part in own]
+        self._found[number] = found
+
+    def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int) -> torch.Tensor:
+        """Return random noise to add to dequantized values: float32 in the shape of `rows`.
+
+        Args:
+            rows: the dequantized values, (samples, features).
+            slot: the slot of the values. Its `MeasuredTensor.deviation` is the noise's standard deviation.
+            level: not used.
+        """
+        deviation = slot.rounding.tensor.deviation
+        return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * deviation)
+
+    def _let_go(self) -> None:
+        for rounding in list(self._exact):
+            rounding.exact = None
+
+    # -- Afterwards ------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End the measurement, and free the exact values."""
+        super().end()
+        self._let_go()
+
+    def _measured(self):
+        for tensor in self._tensors:
+            yield from (tensor.error, tensor.squares, tensor.deviation)
+        for found in self._found.values():
+            for gradient in found:
+                yield from (gradient.size, *gradient.part.numbers)
+                if gradient.exact is not None:
+                    yield gradient.exact
+        for sizes in self._passes.values():
+            yield from sizes
+
+    def _summed_up(self, host) -> ProbeResult | None:
+        # A backward pass in another thread may have measured more after the copy to the host had begun.
+        if self.is_void or any(id(number) not in host for number in self._measured()):
+            return None
+        if not all(math.isfinite(number) for numbers in host.values() for number in numbers):
+            return None
+        if not (self._found or self._passes):
+            return None
+        tensors = {}
+        for tensor in self._tensors:
+            tensors.setdefault(tensor.name, []).append(tensor)
+        shares = shares_by_slot(host, list(self._found.values()))
+        slots = {
+            name: self._tensor_norms(host, name, own, shares.get(name, []))
+            for name, own in tensors.items()
+        }
+        return ProbeResult(slots, self._activation_norms(host))
+
+    def _tensor_norms(
+        self, host, name, tensors: list[MeasuredTensor], shares: list[Share]
+    ) -> TensorNorms:
+        seen = self.slots[name]
+        elements = sum(tensor.elements for tensor in tensors)
+        errors = sum(host_square(host, tensor.error) for tensor in tensors)
+        squares = sum(host[id(tensor.squares)][0] for tensor in tensors)
+        spread = [squares] + [0.0] * (SPREAD - 1)
+        has_samples = all(tensor.has_samples for tensor in tensors)
+        if has_samples:
+            spread = self._spread(host, name)
+        tried = sum(host_square(host, tensor.deviation) * tensor.elements for tensor in tensors)
+        costs = constraints_of(host, shares, tried / elements)
+        return TensorNorms(
+            *name,
+            seen.average,
+            seen.is_fixed,
+            elements,
+            seen.samples if has_samples else 0,
+            tuple(spread),
+            errors / elements,
+            self._bytes[name],
+            tuple(constraint for constraint, _ in costs),
+            channel_weights(costs),
+            seen.is_known and (bool(costs) or name not in self._reached_within),
+            monitored_norms(host, shares),
+            seen.kind,
+        )
+
+    def _activation_norms(self, host) -> dict[str, ActivationNorms]:
+        sums = {}
+        for number, (of_input, of_result) in self._passes.items():
+            name, *function = self._calls[number]
+            function, v2, grad2 = sums.get(name, (function, 0.0, 0.0))
+            squares = host_square(host, of_input), host_square(host, of_result)
+            sums[name] = function, v2 + squares[0], grad2 + squares[1]
+        return {
+            name: ActivationNorms(name, function, tuple(parameters), v2, grad2)
+            for name, ((function, parameters), v2, grad2) in sums.items()
+        }
+
+
+class _WithExactValues(Restoring):
+    """A block in which monitored tensors are dequantized to their exact values."""
+
+    def is_target(self, slot) -> bool:
+        return slot.rounding is not None and slot.rounding.exact is not None
+
+    def changed(self, values, spec, packed):
+        return values.copy_(spec.slot.rounding.exact)
+
+
+def _gradient(slot: TensorSlot, part: Part, labels, kind, results, exact) -> MeasuredGradient:
+    """Return the measurements of one gradient of a layer.
+
+    Args:
+        slot: the slot on whose error the gradient depends.
+        part: the error model of the gradient.
+        labels: the names of the layer's inputs.
+        kind: EXPECTED if `part` is a formula, MEASURED if it was measured.
+        results: the gradients of all inputs of the layer.
+        exact: the same gradients computed from exact values, or None.
+    """
+    label = labels[part.place]
+    if slot.user is not None:
+        label = f"{slot.user}: {label}"
+    exact_size = None
+    if exact is not None and slot.rounding.exact is not None:
+        exact_size = norm([part.of(exact)])
+    size = norm([part.of(results)])
+    tensor = slot.rounding.tensor
+    return MeasuredGradient(part, label, kind, tensor, size, exact_size)
+
+
+def _measured(results, noisy, tensor: MeasuredTensor) -> list[Part]:
+    """Return the error model of each gradient of a layer, from the gradient's change by noise in a saved tensor.
+
+    Args:
+        results: the gradients of the layer's inputs.
+        noisy: the same gradients, computed with noise in the saved tensor.
+        tensor: the measurements of the saved tensor, with the standard deviation of the noise.
+    """
+    parts = []
+    for place, (clean, other) in enumerate(zip(results, noisy, strict=True)):
+        if clean is not None and other is not None:
+            numbers = norm([other - clean]).double()[None], tensor.deviation[None]
+            parts.append(Part(place, numbers, _measured_cost))
+    return parts
+
+
+def _measured_cost(entries, _):
+    (change,), (deviation,) = entries
+    return Cost(change / deviation if deviation > 0 else 0.0)
+
+
+def _as_tuple(results) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _row_squares(x) -> torch.Tensor:
+    """Return the sum of squares of each entry of dimension 0: (len(x),) float64, or (1,) for a 0-D tensor."""
+    x = x if x.dim() > 1 else x.reshape(-1, 1)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())), dtype=dtype).double().square()
+
+
+def _are_dense(tensors) -> bool:
+    return all(tensor is None or is_dense(tensor) for tensor in tensors)

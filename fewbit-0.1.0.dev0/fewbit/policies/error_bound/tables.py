@@ -1,0 +1,121 @@
+"""The bits that an activation's table needs so that the table's largest error is within a bound.
+
+Section 8 of docs/concepts/theory/ac_gc.md derives the bound. The gradient of an activation's input x is f'(x) g, where f' is the
+activation's derivative and g is the gradient of its result. A table approximates f' by a step function q with few
+values, and the saved codes say which value each element has. The error of q is the same in every step of the training
+and does not average out, so only a worst-case bound holds. The default table of a function is the table that fewbit
+uses if the user gives none.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from fewbit import functions
+from fewbit.catalog import store
+from fewbit.config import MAX_BITS, MIN_BITS
+from fewbit.errors import FewbitError, FunctionError, InputError
+from fewbit.policies.error_bound.formulas import quotient, square, tolerance
+from fewbit.runtime.activations.tables import DEFAULT
+from fewbit.solver.cells import survey
+from fewbit.solver.weight import Uniform
+from fewbit.table import Table
+
+
+def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> int | None:
+    """Return the fewest bits with which the largest error of a function's default table is at most `allowed`.
+
+    Tables that are not part of the package are solved when they are first needed.
+
+    Args:
+        function: a name in `fewbit.functions`.
+        parameters: the function's parameters.
+        allowed: the largest |q - f'| that is allowed, where q is the table's step function in place of f'.
+
+    Returns:
+        The bits, or None if 8 bits are not enough.
+    """
+    for bits in range(MIN_BITS, MAX_BITS + 1):
+        if table_error(function, parameters, bits) <= allowed:
+            return bits
+    return None
+
+
+@lru_cache(maxsize=1024)
+def table_error(function: str, parameters: tuple[float, ...], bits: int) -> float:
+    """Return max |q - f'| over the domain of a function's default table, where q is the table's step function."""
+    names = functions.get(function).parameters
+    given = dict(zip(names, parameters, strict=True))
+    table = store.load_table(function, bits, parameters=given, **DEFAULT)
+    return largest_table_error(table, *table.domain)
+
+
+def is_known(function: str, parameters: tuple[float, ...]) -> bool:
+    """Return whether there is a default table for the function with these parameters."""
+    try:
+        # With the fewest bits, because larger tables take long to solve, and a function with two slopes needs no more.
+        table_error(function, parameters, MIN_BITS)
+    except FewbitError:
+        return False
+    return True
+
+
+def allowed_error(grad2: float, e2: float, v2: float) -> float:
+    """Return the largest error of an activation's table, max |q - f'| (not squared), that the bound allows.
+
+    With this error E, the squared error of the input's gradient is at most E^2 grad2 = e2 v2.
+
+    Args:
+        grad2: |g|^2, where g is the gradient of the activation's result.
+        e2: the squared error that is allowed, relative to v2.
+        v2: the squared norm of the exact gradient of the activation's input.
+    """
+    return math.sqrt(quotient(tolerance(e2, v2), square("grad2", grad2)))
+
+
+def largest_table_error(table: Table, low: float, high: float) -> float:
+    """Return max |q(x) - f'(x)| over low <= x <= high. The levels of q are rounded to float32, as at run time.
+
+    Between breaks of q, kinks of f and extrema of f' the error is monotone, so its maximum is at one of these points.
+    Extrema are found as in the solver (docs/concepts/solver.md).
+
+    Args:
+        table: the table of q. If the table is unbiased, q(x) is the worse of the two levels between which it draws at
+            random.
+        low: the lower end of the interval, which may lie outside the table's domain.
+        high: the upper end of the interval, which may lie outside the table's domain too.
+
+    Raises:
+        InputError: the interval is empty or infinite.
+        FunctionError: fewbit has no function with the name in the table.
+    """
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise InputError(f"expected finite ends low < high, got {low} and {high}")
+    f = table.activation
+    if f is None:
+        raise FunctionError(f"expected a table of a function that fewbit has, got {table.function}")
+    domain = (float(low), float(high))
+    scape = survey(
+        f.derivative, f.kinks, Uniform(), domain, f.name, panels=f.panels, accuracy=f.accuracy
+    )
+    knots = () if table.knots is None else table.knots.points
+    points = np.concatenate([table.breaks, scape.kinks, scape.extrema, knots])
+    nodes = np.unique(np.concatenate([[low, high], points[(points > low) & (points < high)]]))
+    left, right = nodes[:-1], nodes[1:]
+    ends = np.stack(scape.end_values(left, right))
+    inside = _worst_distance(table, 0.5 * (left + right), ends)
+    at_nodes = _worst_distance(table, nodes, f.derivative(nodes)[None])
+    return float(max(inside.max(), at_nodes.max())) + f.accuracy
+
+
+def _worst_distance(table: Table, x, slopes) -> np.ndarray:
+    """Return |q(x) - slopes|, (k, n), for points x, (n,), and values of f', (k, n), in `slopes`."""
+    levels = table.levels.astype(np.float32).astype(np.float64)
+    codes = table.code(x)
+    distance = np.abs(slopes - levels[codes])
+    if table.objective == "unbiased":
+        distance = np.maximum(distance, np.abs(slopes - levels[codes + 1]))
+    return distance

@@ -1,0 +1,128 @@
+"""The functions that update the knowledge of the error-bound policy with one more measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from fewbit.policies.error_bound.estimates import (
+    HISTORY,
+    ActivationEstimate,
+    ActivationRow,
+    ConstraintEstimate,
+    Pair,
+    Row,
+    TensorEstimate,
+)
+from fewbit.policies.error_bound.observations import (
+    ActivationNorms,
+    GradientConstraint,
+    MonitoredNorms,
+    TensorNorms,
+    by_label,
+    parts_of,
+    slot_of,
+    sums_by_label,
+)
+from fewbit.policies.unobserved import FORGOTTEN
+from fewbit.schema.shapes import MOST_RATIO, capped
+
+
+def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) -> TensorEstimate:
+    """Return the knowledge of a slot (a saved tensor of a layer) after one more measurement.
+
+    Args:
+        before: the knowledge so far, or None.
+        now: the new measurement of the slot.
+        total: the sum of V^2, the squared norms of exact gradients, over all gradients of the measurement.
+    """
+    scale = (now.samples or 1) / now.elements if now.elements else 0.0
+    spread = tuple(capped(scale * square) for square in now.squares[: parts_of(now.samples)])
+    weights, weighed, spreads = None, 0, ()
+    if before is not None:
+        weights, weighed, spreads = before.weights, before.weighed, before.spreads
+    if weighed == 1 or (before is not None and before.quantizer != now.quantizer):
+        spreads = ()  # bits were not divided by channel weights then, or copies were of another kind
+    if now.channel_weights is not None:
+        if weights is None or len(weights) != len(now.channel_weights):
+            weights, weighed = (0.0,) * len(now.channel_weights), 0
+        weighed = min(weighed + 1, HISTORY)
+        pairs = zip(weights, now.channel_weights, strict=True)
+        weights = tuple(old + (new - old) / weighed for old, new in pairs)
+    return TensorEstimate(
+        *slot_of(now),
+        now.average,
+        now.is_fixed,
+        now.is_known,
+        now.elements,
+        now.samples,
+        now.dtype_bytes,
+        _latest(spreads, spread),
+        weights,
+        weighed,
+        _updated_constraints({} if before is None else before.constraints, now, total),
+        quantizer=now.quantizer,
+    )
+
+
+def updated(before: Mapping, now: Mapping, update: Callable) -> dict:
+    """Return estimates by name, updated with one measurement.
+
+    An estimate is dropped if more than FORGOTTEN (8) measurements in a row did not update it.
+
+    Args:
+        before: the estimates so far. The field `missed` of an estimate is the number of measurements since its last
+            update.
+        now: the measured values, by the same names.
+        update: a function that returns the new estimate, given the old estimate (or None) and the measured value.
+    """
+    found = {}
+    for name in {**before, **now}:
+        if name in now:
+            found[name] = update(before.get(name), now[name])
+        elif before[name].missed < FORGOTTEN:
+            found[name] = replace(before[name], missed=before[name].missed + 1)
+    return found
+
+
+def _updated_constraints(before: Mapping, now: TensorNorms, total: float) -> dict:
+    monitored = sums_by_label(now.monitored)
+
+    def update(estimate: ConstraintEstimate | None, constraint: GradientConstraint):
+        pair = monitored.get(constraint.label)
+        return _updated_constraint(estimate or ConstraintEstimate(), constraint, pair, total)
+
+    return updated(before, by_label(now.constraints), update)
+
+
+def updated_activation(
+    before: ActivationEstimate | None, now: ActivationNorms, total: float
+) -> ActivationEstimate:
+    """Return the knowledge of an activation after one more measurement.
+
+    Args:
+        before: the knowledge so far, or None.
+        now: the measurement of the activation.
+        total: the sum of V^2, the squared norms of exact gradients, over all gradients of the measurement.
+    """
+    row = ActivationRow(capped(now.v2 / total), capped(now.grad2 / total))
+    rows = _latest(() if before is None else before.rows, row)
+    return ActivationEstimate(now.name, now.function, now.parameters, rows)
+
+
+def _updated_constraint(
+    before: ConstraintEstimate,
+    now: GradientConstraint,
+    seen: MonitoredNorms | None,
+    total: float,
+) -> ConstraintEstimate:
+    squares = (capped(value**2 / total, MOST_RATIO) for value in (now.first, now.second))
+    rows, pairs = _latest(before.rows, Row(now.v2 / total, *squares)), before.pairs
+    if seen is not None:
+        pairs = _latest(pairs, Pair(capped(seen.hat2 / total), capped(seen.exact2 / total)))
+    return ConstraintEstimate(now.label, now.kind, rows, pairs)
+
+
+def _latest(rows: tuple, row) -> tuple:
+    """Return `rows` and `row`, without the oldest entries if there are more than HISTORY."""
+    return (*rows, row)[-HISTORY:]

@@ -1,0 +1,405 @@
+"""The base class of policies that measure some forward passes, and choose bits by the measurements.
+
+A step is one forward pass in training. In some steps an object called probe measures the forward pass and its backward
+pass. The results are copied to the host without waiting, and the policy learns from them in a later step. If several
+processes train the model, they exchange their results first, so that all of them learn the same. The knowledge of a
+policy is all that the policy has learned. A controller's state also stores a pending result, from which the policy has
+not learned yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from fewbit.errors import InputError
+from fewbit.policies.processes import gather, groups_of, is_capturing, lag_of
+from fewbit.policies.records import Record, plain
+from fewbit.policies.schedule import PATIENCE, Schedule
+from fewbit.policies.unobserved import Unobserved
+from fewbit.runtime.interop.interrupts import hold
+from fewbit.runtime.interop.module_calls import PATH
+from fewbit.runtime.saved.assignment import BitAssignment
+from fewbit.runtime.saved.bit_policy import SAMPLES, BitPolicy, wrong_state
+from fewbit.schema.shapes import (
+    MOST_STEPS,
+    Shape,
+    capped,
+    check_layer,
+    choice,
+    flag,
+    optional,
+    record,
+    text,
+    whole,
+)
+from fewbit.text import shorten
+
+VERSION = 1
+RESULT = {"path": text, "since": whole(), "is_summed": flag}
+"""The entries of a state that describe a pending result, each with the function that checks the entry."""
+
+
+@dataclass
+class ProbeRun:
+    """One measurement by a probe, from its forward pass until the policy learns from its result.
+
+    Args:
+        path: the path of the module whose forward pass was measured.
+        since: the step of the measured forward pass; after the results were sent to the host, the step in which they
+            were sent.
+        probe: the probe; None if `result` was loaded from a state.
+        is_sent: whether the probe has ended, and the copy of its numbers to the host was started.
+        result: the result of this process if it was loaded from a state, else None.
+        is_merged: whether `result` is already merged from the results of all processes.
+        groups: the process groups over which results are exchanged; () for a single process.
+        lag: the number of steps between the start of the copy to the host and the exchange.
+    """
+
+    path: str
+    since: int
+    probe: object = None
+    is_sent: bool = False
+    result: object = None
+    is_merged: bool = False
+    groups: tuple = ()
+    lag: int = 0
+
+    def is_ready(self, step: int, path: str) -> bool:
+        """Return whether the next stage of the measurement can begin: sending the results, or learning from them.
+
+        If several processes train the model, the answer depends only on numbers of steps and on the path, so that the
+        stage begins in the same step in all processes.
+
+        Args:
+            step: the number of steps so far.
+            path: the path of the module whose forward pass begins now.
+        """
+        if self.probe is None or self.is_sent:
+            is_here = self.probe is None or self.probe.is_there()
+            return step >= self.since + self.lag if self.groups else is_here
+        if self.groups:
+            return step >= self.since + (1 if path == self.path else PATIENCE)
+        return self.probe.has_run()
+
+    def is_stale(self, step: int, path: str) -> bool:
+        """Return whether to replace this measurement by a new one, because the backward pass has not come.
+
+        The measurement waits for PATIENCE (16) steps, or until the same module runs forward again if that is earlier.
+        If several processes train the model, the result is False: `is_ready` then ends the wait, in the same step in
+        all processes.
+
+        Args:
+            step: the number of steps so far.
+            path: the path of the module whose forward pass begins now.
+        """
+        if self.probe is None or self.is_sent or self.groups:
+            return False
+        is_passed_over = self.path == path and not self.probe.runs()
+        return is_passed_over or step > self.since + PATIENCE
+
+    def results(self):
+        """Wait until the numbers are on the host, and return the result of the measurement."""
+        return self.result if self.probe is None else self.probe.results()
+
+    def pending(self) -> ProbeRun | None:
+        """Return a copy of this measurement for a controller's state; None before the backward pass.
+
+        The copy has the probe's result instead of the probe.
+        """
+        if self.probe is None or self.is_sent:
+            return replace(self, probe=None, result=self.results())
+        if not self.probe.has_run():
+            return None
+        return replace(self, probe=None, result=self.probe.snapshot(), since=self.since + 1)
+
+
+class ProbingPolicy(BitPolicy):
+    """A policy that measures some forward passes and learns from the measurements.
+
+    A probe is the object that measures one forward and backward pass. A subclass sets two attributes. `Knowledge` is
+    the `Record` class of all that the policy learns. `RESULT_SHAPE` is a function that checks the pending result in a
+    controller's state. A subclass implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override
+    `apply_to`.
+
+    Args:
+        bits: the average number of bits per element before the first measurement.
+        names: the names of all layers and functions that may save quantized tensors, the same in every process.
+        interval: the number of steps from one measurement to the next. The first measurements are in steps 1, 2, 4,
+            8 and so on.
+        knowledge: the knowledge before the first measurement.
+    """
+
+    name: str | None = None
+    """The entry "policy" of this policy's states, or None if they have no such entry."""
+    Knowledge: type[Record]
+    RESULT_SHAPE: Shape
+    """A function that checks a pending result in a state, and returns the result."""
+
+    def __init__(self, bits: float, names: Iterable[str], interval: int, knowledge: Record):
+        super().__init__(bits)
+        self.interval = interval
+        self.knowledge = knowledge
+        self.schedule = Schedule()
+        self._layers = dict.fromkeys(names)
+        self._run: ProbeRun | None = None
+        self._loaded: ProbeRun | None = None  # from a state, until the next forward pass
+        self._is_joint = False  # whether several processes train the model
+        self._before_alone = None  # a snapshot, see _counts
+        self._unobserved = Unobserved()
+        self._lock = threading.RLock()
+
+    def __getstate__(self):
+        return {**vars(self), "_run": None, "_lock": None, "_is_joint": False}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self._lock = threading.RLock()
+
+    @property
+    def step(self) -> int:
+        """The number of forward passes in training so far."""
+        return self.schedule.step
+
+    def report_unobserved(self, layer: str, reason: str) -> None:
+        """Record that probes cannot measure the saved tensors of a layer.
+
+        Args:
+            layer: the layer's name.
+            reason: one of the keys of `fewbit.policies.unobserved.REASONS`.
+        """
+        self._unobserved.add(layer, reason)
+
+    def unobserved_layers(self, model) -> dict[str, str]:
+        """Return {layer: reason in words} of the layers of the model whose saved tensors probes cannot measure."""
+        found = self._unobserved.found(model, {layer for layer, _ in self.knowledge.slots})
+        return {layer: found[layer] for layer in self._layers if layer in found}
+
+    # -- What a subclass implements -------------------------------------------------------------------------------
+
+    def new_probe(self):
+        """Return a probe, an object that measures the forward pass that begins now."""
+        raise NotImplementedError
+
+    def learn(self, result) -> Record:
+        """Return the knowledge after one more measurement, or `self.knowledge` itself if the result is of no use."""
+        raise NotImplementedError
+
+    def adopt(self, knowledge: Record) -> None:
+        """Set `self.knowledge`, and the bits that follow from it. If an exception is raised, nothing changes."""
+        raise NotImplementedError
+
+    def apply_to(self, assignment: BitAssignment) -> None:
+        """Write the policy's bits into the bit assignment of a forward pass."""
+        assignment.averages = self.averages
+
+    def merge(self, results: list):
+        """Merge the results of all processes, a list in rank order, into one result."""
+        raise NotImplementedError
+
+    def fit(self, knowledge: Record, settings: Mapping) -> Record:
+        """Return the part of the knowledge in a controller's state that is of use to this policy.
+
+        Args:
+            knowledge: the knowledge in the state.
+            settings: the settings of the policy that made the state, as `settings` returns them.
+
+        Raises:
+            InputError: the knowledge is about another model.
+        """
+        raise NotImplementedError
+
+    def check_result(self, result) -> None:
+        """Raise InputError if the pending result in a state is from another model."""
+
+    # -- In a forward pass ---------------------------------------------------------------------------------------
+
+    def assign(self, inputs, probe=None) -> BitAssignment:
+        """Return a bit assignment with the present bits, for a forward pass that does not count as a step.
+
+        Args:
+            inputs: the arguments of the forward pass.
+            probe: the caller's probe, which measures the forward pass for the caller; or None.
+        """
+        assignment = super().assign(inputs, probe)
+        self.apply_to(assignment)
+        return assignment
+
+    def begin(self, module, inputs) -> BitAssignment:
+        """Return the bit assignment of a forward pass that begins, with a probe if a measurement is due.
+
+        Args:
+            module: the module whose call is the forward pass.
+            inputs: the call's arguments.
+        """
+        assignment = super().begin(module, inputs)
+        if is_capturing() or torch._C._functorch.maybe_current_level() is not None:
+            return assignment
+        groups = groups_of(module)
+        with hold(self._lock):
+            path = vars(module).get(PATH, "")
+            if self._counts(groups):
+                assignment.probe = self._next_probe(path, groups, lag_of(module, groups))
+        self.apply_to(assignment)
+        return assignment
+
+    def _counts(self, groups) -> bool:
+        """Return whether a forward pass counts as a step of the training.
+
+        If several processes train the model, forward passes that a process runs alone do not count, because another
+        process may run more or fewer of them. So the first forward pass with other processes undoes what the policy has
+        learned before, when the process was alone.
+
+        Args:
+            groups: the process groups over which results are exchanged; () if this process runs alone.
+        """
+        if groups:
+            self._is_joint = True
+            if self._before_alone is not None:
+                self._roll_back(self._before_alone)
+        elif self._is_joint and torch.distributed.is_initialized():
+            return False
+        elif self._before_alone is None:
+            self._is_joint, self._before_alone, self._run = False, self._snapshot(), None
+        return True
+
+    def _next_probe(self, path: str, groups, lag: int):
+        """Continue the measurement under way, and count a step. Return a new probe if a measurement is due, else None.
+
+        Args:
+            path: the path of the module whose forward pass begins.
+            groups: the process groups over which results are exchanged; () for a single process.
+            lag: the number of steps between the start of the copy to the host and the exchange.
+        """
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and not groups:
+            self.take_in(loaded.result)
+        elif loaded is not None:
+            self._run = replace(loaded, groups=groups, lag=lag)
+        while self._run is not None and self._run.is_ready(self.step, path):
+            self._go_on()
+        self.schedule = self.schedule.after_step(path, self.interval)
+        if not self.schedule.is_turn_of(path):
+            return None
+        if self._run is not None:
+            if not self._run.is_stale(self.step, path):
+                return None
+            self._run.probe.end()
+        self.schedule = self.schedule.measured(path)
+        self._unobserved.new_measurement()
+        probe = self.new_probe()
+        self._run = ProbeRun(path, self.step, probe, groups=groups, lag=lag)
+        return probe
+
+    def _go_on(self) -> None:
+        """Run the next stage of the measurement: send the probe's numbers to the host, or learn from the result."""
+        run, self._run = self._run, None
+        if run.probe is not None and not run.is_sent:
+            run.probe.send()
+            self._run = replace(run, is_sent=True, since=self.step)
+            return
+        result = run.results()
+        if run.groups and not run.is_merged:
+            result = self.merge(gather(result, run.groups))
+        self.take_in(result)
+
+    def take_in(self, result) -> None:
+        """Learn from the result of a measurement, and choose bits anew. If an exception is raised, nothing changes."""
+        knowledge = self.learn(result)
+        if knowledge is not self.knowledge:
+            self.adopt(knowledge)
+
+    def _snapshot(self) -> tuple:
+        return self.schedule, self._loaded, self.knowledge
+
+    def _roll_back(self, snapshot: tuple) -> None:
+        schedule, loaded, knowledge = snapshot
+        if knowledge is not self.knowledge:
+            self.adopt(knowledge)
+        self.schedule, self._loaded = schedule, loaded
+        self._before_alone = self._run = None
+
+    # -- State ---------------------------------------------------------------------------------------------------
+
+    def settings(self) -> dict:
+        """Return the settings on which the policy's bits depend, as entries of a state."""
+        return {}
+
+    def state_dict(self) -> dict:
+        """Return the state, which consists of plain numbers and strings.
+
+        If the user has numbered the samples (`number_samples`), the state also has tensors. The call waits for numbers
+        that are being copied to the host. The policy does not change, so if several processes train the model, it is
+        enough that one of them calls this method.
+        """
+        with hold(self._lock):
+            run = self._loaded if self._run is None else self._run.pending()
+        has_result = run is not None
+        return {
+            **self.settings(),
+            **super().state_dict(),
+            "version": VERSION,
+            **self.schedule.capped().to_plain(),
+            **self.knowledge.to_plain(),
+            "pending": plain(run.result) if has_result else None,
+            "path": run.path if has_result else "",
+            "since": capped(run.since, MOST_STEPS) if has_result else 0,
+            "is_summed": has_result and run.is_merged,
+        }
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Continue from a state. The policy keeps its own settings, and chooses bits from the knowledge in the state.
+
+        Args:
+            state: the result of `state_dict`. The whole state is checked before the policy changes.
+
+        Raises:
+            InputError: the state is from another policy or model, or has invalid entries.
+        """
+        self._check_kind(state)
+        own = {key: value for key, value in state.items() if key not in SAMPLES}
+        shapes = {
+            **self.setting_shapes(),
+            "version": choice(VERSION),
+            **Schedule.shapes(),
+            **self.Knowledge.shapes(),
+            "pending": optional(self.RESULT_SHAPE),
+            **RESULT,
+        }
+        found = record(**shapes)(own, "")
+        schedule = Schedule.from_entries(found)
+        for path in schedule.turns:
+            check_layer(path, self._layers, "module")
+        loaded = self._read_result(found, schedule.step)
+        knowledge = self.fit(self.Knowledge.from_entries(found), found)
+        super().load_state_dict({key: state[key] for key in SAMPLES if key in state})
+        with hold(self._lock):
+            self._roll_back((schedule, loaded, knowledge))
+
+    def setting_shapes(self) -> dict[str, Shape]:
+        """Return {name: function that checks the entry in a state} for each entry of `settings`."""
+        return {}
+
+    def _check_kind(self, state: Mapping) -> None:
+        """Raise InputError unless the state is from this kind of policy, and of this version."""
+        name = state.get("policy") if "version" in state else None
+        is_own = name is None if self.name is None else isinstance(name, str) and name == self.name
+        if "version" not in state or not is_own:
+            raise wrong_state(self.kind, state)
+        version = state["version"]
+        if type(version) is not int or version != VERSION:
+            raise InputError(
+                f"expected version {VERSION} of a controller's state, as its state_dict() gave it, "
+                f"got {shorten(version)}"
+            )
+
+    def _read_result(self, found: Mapping, step: int) -> ProbeRun | None:
+        if found["pending"] is None:
+            return None
+        check_layer(found["path"], self._layers, "module")
+        since = whole(0, step + 1)(found["since"], "since")
+        self.check_result(found["pending"])
+        return ProbeRun(found["path"], since, result=found["pending"], is_merged=found["is_summed"])

@@ -1,0 +1,65 @@
+"""The processes that train one model together, and the exchange of measurements between them."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+
+from fewbit.runtime.parallel.process_groups import process_groups
+
+LAG = 4
+"""The number of forward passes from the end of a measurement to its use, if several processes train on GPUs.
+
+All processes have to use the numbers in the same step, so no process may use them as soon as they reach its host."""
+
+
+def groups_of(module) -> tuple:
+    """Return the process groups over which measurements are gathered; () for a single process.
+
+    These are the groups of data parallelism and of tensor parallelism. Processes of tensor parallelism must choose the
+    same bits too, because the gradients of replicated parameters would differ otherwise.
+
+    Args:
+        module: the module whose forward pass runs.
+    """
+    groups = process_groups(module)
+    return groups.data + groups.tensor
+
+
+def lag_of(module, groups) -> int:
+    """Return how many forward passes lie between the end of a measurement and its use in all processes.
+
+    Args:
+        module: the module that was measured.
+        groups: the process groups that `groups_of` returned for the module.
+    """
+    if not groups:
+        return 0
+    parameter = next(module.parameters(), None)
+    kind = "cpu" if parameter is None else parameter.device.type
+    reached = [device.type for device in groups[0]._device_types]
+    # The device of parameters that were offloaded to the host is not the one on which collectives run.
+    return LAG if (kind if kind in reached else reached[0]) == "cuda" else 0
+
+
+def gather(value, groups) -> list:
+    """Wait until all processes have called this function, and return the list of their values.
+
+    Args:
+        value: the value of this process.
+        groups: the process groups that `groups_of` returned.
+
+    Returns:
+        The list, in the same order in all processes.
+    """
+    values = [value]
+    for group in groups:
+        parts = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(parts, values, group=group)
+        values = [value for part in parts for value in part]
+    return values
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,95 @@
+"""The schedule of a policy's measurements: it says in which forward pass the next measurement takes place.
+
+A training loop may call several modules of a model one by one. These modules are then measured in turn. A step is one
+call of one of these modules, that is one forward pass in training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fewbit.policies.records import Record, entry, keyed, named_tuple
+from fewbit.schema.shapes import MOST_STEPS, capped, flag, text, whole, wrong
+
+PATIENCE = 16
+"""The number of steps for which a measurement waits for its backward pass, or for the module whose turn is next."""
+
+
+class Turn(NamedTuple):
+    """A module that the training loop calls: its path, and the steps of its latest call and its latest measurement."""
+
+    path: str
+    latest: int
+    measured: int
+
+
+def _path_of(turn: Turn) -> str:
+    return turn.path
+
+
+@dataclass(frozen=True)
+class Schedule(Record):
+    """The number of steps so far, and the modules that wait for a measurement.
+
+    Args:
+        step: the number of forward passes in training so far.
+        is_due: whether a measurement is due. The measurement takes place when the training loop calls the module that
+            is next in turn.
+        turns: one `Turn` for each module that the training loop calls, by the module's path.
+    """
+
+    step: int = entry(whole(), default=0)
+    is_due: bool = entry(flag, key="due", default=False)
+    turns: dict[str, Turn] = entry(
+        keyed(named_tuple(Turn, text, whole(), whole()), _path_of, "each module once"),
+        default_factory=dict,
+    )
+
+    def capped(self) -> Schedule:
+        """Return the schedule with step numbers capped at the largest number that a state may hold."""
+        turns = {
+            path: Turn(path, capped(turn.latest, MOST_STEPS), capped(turn.measured, MOST_STEPS))
+            for path, turn in self.turns.items()
+        }
+        return replace(self, step=capped(self.step, MOST_STEPS), turns=turns)
+
+    def check(self, where: str) -> None:
+        """Raise InputError unless each module has latest measurement <= latest call <= present step."""
+        for i, turn in enumerate(self.turns.values()):
+            if not turn.measured <= turn.latest <= self.step:
+                raise wrong(f"turns[{i}]", f"steps in order up to {self.step}", tuple(turn))
+
+    def after_step(self, path: str, interval: int) -> Schedule:
+        """Return the schedule after a forward pass of the module at `path` has begun.
+
+        Measurements are due in steps 1, 2, 4, 8 ... up to the interval, and then once in each interval.
+
+        Args:
+            path: the module's path.
+            interval: the number of steps from one measurement to the next.
+        """
+        step = self.step + 1
+        is_early = step < interval and step & (step - 1) == 0
+        is_due = self.is_due or is_early or step % interval == 0
+        before = self.turns.get(path)
+        turn = Turn(path, step, 0 if before is None else before.measured)
+        return Schedule(step, is_due, {**self.turns, path: turn})
+
+    def is_turn_of(self, path: str) -> bool:
+        """Return whether a measurement is due, and the module at `path` is next in turn.
+
+        Next in turn is the module whose latest measurement is oldest. Modules that were not called in the last PATIENCE
+        (16) steps do not count.
+        """
+        own = self.turns[path].measured
+        return self.is_due and all(
+            turn.measured >= own
+            for turn in self.turns.values()
+            if turn.latest + PATIENCE >= self.step
+        )
+
+    def measured(self, path: str) -> Schedule:
+        """Return the schedule after a measurement of the module at `path` has begun."""
+        turn = Turn(path, self.step, self.step)
+        return replace(self, is_due=False, turns={**self.turns, path: turn})

@@ -1,0 +1,107 @@
+"""The description of how a result is shown: a title, columns that make text from rows, notes and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. It makes the texts of its cells from the objects that stand for rows.
+
+    Args:
+        title: The text of the header.
+        cell: A function that makes the text of a cell from a row.
+        kind: What a narrow terminal does with the column. "number" or "word": the column is shown in full or not at
+            all. "name": the cells are shortened. "text": the cells are wrapped. Numbers are right-aligned.
+        drop: If the terminal is narrow, columns are left out in the order of this number, 1 first. A column with 0 is
+            never left out.
+        least: For a "name" or "text": the width in characters below which the column shrinks only after all columns
+            that may be left out have been left out.
+        once: Whether a terminal leaves a cell empty if its value equals the value above.
+        style: A function that makes the style of a cell, as rich names styles, from a row.
+    """
+
+    title: str
+    cell: Callable[[Any], str]
+    kind: Literal["number", "word", "name", "text"] = "number"
+    drop: int = 0
+    least: int = 8
+    once: bool = False
+    style: Callable[[Any], str] | None = None
+
+    @property
+    def side(self) -> str:
+        """The alignment of the column's cells."""
+        return "right" if self.kind == "number" else "left"
+
+    @property
+    def is_flexible(self) -> bool:
+        """Return whether the column can be narrower than its text."""
+        return self.kind in ("name", "text")
+
+
+class Line(NamedTuple):
+    """A line of a table: the texts of its cells, their styles and the style of the line, as rich names styles."""
+
+    cells: tuple[str, ...]
+    styles: tuple[str, ...]
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """A result as it is shown, in a terminal or as HTML.
+
+    Args:
+        title: One line, or "".
+        columns: The columns of the table. Without columns there is no table.
+        rows: One object, of any class, for each row of the table. The columns make the texts of cells from it.
+        notes: Lines of text below the table. A line that begins with the title of a column and a colon explains that
+            column, and is not shown in a terminal that leaves out the column.
+        total: A row for the last line, if any.
+        rest: A function that gets the rows for which a long table has no room, and returns one row that sums them up.
+            If None, all rows are shown.
+        bar: (label, fraction of the whole, color) for each part of a bar, for HTML.
+        figure: A function that makes a matplotlib Figure, for HTML.
+        more: Further views, which are shown below this view.
+        is_folded: Whether HTML shows only the title until the reader opens the view.
+        code: A Python expression to paste, shown below the title; or "".
+    """
+
+    title: str
+    columns: Sequence[Column] = ()
+    rows: Sequence = ()
+    notes: Sequence[str] = ()
+    total: Any = None
+    rest: Callable[[Sequence], Any] | None = None
+    bar: Sequence[tuple[str, float, str]] = ()
+    figure: Callable[[], Any] | None = None
+    more: Sequence[View] = ()
+    is_folded: bool = False
+    code: str = ""
+
+    def __rich_console__(self, console, options):
+        from fewbit.render.terminal import shown
+
+        return shown(self, options.max_width)
+
+    def lines(self, most: int) -> Iterator[Line]:
+        """Yield the lines of the table.
+
+        If `rest` is set and there are more than `most` + 1 rows, the rows after the first `most` share one line.
+        """
+        # If only one row were left out, the line that says "1 more" would take as much room as the row.
+        is_cut = self.rest is not None and len(self.rows) > most + 1
+        count = most if is_cut else len(self.rows)
+        yield from (self._line(row) for row in self.rows[:count])
+        if is_cut:
+            yield self._line(self.rest(self.rows[count:]), "dim")
+        if self.total is not None:
+            yield self._line(self.total, "bold")
+
+    def _line(self, row, style: str = "") -> Line:
+        styles = (column.style(row) if column.style else "" for column in self.columns)
+        return Line(tuple(column.cell(row) for column in self.columns), tuple(styles), style)

@@ -1,0 +1,260 @@
+"""Apply a function f with a few-bit derivative, in eager mode, in torch.compile and in torch.func's transforms.
+
+The forward pass computes f exactly. The backward pass uses a step function in place of the derivative f'. A table has the
+breaks and levels of the step function. The code that is saved for an element is the index of its level.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from fewbit.config import MAX_BITS, MIN_BITS
+from fewbit.errors import InputError
+from fewbit.runtime.activations import autograd, tables
+from fewbit.runtime.activations.callable_tables import check_result, name_of
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.buffers import FLOATING
+from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.interop.bypass import bypass
+from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
+from fewbit.runtime.ops import library
+from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
+from fewbit.runtime.parallel import shards
+from fewbit.runtime.quantizers import preactivation
+from fewbit.runtime.saved.single_backward import refuse_forward_mode
+from fewbit.text import shorten
+
+_creation_meta = torch._C._autograd._get_creation_meta
+_ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
+
+
+def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, inplace=False):
+    """Return f(x), which can be differentiated once, with a table in place of f'.
+
+    If no gradient is needed, and for nested and sparse tensors, torch's own function runs and fewbit saves nothing.
+
+    Args:
+        x: a floating tensor of any shape and strides.
+        function: the name of f in `fewbit.functions`.
+        parameters: the parameters of f, in the order of `fewbit.functions`.
+        bits: bits per code of the default table, 1 to 8, or None to run torch's own function.
+        table: the table, or None for the default one.
+        inplace: whether to write f(x) to x.
+
+    Raises:
+        InputError: the dtype is not float32, float64, float16 or bfloat16, `inplace` is not a bool, or f(x) may not be
+            written to x.
+        FunctionError, SolveError, TableError: there is no such table, see `encoding_of`.
+        GradientError: a second derivative or a forward-mode derivative is computed.
+    """
+    if inplace is not False and inplace is not True:
+        _refuse_inplace(inplace, function)
+    if bits is None:
+        return torchs_own(x, function, parameters, inplace)
+    if not is_plain(x):
+        return _apply_unusual(x, function, parameters, bits, table, inplace)
+    # The usual case, for which the host's time counts: this part calls as few Python functions as it can.
+    if parameters:
+        parameters = tuple(map(float, parameters))
+    if type(bits) is not int or table is not None or not MIN_BITS <= bits <= MAX_BITS:
+        tables.check_choice(bits, table)
+    encoding = tables.encoding_of(function, parameters, bits, table, x.dtype)
+    if not x.requires_grad or not torch.is_grad_enabled() or torch._C._is_tracing():
+        return torchs_own(x, function, parameters, inplace)
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(x)
+    if x.dtype not in FLOATING:
+        _refuse(x, function)
+    if torch._C._is_any_autocast_enabled():
+        x = _autocast(x, function)
+    if function in MADE_CONTIGUOUS:
+        x = _made_contiguous(x, function)
+    if inplace:
+        check_inplace(x, function, True)
+    if function in preactivation.SIGNED:
+        y = preactivation.activate(x, function, parameters, encoding, inplace)
+        if y is not None:
+            return y
+    return autograd.apply_activation(x, function, parameters, encoding, inplace)
+
+
+def _apply_unusual(x, function, parameters, bits, table, inplace):
+    """Do what `apply` does for tensors of compilers, transforms and subclasses, and for tensors without memory."""
+    if torch.compiler.is_compiling():
+        # The table depends on the parameters and bits, so symbolic numbers become constants.
+        parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
+        bits = next((number for number in range(1, 9) if number == bits), bits)
+    parameters = tuple(map(float, parameters)) if parameters else ()
+    dtype = getattr(x, "dtype", None)  # torch.fx traces with other objects in place of tensors
+    encoding = tables.encoding_text(function, parameters, bits, table, dtype)
+    if torch.is_grad_enabled():
+        if not isinstance(x, torch.Tensor):
+            raise InputError(f"expected a torch.Tensor, got {shorten(x)}")
+        x = shards.has_arrived(x)
+        if shards.is_distributed(x):
+            y = None
+            if shards.runs_on_shards(x) and not inplace:
+                y = shards.elementwise(lambda x: apply(x, function, parameters, bits, table), x)
+            return torchs_own(x, function, parameters, inplace) if y is None else y
+    if not needs_grad(x) or not _is_strided(x):
+        return torchs_own(x, function, parameters, inplace)
+    if x.dtype not in FLOATING:
+        _refuse(x, function)
+    x = _autocast(x, function)
+    if function in MADE_CONTIGUOUS:
+        x = _made_contiguous(x, function)
+    if inplace:
+        check_inplace(x, function, False)
+    if is_abstract(x):
+        encoded = Encoding.parse(encoding)
+        y = preactivation.activate(x, function, parameters, encoded, inplace)
+        if y is not None:
+            return y
+    y = _traceable(x, _forward(function, parameters), encoding)
+    return x.copy_(y) if inplace else y
+
+
+def _is_strided(x) -> bool:
+    return x.layout is torch.strided and not x.is_nested
+
+
+def takes(x) -> bool:
+    """Return whether x is a tensor with a dtype that `apply` accepts."""
+    return isinstance(x, torch.Tensor) and x.dtype in FLOATING
+
+
+def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool = False):
+    """Return f(x), computed and differentiated by torch. The arguments are those of `apply`."""
+    with bypass():
+        return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
+
+
+def apply_callable(x: torch.Tensor, function, encoding: str):
+    """Return function(x), which can be differentiated once, with a table in place of the callable's derivative.
+
+    Args:
+        x: a floating tensor of any shape and strides.
+        function: a callable on tensors.
+        encoding: the table as text, see `Encoding.parse`.
+
+    Raises:
+        FunctionError: a parameter of the callable needs a gradient. It would get none, because only x gets a gradient.
+    """
+    if not needs_grad(x) or not _is_strided(x):
+        return function(x)
+    if x.dtype not in FLOATING:
+        _refuse(x, name_of(function))
+    if not is_plain(x):  # callable_encoding_text has checked the callable
+        return _traceable(x, function, encoding)
+    with bypass():
+        y = function(x.detach())
+    check_result(function, y)
+    return _traceable(x, lambda _: y, encoding)
+
+
+def _traceable(x, function, encoding):
+    compiled = torch.compiler.is_compiling()
+    run = autograd.Traceable if compiled else autograd.Transformable
+    return run.apply(x, function, encoding, seed_for(x, encoding))[0]
+
+
+def _forward(function, parameters):
+    return lambda x: FORWARD[function](x, *parameters)
+
+
+def needs_grad(x) -> bool:
+    """Return whether x may get a gradient, at any level of torch.func's transforms.
+
+    The answer is False under torch.jit.trace, which therefore traces torch's own function. A trace of fewbit's function
+    could not be saved.
+
+    Raises:
+        InputError: x is not a tensor.
+        GradientError: x needs a gradient and is a dual number.
+    """
+    if not torch.is_grad_enabled() or torch.jit.is_tracing():
+        return False
+    check_tensors(x)
+    if torch.compiler.is_compiling():
+        return x.requires_grad
+    if x.requires_grad:
+        if forward_ad._current_level >= 0:
+            refuse_forward_mode(x)
+        return True
+    # For a batched tensor requires_grad is False, even if the tensor that it wraps is being differentiated.
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
+
+
+def seed_for(x, encoding: str):
+    """Return a new seed if the encoding draws codes at random, else None."""
+    # A compiler can trace a search in the text, but cannot trace the parsing of the text.
+    return library.new_seed(x) if '"knots"' in encoding else None
+
+
+def _refuse(x, function: str) -> None:
+    raise InputError(
+        f"{function}: expected a float32, float64, float16 or bfloat16 tensor, got {x.dtype}"
+    )
+
+
+def _refuse_inplace(inplace, function: str) -> None:
+    hint = f"; bits are given by name, as {function}(x, bits=3)" * isinstance(inplace, int)
+    raise InputError(f"expected False or True for inplace, got {shorten(inplace)}{hint}")
+
+
+def _autocast(x, function: str):
+    """Return x as torch's autocast would pass it to the few-bit function."""
+    device = x.device.type
+    float32 = function in AUTOCAST_FLOAT32.get(device, ()) and torch.is_autocast_enabled(device)
+    return x.to(torch.float32) if float32 and x.dtype.itemsize == 2 else x
+
+
+def _made_contiguous(x, function: str):
+    """Return x as torch passes it to its own function, which may be a contiguous copy."""
+    return x.contiguous() if x.device.type in MADE_CONTIGUOUS[function] else x
+
+
+def check_inplace(x, function: str, plain: bool) -> None:
+    """Raise InputError if f(x) may not be written to x. Call this before anything is written.
+
+    Args:
+        x: the input.
+        function: the name of f, for the message.
+        plain: whether x is an ordinary dense tensor in eager mode, as `fewbit.runtime.interop.tensor_kinds.is_plain`
+            says.
+    """
+    view = plain and x._is_view()
+    is_of_leaf = x._base.is_leaf if view else x.is_leaf
+    if is_of_leaf:
+        raise InputError(
+            f"{function}: expected an input that is not a leaf which requires grad for inplace=True, "
+            "got one, or a view of one; its gradient would be lost"
+        )
+    if view and _creation_meta(x) != _ANY_VIEW:
+        raise InputError(
+            f"{function}: expected an input that autograd lets be overwritten for inplace=True, got {_kind_of_view(x)}"
+        )
+    if plain and layout.overlaps(x):
+        raise InputError(
+            f"{function}: expected an input whose elements lie apart for inplace=True, got strides "
+            f"{tuple(x.stride())} for shape {tuple(x.shape)}; clone it first"
+        )
+
+
+def _kind_of_view(x) -> str:
+    """Return a text that says why autograd does not let the view x be overwritten, and what to do."""
+    meta, kinds = _creation_meta(x), torch._C._autograd.CreationMeta
+    maker = type(x.grad_fn).__name__.removesuffix("Backward") if x.grad_fn is not None else ""
+    if maker == "BackwardHookFunction":
+        return "a tensor that passes through a full backward hook of a module; use inplace=False beside such hooks"
+    if meta == kinds.MULTI_OUTPUT_NODE:
+        return "one of several views that one function returned (chunk, split, unbind ...); clone it first"
+    if meta == kinds.IN_CUSTOM_FUNCTION:
+        return f"a view that the autograd Function {maker} returned; clone it first"
+    made_in = "inference mode" if meta == kinds.INFERENCE_MODE else "torch.no_grad()"
+    return f"a view that was made in {made_in}; clone it first"

@@ -1,0 +1,161 @@
+"""The autograd Functions of few-bit activations, around the implementations in `fewbit.runtime.ops`.
+
+`Activation` runs named functions in eager mode. It calls fused kernels without torch's dispatcher, because the dispatch
+of an op written in Python takes twice as long as torch's own activation of a small tensor. `Traceable` runs any function
+that a compiler traces, and `Transformable` runs callables, and any function within the transforms of `torch.func`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import Function
+
+from fewbit.errors import GradientError
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.fingerprint import Content
+from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
+from fewbit.runtime.ops import activation_ops, library
+from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
+from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.context import current
+from fewbit.runtime.saved.single_backward import graph_anchors
+
+
+class Activation(Function):
+    """Computes f(x) and saves only the codes of x, packed in bit-planes."""
+
+    @staticmethod
+    def forward(ctx, x, function, parameters, encoding, inplace):
+        seed = library.new_seed(x) if encoding.unbiased else None
+        ctx.stride = None if x.is_contiguous() else layout.dense_stride(x)
+        ctx.encoding = encoding
+        context, content = current(), None
+        if context is not None:
+            observed_as = context.observed_activation(function, parameters)
+            if observed_as is not None:
+                ctx.observed_as = observed_as
+        arguments = x, function, parameters, encoding, seed, inplace
+        if context is None:
+            y, packed = activation_ops.activation(*arguments)
+        else:
+            y, packed, content = _in_context(context, *arguments)
+        if inplace:
+            ctx.mark_dirty(x)
+        if context is not None and activation_ops.is_masking(function, encoding, x.dtype):
+            if layout.is_dense(x):
+                context.cache.put_mask(content, packed, inplace)
+        offload.mark(packed)
+        ctx.save_for_backward(packed)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (packed,) = ctx.saved_tensors
+        # The first is the case with create_graph=True, the second with is_grads_batched=True.
+        if torch.is_grad_enabled() or not is_plain(grad):
+            stride = ctx.stride or layout.contiguous_stride(grad.shape)
+            anchors = graph_anchors(ctx) if torch.is_grad_enabled() else ()
+            grad = _product(grad, packed, ctx.encoding.text, stride, anchors)
+        else:
+            grad = activation_ops.decode_mul(grad, packed, ctx.encoding, ctx.stride)
+        return grad, None, None, None, None
+
+
+apply_activation = super(Function, Activation).apply
+"""`Activation.apply` for ordinary dense tensors in eager mode, without the wrappers for torch.func."""
+
+
+def _in_context(context, x, function, parameters, encoding, seed, inplace):
+    """Return f(x), the packed codes of x and the `Content` of f(x), and record f(x) in the cache of the model's context.
+
+    If a layer saved the result of this activation in an earlier forward pass, the layer's quantized copy of f(x) is
+    made too, in the same pass over x. The cache finds f(x) by its `Content`. If f(x) overwrites x, the `Content` counts
+    this change in advance, because torch increases x's version only when the Function returns.
+    """
+    quantizer = context.cache.consumer_quantizer(x) if layout.is_by_sample(x) else None
+    arguments = x, function, parameters, encoding, seed, inplace
+    made = quantizer and activation_ops.activation_quantized(*arguments, quantizer)
+    if not made:
+        y, packed = activation_ops.activation(*arguments)
+        content = Content(y, changes=inplace)
+        context.cache.record_output(x, content)
+        return y, packed, content
+    y, packed, saved = made
+    content = Content(y, changes=inplace)
+    context.cache.record_output(x, content, quantizer, saved)
+    return y, packed, content
+
+
+class Traceable(Function):
+    """Computes (f(x), packed codes of x) for any callable f on tensors, with ops that can be traced."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, function, encoding, seed):
+        # Multiplying by `one` makes f(x) depend on the codes. Otherwise the compiler's partitioner would save x and make the
+        # codes in the backward pass. For fake tensors outside of a compiler, it would only take memory.
+        packed, one = activation_ops.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
+        y = function(x)
+        return (y if is_abstract(x) else y * one), packed
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, _, ctx.encoding, _ = inputs
+        _, packed, *anchor = output
+        ctx.stride = layout.dense_stride(x)
+        ctx.save_for_backward(packed, *anchor)
+        ctx.mark_non_differentiable(packed)
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        packed, *anchor = ctx.saved_tensors
+        grad = _product(grad, packed, ctx.encoding, ctx.stride, anchor)
+        return grad, None, None, None
+
+
+class Transformable(Traceable):
+    """Computes what `Traceable` does, and refuses second and forward-mode derivatives.
+
+    The third result is an empty tensor that depends on x at every level of torch.func's transforms. The gradient of x is
+    connected to this tensor, so that differentiating the gradient raises GradientError.
+    """
+
+    @staticmethod
+    def forward(x, function, encoding, seed):
+        return *Traceable.forward(x, function, encoding, seed), x.new_empty(0)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise GradientError(NO_FORWARD_MODE)
+
+
+def _product(grad, packed, encoding, stride, anchors):
+    """Return the gradient of x: `grad` times the table's value for the code of each element.
+
+    In eager mode the result is connected to the anchors, so that differentiating the result raises GradientError.
+    """
+    if torch.compiler.is_compiling():
+        return activation_ops.decode_mul_op(grad, packed, encoding, stride)
+    return Product.apply(grad, packed, encoding, stride, *anchors)
+
+
+class Product(Function):
+    """Computes `grad` times the table's value for each code, and raises GradientError if the product is differentiated.
+
+    This is a Function, because the autograd formula of an op does not work in torch.func.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad, packed, encoding, stride, *_):
+        return activation_ops.decode_mul_op(grad, packed, encoding, stride)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise GradientError(NO_SECOND_DERIVATIVE)

@@ -1,0 +1,184 @@
+"""The table of a user's callable: the solver makes it once, and again when the callable has changed.
+
+The state of a callable (`fewbit.runtime.activations.callable_state`) tells whether the callable has changed, without a
+call. If the state has changed or is unknown, the callable is called with 64 numbers, and a new table is made if the
+results have changed.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from fewbit.catalog import store
+from fewbit.errors import FunctionError
+from fewbit.runtime.activations.callable_state import State, contents, is_same, state_of
+from fewbit.runtime.activations.tables import DEFAULT, text_of
+from fewbit.runtime.interop.bypass import bypass
+from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.runtime.interop.tensor_kinds import is_abstract
+from fewbit.table import Table
+
+
+@constant
+def callable_encoding_text(
+    function, bits: int, table: Table | None, device, dtype, is_plain: bool
+) -> str:
+    """Return the table of a callable, as the text of its encoding, for tensors of the given device and dtype.
+
+    While a CUDA graph is captured, the callable's values cannot be compared, and an existing table is used unchecked.
+
+    Args:
+        function: the callable.
+        bits: bits per code, 1 to 8, for a table that the solver makes.
+        table: the user's table, or None for one that the solver makes.
+        device: the device of the tensors.
+        dtype: the dtype of the tensors.
+        is_plain: whether the callable's input is an ordinary dense tensor in eager mode, as
+            `fewbit.runtime.interop.tensor_kinds.is_plain` says. If so, `apply_callable` later checks that no parameter
+            of the callable needs a gradient. If not (while compiling, in transforms, with fake tensors), this function
+            calls the callable every time to make the check.
+    """
+    if table is not None:
+        if not is_plain:
+            _probe(function, device, dtype)
+        return text_of(table)
+    key = _identity(function), bits, device, dtype
+    found = _solved.get(key)
+    if found is not None:
+        if is_plain and is_same(found.state, state_of(function)):
+            return text_of(found.table)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return text_of(found.table)
+    solved = _apart(device, _solve, found, function, bits, device, dtype)
+    _remember(key, solved)
+    return text_of(solved.table)
+
+
+def _solve(found: _Solved | None, function, bits, device, dtype) -> _Solved:
+    """Return the callable's table and values. The table is that of `found` if the callable's values are the same."""
+    values = _probe(function, device, dtype)
+    if found is not None and _are_equal(found.values, values):
+        table = found.table
+    else:
+        _check_steady(function, values, device, dtype)
+        table = store.load_table(function, bits, **DEFAULT)
+    return _Solved(function, state_of(function), values, table)
+
+
+def _apart(device: torch.device, function, *args):
+    """Return function(*args), called without the caller's modes, transforms, hooks on saved tensors and autocast.
+
+    torch keeps all of these for each thread, so a new thread has none. On a GPU the function computes in the caller's stream.
+    """
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def call():
+        with torch.cuda.stream(stream):
+            return function(*args)
+
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(call).result()
+    finally:
+        pool.shutdown(wait=False)  # so that Ctrl-C ends the call at once
+
+
+def name_of(function) -> str:
+    """Return the name of a callable for messages."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def check_result(function, result) -> None:
+    """Raise FunctionError unless the callable's result is a tensor that needs no gradient.
+
+    The callable was called with an input that needs no gradient. If the result needs a gradient, a parameter of the
+    callable needs a gradient, too.
+    """
+    if not isinstance(result, torch.Tensor):
+        raise FunctionError(
+            f"{name_of(function)}: expected a callable that returns a tensor, got {type(result).__name__}"
+        )
+    if result.requires_grad:
+        raise FunctionError(
+            f"{name_of(function)}: expected a callable whose parameters need no gradient, got one that holds some; "
+            "a table is a constant: freeze them, or train them with torch's own"
+        )
+
+
+class _Solved(NamedTuple):
+    """The table of a callable, with the callable's state and values when the table was made.
+
+    The reference to the callable keeps Python from reusing its id.
+    """
+
+    function: Callable
+    state: State | None
+    values: torch.Tensor
+    table: Table
+
+
+_solved: dict[tuple, _Solved] = {}
+_lock = threading.Lock()
+_MOST_SOLVED = 256
+_POINTS = 64
+
+
+def _identity(function) -> tuple:
+    """Return a key under which the callable's table is stored.
+
+    The key is not the callable's id alone, because Python makes a new object for a method whenever the method is looked
+    up, and for a lambda whenever its line runs. Two callables may have the same key, because the state or the values
+    show that they differ.
+    """
+    if isinstance(function, types.MethodType):
+        return id(function.__self__), id(function.__func__)
+    if isinstance(function, types.FunctionType):
+        keywords = function.__kwdefaults__ or {}
+        used = (*contents(function), *(function.__defaults__ or ()), *keywords.values())
+        return (id(function.__code__), id(function.__globals__), *map(_key_of, used))
+    return (id(function),)
+
+
+def _key_of(value):
+    """Return a number itself, so that lambdas with equal numbers get equal keys, or the id of any other value."""
+    return value if type(value) in (int, float, bool) else (id(value),)
+
+
+def _remember(key, solved: _Solved) -> None:
+    """Store an entry as the newest one, and delete the oldest entries if there are too many."""
+    with _lock:
+        _solved.pop(key, None)
+        while len(_solved) >= _MOST_SOLVED:
+            del _solved[next(iter(_solved))]
+        _solved[key] = solved
+
+
+def _probe(function, device, dtype) -> torch.Tensor:
+    """Return the callable's values at 64 numbers between -10 and 10.
+
+    Raises:
+        FunctionError: a parameter of the callable needs a gradient.
+    """
+    points = torch.linspace(-9.7, 9.9, _POINTS, dtype=dtype, device=device)
+    with torch.enable_grad(), bypass():
+        values = function(points)
+    check_result(function, values)
+    return values
+
+
+def _check_steady(function, values, device, dtype) -> None:
+    if not _are_equal(_probe(function, device, dtype), values):
+        raise FunctionError(
+            f"{name_of(function)}: expected a callable that gives finite values, the same at every call, got others"
+        )
+
+
+def _are_equal(values, others) -> bool:
+    """Return whether two tensors have equal values; True for meta and fake tensors, which have no values."""
+    return is_abstract(values) or is_abstract(others) or torch.equal(values, others)

@@ -1,0 +1,492 @@
+"""The backends that run the compiled kernels of `fewbit._kernels`, on the CPU and on CUDA devices."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from fewbit import _kernels
+from fewbit.catalog.unbiased_codes import packed_codes
+from fewbit.config import (
+    GROUP_SIZE,
+    MASKED,
+    MASKED_UNBIASED,
+    MAX_BITS,
+    MIN_BITS,
+    ROTATED,
+    UNBIASED,
+    UNIFORM,
+)
+from fewbit.errors import FewbitError
+from fewbit.runtime.backends import reference
+from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
+from fewbit.runtime.format import groups
+from fewbit.runtime.format.bit_sharing import gains_of
+from fewbit.runtime.format.buffers import check_dense
+from fewbit.runtime.format.encoding import Encoding, packed_words
+from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
+
+_DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
+# A build of torch without CUDA has no streams.
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+_kernels.use_torch(torch.Tensor, _DTYPES, check_dense, torch.get_num_threads, _stream)
+KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2, UNBIASED: 3, MASKED_UNBIASED: 4}
+"""The numbers of the kinds of copies in calls of kernels."""
+_NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
+_NO_VECTORS = None, None, 1
+_UNUSED_BITS = 1
+"""The argument `bits` of a `CopyShape` if each sample has its own bits. Kernels only check that the number is valid."""
+_MOST_SAMPLES = 8192
+"""The largest number of samples that one block of threads divides bits among, or orders.
+
+For more samples, torch's own operations do this work.
+"""
+_MOST_BITS_OF_BATCH_NORM = 4
+# Tables with more breaks or points, which only unusual functions of a user have, do not fit the parameters of a CUDA
+# kernel.
+_MOST_BREAKS = 2048
+_MOST_POINTS = 1800
+
+
+class Kernels:
+    """The compiled kernels of one device type, with the signatures of `reference`.
+
+    The kernels take dense tensors, and raise ValueError if the size of a tensor is not the size that a kernel reads or
+    writes.
+
+    Args:
+        kernels: the object that contains the kernels, an attribute of the extension module `fewbit._kernels`. The kernels
+            ask torch for the number of threads or the current stream.
+        widths_arguments: a function of the bits of each sample, (N,) uint8, or None. It returns the arguments that tell a
+            kernel of the group quantizer these bits.
+        name: the name of the kernels in reports.
+    """
+
+    def __init__(self, kernels, widths_arguments, name):
+        self._kernels = kernels
+        self._widths_arguments = widths_arguments
+        self.name = name
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the tensors that the kernels keep on a device, see `reference.prepare`."""
+        levels_of(UNBIASED, device)
+
+    def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
+        """Pack codes as bit-planes, see `reference.pack`."""
+        packed = _packed(codes.numel(), bits, codes.device)
+        self._kernels.pack(codes, bits, packed)
+        return packed
+
+    def unpack(self, packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
+        """Return the codes that `pack` packed, see `reference.unpack`."""
+        codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
+        self._kernels.unpack(packed, bits, codes)
+        return codes
+
+    def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
+        """Return the packed codes of an activation's input, see `reference.encode`."""
+        table = _table(encoding)
+        if table is None:
+            return reference.encode(x, encoding, seed)
+        packed = _packed(x.numel(), encoding.bits, x.device)
+        self._kernels.encode(table, x, packed, seed)
+        return packed
+
+    def decode_mul(
+        self, grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
+    ) -> None:
+        """Write the gradient of an activation's input to `out`, see `reference.decode_mul`."""
+        table = _table(encoding)
+        if table is None:
+            return reference.decode_mul(grad, packed, encoding, out)
+        if not grad.is_contiguous() and is_broadcast_scalar(grad):
+            grad = _element(grad, out)
+        self._kernels.decode_mul(table, grad, packed, out)
+
+    def forward(self, x, function, parameters, encoding, seed, out):
+        """Compute an activation and the codes of x in one pass over memory, or return None, see `reference.forward`."""
+        number, table = _NUMBERS.get(function), _table(encoding)
+        if number is None or table is None or x.dtype == torch.float64:
+            return None
+        packed = _packed(x.numel(), encoding.bits, x.device)
+        self._kernels.forward(number, *(*parameters, 0.0, 0.0)[:2], table, x, out, packed, seed)
+        return packed
+
+    def can_quantize_result(self, function: str) -> bool:
+        """Return whether `forward_quantized` has a kernel for a function, see `reference.can_quantize_result`."""
+        if hasattr(self._kernels, "forward_quantized"):
+            return function in _NUMBERS
+        return function == "relu"
+
+    def forward_quantized(
+        self,
+        x,
+        function,
+        parameters,
+        encoding,
+        seed,
+        out,
+        qseed,
+        bits,
+        group_size,
+        fp32_min=False,
+        kind=UNIFORM,
+    ):
+        """Compute an activation, the codes of x and the quantized result in one pass over memory, or return None.
+
+        On CUDA there is such a pass for masked copies of the results of ReLUs, see `relu_quantized` in
+        csrc/cuda/kernels.h. See `reference.forward_quantized` for the arguments.
+        """
+        if not hasattr(self._kernels, "forward_quantized"):
+            if not self.can_quantize_result(function) or kind != MASKED:
+                return None
+            return self._relu_quantized(x, out, qseed, bits, group_size, fp32_min)
+        number, table = _NUMBERS.get(function), _table(encoding)
+        if number is None or table is None or x.dtype == torch.float64:
+            return None
+        copy, words, rows = _copy(x.shape, bits, group_size, fp32_min, kind)
+        codes = _packed(x.numel(), encoding.bits, x.device)
+        packed = torch.empty(words, dtype=torch.int32, device=x.device)
+        ranges = _ranges(rows, fp32_min, x.device)
+        spread = self._kernels.forward_quantized(
+            number,
+            *(*parameters, 0.0, 0.0)[:2],
+            table,
+            x,
+            copy,
+            out,
+            codes,
+            seed,
+            qseed,
+            levels_of(kind, x.device),
+            packed,
+            ranges,
+        )
+        if spread is None:
+            # The shares of the threads would cut a group, so the kernel has done nothing.
+            return None
+        return QuantizedForward(codes, QuantizedGroups(packed, ranges, spread))
+
+    def _relu_quantized(self, x, out, seed, bits, group_size, fp32_min):
+        copy, words, rows = _copy(x.shape, bits, group_size, fp32_min, MASKED)
+        mask = _packed(x.numel(), 1, x.device)
+        packed = torch.empty(words, dtype=torch.int32, device=x.device)
+        ranges = _ranges(rows, fp32_min, x.device)
+        done = self._kernels.relu_quantized(x, copy, out, mask, seed, packed, ranges)
+        return QuantizedForward(mask, QuantizedGroups(packed, ranges, None)) if done else None
+
+    def quantize(
+        self,
+        x,
+        seed,
+        bits,
+        group_size,
+        fp32_min,
+        widths=None,
+        words=None,
+        normalize=None,
+        kind=UNIFORM,
+    ):
+        """Quantize a tensor, see `reference.quantize`.
+
+        In the result, `spread` is two Python floats, or None on CUDA.
+        """
+        if widths is None:
+            copy, words, rows = _copy(x.shape, bits, group_size, fp32_min, kind)
+        else:
+            copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, fp32_min, kind)
+            rows = groups.most_groups(*groups.samples_of(x.shape), group_size)
+            rows += groups.seed_rows(kind)
+        packed = torch.empty(words, dtype=torch.int32, device=x.device)
+        ranges = _ranges(rows, fp32_min, x.device)
+        spread = self._kernels.quantize(
+            x,
+            copy,
+            *self._widths_arguments(widths),
+            seed,
+            levels_of(kind, x.device),
+            packed,
+            ranges,
+            *_vectors(normalize, x.numel()),
+        )
+        return QuantizedGroups(packed, ranges, spread)
+
+    def squares(self, x, group_size, normalize=None, kind=UNIFORM):
+        """Return, for each sample, a sum to which the variance of rounding is proportional, see `reference.squares`."""
+        samples, features = groups.samples_of(x.shape)
+        if features < groups.LEAST_FEATURES:
+            return reference.squares(x, group_size, normalize, kind)
+        copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, False, kind)
+        count = groups.group_count(samples, features, group_size)
+        out = torch.empty(count, dtype=torch.float32, device=x.device)
+        self._kernels.squares(x, copy, out, *_vectors(normalize, x.numel()))
+        return out.view(samples, count // max(samples, 1)).sum(1)
+
+    def share_bits(self, squares, total, kind):
+        """Return the bits of each sample, see `reference.share_bits`."""
+        if not hasattr(self._kernels, "share_bits") or len(squares) > _MOST_SAMPLES:
+            return reference.share_bits(squares, total, kind)
+        widths = torch.empty(len(squares), dtype=torch.uint8, device=squares.device)
+        extra = total - MIN_BITS * len(squares)
+        squares = squares.to(torch.float32).contiguous()
+        self._kernels.share_bits(squares, extra, gains_of(kind), widths)
+        return widths
+
+    def dequantize(
+        self,
+        packed,
+        ranges,
+        bits,
+        group_size,
+        out,
+        widths=None,
+        affine=None,
+        kind=UNIFORM,
+        mask=None,
+    ) -> None:
+        """Write the values that codes stand for to `out`, see `reference.dequantize`."""
+        fp32_min = ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,)
+        bits = bits if widths is None else _UNUSED_BITS
+        copy, _, _ = _copy(out.shape, bits, group_size, fp32_min, kind)
+        self._kernels.dequantize(
+            packed,
+            ranges,
+            copy,
+            *self._widths_arguments(widths),
+            levels_of(kind, out.device),
+            out,
+            *_map(affine, mask, out.numel()),
+        )
+
+    def can_compute_batch_norm(self, bits, group_size, shape):
+        """Return whether `batch_norm_backward` has kernels for a copy, see `reference.can_compute_batch_norm`.
+
+        Only CUDA has such kernels, for groups of 256 elements side by side, up to 4 bits and a multiple of 8 channels.
+        """
+        if not hasattr(self._kernels, "batch_norm_backward"):
+            return False
+        samples, features = groups.samples_of(shape)
+        # Groups run across samples of fewer features.
+        length = features if features >= groups.LEAST_FEATURES else samples * features
+        is_full = group_size == GROUP_SIZE and length % GROUP_SIZE == 0
+        return is_full and bits <= _MOST_BITS_OF_BATCH_NORM and shape[1] % 8 == 0
+
+    def batch_norm_backward(
+        self, packed, ranges, bits, group_size, grad, rstd, weight, needs_input=True
+    ):
+        """Return the gradients of a batch norm's input, weight and bias, see `reference.batch_norm_backward`.
+
+        The kernels add up in the same order in each run.
+        """
+        fp32_min = ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,)
+        copy, _, _ = _copy(grad.shape, bits, group_size, fp32_min, ROTATED)
+        of_weight, of_bias = torch.empty_like(rstd), torch.empty_like(rstd)
+        out = torch.empty_like(grad) if needs_input else None
+        floats = self._kernels.batch_norm_floats(len(rstd))
+        memory = torch.empty(floats, dtype=torch.float32, device=grad.device)
+        done = self._kernels.batch_norm_backward(
+            packed, ranges, copy, grad, rstd, weight, memory, out, of_weight, of_bias
+        )
+        return (out, of_weight, of_bias) if done else None
+
+    def grid_fixed(self, gamma, beta, bits):
+        """Return the grid, which says which values fixed-point codes stand for, see `reference.grid_fixed`."""
+        if gamma.dtype != torch.float32:
+            return reference.grid_fixed(gamma, beta, bits)
+        n = len(gamma)
+        grid = torch.empty(_kernels.GRID_ROWS, n, dtype=torch.float32, device=gamma.device)
+        self._kernels.grid_fixed(gamma, beta, bits, grid)
+        return grid
+
+    def encode_fixed(self, x, y, grid, bits, inner, normalize=None):
+        """Return the packed fixed-point codes of a normalized input, see `reference.encode_fixed`."""
+        packed = _packed(x.numel(), bits, x.device)
+        self._kernels.encode_fixed(
+            x,
+            y,
+            grid,
+            inner,
+            bits,
+            packed,
+            *_vectors(normalize, x.numel()),
+        )
+        return packed
+
+    def decode_fixed(self, packed, grid, bits, inner, out, slope=None, scale=None) -> None:
+        """Write the values that fixed-point codes stand for to `out`, see `reference.decode_fixed`."""
+        self._kernels.decode_fixed(
+            packed,
+            grid,
+            inner,
+            bits,
+            slope is not None,
+            slope or 0.0,
+            out,
+            *_vectors(scale, out.numel()),
+        )
+
+    def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
+        """Write the gradient of a ReLU or LeakyReLU to `out`, see `reference.mask_fixed`."""
+        self._kernels.mask_fixed(grad, packed, grid, inner, bits, slope, out)
+
+
+def levels_of(kind: str, device: torch.device) -> torch.Tensor | None:
+    """Return the constants with which kernels encode and decode unbiased copies (`packed_codes`); None for other kinds."""
+    return _unbiased_levels(device) if kind in (UNBIASED, MASKED_UNBIASED) else None
+
+
+@lru_cache(maxsize=32)
+def _unbiased_levels(device):
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise FewbitError(
+            f"the codes of unbiased copies are not on {device} yet: run a step there before capturing a CUDA graph"
+        )
+    with unset_fake_temporarily():  # a compiler may be tracing
+        return torch.from_numpy(packed_codes()).to(device)
+
+
+def _element(tensor, like):
+    """Return the one element in storage that an expanded tensor repeats, as a kernel's argument.
+
+    The argument is (address, number of elements, number of the dtype, index of the device).
+
+    Raises:
+        ValueError: if the tensor has not as many elements as `like`.
+    """
+    if tensor.numel() != like.numel():
+        raise ValueError(f"grad: expected {like.numel()} elements, got {tensor.numel()}")
+    return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
+
+
+def _vectors(given, n):
+    """Return the last arguments of a kernel: vectors, and `inner`.
+
+    Element number e of the tensor uses entry (e div inner) mod (number of entries) of the vectors.
+
+    Args:
+        given: the argument `normalize`, `affine` or `scale` of a method: vectors, followed by `inner`; or None.
+        n: the number of elements to which the vectors' entries belong.
+
+    Raises:
+        ValueError: if the vectors do not fit n elements, see `layout.check_vectors`.
+    """
+    if given is None:
+        return ()
+    *vectors, inner = given
+    check_vectors(vectors, inner, n)
+    return *vectors, inner
+
+
+def _map(affine, mask, n):
+    """Return the last arguments of `dequantize`: the buffers of vectors, `inner` and the mask."""
+    if mask is None:
+        return () if affine is None else _vectors(affine, n)
+    return *(_NO_VECTORS if affine is None else _vectors(affine, n)), mask
+
+
+@lru_cache(maxsize=1024)
+def _table(encoding: Encoding):
+    """Return the encoding's constants as kernels read them; None if the table is too long for them."""
+    if len(encoding.breaks64) > _MOST_BREAKS:
+        return None
+    if encoding.unbiased and len(encoding.draw.points) > _MOST_POINTS:
+        return None
+    return _kernels.Table(
+        encoding.bits,
+        encoding.initial,
+        encoding.breaks32,
+        encoding.flips,
+        encoding.breaks64,
+        encoding.flips,
+        encoding.lut32,
+        encoding.lut64,
+        **(encoding.draw._asdict() if encoding.unbiased else {}),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _copy(shape, bits: int, group_size: int, fp32_min: bool, kind: str):
+    """Return (sizes and settings of a tensor's copy, words of the packed codes, rows of `ranges`).
+
+    The words and rows are those of a copy whose samples all have the same bits.
+    """
+    made = _kernels.CopyShape(
+        *groups.samples_of(shape), group_size, bits, fp32_min, KIND_NUMBERS[kind]
+    )
+    return made, made.words, made.rows
+
+
+def _packed(n: int, bits: int, device) -> torch.Tensor:
+    return torch.empty(_words(n, bits), dtype=torch.int32, device=device)
+
+
+_words = lru_cache(maxsize=4096)(packed_words)
+
+
+def _ranges(rows: int, fp32_min: bool, device) -> torch.Tensor:
+    columns = groups.FP32_MIN_COLUMNS if fp32_min else groups.FP32_MIN_COLUMNS - 1
+    return torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+
+
+def cpu(isa: str | None = None) -> Kernels:
+    """Return the CPU kernels of the named instruction set.
+
+    If `isa` is None, the environment variable FEWBIT_CPU_ISA names the instruction set. Without that variable, the best
+    set of this processor is used.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    _kernels.use_openmp_of(str(library))
+    isa = isa or _asked_isa() or _kernels.cpu_isas()[0]
+    return Kernels(_kernels.Cpu(isa), _widths, isa)
+
+
+def _asked_isa() -> str | None:
+    """Return the value of FEWBIT_CPU_ISA; None if the variable is unset or empty."""
+    asked, there = os.environ.get("FEWBIT_CPU_ISA"), _kernels.cpu_isas()
+    if asked and asked not in there:
+        raise FewbitError(
+            f"FEWBIT_CPU_ISA: expected one of {', '.join(there)}, which this processor can run; got {asked!r}"
+        )
+    return asked
+
+
+def _widths(widths):
+    """Return the arguments for the CPU kernels. widths: the bits of each sample, uint8, or None."""
+    return (None if widths is None else widths.contiguous(),)
+
+
+def cuda() -> Kernels:
+    """Return the CUDA kernels, which run on the tensor's device and torch's current stream."""
+    return Kernels(_kernels.cuda, _order, "cuda")
+
+
+def _order(widths):
+    """Return the arguments for the CUDA kernels.
+
+    They are the indices of the samples, sorted by bits, and a vector of nine counts: how many samples have 0, 1, ... 8 bits.
+
+    Args:
+        widths: the bits of each sample, uint8, or None.
+    """
+    if widths is None:
+        return None, None
+    if len(widths) > _MOST_SAMPLES:
+        order = torch.argsort(widths, stable=True)
+        possible = torch.arange(MAX_BITS + 1, dtype=widths.dtype, device=widths.device)
+        return order, (widths[None, :] == possible[:, None]).sum(1)
+    order = torch.empty(len(widths), dtype=torch.int64, device=widths.device)
+    counts = torch.empty(MAX_BITS + 1, dtype=torch.int64, device=widths.device)
+    _kernels.cuda.order_samples(widths, order, counts)
+    return order, counts
+
+
+def cuda_unusable(device: torch.device) -> str:
+    """Return the reason why the CUDA kernels cannot run on the device, or an empty string if they can."""
+    if _kernels.cuda is None:
+        return "fewbit was built without CUDA"
+    usable, reason = _kernels.cuda.available(device.index)
+    return "" if usable else reason

@@ -1,0 +1,206 @@
+"""The reference backend: plain torch for any device. The results of all other backends must equal its results exactly.
+
+A few-bit activation f saves a code of a few bits for each element of its input x. The *encoding* says which code an
+element gets, and which value a code stands for in place of the derivative f'(x). Inputs are dense: their elements fill
+a contiguous part of storage (`layout.is_dense`). Every function here follows docs/reference/table_schema.md to the letter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.config import UNIFORM
+from fewbit.runtime.backends.reference_batch_norm import batch_norm_backward, can_compute_batch_norm
+from fewbit.runtime.backends.reference_bits import pack, philox_words, unpack
+from fewbit.runtime.backends.reference_fixed_point import (
+    decode_fixed,
+    encode_fixed,
+    grid_fixed,
+    mask_fixed,
+)
+from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
+from fewbit.runtime.backends.reference_unbiased import prepare
+from fewbit.runtime.backends.results import QuantizedForward
+from fewbit.runtime.format.bit_sharing import share_bits
+from fewbit.runtime.format.buffers import Entry
+from fewbit.runtime.format.encoding import Encoding, gray
+from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
+
+__all__ = [
+    "batch_norm_backward",
+    "can_compute_batch_norm",
+    "can_quantize_result",
+    "decode_fixed",
+    "decode_mul",
+    "dequantize",
+    "encode",
+    "encode_fixed",
+    "forward",
+    "forward_quantized",
+    "grid_fixed",
+    "mask_fixed",
+    "name",
+    "pack",
+    "prepare",
+    "quantize",
+    "share_bits",
+    "squares",
+    "unpack",
+]
+
+
+name = "reference"
+
+
+def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None:
+    """Compute f(x) and the codes of x in one pass over memory, if the backend has such a pass. This backend has none.
+
+    Args:
+        x: a dense tensor of a floating dtype.
+        function: the name of f in `fewbit.functions`.
+        parameters: the parameters of f, in the order of `fewbit.functions`.
+        encoding: the encoding of the codes.
+        seed: (1,) int64 if the encoding draws codes at random, else None.
+        out: the tensor to which f(x) is written, with the strides of x; may be x itself.
+
+    Returns:
+        The packed codes, int32. None if there is no such pass for this function or dtype. Nothing has been done in that
+        case, and the caller computes f(x) with torch and calls `encode`.
+    """
+    return None
+
+
+def can_quantize_result(function: str) -> bool:
+    """Return whether `forward_quantized` has a pass for some tensors; False for this backend.
+
+    Args:
+        function: the name of the activation, see `forward`.
+    """
+    return False
+
+
+def forward_quantized(
+    x,
+    function,
+    parameters,
+    encoding,
+    seed,
+    out,
+    qseed,
+    bits,
+    group_size,
+    fp32_min=False,
+    kind=UNIFORM,
+) -> QuantizedForward | None:
+    """Do what `forward` does and quantize f(x), all in one pass over memory, if the backend has such a pass.
+
+    This backend has none.
+
+    Args:
+        x: a dense tensor with samples outermost.
+        function: the name of f, see `forward`.
+        parameters: the parameters of f, see `forward`.
+        encoding: the encoding of x's codes, see `forward`.
+        seed: the seed of x's codes or None, see `forward`.
+        out: the tensor to which f(x) is written, see `forward`.
+        qseed: the seed for `quantize`.
+        bits: the bits per element of the quantized f(x), see `quantize`.
+        group_size: the number of elements in a group, see `quantize`.
+        fp32_min: whether groups have float32 minimums or means, see `quantize`.
+        kind: the kind of the copy, see `quantize`.
+
+    Returns:
+        The codes of x and the quantized f(x). None if there is no such pass. Nothing has been done in that case, and
+        the caller calls `forward` and `quantize`.
+    """
+    return None
+
+
+def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> torch.Tensor:
+    """Return the packed codes of x, int32.
+
+    Args:
+        x: a dense tensor of a floating dtype.
+        encoding: the encoding of the codes.
+        seed: (1,) int64 if the encoding draws codes at random, else None.
+    """
+    entry = Entry("encode", x)
+    entry.check_numbers("x", x)
+    entry.check_seed(seed, encoding.unbiased)
+    flat = storage_order(x.detach())
+    codes = _drawn(flat, encoding, seed) if encoding.unbiased else _located(flat, encoding)
+    return pack(codes, encoding.bits)
+
+
+def decode_mul(
+    grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
+) -> None:
+    """Write the gradient of the activation's input, lut[code] * grad, to `out`, rounded once to the dtype of `out`.
+
+    The lookup table `lut` has the value that each code stands for.
+
+    Args:
+        grad: the gradient of the activation's result. It has the dtype and strides of `out`, or all its elements are
+            the same element of storage (`layout.is_broadcast_scalar`).
+        packed: the packed codes, the result of `encode`.
+        encoding: the encoding of the codes.
+        out: a dense tensor of a floating dtype.
+    """
+    n = out.numel()
+    entry = Entry("decode_mul", grad)
+    entry.check_numbers("out", out)
+    grad = grad.reshape(-1).contiguous() if is_broadcast_scalar(grad) else grad
+    entry.check("grad", grad, n, out.dtype)
+    entry.check_packed(packed, n, encoding.bits)
+    flat = storage_order(grad)
+    lut = _constant(encoding.lut64 if grad.dtype == torch.float64 else encoding.lut32, grad.device)
+    codes = unpack(packed, encoding.bits, n).to(torch.int64)
+    product = lut[codes] * flat.to(lut.dtype)
+    storage_order(out).copy_(product.to(grad.dtype))
+
+
+def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """Return the code of each element of `flat`, (n,) uint8, found by comparing the element with the encoding's breaks.
+
+    An element below all breaks has the code `encoding.initial`. Each break below the element flips bits of the code.
+    """
+    breaks = encoding.breaks64
+    if flat.dtype != torch.float64:
+        breaks, flat = encoding.breaks32, flat.to(torch.float32)
+    pieces = [encoding.initial]
+    for flip in encoding.flips.tolist():
+        pieces.append(pieces[-1] ^ flip)
+    # bucketize returns the number of breaks below x; for NaN, the number of all breaks.
+    piece = torch.bucketize(flat, _constant(breaks, flat.device))
+    return torch.tensor(pieces, dtype=torch.uint8, device=flat.device)[piece]
+
+
+def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.Tensor:
+    """Return codes, drawn at random, (n,) uint8, by the float32 operations of docs/reference/table_schema.md, "A draw"."""
+    x = flat.to(torch.float32)
+    points, origins, values, slopes, levels, inverse_gaps = (
+        _constant(array, x.device) for array in encoding.draw
+    )
+    segment = torch.bucketize(x, points)
+    i = (segment - 1).clamp(0, len(slopes) - 1)
+    inside = values[i] + (x - origins[i]) * slopes[i]
+    mean = torch.where(segment == 0, values[0], inside)
+    mean = torch.where(segment == len(points), values[-1], mean)
+    mean = mean.clamp(levels[0], levels[-1])
+    lower = (torch.bucketize(mean, levels, right=True) - 1).clamp(0, len(levels) - 2)
+    probability = (mean - levels[lower]) * inverse_gaps[lower]
+    level = lower + (uniform(seed, x.numel()) < probability)
+    return gray(level).to(torch.uint8)
+
+
+def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
+    """Return n random numbers in [0, 1), float32, on the seed's device.
+
+    The numbers equal `fewbit.table.philox.uniform(seed, arange(n))`.
+    """
+    index = torch.arange(n, dtype=torch.int64, device=seed.device)
+    return (philox_words(seed, index)[0] >> 8).to(torch.float32) * 2.0**-24
+
+
+def _constant(array, device) -> torch.Tensor:
+    return torch.from_numpy(array.copy()).to(device)

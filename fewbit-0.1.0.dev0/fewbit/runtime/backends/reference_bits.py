@@ -1,0 +1,121 @@
+"""Functions that several files of the reference backend use: to pack codes, draw random numbers and expand vectors."""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.config import BLOCK
+from fewbit.runtime.format.buffers import Entry, check_bits
+from fewbit.runtime.format.layout import check_vectors
+from fewbit.table import philox
+
+_MASK32 = 0xFFFFFFFF
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes as bit-planes: a block of 32 codes takes `bits` words, and word k holds bit k of each code.
+
+    Args:
+        codes: (n,) uint8, each below 2**bits.
+        bits: the bits of a code, 1 to 8.
+
+    Returns:
+        (bits * ceil(n / 32),) int32. The last block is padded with zeros.
+    """
+    check_bits(bits)
+    Entry("pack", codes).check("codes", codes, codes.numel(), torch.uint8)
+    blocks = -(-codes.numel() // BLOCK)
+    padded = torch.zeros(blocks * BLOCK, dtype=torch.int64, device=codes.device)
+    padded[: codes.numel()] = codes
+    lanes = torch.arange(BLOCK, device=codes.device)
+    planes = torch.arange(bits, device=codes.device)
+    bit = (padded.view(blocks, 1, BLOCK) >> planes.view(1, bits, 1)) & 1  # (blocks, bits, 32)
+    words = (bit << lanes).sum(-1)  # (blocks, bits), in [0, 2**32)
+    return _to_int32(words.reshape(-1))
+
+
+def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
+    """Return the codes that `pack` packed, (n,) uint8.
+
+    Args:
+        packed: the result of `pack`, (bits * ceil(n / 32),) int32.
+        bits: the bits of a code, 1 to 8.
+        n: the number of codes.
+    """
+    Entry("unpack", packed).check_packed(packed, n, bits)
+    lanes = torch.arange(BLOCK, device=packed.device)
+    planes = torch.arange(bits, device=packed.device)
+    words = packed.view(-1, bits, 1).to(torch.int64) & _MASK32
+    bit = (words >> lanes) & 1  # (blocks, bits, 32)
+    codes = (bit << planes.view(1, bits, 1)).sum(1)
+    return codes.reshape(-1)[:n].to(torch.uint8)
+
+
+def philox_words(seed: torch.Tensor, counter: torch.Tensor):
+    """Return the random numbers of the Philox generator for each counter, as `fewbit.table.philox.philox4x32` does.
+
+    Args:
+        seed: (1,) int64.
+        counter: int64 of any shape, whose bits are those of an unsigned number.
+
+    Returns:
+        Four int64 tensors of the shape of `counter`, with numbers below 2**32.
+    """
+    c0, c1 = counter & _MASK32, (counter >> 32) & _MASK32
+    c2 = c3 = torch.zeros_like(counter)
+    k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
+    m0, m2, w0, w1 = map(int, (*philox.MULTIPLIERS, *philox.WEYL))
+    for _ in range(philox.ROUNDS):
+        # The products wrap around in int64, but have the bits of the unsigned 64-bit products.
+        p0, p2 = m0 * c0, m2 * c2
+        c0, c1, c2, c3 = (
+            ((p2 >> 32) & _MASK32) ^ c1 ^ k0,
+            p2 & _MASK32,
+            ((p0 >> 32) & _MASK32) ^ c3 ^ k1,
+            p0 & _MASK32,
+        )
+        k0, k1 = (k0 + w0) & _MASK32, (k1 + w1) & _MASK32
+    return c0, c1, c2, c3
+
+
+def sixteen_bit_draws(seed: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """Return 256 random 16-bit numbers from each run of 32 Philox counters.
+
+    The generator yields four 32-bit words for each counter. Each word is cut into two 16-bit numbers, the lower half
+    first, so a counter has eight numbers. Number i of a run is number i div 32 of the run's counter i mod 32.
+
+    Args:
+        seed: (1,) int64.
+        counter: (n,) int64, the first counter of each run.
+
+    Returns:
+        (n, 256) int64 in [0, 2**16).
+    """
+    counters = counter[:, None] + torch.arange(32, device=counter.device)
+    words = torch.stack(philox_words(seed, counters), -1)  # (n, 32, 4)
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)  # (n, 32, 8)
+    return halves.transpose(1, 2).flatten(1)
+
+
+def entries_of(values: torch.Tensor, vectors, inner: int) -> list[torch.Tensor | None]:
+    """Expand vectors to the shape of a tensor, so that each element has the vector's entry that belongs to it.
+
+    Element number e of the tensor, in storage order, gets entry (e div inner) mod (number of entries).
+
+    Args:
+        values: the tensor, with dimensions in storage order.
+        vectors: 1-D float32 tensors of one length. A vector may be None; the result then has None in its place.
+        inner: the number of consecutive elements with the same entry.
+
+    Returns:
+        A list with a tensor of the shape of `values` for each vector.
+    """
+    n = values.numel()
+    entries = check_vectors(vectors, inner, n)
+    index = torch.arange(n, device=values.device).view(values.shape) // inner % max(entries, 1)
+    return [None if vector is None else vector[index] for vector in vectors]
+
+
+def _to_int32(words: torch.Tensor) -> torch.Tensor:
+    """Convert unsigned 32-bit numbers, given as int64, to int32 with the same bits."""
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

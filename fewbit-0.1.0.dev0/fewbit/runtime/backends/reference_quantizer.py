@@ -1,0 +1,405 @@
+"""The group quantizer (docs/concepts/quantizer.md) in plain torch, for any device.
+
+The results equal those of the compiled kernels exactly. A *group* is a run of elements that are quantized together. An
+element is saved as a code from 0 to 2^bits - 1. In a uniform copy, a group has a minimum and a range, and the code is
+the element's distance from the minimum, in units of range / (2^bits - 1), rounded at random so that the mean is exact.
+For rotated copies see `reference_rotated.py`, for exactly unbiased ones `reference_unbiased.py`. A *sample* is a slice of a tensor along dimension 0,
+and its elements are called features. A group never crosses samples of 64 features or more. Shorter samples are
+concatenated, and groups run across them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.config import MASKED_KINDS, MASKED_UNBIASED, UNBIASED, UNIFORM, check_rotated_size
+from fewbit.runtime.backends import reference_rotated, reference_unbiased
+from fewbit.runtime.backends.reference_bits import entries_of, pack, sixteen_bit_draws, unpack
+from fewbit.runtime.backends.results import QuantizedGroups
+from fewbit.runtime.format import groups
+from fewbit.runtime.format.buffers import Entry, check_bits, seed_on
+from fewbit.runtime.format.encoding import packed_words
+from fewbit.runtime.format.layout import storage_order
+
+_MASK32 = 0xFFFFFFFF
+_MASKED = MASKED_KINDS.values()
+_BLOCK = 256  # this many elements get their random numbers from one run of counters
+
+
+def quantize(
+    x,
+    seed,
+    bits,
+    group_size,
+    fp32_min,
+    widths=None,
+    words=None,
+    normalize=None,
+    kind=UNIFORM,
+) -> QuantizedGroups:
+    """Quantize a tensor: compute the codes of its elements, and two numbers for each group.
+
+    The two numbers are the minimum and the range in a uniform copy, the mean and the scale in all other copies.
+
+    Args:
+        x: a dense tensor of a floating dtype, with samples outermost in storage.
+        seed: the seed of the random rounding: an int that fits into int64, or (1,) int64.
+        bits: the bits per element of all samples, 1 to 8. Ignored if `widths` is given.
+        group_size: the number of elements in a group; at most 256 unless the copy is uniform.
+        fp32_min: whether the groups' minimums or means are float32; if not, they are bfloat16.
+        widths: (N,) uint8, the bits per element of each of N samples, or None.
+        words: only if `widths` is given: the number of int32 words to allocate for all codes.
+        normalize: None to quantize x itself. (mean, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed in
+            float32. If mean is None, nothing is subtracted. mean and rstd are 1-D contiguous float32 vectors. Element
+            number e, in storage order, has entry i = (e div inner) mod (number of entries).
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+
+    Returns:
+        The packed codes, the ranges, and the smallest and largest element as two 0-D float32 tensors.
+    """
+    check_rotated_size(kind, group_size)
+    entry = Entry("quantize", x)
+    entry.check_numbers("x", x)
+    seed = seed_on(x.device, seed)
+    entry.check_seed(seed)
+    samples, features = groups.samples_of(x.shape)
+    if widths is None:
+        check_bits(bits)
+    else:
+        needed, _ = entry.check_widths(widths, samples, features, group_size)
+        if words < needed:
+            raise ValueError(
+                f"quantize: packed: expected {needed} int32 or more, got {words} int32"
+            )
+    rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
+    if normalize is not None:
+        rows = _normalized(rows, *normalize)
+    if widths is None:
+        packed, ranges = _stream(rows, seed, bits, group_size, fp32_min, kind, 0)
+    else:
+        packed = torch.zeros(words, dtype=torch.int32, device=x.device)
+        most = groups.most_groups(samples, features, group_size)
+        ranges = torch.zeros(most, 3 if fp32_min else 2, dtype=torch.bfloat16, device=x.device)
+        word = group = 0
+        for width in range(1, 9):
+            stream = rows[widths == width]
+            codes, limits = _stream(stream, seed, width, group_size, fp32_min, kind, group)
+            packed[word : word + len(codes)] = codes
+            ranges[group : group + len(limits)] = limits
+            word, group = word + len(codes), group + len(limits)
+    if kind != UNIFORM:
+        ranges = torch.cat([ranges, _seed_rows(seed, ranges.shape[1])])
+    spread = tuple(rows.aminmax()) if rows.numel() else (rows.new_zeros(()),) * 2
+    return QuantizedGroups(packed, ranges, spread)
+
+
+def squares(x, group_size, normalize=None, kind=UNIFORM):
+    """Return, for each sample, a sum over its groups to which the variance of rounding is proportional.
+
+    For uniform copies, a group adds (number of elements) * range^2. For rotated copies, it adds the sum of the squares
+    of its elements minus their mean. These numbers decide how the bits of a tensor are shared among its samples.
+    Ranges and means are exact, not rounded to bfloat16. Unlike in `quantize`, groups never cross samples, even if
+    samples have fewer than 64 features.
+
+    Args:
+        x: a dense tensor of a floating dtype, with samples outermost in storage.
+        group_size: the number of elements in a group.
+        normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+
+    Returns:
+        (N,) float32; NaN for a sample with an element that is not finite.
+    """
+    check_rotated_size(kind, group_size)
+    Entry("squares", x).check_numbers("x", x)
+    samples, features = groups.samples_of(x.shape)
+    rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
+    if normalize is not None:
+        rows = _normalized(rows, *normalize)
+    if not rows.numel():
+        return rows.new_zeros(samples)
+    per_row = -(-features // group_size)
+    if kind != UNIFORM:
+        cut, exists = _cut_rows(rows, group_size)
+        energies = reference_rotated.energies(cut, exists, kind in _MASKED)
+        return energies.view(samples, per_row).sum(1)
+    last = rows[:, -1:].expand(samples, per_row * group_size - features)
+    cut = torch.cat([rows, last], 1).view(samples, per_row, group_size)
+    length = torch.full((per_row,), float(group_size), device=rows.device)
+    length[-1] = features - (per_row - 1) * group_size
+    extent = cut.amax(2) - cut.amin(2)
+    finite = torch.isfinite(cut).all(2)
+    return torch.where(finite, length * (extent * extent), torch.nan).sum(1)
+
+
+def dequantize(
+    packed,
+    ranges,
+    bits,
+    group_size,
+    out,
+    widths=None,
+    affine=None,
+    kind=UNIFORM,
+    mask=None,
+) -> None:
+    """Write the values that codes stand for to `out`, rounded once to the dtype of `out`.
+
+    Args:
+        packed: the packed codes that `quantize` returned.
+        ranges: the ranges that `quantize` returned.
+        bits: the bits per element of all samples, 1 to 8. Ignored if `widths` is given.
+        group_size: the number of elements in a group.
+        out: a dense tensor of a floating dtype, with the size of the quantized tensor and samples outermost in storage.
+        widths: (N,) uint8, the bits per element of each of N samples, or None.
+        affine: None, or (scale, shift, inner) to write values * scale[i] + shift[i], computed in float32 before
+            rounding. If scale or shift is None, that step is left out. Element number e, in storage order, has entry
+            i = (e div inner) mod (number of entries). Must be None if `widths` is given and samples have fewer than 64
+            features: groups then contain samples that do not lie side by side.
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+        mask: None, or packed codes of 1 bit, in storage order. Each value is multiplied by its element's code. Must be
+            None if the copy is uniform, or if `affine` is given.
+    """
+    check_rotated_size(kind, group_size)
+    entry = Entry("dequantize", out)
+    entry.check_numbers("out", out)
+    entry.check_copy(packed, ranges, bits, group_size, out.shape, widths, kind)
+    samples, features = groups.samples_of(out.shape)
+    if affine is not None and widths is not None and features < groups.LEAST_FEATURES:
+        raise ValueError("expected no affine map for short samples of several widths")
+    if mask is not None:
+        entry.check_mask(mask, out.numel(), affine, kind)
+    seed = None
+    if kind != UNIFORM:
+        ranges, seed = ranges[: -groups.SEED_ROWS], seed_of(ranges)
+    if widths is None:
+        rows = _restored(packed, ranges, bits, group_size, samples, features, kind, seed, 0)
+    else:
+        rows = torch.empty(samples, features, dtype=torch.float32, device=out.device)
+        word = group = 0
+        for width in range(1, 9):
+            chosen = widths == width
+            count = int(chosen.sum())
+            n_words = packed_words(count * features, width)
+            n_groups = groups.group_count(count, features, group_size)
+            stream = packed[word : word + n_words], ranges[group : group + n_groups]
+            place = group_size, count, features
+            rows[chosen] = _restored(*stream, width, *place, kind, seed, group)
+            word, group = word + n_words, group + n_groups
+    if affine is not None:
+        rows = _mapped(rows, *affine)
+    if mask is not None:
+        rows = rows * unpack(mask, 1, rows.numel()).view(rows.shape)
+    storage_order(out).copy_(in_dtype(rows.reshape(-1), out.dtype))
+
+
+def in_dtype(values, dtype):
+    """Convert dequantized values to dtype.
+
+    For float16, the values are clamped to +-65504 first, the largest finite numbers. Ranges are rounded up, so a value
+    close to this maximum could otherwise become infinite.
+    """
+    if dtype == torch.float16:
+        most = torch.finfo(dtype).max
+        values = values.clamp(-most, most)
+    return values.to(dtype)
+
+
+def _normalized(rows, mean, rstd, inner):
+    if rstd is None:
+        raise ValueError("expected rstd, got None")
+    mean, rstd = entries_of(rows, (mean, rstd), inner)
+    if mean is not None:
+        rows = rows - mean
+    return rows * rstd
+
+
+def _mapped(rows, scale, shift, inner):
+    scale, shift = entries_of(rows, (scale, shift), inner)
+    if scale is not None:
+        rows = rows * scale
+    return rows if shift is None else rows + shift
+
+
+def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
+    """Quantize samples that all have the same bits per element.
+
+    Args:
+        rows: (samples, features) float32.
+        seed: (1,) int64, the seed of the random rounding.
+        bits: the bits per element, 1 to 8.
+        group_size: the number of elements in a group.
+        fp32_min: whether the groups' minimums or means are float32.
+        kind: the kind of the copy.
+        first_group: the number of the first group. The random numbers of a group depend on its number.
+
+    Returns:
+        The packed codes and the ranges.
+    """
+    cut, exists = _cut(rows, group_size)  # (groups, group_size)
+    if kind != UNIFORM:
+        groups_of = cut, exists, seed, bits, fp32_min, first_group, kind in _MASKED
+        codes, minimum, extent = _reference(kind).quantize_groups(*groups_of)
+    else:
+        codes, minimum, extent = _uniform(
+            cut, exists, seed, bits, fp32_min, first_group, group_size
+        )
+    packed = pack(codes[exists].to(torch.uint8), bits)
+    columns = [_upper(minimum), _upper(extent)]
+    if fp32_min:
+        columns.append(_lower(minimum))
+    return packed, torch.stack(columns, 1).view(torch.bfloat16)
+
+
+def _reference(kind):
+    """Return the module that quantizes and restores the groups of copies that are not uniform."""
+    return reference_unbiased if kind in (UNBIASED, MASKED_UNBIASED) else reference_rotated
+
+
+def _uniform(cut, exists, seed, bits, fp32_min, first_group, group_size):
+    """Return the codes, minimums and ranges of the groups of a uniform copy."""
+    top = 2**bits - 1
+    low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
+    high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
+    # Adding 0 turns -0 into +0, since amin may find either zero.
+    minimum = (low if fp32_min else toward(low, -torch.inf)) + 0.0
+    extent = toward(high - minimum, torch.inf) + 0.0
+    # A group with a non-finite element, or with a range beyond bfloat16, is dequantized as NaN.
+    finite = (torch.isfinite(cut) | ~exists).all(1) & minimum.isfinite() & extent.isfinite()
+    minimum = torch.where(finite, minimum, torch.nan)
+    extent = torch.where(finite, extent, torch.nan)
+    # The clamp prevents an overflow for ranges below 1e-31. full_like makes a division of two tensors, because torch
+    # computes `number / tensor` as a product with the reciprocal, which rounds twice.
+    steps = torch.full_like(extent, top) / extent
+    scale = torch.where(extent > 0, steps.clamp(max=2.0**111), 0.0) * 65536.0
+    fixed = ((cut - minimum[:, None]) * scale[:, None]).round().clamp(0, top * 65536.0)
+    fixed = torch.where(finite[:, None], fixed, 0.0).to(torch.int64)
+    group = torch.arange(first_group, first_group + len(cut), device=cut.device)
+    return (fixed + draws(seed, group, group_size)) >> 16, minimum, extent
+
+
+def _seed_rows(seed, columns):
+    """Return the rows of `ranges` that have the seed of a copy, (2, columns) bfloat16."""
+    words = torch.zeros(groups.SEED_ROWS * columns, dtype=torch.int16, device=seed.device)
+    words[:4] = seed.view(torch.int16)
+    return words.view(groups.SEED_ROWS, columns).view(torch.bfloat16)
+
+
+def seed_of(ranges):
+    """Return the seed of a copy that is not uniform, (1,) int64, from the last rows of its ranges."""
+    words = ranges[-groups.SEED_ROWS :].contiguous().view(torch.int16).view(-1)
+    return words[:4].clone().view(torch.int64)
+
+
+def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, first_group):
+    """Return the values of samples of equal bits, (samples, features) float32.
+
+    Args:
+        packed: the packed codes.
+        ranges: the two numbers of each group, without the rows of the seed.
+        bits: the bits per element.
+        group_size: the number of elements in a group.
+        samples: the number of samples.
+        features: the number of elements of a sample.
+        kind: the kind of the copy.
+        seed: the seed of the copy; None if it is uniform.
+        first_group: the number of the first group.
+    """
+    codes = unpack(packed, bits, samples * features).view(samples, features)
+    cut, exists = _cut(codes.to(torch.float32), group_size)
+    minimum, extent = limits_of(ranges)
+    if kind != UNIFORM:
+        cut = cut.to(torch.int64)
+        groups_of = cut, exists, minimum, extent, seed, bits, first_group
+        return _reference(kind).restore_groups(*groups_of)[exists].view(samples, features)
+    part = cut * torch.tensor(1.0 / (2**bits - 1), dtype=torch.float32, device=cut.device)
+    values = minimum[:, None] + extent[:, None] * part
+    return values[exists].view(samples, features)
+
+
+def limits_of(ranges):
+    """Return the two numbers of each group, as two tensors, (groups,) float32.
+
+    These are the minimum and the range in a uniform copy, the mean and the scale in a rotated copy.
+
+    Args:
+        ranges: the ranges that `quantize` returned, (groups, 2 or 3) bfloat16.
+    """
+    bits = ranges.view(torch.int16).to(torch.int64) & 0xFFFF
+    minimum = bits[:, 0] << 16
+    if ranges.shape[1] == groups.FP32_MIN_COLUMNS:
+        minimum = minimum | bits[:, 2]
+    return _float(minimum), _float(bits[:, 1] << 16)
+
+
+def draws(seed, group, group_size):
+    """Return the random 16-bit numbers by which the elements of groups are rounded.
+
+    A group has a run of 32 Philox counters for every 256 elements (`sixteen_bit_draws`). The runs of all groups follow
+    one another, starting with counter 0.
+
+    Args:
+        seed: (1,) int64.
+        group: (groups,) int64, the numbers of the groups.
+        group_size: the number of elements in a group.
+
+    Returns:
+        (groups, group_size) int64 in [0, 2**16).
+    """
+    blocks = -(-group_size // _BLOCK)
+    run = group[:, None] * blocks + torch.arange(blocks, device=group.device)
+    found = sixteen_bit_draws(seed, 32 * run.flatten())
+    return found.view(len(group), blocks * _BLOCK)[:, :group_size]
+
+
+def _cut(rows, group_size):
+    """Cut samples into groups. Samples of fewer than 64 features are concatenated first.
+
+    Args:
+        rows: (samples, features).
+        group_size: the number of elements in a group.
+
+    Returns:
+        The elements, (groups, group_size), with shorter groups padded by zeros; and a bool mask of that shape, False
+        for padding.
+    """
+    features = rows.shape[1]
+    if features < groups.LEAST_FEATURES:
+        rows = rows.reshape(1, -1)
+        if not rows.numel():
+            rows = rows.reshape(0, 1)
+    return _cut_rows(rows, group_size)
+
+
+def _cut_rows(rows, group_size):
+    """Cut each row into groups, see `_cut`."""
+    length = rows.shape[1]
+    per_row = -(-length // group_size)
+    cut = torch.nn.functional.pad(rows, (0, per_row * group_size - length))
+    exists = torch.arange(per_row * group_size, device=rows.device) < length
+    shape = (rows.shape[0] * per_row, group_size)
+    return cut.reshape(shape), exists.expand(len(rows), -1).reshape(shape)
+
+
+def toward(x, limit):
+    """Round float32 numbers to bfloat16, down if `limit` is -inf and up if it is +inf. The result has dtype float32."""
+    bits = x.view(torch.int32).to(torch.int64) & _MASK32
+    cut = bits & 0xFFFF0000
+    away = (x < 0) if limit < 0 else (x > 0)  # truncation moves these away from the limit
+    moved = torch.where(away & (bits != cut), cut + 0x10000, cut)
+    return torch.where(x.isnan(), x, _float(moved))
+
+
+def _float(bits):
+    signed = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+    return signed.to(torch.int32).view(torch.float32)
+
+
+def _upper(x):
+    """Return the upper 16 bits of each float32, as int16."""
+    return (x.contiguous().view(torch.int32) >> 16).to(torch.int16)
+
+
+def _lower(x):
+    half = x.contiguous().view(torch.int32) & 0xFFFF
+    return torch.where(half >= 1 << 15, half - (1 << 16), half).to(torch.int16)

@@ -1,0 +1,39 @@
+"""Codecs compress saved tensors so that the error stays within a bound, all with one interface (docs/concepts/codecs.md).
+
+    payload = codec("quant").compress(tensor, bound)
+    values = codec("quant").decompress(payload)
+
+A *payload* is a compressed tensor. The bound limits the squared error of the values: on average or of each element, as
+the codec's docstring says. Each codec takes the place of a method in the paper AC-GC, section 5. This folder may import
+the other folders of `fewbit.runtime` except `activations`. A new codec is a new file here.
+"""
+
+from __future__ import annotations
+
+from fewbit.errors import InputError
+from fewbit.runtime.codecs.error_bounded import ErrorBounded, check_library
+from fewbit.runtime.codecs.jpeg import Jpeg
+from fewbit.runtime.codecs.payload import Codec, Payload
+from fewbit.runtime.codecs.quant import Quant
+from fewbit.runtime.codecs.zero_value import ZeroValue
+
+__all__ = ["CODECS", "DEFAULT", "Codec", "Payload", "check_codec", "codec"]
+
+CODECS: dict[str, Codec] = {
+    member.name: member for member in (Quant(), ZeroValue(), ErrorBounded(), Jpeg())
+}
+DEFAULT = "quant"
+"""The name of the default codec, the fastest by far (docs/concepts/codecs.md, "Measured")."""
+
+
+def codec(name: str) -> Codec:
+    """Return the codec named `name`. Raises InputError if there is none."""
+    if not isinstance(name, str) or name not in CODECS:
+        raise InputError(f"expected {', '.join(CODECS)} for a codec, got {name!r}")
+    return CODECS[name]
+
+
+def check_codec(name: str) -> None:
+    """Raise InputError if no codec is named `name`, or if the codec needs a package that is not installed."""
+    if isinstance(codec(name), ErrorBounded):
+        check_library()

@@ -1,0 +1,131 @@
+"""The codec `error-bounded`: prediction and entropy coding with a bound on every element's error.
+
+The method is that of AutoCuSZ in AC-GC, section 5. The codec calls the library SZ3 (Liang et al., IEEE TBD 2023)
+through the package imagecodecs.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from fewbit.extras import needed_for
+from fewbit.runtime.codecs.payload import (
+    Codec,
+    Payload,
+    exact,
+    largest,
+    left_over,
+    smaller,
+)
+
+SHARE = 1 - 2.0**-10
+"""The bound for an element's error that SZ3 gets, divided by the codec's own bound.
+
+It is below 1 because SZ3's errors can exceed SZ3's bound by a rounding in float32.
+"""
+LEAST = 2.0**-18
+"""The smallest useful bound on an element's error, divided by the tensor's largest magnitude.
+
+With a smaller bound, compression would not make the tensor smaller.
+"""
+MOST_DIMS = 4
+"""The largest number of dimensions that SZ3 takes."""
+
+
+class ErrorBounded(Codec):
+    """A codec that compresses with SZ3, a library for error-bounded compression.
+
+    The bound is on squared errors, so the error of each element is at most the square root of the bound. If each
+    channel has a bound of its own, that bound counts. The errors of all elements are checked after compressing. A
+    tensor that fails the check is saved exactly. SZ3 predicts each element and rounds the difference to nearest. Values
+    are therefore not exact in expectation, and a zero stays zero only if its prediction is zero. SZ3 runs on the host,
+    so tensors on GPUs are copied there and back. The codec needs `pip install 'fewbit[codecs]'`; without that package
+    it raises InputError. The seed is not used.
+    """
+
+    name = "error-bounded"
+
+    def _compress(self, x, limits, seed) -> Payload:
+        library = _library()
+        if not x.numel():
+            return exact(x)
+        magnitude = largest(x, len(limits) > 1)
+        most = left_over(limits, magnitude, x.dtype).sqrt()
+        if not bool((magnitude.isfinite() & (most > LEAST * magnitude)).all()):
+            return exact(x)
+        # With a step as long as the largest magnitude, all values become zero, so a longer step gains nothing.
+        steps = torch.where(magnitude > 0, torch.minimum(most, magnitude), 1.0).to(x.device)
+        scaled = _scaled(x, steps.reciprocal())
+        if not bool(scaled.isfinite().all()):
+            return exact(x)
+        array = scaled.reshape(_shape(x.shape)).cpu().numpy()
+        encoded = library.sz3_encode(array, mode=library.SZ3.MODE.ABS, abs=SHARE)
+        data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(x.device)
+        payload = smaller(x, (data, steps), Predicted(tuple(x.shape), x.dtype))
+        return payload if _holds(x, payload, limits) else exact(x)
+
+
+class Predicted(NamedTuple):
+    """The spec of a tensor that SZ3 compressed.
+
+    The payload's tensors are SZ3's output, 1-D uint8, and the steps, (1,) or (C,) float64. Before SZ3 compressed the
+    elements, they were divided by the step of the tensor or of their channel.
+
+    Attributes:
+        size: the size of the compressed tensor.
+        dtype: the dtype of the compressed tensor.
+    """
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    codec = ErrorBounded.name
+    count = 2
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return the decompressed values as a contiguous tensor. tensors: the payload's tensors."""
+        data, steps = tensors
+        as_numpy = torch.empty(0, dtype=_computed_in(self.dtype)).numpy().dtype
+        array = _library().sz3_decode(data.cpu().numpy().tobytes(), _shape(self.size), as_numpy)
+        scaled = torch.from_numpy(array).reshape(self.size).to(data.device)
+        return _scaled(scaled, steps).to(self.dtype)
+
+
+def check_library() -> None:
+    """Raise MissingPackageError if imagecodecs is not installed."""
+    _library()
+
+
+def _library():
+    with needed_for("the codec error-bounded"):
+        import imagecodecs
+    return imagecodecs
+
+
+def _holds(x, payload: Payload, limits) -> bool:
+    values = payload.spec.dequantize(payload.tensors)
+    return bool(
+        (_scaled((values.double() - x.double()).abs(), 1 / limits.sqrt().to(x.device)) <= 1).all()
+    )
+
+
+def _scaled(x, factors) -> torch.Tensor:
+    """Return x times one factor, or times a factor for each channel (dimension 1); contiguous, float32 or float64."""
+    factors = factors.to(_computed_in(x.dtype))
+    if len(factors) > 1:
+        factors = factors.view(-1, *(1,) * (x.dim() - 2))
+    return (x.to(factors.dtype) * factors).contiguous()
+
+
+def _computed_in(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _shape(size) -> tuple[int, ...]:
+    """Return a shape that SZ3 takes: `size` with the leading dimensions merged, so that 1 to 4 dimensions are left."""
+    size = tuple(size) or (1,)
+    if len(size) <= MOST_DIMS:
+        return size
+    return prod(size[: 1 - MOST_DIMS]), *size[1 - MOST_DIMS :]

@@ -1,0 +1,214 @@
+"""The codec `quant`: the group quantizer with as few bits as the bound allows (AutoQuant in AC-GC, section 5)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from fewbit.config import GROUP_SIZE, UNIFORM
+from fewbit.runtime.backends.reference_quantizer import limits_of
+from fewbit.runtime.codecs.payload import (
+    Codec,
+    Exact,
+    Payload,
+    codec_of,
+    left_over,
+    smaller,
+)
+from fewbit.runtime.codecs.payload import exact as exact_payload
+from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.distortion import BITS, largest_distortion
+from fewbit.runtime.ops import library, quantizer_ops
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
+
+FIRST_BITS = 4
+"""The number of bits that is tried first. The ranges, from which the final number follows, are the same for all."""
+
+
+class Quant(Codec):
+    """A codec that saves codes of 1 to 8 bits, with a minimum and a range for each group of 256 elements.
+
+    Values are exact in expectation (docs/concepts/quantizer.md). The bound limits the expected squared error, averaged over the
+    tensor. If channels have bounds of their own, the average is over each channel. Copies are uniform, so the bound holds
+    for any data: the variance of a rounding error is at most a quarter of the squared distance between the values of
+    neighboring codes. The host waits once for the ranges, to choose the fewest bits.
+    """
+
+    name = "quant"
+
+    def _compress(self, x, limits, seed) -> Payload:
+        return joined(x, pieces(x, limits, seed))
+
+
+class Piece(NamedTuple):
+    """The channels that are saved with the same number of bits.
+
+    Args:
+        channels: the numbers of the channels, or None for all channels.
+        x: the elements of these channels, with channels in dimension 0. If `channels` is None, the whole tensor in its
+            own shape.
+        payload: the compressed x.
+    """
+
+    channels: tuple[int, ...] | None
+    x: torch.Tensor
+    payload: Payload
+
+
+class ByChannel(NamedTuple):
+    """The spec of a tensor whose channels have different numbers of bits.
+
+    The payload's tensors are those of all pieces (`Piece`), one piece after the other.
+
+    Attributes:
+        parts: for each piece, the numbers of the channels and the spec of the piece's payload.
+        size: the size of the compressed tensor.
+        dtype: the dtype of the compressed tensor.
+    """
+
+    parts: tuple[tuple[tuple[int, ...], object], ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def codec(self) -> str:
+        """`quant+zvc` if some piece was saved without its zeros, else `quant`."""
+        codecs = {codec_of(spec) for _, spec in self.parts}
+        return "quant+zvc" if "quant+zvc" in codecs else Quant.name
+
+    @property
+    def count(self) -> int:
+        """The number of tensors of all pieces."""
+        return sum(spec.count for _, spec in self.parts)
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return the decompressed values as a contiguous tensor. tensors: the payload's tensors."""
+        values = torch.empty(self.size, dtype=self.dtype, device=tensors[0].device)
+        rows, rest = values.transpose(0, 1), tuple(tensors)
+        for channels, spec in self.parts:
+            index = torch.tensor(channels, device=values.device)
+            rows[index] = spec.dequantize(rest[: spec.count])
+            rest = rest[spec.count :]
+        return values
+
+
+def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> list[Piece]:
+    """Quantize a tensor in pieces, each with the fewest bits that keep the bound.
+
+    If each channel has its own bound, the channels that get the same number of bits are one piece. Otherwise the whole
+    tensor is one piece. If channels have fewer than 64 elements, groups contain several channels. The whole tensor is
+    then one piece, and the smallest bound holds for all channels.
+
+    Args:
+        x: any tensor that `Codec.compress` takes.
+        limits: the bounds on the squared error, (1,) or (C,) float64 on the CPU.
+        seed: the seed that `Codec.compress` got, or None.
+    """
+    if not x.numel():
+        return [Piece(None, x, exact_payload(x))]
+    seed = library.new_seed(x) if seed is None else seed
+    if len(limits) == 1 or x.numel() // x.shape[1] < groups.LEAST_FEATURES:
+        # A group contains several of such short channels, so the smallest bound has to hold for all channels.
+        return [_whole(x, limits.min(), seed)]
+    rows = x.transpose(0, 1).contiguous()
+    found = quantizer_ops.quantize(rows, seed, 1, GROUP_SIZE, _fp32_min(x))
+    widths = widths_for(found[1], rows.shape, limits, x.dtype)
+    result = []
+    for bits in sorted(set(widths)):
+        channels = tuple(channel for channel, width in enumerate(widths) if width == bits)
+        part = rows[list(channels)]
+        # With the same seed, two pieces would be rounded with the same random numbers.
+        own = seed + len(result)
+        payload = _quantized(part, own, bits, found[1].shape[1] == groups.FP32_MIN_COLUMNS)
+        result.append(Piece(channels, part, payload))
+    return result
+
+
+def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
+    """Return one payload of x from all of its pieces."""
+    if parts[0].channels is None:
+        return parts[0].payload
+    if all(isinstance(piece.payload.spec, Exact) for piece in parts):
+        return exact_payload(x)
+    specs = tuple((piece.channels, piece.payload.spec) for piece in parts)
+    tensors = tuple(tensor for piece in parts for tensor in piece.payload.tensors)
+    return smaller(x, tensors, ByChannel(specs, tuple(x.shape), x.dtype))
+
+
+def widths_for(ranges, size, limits, dtype) -> list[int]:
+    """Return the fewest bits, 1 to 8, that keep the expected squared error of each sample within the sample's limit.
+
+    The expected squared error of an element is at most range^2 times the `largest_distortion` of uniform copies, with the
+    range of its group.
+
+    Args:
+        ranges: the minimum and range of each group, from `quantizer_ops.quantize`.
+        size: the size of the quantized tensor. If there is more than one limit, each sample (slice along dimension 0)
+            must have 64 elements or more, so that no group contains elements of several samples.
+        limits: the bounds on the squared error: (samples,) float64, or (1,) to get one number of bits for all samples.
+        dtype: the dtype of the values.
+
+    Returns:
+        A list with the bits for each limit. An entry is 0 if 8 bits are not enough.
+    """
+    square, magnitude = _spread(ranges, size)
+    if len(limits) == 1:
+        square, magnitude = square.mean(0, keepdim=True), magnitude.amax(0, keepdim=True)
+    square, magnitude = torch.stack((square, magnitude)).cpu()
+    rest = left_over(limits, magnitude, dtype)
+    # The value of the largest code may exceed the largest element a little, and so exceed the dtype's maximum.
+    rest[magnitude > min(torch.finfo(kind).max for kind in (dtype, torch.float32))] = 0
+    return [_bits(*sample) for sample in zip(square.tolist(), rest.tolist(), strict=True)]
+
+
+def _bits(square: float, limit: float) -> int:
+    """Return the bits for a sample whose mean range^2 is `square`; 0 if 8 are not enough or a range is not finite."""
+    if not (math.isfinite(square) and limit > 0):
+        return 0
+    fits = (bits for bits in BITS if square * largest_distortion(UNIFORM, bits) <= limit)
+    return next(fits, 0)
+
+
+def _spread(ranges, size):
+    """Return the mean of range^2 over each sample's elements, and each sample's largest magnitude: two float64 vectors.
+
+    If samples have fewer than 64 elements, the whole tensor counts as one sample.
+    """
+    samples, features = groups.samples_of(size)
+    if features < groups.LEAST_FEATURES:
+        samples, features = 1, samples * features
+    minimum, extent = (column.double().view(samples, -1) for column in limits_of(ranges))
+    length = torch.full_like(minimum[0], GROUP_SIZE)
+    length[-1] = features - (len(length) - 1) * GROUP_SIZE
+    square = (extent.square() * length).sum(1) / features
+    return square, torch.maximum(minimum.abs(), (minimum + extent).abs()).amax(1)
+
+
+def _whole(x, limit, seed) -> Piece:
+    packed, ranges = quantizer_ops.quantize(x, seed, FIRST_BITS, GROUP_SIZE, _fp32_min(x))
+    (bits,) = widths_for(ranges, x.shape, limit.reshape(1), x.dtype)
+    if bits != FIRST_BITS:
+        return Piece(None, x, _quantized(x, seed, bits, ranges.shape[1] == groups.FP32_MIN_COLUMNS))
+    return Piece(None, x, smaller(x, (packed, ranges), _spec(x, bits)))
+
+
+def _quantized(x, seed, bits: int, fp32_min: bool) -> Payload:
+    if not bits:
+        return exact_payload(x)
+    tensors = quantizer_ops.quantize(x, seed, bits, GROUP_SIZE, fp32_min)
+    return smaller(x, tensors, _spec(x, bits))
+
+
+def _spec(x, bits: int) -> QuantizedTensorSpec:
+    stride = tuple(layout.by_sample_stride(x))
+    return QuantizedTensorSpec(bits, GROUP_SIZE, tuple(x.shape), stride, x.dtype)
+
+
+def _fp32_min(x) -> bool | None:
+    """Return whether groups get float32 minimums: True on a GPU, and None elsewhere, so that `quantize` decides.
+
+    On a GPU, the host would have to wait to learn whether x needs float32 minimums.
+    """
+    return True if x.is_cuda else None

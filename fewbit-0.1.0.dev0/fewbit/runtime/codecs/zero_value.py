@@ -1,0 +1,94 @@
+"""The codec `quant+zvc`: the codec `quant` without the codes of zeros (AutoQuantZ in AC-GC, section 5)."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from fewbit.runtime import backends
+from fewbit.runtime.codecs.payload import Codec, Payload
+from fewbit.runtime.codecs.quant import Piece, joined, pieces
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.encoding import packed_words
+from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
+from fewbit.runtime.saved import offload
+
+
+class ZeroValue(Codec):
+    """A codec that saves a mask, with one bit for each element, and codes only for elements that are not zero.
+
+    Values are those of `quant` with the same seed, except that zeros are exactly zero, so the bound holds as for
+    `quant`. If leaving out zeros would not make the payload smaller, the payload is that of `quant`. The size depends
+    on the data, so the host waits for the device twice.
+    """
+
+    name = "quant+zvc"
+
+    def _compress(self, x, limits, seed) -> Payload:
+        return joined(x, [_without_zeros(piece) for piece in pieces(x, limits, seed)])
+
+
+class Sparse(NamedTuple):
+    """The spec of a tensor that is saved without its zeros.
+
+    The payload's tensors are the packed mask, in which a zero has bit 0 and any other element bit 1; the packed codes
+    of the elements with bit 1; and the ranges of the groups.
+
+    Args:
+        inner: the spec that `quant` gives the tensor.
+        nonzero: the number of saved codes.
+    """
+
+    inner: QuantizedTensorSpec
+    nonzero: int
+    codec = ZeroValue.name
+    count = 3
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The size of the values."""
+        return self.inner.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self.inner.dtype
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return values with the size and strides of the compressed tensor. tensors: the payload's tensors."""
+        mask, packed, ranges = tensors
+        backend, inner, n = backends.of(packed), self.inner, prod(self.inner.size)
+        is_saved = backend.unpack(mask, 1, n).bool()
+        codes = torch.zeros(n, dtype=torch.uint8, device=packed.device)
+        codes[is_saved] = backend.unpack(packed, inner.bits, self.nonzero)
+        place = inner.bits, inner.group_size, inner.size, inner.stride
+        packed = backend.pack(codes, inner.bits)
+        values = quantizer_ops.dequantize(packed, ranges, *place, inner.dtype)
+        # All values are finite, so a product with 0 is 0; masked_fill_ takes thirty times as long. Adding 0 turns -0
+        # into +0.
+        layout.storage_order(values).mul_(is_saved).add_(0)
+        return values
+
+
+def _without_zeros(piece: Piece) -> Piece:
+    tensors, spec = piece.payload
+    if not isinstance(spec, QuantizedTensorSpec):
+        return piece
+    packed, ranges = tensors
+    x, backend = piece.x, backends.of(packed)
+    source = layout.storage_order(x if layout.is_by_sample(x) else x.contiguous())
+    place = spec.bits, spec.group_size, spec.size, spec.stride
+    values = quantizer_ops.dequantize(packed, ranges, *place, torch.float32)
+    is_saved = (source != 0) & (layout.storage_order(values) != 0)
+    nonzero = int(is_saved.sum())
+    words = packed_words(len(source), 1) + packed_words(nonzero, spec.bits)
+    if words >= len(packed):
+        return piece
+    codes = backend.unpack(packed, spec.bits, len(source))[is_saved]
+    mask = backend.pack(is_saved.to(torch.uint8), 1)
+    saved = mask, backend.pack(codes, spec.bits), ranges
+    offload.mark(*saved)
+    return piece._replace(payload=Payload(saved, Sparse(spec, nonzero)))

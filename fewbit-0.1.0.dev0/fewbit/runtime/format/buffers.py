@@ -1,0 +1,175 @@
+"""Checks of the tensors that backends get: dense, on one device, of the right dtype and size.
+
+The compiled kernels make the same checks of their buffers (csrc/bindings/entry.h), with the same messages.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.config import UNIFORM
+from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.encoding import packed_words
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the elements of a tensor fill a contiguous part of its storage without overlap or gap."""
+    if not layout.is_dense(tensor):
+        raise ValueError(
+            f"expected a dense tensor, got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}"
+        )
+
+
+def seed_on(device: torch.device, seed: int | torch.Tensor) -> torch.Tensor:
+    """Return a seed as a tensor on a device, (1,) int64. A seed that is a tensor is there already."""
+    if isinstance(seed, torch.Tensor):
+        return seed
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+class Entry:
+    """The checks of the tensors in a call of one function of a backend.
+
+    Args:
+        name: The name of the function, for messages.
+        like: The tensor whose device all other tensors must have.
+    """
+
+    def __init__(self, name: str, like: torch.Tensor):
+        self.name = name
+        self.device = like.device
+
+    def check(self, name: str, tensor, count: int, dtype, is_least: bool = False) -> None:
+        """Raise ValueError unless a tensor is dense, on the device of `like`, and of the given dtype and element count.
+
+        Args:
+            name: The name of the argument, for the message.
+            tensor: The tensor. None is an error.
+            count: The number of elements that the tensor must have, or the least number if `is_least` is True.
+            dtype: The dtype that the tensor must have.
+            is_least: Whether the tensor may have more elements.
+        """
+        if tensor is not None:
+            check_dense(tensor)
+            enough = tensor.numel() >= count if is_least else tensor.numel() == count
+            if enough and tensor.dtype == dtype and tensor.device == self.device:
+                return
+        more = " or more" if is_least else ""
+        expected = f"{count} {_name(dtype)}{more}{_place(self.device)}"
+        raise ValueError(f"{self.name}: {name}: expected {expected}, got {_described(tensor)}")
+
+    def check_numbers(self, name: str, tensor) -> None:
+        """Raise ValueError unless a tensor is dense, on the device of `like`, and of a dtype in FLOATING."""
+        if tensor.dtype not in FLOATING:
+            raise ValueError(
+                f"{self.name}: {name}: expected float32, float64, float16 or bfloat16, got {_described(tensor)}"
+            )
+        self.check(name, tensor, tensor.numel(), tensor.dtype)
+
+    def check_seed(self, seed, is_drawn: bool = True) -> None:
+        """Raise ValueError if a seed is missing or of the wrong size or dtype, or if a seed is given but not needed.
+
+        Args:
+            seed: (1,) int64, or None.
+            is_drawn: Whether codes are drawn at random, so that a seed is needed.
+        """
+        if is_drawn:
+            self.check("seed", seed, 1, torch.int64)
+        elif seed is not None:
+            raise ValueError(
+                f"{self.name}: seed: expected none, as the table is not unbiased, got {_described(seed)}"
+            )
+
+    def check_packed(self, packed, n: int, bits: int) -> None:
+        """Raise ValueError unless `packed` is int32 with the number of words that n codes of `bits` bits need."""
+        check_bits(bits)
+        self.check("packed", packed, packed_words(n, bits), torch.int32)
+
+    def check_copy(self, packed, ranges, bits, group_size, shape, widths, kind=UNIFORM) -> None:
+        """Raise ValueError unless packed codes and ranges have the sizes that a tensor of the given shape needs.
+
+        Args:
+            packed: The packed codes.
+            ranges: The two numbers of each group.
+            bits: The bits per element of all samples, unless `widths` is given.
+            group_size: The number of elements in a group.
+            shape: The shape of the quantized tensor.
+            widths: (N,) uint8, the bits per element of each sample, or None. With widths, `packed` and `ranges` may be
+                larger than needed.
+            kind: The kind of the copy, one of `fewbit.config.KINDS`.
+        """
+        samples, features = groups.samples_of(shape)
+        if ranges.dim() != 2 or ranges.shape[1] not in (
+            groups.FP32_MIN_COLUMNS - 1,
+            groups.FP32_MIN_COLUMNS,
+        ):
+            raise ValueError(
+                f"{self.name}: ranges: expected 2 or 3 columns, got shape {tuple(ranges.shape)}"
+            )
+        if widths is None:
+            check_bits(bits)
+            words = packed_words(samples * features, bits)
+            rows = groups.group_count(samples, features, group_size)
+        else:
+            words, rows = self.check_widths(widths, samples, features, group_size)
+        rows += groups.seed_rows(kind)
+        is_mixed = widths is not None
+        self.check("packed", packed, words, torch.int32, is_mixed)
+        self.check("ranges", ranges, rows * ranges.shape[1], torch.bfloat16, is_mixed)
+
+    def check_mask(self, mask, n: int, affine, kind: str) -> None:
+        """Raise ValueError unless `mask` has 1 bit for each of n elements, and may be given.
+
+        A mask must not be given for a uniform copy, nor together with an affine map.
+        """
+        if affine is not None:
+            raise ValueError(f"{self.name}: scale, shift: expected none with a mask, got one")
+        if kind == UNIFORM:
+            raise ValueError(
+                f"{self.name}: mask: expected None for uniform copies, got {_described(mask)}"
+            )
+        self.check("mask", mask, packed_words(n, 1), torch.int32)
+
+    def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:
+        """Return the number of int32 words that the samples' codes need, and the number of groups.
+
+        Each sample has the bits per element that `widths` says. Raises ValueError unless these are 1 to 8.
+        """
+        self.check("widths", widths, samples, torch.uint8)
+        widths = widths.tolist()
+        for bits in widths:
+            check_bits(bits)
+        counts = [widths.count(bits) for bits in range(1, 9)]
+        rows = sum(groups.group_count(count, features, group_size) for count in counts)
+        return groups.mixed_words(widths, features), rows
+
+    def check_grid(self, grid, bits: int) -> None:
+        """Raise ValueError unless `grid`, which says what fixed-point codes stand for, is float32 with 7 rows."""
+        check_bits(bits)
+        if grid.dim() != 2 or len(grid) != 7:
+            raise ValueError(
+                f"{self.name}: grid: expected 7 rows of float32, got {_described(grid)}"
+            )
+        self.check("grid", grid, grid.numel(), torch.float32)
+
+
+def check_bits(bits: int) -> None:
+    """Raise ValueError unless `bits` is from 1 to 8."""
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits: expected 1 to 8, got {bits}")
+
+
+def _described(tensor) -> str:
+    if tensor is None:
+        return "none"
+    return f"{tensor.numel()} {_name(tensor.dtype)}{_place(tensor.device)}"
+
+
+def _name(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _place(device) -> str:
+    return " on the CPU" if device.type == "cpu" else f" on {device}"

@@ -1,0 +1,240 @@
+"""Encodings: the constants of a table with which every backend computes, made once for each table.
+
+Nothing here needs torch. A table replaces the derivative f' of an activation by a step function q. The *breaks* are the
+points at which q changes, the *pieces* are the intervals between breaks, and the *levels* are the values of q. The
+*code* that is saved for an input x is the Gray code of the number of the level q(x).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from fewbit.config import BLOCK
+from fewbit.errors import TableError
+from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.table import Knots, Table, round_breaks
+
+
+def packed_words(n: int, bits: int) -> int:
+    """Return the number of int32 words for n codes of that many bits.
+
+    Blocks of 32 codes are packed as bit-planes: each word holds one bit of each of the 32 codes.
+    """
+    return bits * ((n + BLOCK - 1) // BLOCK)
+
+
+def gray(index):
+    """Return the Gray code of a level's number, an int or an array. Codes of neighboring levels differ in one bit."""
+    return index ^ (index >> 1)
+
+
+class Draw(NamedTuple):
+    """The constants from which codes of an unbiased table are drawn at random (docs/reference/table_schema.md), all float32.
+
+    An unbiased table replaces f' by a piecewise linear function. An input x gets one of the two levels around the
+    function's value at x, at random, so that the mean is this value.
+
+    Args:
+        points: (n,), the corners of the piecewise linear function, for comparisons: x lies right of corner j if
+            x > points[j]. A corner that belongs to the interval on its right is therefore replaced by the next lower
+            number.
+        origins: (n,), the corners themselves. From corner j to corner j + 1, the function's value is
+            values[j] + (x - origins[j]) * slopes[j].
+        values: (n,), the values of the function at the corners.
+        slopes: (n-1,), the slopes of the function between the corners.
+        levels: (K,), the levels, ascending.
+        inverse_gaps: (K-1,), the reciprocal distance from each level to the next.
+    """
+
+    points: np.ndarray
+    origins: np.ndarray
+    values: np.ndarray
+    slopes: np.ndarray
+    levels: np.ndarray
+    inverse_gaps: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Encoding:
+    """A table in the form with which backends compute.
+
+    The code of x starts as `initial`, the code of the first piece. For every break j that x is beyond, that is,
+    `not (x <= breaks[j])`, the code is XORed with `flips[j]`. NaN is therefore beyond every break. The value q(x) is
+    ``lut[code]``.
+
+    Args:
+        bits: the bits of a code.
+        levels: (K,) float64, the K values of q.
+        breaks: (M-1,) float64, ascending, the breaks between the M pieces.
+        codes: (M,) int64, the number of the level of each piece, from 0 to K-1.
+        closed: for each break, "right" if the piece on its left contains it, as in (a, b], or "left" if the piece on
+            its right does, as in [b, c).
+        knots: for an unbiased table, the corners of the piecewise linear function that is the mean of the randomly
+            drawn levels; else None.
+    """
+
+    bits: int
+    levels: np.ndarray
+    breaks: np.ndarray
+    codes: np.ndarray
+    closed: tuple[str, ...]
+    knots: Knots | None = None
+
+    @classmethod
+    def of(cls, table: Table) -> Encoding:
+        """Return the encoding of a table. Tables with the same levels, pieces and knots get the same object.
+
+        Raises:
+            TableError: The objective is "shared". No layer has the shared random numbers of such a table.
+        """
+        if table.objective == "shared":
+            raise TableError("objective: expected mse, unbiased or minimax for a layer, got shared")
+        return Encoding.parse(_text(table))
+
+    @classmethod
+    def parse(cls, text: str) -> Encoding:
+        """Return the encoding whose property `text` is the given text. Raises TableError if there is none."""
+        return _parse(text)
+
+    @cached_property
+    def text(self) -> str:
+        """The encoding as one line of JSON. Ops take it as an argument, and an exported program contains it."""
+        return _text(self)
+
+    def __reduce__(self):
+        return Encoding.parse, (self.text,)
+
+    # -- what backends read -------------------------------------------------------------------------------
+
+    @cached_property
+    def unbiased(self) -> bool:
+        """True if codes are drawn at random, which needs a seed."""
+        return self.knots is not None
+
+    @cached_property
+    def is_step_at_zero(self) -> bool:
+        """True if, for inputs of 16 and 32 bits, code and value are always 0 for x <= 0 and 1 for x > 0."""
+        if self.unbiased or self.breaks32.tolist() != [0.0]:
+            return False
+        return self.levels.tolist() == [0.0, 1.0] and self.codes.tolist() == [0, 1]
+
+    @cached_property
+    def initial(self) -> int:
+        """The code of the first piece, below all breaks."""
+        return int(gray(self.codes[0]))
+
+    @cached_property
+    def breaks64(self) -> np.ndarray:
+        """The breaks for float64 inputs, (M-1,) float64, all finite.
+
+        An input x is beyond a break if x > break. A break that belongs to the piece on its right is therefore replaced
+        by the next lower number.
+        """
+        return _strict(self.breaks, self.closed)
+
+    @cached_property
+    def flips(self) -> np.ndarray:
+        """The bits of the code that change at each break, (M-1,) uint8."""
+        codes = gray(self.codes)
+        return (codes[1:] ^ codes[:-1]).astype(np.uint8)
+
+    @cached_property
+    def breaks32(self) -> np.ndarray:
+        """The breaks for inputs of 16 and 32 bits, (M-1,) float32, all finite.
+
+        As in `breaks64`, an input x is beyond a break if x > break.
+        """
+        return _strict(round_breaks(self.breaks, self.closed), self.closed)
+
+    @cached_property
+    def lut64(self) -> np.ndarray:
+        """The level of each code, (2**bits,) float64; 0 for codes that do not occur."""
+        lut = np.zeros(1 << self.bits)
+        lut[gray(np.arange(len(self.levels)))] = self.levels
+        return lut
+
+    @cached_property
+    def lut32(self) -> np.ndarray:
+        """The level of each code, rounded to nearest, (2**bits,) float32."""
+        return self.lut64.astype(np.float32)
+
+    @cached_property
+    def draw(self) -> Draw | None:
+        """The constants from which codes are drawn at random; None unless the table is unbiased."""
+        if self.knots is None:
+            return None
+        points = round_breaks(self.knots.points, self.knots.closed)
+        return Draw(
+            points=_strict(points, self.knots.closed),
+            origins=points,
+            values=self.knots.values.astype(np.float32),
+            slopes=self.knots.slopes.astype(np.float32),
+            levels=self.levels.astype(np.float32),
+            inverse_gaps=(1.0 / np.diff(self.levels)).astype(np.float32),
+        )
+
+
+def _strict(limits: np.ndarray, closed) -> np.ndarray:
+    """Return breaks adjusted so that x is beyond a break if x > break, whichever piece contains the break.
+
+    A break that is closed "left" belongs to the piece on its right, and is replaced by the next lower number. A break
+    that would become -inf is replaced by the lowest finite number, which no activation reaches.
+
+    Args:
+        limits: (m,) float32 or float64, the breaks.
+        closed: for each break, "right" or "left", see `Encoding`.
+    """
+    left = np.array([side == "left" for side in closed], bool)
+    with np.errstate(over="ignore"):
+        below = np.nextafter(limits, limits.dtype.type(-np.inf))
+    return np.maximum(np.where(left, below, limits), np.finfo(limits.dtype).min)
+
+
+def _text(source) -> str:
+    document = {
+        # A table without error may have fewer levels than the user asked for. Its codes then have fewer bits.
+        "bits": max(1, (len(source.levels) - 1).bit_length()),
+        "levels": source.levels.tolist(),
+        "breaks": source.breaks.tolist(),
+        "codes": source.codes.tolist(),
+    }
+    if "left" in source.closed:
+        document["closed"] = list(source.closed)
+    if source.knots is not None:
+        document["knots"] = source.knots.document()
+    return json.dumps(document, separators=(",", ":"))
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> Encoding:
+    try:
+        document = json.loads(text)
+        breaks = np.array(document["breaks"], np.float64)
+        knots = document.get("knots")
+        encoding = Encoding(
+            bits=int(document["bits"]),
+            levels=np.array(document["levels"], np.float64),
+            breaks=breaks,
+            codes=np.array(document["codes"], np.int64),
+            closed=tuple(document.get("closed", ("right",) * len(breaks))),
+            knots=None if knots is None else Knots(**knots),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise TableError(
+            f"expected the text of a table's encoding, got {text[:60]!r}: {error}"
+        ) from None
+    for array in (encoding.levels, encoding.breaks, encoding.codes):
+        array.setflags(write=False)
+    return encoding
+
+
+@constant
+def mask_text(factor: float) -> str:
+    """Return the text of an encoding (see `Encoding.parse`) that packs a 0/1 mask and decodes it as 0 and `factor`."""
+    document = {"bits": 1, "levels": [0.0, factor], "breaks": [0.5], "codes": [0, 1]}
+    return json.dumps(document, separators=(",", ":"))

@@ -1,0 +1,101 @@
+"""The groups that a tensor is cut into, and the bytes of the tensor's quantized copy (docs/concepts/quantizer.md).
+
+A *group* is a run of elements that are quantized together. A *sample* is a slice along dimension 0. Samples of 64
+features or more are cut into groups one by one. Shorter samples are concatenated, and groups run across them. Nothing
+here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from fewbit.config import BLOCK, GROUP_SIZE, ROTATED, UNIFORM
+from fewbit.runtime.format.encoding import packed_words
+
+LEAST_FEATURES = 64
+"""The least number of features with which each sample is cut into groups of its own."""
+FP32_MIN_COLUMNS = 3
+"""The number of columns of `ranges` if minimums are float32.
+
+The columns are the upper half of the minimum, the range, and the lower half of the minimum. If minimums are bfloat16,
+there are 2 columns.
+"""
+LEAST_ELEMENTS = 1024
+"""Tensors of functions and of checkpointed regions with fewer elements stay exact."""
+SEED_ROWS = 2
+"""The number of rows at the end of `ranges` that have the copy's seed, unless the copy is uniform."""
+STEPS = 8
+"""Minimums are float32 if a tensor's range is below this many distances between bfloat16 numbers at the minimum."""
+
+
+def samples_of(shape) -> tuple[int, int]:
+    """Return (number of samples, features of a sample) of a tensor of the given shape."""
+    n = shape[0] if len(shape) else 1
+    return n, prod(shape[1:])
+
+
+def seed_rows(kind: str) -> int:
+    """Return the number of rows of `ranges` that have a copy's seed."""
+    return 0 if kind == UNIFORM else SEED_ROWS
+
+
+def group_count(samples: int, features: int, group_size: int) -> int:
+    """Return the number of groups if all samples have the same number of bits per element."""
+    if features >= LEAST_FEATURES:
+        return samples * -(-features // group_size)
+    return -(-(samples * features) // group_size)
+
+
+def most_groups(samples: int, features: int, group_size: int) -> int:
+    """Return the largest possible number of groups if different samples may have different bits per element.
+
+    A group that runs across short samples ends where the number of bits changes.
+    """
+    if features >= LEAST_FEATURES:
+        return group_count(samples, features, group_size)
+    return group_count(samples, features, group_size) + min(8, samples) - (samples > 0)
+
+
+def mixed_words(widths: Iterable[int], features: int) -> int:
+    """Return the number of int32 words that samples take if sample n has widths[n] bits per element.
+
+    The codes of all samples that have the same number of bits are packed together, and padded once to whole words.
+    """
+    counts = [0] * 9
+    for width in widths:
+        counts[width] += 1
+    return sum(packed_words(count * features, bits) for bits, count in enumerate(counts))
+
+
+def words_of_total(total: int, features: int) -> int:
+    """Return a number of int32 words that suffices for samples whose bits per element add up to `total`.
+
+    The number suffices however the bits are divided among the samples. The codes of all samples that have the same
+    number of bits are packed together, and padded once to a whole block of 32 codes. A block of b-bit codes has b
+    words, so padding adds at most 1 + 2 + ... + 8 = 36 words.
+    """
+    return -(-total * features // BLOCK) + sum(range(1, 9))
+
+
+def quantized_bytes(
+    shape,
+    bits: int,
+    group_size: int = GROUP_SIZE,
+    fp32_min: bool = False,
+    kind: str = ROTATED,
+) -> int:
+    """Return the bytes of the quantized copy of a tensor.
+
+    The codes of n elements take 4 * bits * ceil(n / 32) bytes. Each group takes 4 bytes, or 6 with float32 minimums. The
+    seed takes as much as two groups; uniform copies have none.
+    """
+    samples, features = samples_of(shape)
+    groups = group_count(samples, features, group_size) + seed_rows(kind)
+    return 4 * packed_words(samples * features, bits) + (6 if fp32_min else 4) * groups
+
+
+def fp32_min_bytes(ranges) -> int:
+    """Return the bytes by which `ranges`, (groups, 2 or 3), would grow if the minimums became float32."""
+    count, columns = ranges.shape
+    return 2 * count * (FP32_MIN_COLUMNS - columns)

@@ -1,0 +1,303 @@
+"""Storage order: the order of a tensor's elements in memory, in which they are numbered, packed and rounded at random.
+
+A tensor is *dense* if its elements fill a contiguous part of its storage, as those of contiguous and channels-last
+tensors and of their transposes do. Only dense tensors have a storage order.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """Return whether the elements of x fill a contiguous part of the storage of x."""
+    # While a graph is traced, empty_like may give a dense tensor with dimensions of size 1 other strides.
+    if torch.compiler.is_compiling():
+        return x.is_contiguous() or are_dense(x.shape, x.stride())
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return are_dense(x.shape, x.stride())  # the strides of one example, not of the batch
+    return x.is_contiguous() or _are_dense(x.shape, x.stride())
+
+
+def are_dense(shape, stride) -> bool:
+    """Return whether a tensor of the given shape and strides is dense. A tensor without elements is dense."""
+    if 0 in shape:
+        return True
+    step = 1
+    for dim in reversed(outermost_first(shape, stride)):
+        if shape[dim] != 1 and stride[dim] != step:
+            return False
+        step *= shape[dim]
+    return True
+
+
+# The tensors of one model have few different shapes and strides, and each is checked several times.
+_remembered = lru_cache(maxsize=4096)(are_dense)
+
+
+def _are_dense(shape, stride) -> bool:
+    try:
+        return _remembered(shape, stride)
+    except TypeError:  # sizes of traced graphs that vary have no hash
+        return are_dense(shape, stride)
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x if it is dense, else its contiguous copy. The storage order of the copy is x's logical order."""
+    return x if is_dense(x) else x.contiguous()
+
+
+def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of `dense(x)`.
+
+    If x is contiguous, the result is `contiguous_stride`, whatever strides x has in dimensions of size 0 and 1.
+    """
+    whole = contiguous_stride(x.shape)
+    return whole if x.is_contiguous() or not is_dense(x) else _stride(x)
+
+
+def is_regular(x: torch.Tensor) -> bool:
+    """Return whether every pointwise function of torch returns a result with x's strides.
+
+    If x has dimensions of size 0 or 1, or gaps between its elements, the strides of the result depend on the function.
+    """
+    shape, stride = x.shape, x.stride()
+    if stride == contiguous_stride(shape):
+        return True
+    if 0 in shape or not is_dense(x):
+        return False
+    if 1 not in shape:
+        return True
+    if len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1:
+        return False
+    return stride == _channels_last_stride(shape)
+
+
+def result_stride(x: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides that torch's pointwise functions give their result for x; None if x is empty or not dense.
+
+    torch replaces the strides of dimensions of size 1 if x is contiguous or channels-last, and keeps them otherwise.
+    torch's clamps (`torch_functions.OTHER_STRIDES`) do not follow this rule.
+    """
+    if x.is_contiguous():
+        stride = contiguous_stride(x.shape)
+        return stride if x.numel() or stride == x.stride() else None
+    if not is_dense(x):
+        return None
+    return _channels_last_stride(x.shape) if _is_channels_last(x) else x.stride()
+
+
+def _is_channels_last(x) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _channels_last_stride(shape) -> tuple[int, ...]:
+    _, channels, height, width = shape
+    return channels * height * width, 1, channels * width, channels
+
+
+def is_by_sample(x: torch.Tensor) -> bool:
+    """Return whether x is dense and its samples (dimension 0) are outermost in storage."""
+    if x.is_contiguous():
+        return True
+    if not is_dense(x):
+        return False
+    return x.shape[0] <= 1 or x.stride(0) * x.shape[0] == x.numel()
+
+
+def is_part(x: torch.Tensor) -> bool:
+    """Return whether x keeps a storage alive that has more bytes than the elements of x.
+
+    The repeated elements of an expanded dimension are all counted as elements of x.
+    """
+    return x.untyped_storage().nbytes() > x.numel() * x.element_size()
+
+
+def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the order of dimensions in which x is contiguous; None if x is not dense, or if `is_by_sample(x)`."""
+    if is_by_sample(x) or not is_dense(x):
+        return None
+    return tuple(outermost_first(x.shape, x.stride()))
+
+
+def outermost_first(shape, stride) -> list[int]:
+    """Return the dimensions of a dense tensor of the given shape and strides in storage order, the outermost first."""
+    order = []
+    # An insertion sort, because torch.compile traces comparisons of symbolic strides but breaks the graph at sorted().
+    for dim in range(len(shape)):
+        place = len(order)
+        while place and _lies_inside(stride, shape, order[place - 1], dim):
+            place -= 1
+        order.insert(place, dim)
+    return order
+
+
+def _lies_inside(stride, shape, a: int, b: int) -> bool:
+    """Return whether dimension a has the smaller stride, or the same stride as b and the smaller size."""
+    if stride[a] == stride[b]:
+        return shape[a] < shape[b]
+    return stride[a] < stride[b]
+
+
+def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of x if `is_by_sample(x)`, else the strides of its contiguous copy."""
+    return _stride(x) if is_by_sample(x) else contiguous_stride(x.shape)
+
+
+def _stride(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a dense x. While a compiler traces, compute them as products of the sizes of x.
+
+    If the traced program contained `x.stride()` with symbolic sizes, the compiler would look up the strides only when
+    it compiles the graph. By then it may have removed the operations that gave x the strides at tracing time.
+    """
+    if not torch.compiler.is_compiling():
+        return x.stride()
+    if x.is_contiguous():
+        return contiguous_stride(x.shape)
+    stride, step = [0] * x.dim(), 1
+    for dim in reversed(outermost_first(x.shape, x.stride())):
+        stride[dim] = step
+        step *= x.shape[dim]
+    return tuple(stride)
+
+
+def unviewed(y: torch.Tensor) -> torch.Tensor:
+    """Return y, or a tensor with the memory and strides of y that is no view.
+
+    torch forbids writing in place to a view that an autograd Function returns.
+    """
+    if torch.compiler.is_compiling() or not y._is_view():
+        return y
+    result = torch.ops.aten._unsafe_view(y, y.shape)
+    if result.stride() == y.stride():
+        return result
+    # _unsafe_view chooses other strides for dimensions of size 1.
+    return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
+
+
+def storage_order(x: torch.Tensor) -> torch.Tensor:
+    """Return a 1-D view of the elements of a dense x in storage order."""
+    return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
+
+
+def check_vectors(vectors, inner: int, n: int) -> int:
+    """Check vectors whose entries each belong to many elements of a tensor.
+
+    Element number e of the tensor, in storage order, has entry (e div inner) mod (number of entries).
+
+    Args:
+        vectors: 1-D contiguous float32 tensors of one length, or None; at least one is a tensor.
+        inner: the number of consecutive elements with the same entry.
+        n: the number of elements, a multiple of entries * inner.
+
+    Returns:
+        The number of entries.
+
+    Raises:
+        ValueError: for other arguments.
+    """
+    lengths = []
+    for vector in vectors:
+        if vector is None:
+            continue
+        if vector.dtype != torch.float32 or vector.dim() != 1 or not vector.is_contiguous():
+            raise ValueError(
+                f"expected 1-D contiguous float32 vectors, got {vector.dim()}-D {vector.dtype}"
+            )
+        lengths.append(vector.numel())
+    if len(set(lengths)) != 1:
+        raise ValueError(f"expected vectors of one length, got lengths {sorted(lengths)}")
+    entries = lengths[0]
+    if n and (inner < 1 or not entries or n % (entries * inner)):
+        raise ValueError(
+            f"expected entries * inner to divide the number of elements, {n}, got {entries} * {inner}"
+        )
+    return entries
+
+
+def is_broadcast_scalar(x: torch.Tensor) -> bool:
+    """Return whether all elements of x are the same element of storage, as in the gradient of a sum."""
+    return not x.is_contiguous() and not any(x.stride())
+
+
+def contiguous_stride(shape) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of the given shape. Sizes may be symbolic."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def has_stride(x: torch.Tensor, stride) -> bool:
+    """Return whether x has the given strides, apart from dimensions of size 1, whose strides mean nothing."""
+    return x.stride() == stride or all(
+        size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), stride, strict=True)
+    )
+
+
+def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
+    """Return x if it has the given strides, else a copy that has them.
+
+    The strides must be those of a dense tensor of the shape of x.
+    """
+    if has_stride(x, stride):
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def with_stride(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
+    """Return x with exactly the given strides: x itself, a view of it, or a copy.
+
+    An op that packs or unpacks in storage order gets the strides as an argument. In a compiled graph, the strides of
+    the op's input may differ from those at tracing time (docs/concepts/runtime.md, "Strides").
+
+    Args:
+        x: A tensor of any strides.
+        stride: The strides of a dense tensor of x's shape.
+        by_sample: Whether dimension 0 must be outermost in storage.
+
+    Raises:
+        ValueError: If no dense tensor of x's shape has those strides.
+    """
+    shape, stride = tuple(x.shape), tuple(stride)
+    check_stride(shape, stride, by_sample)
+    x = bring_to(x, stride)
+    # Strides of dimensions of size 1 mean nothing, but is_dense compares them.
+    return x if x.stride() == stride else x.as_strided(shape, stride)
+
+
+def check_stride(shape, stride, by_sample: bool = False) -> None:
+    """Raise ValueError unless a dense tensor of the given shape can have the given strides.
+
+    Args:
+        shape: The shape of the tensor.
+        stride: The strides.
+        by_sample: Whether dimension 0 must be outermost in storage.
+    """
+    n = math.prod(shape)
+    fits = len(stride) == len(shape) and are_dense(shape, stride)
+    if fits and by_sample and n and shape and shape[0] > 1:
+        fits = stride[0] * shape[0] == n
+    if not fits:
+        which = "a dense tensor, samples outermost," if by_sample else "a dense tensor"
+        raise ValueError(
+            f"stride: expected those of {which} of shape {tuple(shape)}, got {tuple(stride)}"
+        )
+
+
+def overlaps(x: torch.Tensor) -> bool:
+    """Return whether two elements of x may share a place in storage, so that writing to x has no defined result."""
+    if x.numel() <= 1 or is_dense(x):
+        return False
+    # The stride of a dimension must be larger than the span of all dimensions with smaller strides.
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False

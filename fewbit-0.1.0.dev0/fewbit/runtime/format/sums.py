@@ -1,0 +1,23 @@
+"""A gradient as a matrix, and sums over it: the gradients of biases and of norms' weights are such sums."""
+
+from __future__ import annotations
+
+from math import prod
+
+
+def rows(x):
+    """Return x as a matrix: all dimensions but the last are merged into one. Sizes of 0 are allowed."""
+    if x.dim() == 2:
+        return x
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def over_rows(x, dims: int = 1):
+    """Return the sum of x over all dimensions except the last `dims`."""
+    leading = list(range(x.dim() - dims))
+    return x.sum(leading) if leading else x
+
+
+def over_channels(x):
+    """Return the sum of x over all dimensions but dimension 1, the channels."""
+    return x.sum([dim for dim in range(x.dim()) if dim != 1])

@@ -1,0 +1,130 @@
+"""The indices of max-pooling, saved as positions within windows.
+
+For each element of its result, torch's max-pooling returns an int64: the flat index of the maximum in the input plane.
+The place of the element in the result determines the window, so a layer saves only the position within the window, a
+number below the window's size.
+
+For a window that is all -inf, some of torch's kernels for channels-last tensors return an index outside the window,
+which has no position. `Windows.positions` and `Windows.indices` therefore clamp, and the index of such a window becomes
+some index in the plane.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+
+class Windows(NamedTuple):
+    """The windows of one input plane. Every field has one entry for each spatial dimension.
+
+    Args:
+        size: the size of the plane.
+        out: the size of the result: the number of windows.
+        extent: the number of elements of the longest window.
+        dilation: the distance between neighboring elements of a window.
+        stride, padding: the stride and padding of fixed windows; None for adaptive windows, whose places follow from
+            `size` and `out`.
+    """
+
+    size: tuple[int, ...]
+    out: tuple[int, ...]
+    extent: tuple[int, ...]
+    dilation: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    padding: tuple[int, ...] | None
+
+    @classmethod
+    def fixed(cls, size, out, kernel, stride, padding, dilation) -> Windows:
+        """Return the windows of a MaxPool layer with these settings."""
+        return cls(size, out, kernel, dilation, stride, padding)
+
+    @classmethod
+    def adaptive(cls, size, out) -> Windows:
+        """Return the windows of an AdaptiveMaxPool layer.
+
+        Along a dimension, window o goes from floor(o * size / out) up to ceil((o + 1) * size / out).
+        """
+        extent = tuple(map(_longest, size, out))
+        return cls(size, out, extent, (1,) * len(size), None, None)
+
+    @property
+    def count(self) -> int:
+        """The number of positions in a window."""
+        return prod(self.extent)
+
+    def positions(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the position of each maximum within its window, counted row by row.
+
+        Args:
+            indices: the indices that torch's max-pooling returned, (..., *out) int64.
+
+        Returns:
+            int32 or int64 of the same shape, from 0 to `count` - 1.
+        """
+        if prod(self.size) < 1 << 31:
+            indices = indices.to(torch.int32)
+        position, scale, rest = 0, 1, indices
+        for dim in reversed(range(len(self.size))):
+            at = rest
+            if dim:
+                rest = torch.div(at, self.size[dim], rounding_mode="trunc")
+                at = at - rest * self.size[dim]
+            place = at - self._starts(dim, indices)
+            if self.dilation[dim] != 1:
+                place = torch.div(place, self.dilation[dim], rounding_mode="trunc")
+            position = position + place * scale
+            scale *= self.extent[dim]
+        return position.clamp(0, self.count - 1)
+
+    def indices(self, positions: torch.Tensor, size, stride) -> torch.Tensor:
+        """Return the indices that torch's max-pooling would return.
+
+        Args:
+            positions: (n,) integers, in storage order of the result.
+            size: the size of the result.
+            stride: the strides of the result.
+
+        Returns:
+            int64 of that size and stride.
+        """
+        table, first = self._tables(positions)
+        found = table.index_select(0, positions.to(torch.int32))
+        return found.as_strided(size, stride).add_(first).clamp_(0, prod(self.size) - 1)
+
+    def only(self, size, device) -> torch.Tensor:
+        """Return torch's indices for windows of one element each, which need no positions: int64 of the given size."""
+        first = self._tables(torch.empty(0, device=device))[1]
+        return first.expand(size).contiguous()
+
+    def _starts(self, dim: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the start of each window along a dimension, which broadcasts to (..., *out)."""
+        starts = torch.arange(self.out[dim], device=like.device)
+        if self.stride is None:
+            starts = torch.div(starts * self.size[dim], self.out[dim], rounding_mode="trunc")
+        else:
+            starts = starts * self.stride[dim] - self.padding[dim]
+        after = len(self.out) - 1 - dim
+        return starts.to(like.dtype).view(-1, *[1] * after)
+
+    def _tables(self, like) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two int64 tensors that map positions to indices.
+
+        The first, (count,), has the number that each position adds to the index of the window's start. The second,
+        (*out), has the index of each window's start.
+        """
+        table = first = torch.zeros((), dtype=torch.int64, device=like.device)
+        for dim in range(len(self.size)):
+            after = len(self.size) - 1 - dim
+            step = prod(self.size[dim + 1 :])
+            place = torch.arange(self.extent[dim], device=like.device) * self.dilation[dim]
+            table = table + (place * step).view(-1, *[1] * after)
+            first = first + self._starts(dim, table) * step
+        return table.reshape(-1), first
+
+
+def _longest(size: int, out: int) -> int:
+    """Return the number of elements of the longest of `out` adaptive windows along a dimension of the given size."""
+    return max([1, *(-(-(o + 1) * size // out) - o * size // out for o in range(out))])

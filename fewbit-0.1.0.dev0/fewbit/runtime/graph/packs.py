@@ -1,0 +1,127 @@
+"""Packs: small tensors that autograd nodes have saved, and that are quantized together.
+
+A recurrent layer saves small tensors at each step. If each had a copy of its own, most of the time would be spent on calls of
+kernels, and on a GPU most of the memory on the allocator's smallest blocks. The tensors of one pack have the same rule, dtype
+and shape except for the size of dimension 0, along which they are concatenated. So rows have the groups, and the errors, that
+they would have in a copy of a single tensor, and the steps of packed sequences, whose batches become smaller, have one pack.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fewbit.runtime.format import layout
+from fewbit.runtime.graph.rules import Rule
+from fewbit.runtime.interop.autograd_graph import SavedArgument, was_changed
+from fewbit.runtime.interop.cuda_streams import hold_for_stream, stream_of
+from fewbit.runtime.quantizers.spec import SavedTensors
+
+LEAST_ELEMENTS = 16
+"""Tensors of fewer elements stay exact."""
+MOST_ELEMENTS = 1 << 13
+"""Tensors of more elements get copies of their own."""
+PACK_ELEMENTS = 1 << 16
+"""A pack of this many elements is full. So many elements are restored at once in the backward pass."""
+
+
+class Member(NamedTuple):
+    """A tensor of a pack.
+
+    Attributes:
+        argument: the saved tensor.
+        tensor: the saved tensor with its dimensions in storage order.
+        order: the permutation that brings the dimensions back; None if they are in order.
+    """
+
+    argument: SavedArgument
+    tensor: torch.Tensor
+    order: tuple[int, ...] | None
+
+
+class Pack:
+    """Saved tensors that are to be quantized together.
+
+    Args:
+        rule: the rule for all of them.
+        settings: the `GraphSettings` for all of them.
+    """
+
+    def __init__(self, rule: Rule, settings):
+        self.rule, self.settings = rule, settings
+        self.arguments: list[SavedArgument] = []
+        self._size = 0
+
+    def add(self, argument: SavedArgument) -> None:
+        """Add a saved tensor."""
+        self.arguments.append(argument)
+        self._size += argument.tensor.numel()
+
+    @property
+    def is_full(self) -> bool:
+        """True if the pack has enough elements to be quantized."""
+        return self._size >= PACK_ELEMENTS
+
+    def count(self, exact: set[int]) -> int:
+        """Return the number of elements of tensors whose storages are not in `exact`."""
+        return sum(x.tensor.numel() for x in self.arguments if _storage(x.tensor) not in exact)
+
+    def members(self, exact: set[int]) -> list[Member]:
+        """Return the tensors to quantize.
+
+        Left out are tensors whose storages are in `exact`, tensors that were changed in place since they were added, for
+        which torch raises an error in the backward pass, and tensors that a backward pass has freed.
+        """
+        members = []
+        for argument in self.arguments:
+            x = argument.tensor.detach()
+            if _storage(x) in exact or was_changed(argument.node, argument.name, (argument.raw,)):
+                continue
+            order = layout.storage_permutation(x)
+            if order is None:
+                members.append(Member(argument, x, None))
+            else:
+                back = tuple(order.index(dim) for dim in range(x.dim()))
+                members.append(Member(argument, x.permute(order), back))
+        return members
+
+
+class PackedCopy:
+    """The copy of a pack, from which its members are restored in the backward pass.
+
+    All members are restored when the first is needed, and are freed after each was needed once.
+
+    Args:
+        copy: the copy of the concatenated members.
+        count: the number of members.
+    """
+
+    def __init__(self, copy: SavedTensors, count: int):
+        self._copy, self._count = copy, count
+        self._values, self._left = None, 0
+
+    def member(self, start: int, end: int, order: tuple[int, ...] | None) -> torch.Tensor:
+        """Return an approximation of the member in the rows from `start` to `end`, its dimensions permuted by `order`."""
+        values = self._values
+        if values is None:
+            hold_for_stream(self._copy.tensors)
+            values = self._values = self._copy.spec.dequantize(self._copy.tensors)
+            self._left = self._count
+        self._left -= 1
+        if self._left <= 0:
+            self._values = None
+        hold_for_stream((values,))
+        rows = values[start:end]
+        return rows if order is None else rows.permute(order)
+
+
+def key_of(x: torch.Tensor, rule: Rule, settings: int) -> tuple:
+    """Return what tensors must have in common to be in one pack. `settings` is the id of their settings."""
+    order = layout.storage_permutation(x)
+    shape = x.shape if order is None else [x.shape[dim] for dim in order]
+    return rule, settings, tuple(shape[1:]), order, x.dtype, x.device, stream_of(x)
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata

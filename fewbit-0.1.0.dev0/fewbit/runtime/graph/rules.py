@@ -1,0 +1,385 @@
+"""The rules by which saved tensors of torch's autograd nodes are compressed.
+
+A rule belongs to one argument of one kind of node. If it says `is_exact`, the gradient stays the same to the bit. If it
+does not, the mean of the gradient over the random rounding is the exact gradient, as long as the node's other arguments
+are exact or rounded independently. There is no rule for arguments on which the gradient depends in any other
+way, such as divisors, logarithms and the log-sum-exp of attention. They stay exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fewbit.config import ROTATED, UNIFORM
+from fewbit.runtime.format.buffers import FLOATING
+from fewbit.runtime.quantizers import integers
+from fewbit.runtime.quantizers.spec import SavedTensors
+
+
+class Settings(NamedTuple):
+    """The settings by which the rules quantize a tensor.
+
+    Args:
+        quantize: a function (tensor, bits, kind) that returns a copy as SavedTensors.
+        kind: the kind of copies that the user has chosen, or None.
+        bits: the bits per element of tensors in which the gradient is linear.
+        derivative_bits: the bits per element of derivatives.
+    """
+
+    quantize: Callable[[torch.Tensor, int, str], SavedTensors]
+    kind: str | None
+    bits: int
+    derivative_bits: int
+
+
+class Rule:
+    """The compression of one saved argument of an autograd node.
+
+    Attributes:
+        is_exact: whether the compression loses nothing. Otherwise the mean of the gradient over the random rounding is
+            exact.
+        takes_constants: whether tensors that need no gradient are compressed as well.
+    """
+
+    is_exact = False
+    takes_constants = False
+
+    def bits(self, x: torch.Tensor, settings: Settings) -> int:
+        """Return the bits per element of the copy of x, without the numbers of groups."""
+        raise NotImplementedError
+
+    def compress(self, x: torch.Tensor, settings: Settings) -> SavedTensors | None:
+        """Return the copy of x, or None if this rule does not apply to x, for example because of its dtype."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Linear(Rule):
+    """The gradient is linear in the argument, so an unbiased copy gives an unbiased gradient.
+
+    Attributes:
+        usual: the kind of the copy unless the user chooses one.
+    """
+
+    usual: str = ROTATED
+    takes_constants: bool = False
+
+    def bits(self, x, settings):
+        """Return the bits per element of the copy."""
+        return settings.bits
+
+    def compress(self, x, settings):
+        """Return a quantized copy."""
+        if x.dtype not in FLOATING:
+            return None
+        return settings.quantize(x, settings.bits, settings.kind or self.usual)
+
+
+@dataclass(frozen=True)
+class Exponential(Linear):
+    """The argument is a result of exp, in which the gradient is linear. It is quantized if no element is above 1.
+
+    Then it is a decay, or exp of differences from a maximum, as in softmax. Most elements of a group are close to 0,
+    which a uniform copy restores almost exactly. If elements may be large, the copies of small elements next to them have
+    errors that make gradients useless, for example in exp(x) / (1 + exp(x)). On a GPU the argument stays as it is,
+    because the host would have to wait for the largest element.
+    """
+
+    usual: str = UNIFORM
+
+    def compress(self, x, settings):
+        """Return a quantized copy, or None if an element is above 1 or no number."""
+        is_small = not x.is_cuda and x.dtype in FLOATING and bool((x <= 1).all())
+        return super().compress(x, settings) if is_small else None
+
+
+@dataclass(frozen=True)
+class Derivative(Rule):
+    """The gradient is linear in a function of the argument, a derivative. The derivative is quantized.
+
+    The backward pass gets an argument whose derivative is the quantized one. Copies are uniform, so that no derivative
+    leaves the interval between the least and the greatest derivative of its group.
+
+    Attributes:
+        derivative: the function.
+        inverse: a function that returns an argument for a derivative.
+    """
+
+    derivative: Callable
+    inverse: Callable
+
+    def bits(self, x, settings):
+        """Return the bits per element of the copy."""
+        return settings.derivative_bits
+
+    def compress(self, x, settings):
+        """Return a quantized copy of the derivative."""
+        if x.dtype not in FLOATING:
+            return None
+        derivative = self.derivative(x.to(torch.promote_types(x.dtype, torch.float32)))
+        tensors, spec, _ = settings.quantize(derivative, settings.derivative_bits, UNIFORM)
+        return SavedTensors(tensors, _InverseSpec(spec, self.inverse, x.dtype))
+
+
+class OneBit(Rule):
+    """The base class of rules that save one bit per element and lose nothing."""
+
+    is_exact = True
+
+    def bits(self, x, settings):
+        """Return the bits per element of the copy."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Mask(OneBit):
+    """The argument is a mask of bools."""
+
+    def compress(self, x, settings):
+        """Return the packed mask."""
+        if x.dtype is not torch.bool:
+            return None
+        tensors, spec, _ = integers.pack(x, 2)
+        return SavedTensors(tensors, _CastSpec(spec, torch.bool))
+
+
+@dataclass(frozen=True)
+class TwoValued(OneBit):
+    """The argument has two values, 0 and a positive number, as the factor by which dropout multiplies.
+
+    A tensor on a GPU stays as it is, because the host would have to wait for its largest element.
+    """
+
+    def compress(self, x, settings):
+        """Return a packed bit for each element, or None if there are other values."""
+        if x.is_cuda or x.dtype not in FLOATING:
+            return None
+        value = x.amax()
+        if not ((x == 0) | (x == value)).all():
+            return None
+        tensors, spec, _ = integers.pack(x != 0, 2)
+        return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, value.item(), 0.0))
+
+
+@dataclass(frozen=True)
+class Positive(OneBit):
+    """The gradient depends on the signs of the argument alone, as that of ReLU depends on the signs of its result."""
+
+    def compress(self, x, settings):
+        """Return the packed signs."""
+        tensors, spec, _ = integers.pack(x > 0, 2)
+        return SavedTensors(tensors, _CastSpec(spec, x.dtype))
+
+
+@dataclass(frozen=True)
+class Inside(OneBit):
+    """The gradient depends only on which elements are in an interval, as that of torch.clamp does.
+
+    Attributes:
+        least: the lower end of the interval, which belongs to it; None if there is none.
+        greatest: the upper end, in the same form. One of the two ends is given.
+    """
+
+    least: float | None
+    greatest: float | None
+
+    def compress(self, x, settings):
+        """Return a packed bit for each element."""
+        is_inside = torch.ones_like(x, dtype=torch.bool) if self.least is None else x >= self.least
+        if self.greatest is not None:
+            is_inside &= x <= self.greatest
+        tensors, spec, _ = integers.pack(is_inside, 2)
+        inside = self.greatest if self.least is None else self.least
+        return SavedTensors(
+            tensors, _ChoiceSpec(spec, x.dtype, inside, math.nan)
+        )  # NaN is in no interval
+
+
+@dataclass(frozen=True)
+class Index(Rule):
+    """The argument has indices, int64, which are saved in the narrowest dtype that holds them.
+
+    Indices on a GPU stay as they are, because the host would have to wait for their largest value.
+    """
+
+    is_exact = True
+
+    def bits(self, x, settings):
+        """Return the bits per element of the copy."""
+        return 16
+
+    def compress(self, x, settings):
+        """Return the narrowed indices."""
+        if x.dtype is not torch.int64 or x.is_cuda:
+            return None
+        least, greatest = x.aminmax()
+        if least < 0 or integers.dtype_of(int(greatest) + 1) is x.dtype:
+            return None
+        return integers.narrow(x, int(greatest) + 1)
+
+
+@dataclass(frozen=True)
+class Size(Rule):
+    """The gradient depends on the size of the argument alone."""
+
+    is_exact = True
+
+    def bits(self, x, settings):
+        """Return the bits per element of the copy."""
+        return 0
+
+    def compress(self, x, settings):
+        """Return a copy without tensors."""
+        return SavedTensors((), _SizeSpec(tuple(x.shape), x.dtype, x.device))
+
+
+class _CastSpec(NamedTuple):
+    """The spec of integers that are restored in another dtype."""
+
+    inner: integers.PackedIntegersSpec
+    dtype: torch.dtype
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return the integers in `dtype`."""
+        return self.inner.dequantize(tensors).to(self.dtype)
+
+
+class _ChoiceSpec(NamedTuple):
+    """The spec of bools that are restored as one of two numbers."""
+
+    inner: integers.PackedIntegersSpec
+    dtype: torch.dtype
+    one: float
+    zero: float
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return `one` for the bools that are true, and `zero` for the others."""
+        flags = self.inner.dequantize(tensors).bool()
+        values = torch.full_like(flags, self.zero, dtype=self.dtype)
+        return values.masked_fill_(flags, self.one)
+
+
+class _InverseSpec(NamedTuple):
+    """The spec of a derivative, from which an argument with that derivative is restored."""
+
+    inner: NamedTuple
+    inverse: Callable
+    dtype: torch.dtype
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return an argument that has the quantized derivative."""
+        return self.inverse(self.inner.dequantize(tensors)).to(self.dtype)
+
+
+class _SizeSpec(NamedTuple):
+    """The spec of a tensor of which only the size matters."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return zeros of this size, without memory for them."""
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.size)
+
+
+def _sigmoid_of_derivative(derivative):
+    """Return the value s <= 1/2 of a sigmoid for its derivative s (1 - s), which is at most 1/4."""
+    return 2 * derivative / (1 + (1 - 4 * derivative).clamp(min=0).sqrt())
+
+
+def _tanh_of_derivative(derivative):
+    """Return the value t >= 0 of a tanh for its derivative 1 - t^2."""
+    return (1 - derivative).clamp(min=0).sqrt()
+
+
+LINEAR = Linear()
+NAMED = Linear(takes_constants=True)
+"""The rule for tensors of autograd Functions that the user names. The forward of a Function computes without gradients, so
+its own results need none."""
+EXPONENTIAL = Exponential()
+SIGMOID = Derivative(lambda s: s * (1 - s), _sigmoid_of_derivative)
+TANH = Derivative(lambda t: 1 - t * t, _tanh_of_derivative)
+MASK, POSITIVE, INDEX, SIZE = Mask(), Positive(), Index(), Size()
+TWO_VALUED = TwoValued()
+"""The rule for a factor of a product that needs no gradient."""
+
+_ARGUMENTS = {
+    LINEAR: (
+        "Mul: self other, Mm: self mat2, Bmm: self mat2, Addmm: mat1 mat2, Baddbmm: batch1 batch2, Addbmm: batch1 batch2, "
+        "Mv: self vec, Dot: self tensor, Addmv: mat vec, Addr: vec1 vec2, Linear: input weight, Trilinear: i1 i2 i3, "
+        "Convolution: input, GroupedMm: self mat2, Addcmul: tensor1 tensor2, Addcdiv: tensor1, Div: self, Var: self, "
+        "VarMean: self, Std: self"
+    ),
+    EXPONENTIAL: "Exp: result",
+    SIGMOID: "Sigmoid: result",
+    TANH: "Tanh: result",
+    MASK: (
+        "Where: condition, MaskedFill: mask, MaskedScatter: mask, MaskedSelect: mask, NativeDropout: result1, "
+        "FakeQuantizePerTensorAffineCachemask: mask, FakeQuantizePerTensorAffineCachemaskTensorQparams: mask, "
+        "FakeQuantizePerChannelAffineCachemask: mask, FusedMovingAvgObsFqHelper: mask"
+    ),
+    POSITIVE: "Relu: result",
+    INDEX: (
+        "Gather: index, Index: indices, IndexSelect: index, IndexAdd: index, IndexPut: indices, Scatter: index, "
+        "ScatterAdd: index, Embedding: indices, Sort: indices, Topk: indices"
+    ),
+    SIZE: "Gather: self, MaskedSelect: self, IndexAdd: source",
+}
+"""{rule: the arguments that it holds for, as "node: arguments". A node stands for all overloads: "Mul" for MulBackward0.}"""
+
+
+def _by_argument() -> dict[tuple[str, str], Rule]:
+    found = {}
+    for rule, text in _ARGUMENTS.items():
+        for entry in text.split(", "):
+            node, _, names = entry.partition(": ")
+            found |= dict.fromkeys(((node, name) for name in names.split()), rule)
+    return found
+
+
+RULES = _by_argument()
+"""{(node without "Backward<number>", argument): rule}."""
+
+
+def is_matrix_product(node) -> bool:
+    """Return whether an autograd node is that of a product of two matrices, or of two batches of matrices."""
+    return node.name() in ("MmBackward0", "BmmBackward0")
+
+
+_POINTWISE = "MulBackward", "DivBackward", "AddcmulBackward", "AddcdivBackward"
+
+
+def is_broadcast(node, x: torch.Tensor) -> bool:
+    """Return whether x is a factor that is repeated along the result, such as a temperature or a row's deviation.
+
+    Each of its elements changes many elements of the gradient, and a copy of it would save little.
+    """
+    return node.name().startswith(_POINTWISE) and [*x.shape] != [*node._input_metadata[0].shape]
+
+
+def rule_of(node, argument: str) -> Rule | None:
+    """Return the rule for an argument that an autograd node has saved; None if the argument has to stay exact.
+
+    Args:
+        node: the node.
+        argument: the argument's name.
+    """
+    name, _, number = node.name().partition("Backward")
+    if not number.isdigit():
+        return None
+    if (name, argument) == ("Pow", "self"):
+        # The derivative of x^2 is linear in x; that of other powers is not.
+        exponent = getattr(node, "_saved_exponent", None)
+        return LINEAR if isinstance(exponent, int | float) and exponent == 2 else None
+    if (name, argument) in (("Clamp", "self"), ("ClampMin", "self"), ("ClampMax", "self")):
+        ends = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
+        # Ends may be tensors too.
+        are_numbers = all(end is None or isinstance(end, int | float) for end in ends)
+        return Inside(*ends) if are_numbers and ends != (None, None) else None
+    return RULES.get((name, argument))

@@ -1,0 +1,42 @@
+"""torch's autocast inside autograd Functions."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from fewbit.runtime.interop.interrupts import undo_after
+
+_NOTHING = nullcontext()
+
+
+def as_torch_casts():
+    """Return a context manager within which torch's functions cast their inputs for autocast, but without a cache.
+
+    autocast's cache holds cast weights. A weight that is cast inside an autograd Function has no autograd graph. If
+    other layers got this cast weight from the cache, the parameter would get no gradient from these layers.
+    fewbit's layers do not save cast weights: their backward passes cast the parameters again.
+    """
+    # A compiler traces the casts, and its partitioner chooses the tensors to save.
+    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+        return _NOTHING
+    return _uncached()
+
+
+@contextmanager
+def _uncached():
+    before = torch.is_autocast_cache_enabled()
+    with undo_after(lambda: torch.set_autocast_cache_enabled(before)):
+        torch.set_autocast_cache_enabled(False)
+        yield
+
+
+def in_float32(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return x, converted to float32 if autocast is on for CUDA and x is a CUDA tensor of 16 bits.
+
+    Autocast converts the inputs of some functions in this way on CUDA, but not on the CPU.
+    """
+    if x is not None and x.is_cuda and x.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
+        return x.to(torch.float32)
+    return x

@@ -1,0 +1,210 @@
+"""Read the autograd graph of a forward pass, and change how its nodes hold the tensors that they saved.
+
+torch documents the attributes `_saved_<argument>` of autograd nodes. The attributes `_raw_saved_<argument>`, whose values
+accept saved-tensor hooks, and the nodes' sequence numbers are private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+_PREFIX = "_raw_saved_"
+COPIES = frozenset(
+    f"{name}Backward0"
+    for name in "ToCopy T Transpose View UnsafeView Permute Unsqueeze Squeeze Expand Slice Select Alias Clone".split()
+)
+"""Names of the autograd nodes between a parameter and a copy or view of it: autocast copies it in another dtype."""
+_LEADS_TO_LEAF = "fewbit_leads_to_leaf"
+"""The key in an autograd node's metadata under which `_leads_to_leaf` stores its answer."""
+_arguments = {}  # {type of a node: names of the arguments that the node saves}
+
+
+class SavedArgument(NamedTuple):
+    """A tensor that an autograd node of torch has saved.
+
+    Attributes:
+        node: the node.
+        name: the name of the argument, such as "other". It is "tensors" for all tensors of an autograd Function.
+        number: the position of the tensor among the tensors of this name, from 0.
+        raw: torch's SavedTensor.
+        tensor: the tensor, or None if other hooks hold it.
+        needs_grad: whether the tensor is a result of the node, or needs a gradient.
+        is_computed: whether the tensor is a result of the node, or `is_computed` is true for it.
+        meter: the `Metered` object that holds the tensor while a meter counts saved bytes, else None.
+    """
+
+    node: object
+    name: str
+    number: int
+    raw: object
+    tensor: torch.Tensor | None
+    needs_grad: bool
+    is_computed: bool
+    meter: Metered | None
+
+
+class Metered:
+    """The base class of objects that autograd holds in place of a saved tensor while a meter counts saved bytes.
+
+    Attributes:
+        tensor: the saved tensor, detached.
+        needs_grad: whether the tensor needed a gradient.
+        is_computed: whether `is_computed` was true for it.
+    """
+
+    tensor: torch.Tensor
+    needs_grad: bool
+    is_computed: bool
+
+    def replace(self, tensors: Iterable[torch.Tensor], restore: Callable) -> None:
+        """Hold a copy in place of the saved tensor.
+
+        Args:
+            tensors: the tensors of the copy.
+            restore: a function of one argument, which it ignores. It computes from the copy the tensor that the backward
+                pass gets.
+        """
+        raise NotImplementedError
+
+
+def next_sequence_number() -> int:
+    """Return the sequence number that this thread gives to the next autograd node that it makes."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def nodes_of(tensors: Iterable[torch.Tensor]) -> list:
+    """Return the autograd nodes that have made these tensors."""
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+
+
+def nodes_since(nodes: Iterable, start: int, seen: set) -> tuple[list, list]:
+    """Return the autograd nodes behind some nodes that this thread has made since `start`.
+
+    Args:
+        nodes: autograd nodes.
+        start: a sequence number.
+        seen: nodes to leave out, together with the nodes before them. Nodes that are found are added to this set.
+
+    Returns:
+        (the nodes since `start`, the earlier nodes to which these lead directly).
+    """
+    found, earlier, waiting = [], [], [*nodes]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        if node._sequence_nr() < start:
+            earlier.append(node)
+            continue
+        seen.add(node)
+        found.append(node)
+        waiting += [before for before, _ in node.next_functions if before is not None]
+    return found, earlier
+
+
+def function_of(node) -> type | None:
+    """Return the autograd Function that has made a node; None for nodes of torch's operations."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def count_of_saved(node) -> int | None:
+    """Return the number of tensors that the node of an autograd Function has saved, with those that are None.
+
+    If a backward pass has freed the tensors, the result is None.
+    """
+    try:
+        return len(node._raw_saved_tensors)
+    except RuntimeError:
+        return None
+
+
+def saved_by(node) -> Iterator[SavedArgument]:
+    """Yield the tensors that an autograd node has saved. A list of tensors yields each of its members.
+
+    A tensor that was changed in place since is left out, because torch will raise an error in the backward pass.
+    """
+    kind = type(node)
+    if kind not in _arguments:
+        names = [name for name in dir(kind) if name.startswith(_PREFIX)]
+        _arguments[kind] = [name.removeprefix(_PREFIX) for name in names]
+    for name in _arguments[kind]:
+        try:
+            saved = getattr(node, _PREFIX + name)
+        except RuntimeError:  # a backward pass has freed the node's tensors
+            return
+        members = saved if isinstance(saved, tuple | list) else (saved,)
+        if was_changed(node, name, members):
+            continue
+        for number, raw in enumerate(members):
+            data = getattr(raw, "data", None)
+            has_hooks = getattr(raw, "unpack_hook", None) is not None
+            is_own = name.startswith("result")  # torch saves a node's own results detached
+            if isinstance(data, torch.Tensor) and not has_hooks:
+                needs_grad, computed = data.requires_grad, is_computed(data)
+                yield SavedArgument(
+                    node, name, number, raw, data, is_own or needs_grad, is_own or computed, None
+                )
+            elif isinstance(data, Metered):
+                needs_grad, computed = data.needs_grad, data.is_computed
+                yield SavedArgument(
+                    node,
+                    name,
+                    number,
+                    raw,
+                    data.tensor,
+                    is_own or needs_grad,
+                    is_own or computed,
+                    data,
+                )
+            elif data is not None:
+                yield SavedArgument(node, name, number, raw, None, False, False, None)
+
+
+def was_changed(node, name: str, members) -> bool:
+    """Return whether a saved tensor was changed in place, or was freed. torch checks this when the tensor is read.
+
+    Args:
+        node: the autograd node.
+        name: the name of the argument.
+        members: torch's SavedTensors of this name.
+    """
+    if any(getattr(raw, "unpack_hook", None) is not None for raw in members):
+        return False  # to read it would call the hook
+    try:
+        # Nodes of autograd Functions have no "_saved_tensors".
+        getattr(node, "saved_tensors" if name == "tensors" else f"_saved_{name}", None)
+    except RuntimeError:
+        return True
+    return False
+
+
+def is_computed(x: torch.Tensor) -> bool:
+    """Return whether x needs a gradient, and is neither a leaf, such as a parameter, nor a copy or view of a leaf."""
+    return not (x.grad_fn is None or _leads_to_leaf(x.grad_fn))
+
+
+def ends_at_leaves(node) -> bool:
+    """Return whether the gradients that a node computes are those of leaves, or of copies and views of leaves."""
+    return all(before is None or _leads_to_leaf(before) for before, _ in node.next_functions)
+
+
+def _leads_to_leaf(node) -> bool:
+    """Return whether a node is a leaf's, or a copy or view leads from it to a leaf.
+
+    Every copy and view on the way stores the answer, so that each of them is visited once.
+    """
+    passed = []
+    while node.name() in COPIES and node.next_functions[0][0] is not None:
+        if _LEADS_TO_LEAF in node.metadata:
+            answer = node.metadata[_LEADS_TO_LEAF]
+            break
+        passed.append(node)
+        node = node.next_functions[0][0]
+    else:
+        answer = hasattr(node, "variable")
+    for each in passed:
+        each.metadata[_LEADS_TO_LEAF] = answer
+    return answer

@@ -1,0 +1,121 @@
+"""Within some modules, switch off the compression of functions, or change the settings of this compression.
+
+`fewbit/convert/functions.py` compresses functions that modules call, such as `torch.nn.functional.gelu`. The *mode* of
+a module says what happens to such calls within the module. True: functions stay torch's own. False: functions are
+compressed with the model's settings. Anything else is the module's own settings.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fewbit.runtime.interop.interrupts import undo_after
+
+
+class _Stack(threading.local):
+    """The modes of the modules that run in this thread, the innermost module last.
+
+    The tuple `modes` is replaced, never modified, so that an earlier tuple can be restored.
+    """
+
+    def __init__(self):
+        self.modes = ()
+
+
+_stack = _Stack()
+
+
+def bypass():
+    """Return a context manager within which functions stay torch's own, as they do if a model is in evaluation mode."""
+    return nullcontext() if torch.compiler.is_compiling() else _bypass()
+
+
+@contextmanager
+def _bypass():
+    before = _stack.modes
+    with undo_after(lambda: restore_modes(before)):
+        _stack.modes = (*before, True)
+        yield
+
+
+def current_mode():
+    """Return the mode of the innermost running module; False if no module with a mode runs."""
+    return _stack.modes[-1] if _stack.modes else False
+
+
+def modes() -> tuple:
+    """Return the modes of all running modules, for `restore_modes`."""
+    return _stack.modes
+
+
+def clear() -> None:
+    """Forget all modes. This is called when a model's forward pass begins.
+
+    The modes of modules that contain the model do not apply within the model.
+    """
+    _stack.modes = ()
+
+
+def restore_modes(before: tuple) -> None:
+    """Set the modes to `before`, an earlier result of `modes`. This is called when the call of a module ends."""
+    _stack.modes = before
+
+
+class ReplacingMode(TorchFunctionMode):
+    """The base of fewbit's function modes, by which `run_outside` recognizes them.
+
+    Attributes:
+        is_region: whether the mode watches a checkpointed region. Then `run_layer(function, args, kwargs)` calls the forward
+            of a layer of fewbit outside of the mode.
+    """
+
+    is_region = False
+
+
+def run_outside(function, *args, **kwargs):
+    """Return function(*args, **kwargs), without fewbit's function modes if these are the innermost ones.
+
+    fewbit's layers call hundreds of methods of tensors. Each call would take a detour through the mode, which would
+    replace none of them. If an interrupt prevents that the mode is put back, the call guard of the model restores it.
+    """
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    stack = torch._C
+    depth = stack._len_torch_function_stack()
+    if not depth or not isinstance(stack._get_function_stack_at(depth - 1), ReplacingMode):
+        return function(*args, **kwargs)
+    mode = stack._pop_torch_function_stack()
+    try:
+        if mode.is_region:
+            return mode.run_layer(function, args, kwargs)
+        return function(*args, **kwargs)
+    finally:
+        stack._push_on_torch_function_stack(mode)
+
+
+class ModeHooks:
+    """Forward hooks that give a module a mode of its own.
+
+    torch does not run `leave` after a KeyboardInterrupt. In that case the call of the enclosing module restores the
+    modes.
+
+    Args:
+        mode: the module's mode: True, False or settings.
+    """
+
+    def __init__(self, mode):
+        self.mode = mode
+
+    def enter(self, *_) -> None:
+        """Set the mode. Register this as a forward pre-hook."""
+        if not torch.compiler.is_compiling():
+            _stack.modes = (*_stack.modes, self.mode)
+
+    def leave(self, *_) -> None:
+        """Restore the previous mode. Register this as a forward hook with `always_call=True`."""
+        if not torch.compiler.is_compiling():
+            _stack.modes = _stack.modes[:-1]

@@ -1,0 +1,78 @@
+"""Recognize the checkpointed region that this thread runs, both in its first run and in its recomputation.
+
+A *region* is the part of a forward pass inside one call of torch.utils.checkpoint, which runs the part again in the
+backward pass. torch has no public link from the recomputation of a region to its first run. fewbit therefore recognizes
+a region by an object that exists once for each region (docs/decisions/0014). With `use_reentrant=False`, that object is
+the region's frame: torch's `_CheckpointFrame`, to which the region's hooks on saved tensors refer. With
+`use_reentrant=True`, it is the autograd context of `CheckpointFunction`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextlib import nullcontext
+from types import FunctionType
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+
+_REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
+
+
+def checkpoint_hook():
+    """Return the pack hook of the region with `use_reentrant=False` that this thread runs, or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack = hooks and hooks[0]
+    return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
+
+
+def region_of(hook):
+    """Return an object that is the same in a region's first run and in its recomputation; None without a region.
+
+    The two runs have different hooks. A cell in the closure of each hook refers to the region's frame, directly, weakly
+    or through another function.
+
+    Args:
+        hook: the result of `checkpoint_hook`.
+    """
+    for cell in getattr(hook, "__closure__", None) or ():
+        held = cell.cell_contents
+        held = held() if isinstance(held, weakref.ref) else held
+        if isinstance(held, _CheckpointFrame):
+            return held
+        if isinstance(held, FunctionType) and (frame := region_of(held)) is not None:
+            return frame
+    return None
+
+
+def reentrant_region():
+    """Return the autograd context of the innermost region with `use_reentrant=True` that this thread runs, or None.
+
+    The context is the same when the region is recomputed, perhaps in another thread.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _REENTRANT:
+            return frame.f_locals["ctx"]
+        frame = frame.f_back
+    return None
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint() -> bool:
+    """Return whether this thread runs a region with `use_reentrant=False`, for the first time or again."""
+    return checkpoint_hook() is not None
+
+
+def outside_dispatch_modes():
+    """Return a context manager in whose block no dispatch mode is active.
+
+    A selective policy of torch's checkpoint sets a dispatch mode, which expects the same operations in both runs of a region.
+    """
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()

@@ -1,0 +1,30 @@
+"""Run ordinary Python code while torch.compile traces a function, and keep the code out of the compiled program."""
+
+from __future__ import annotations
+
+import torch
+
+
+def notify_traced(subject) -> None:
+    """Call `subject.was_traced()` when Dynamo traces this call; do nothing in eager mode.
+
+    The call adds no operation, no guard and no break to the graph. Other tracers do not call `was_traced`. A later
+    version of Dynamo might not call it either, because `subject` is found through a private interface of Dynamo.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_notify)
+
+
+def _notify(context) -> None:
+    """Call `was_traced` of the object that Dynamo represents as the variable `subject` of `notify_traced`.
+
+    Args:
+        context: Dynamo's ComptimeContext for the frame of `notify_traced`.
+    """
+    variable = context.get_local("subject")
+    tracker = getattr(variable, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
+    subject = getattr(tracker, "value", None)
+    if hasattr(subject, "was_traced"):
+        subject.was_traced()

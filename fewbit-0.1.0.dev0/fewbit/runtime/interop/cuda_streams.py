@@ -1,0 +1,85 @@
+"""CUDA streams: the current one, memory that several streams use, and copies to the host that nothing waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+import torch
+
+
+def stream_of(x: torch.Tensor) -> int:
+    """Return a number that identifies the current stream of x's device. It is 0 if the device has no CUDA streams."""
+    # torch.cuda.current_stream would make an object each time, which takes longer.
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+
+
+def hold_for_stream(tensors: Iterable[torch.Tensor]) -> None:
+    """Prevent memory from being reused before the current stream has done all work that it had when it was freed.
+
+    This is needed if the current stream uses memory that was allocated in another stream, because torch's allocator
+    gives freed memory to the next allocation of the stream that allocated it.
+
+    Args:
+        tensors: the tensors whose memory is protected. Tensors that are not on a CUDA device are ignored.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class AsyncHostCopy:
+    """A copy of floating tensors to the host. Making this object starts the copy."""
+
+    def __init__(self, tensors):
+        self._tensors = list(tensors)  # kept alive, since `values` has their ids
+        hold_for_stream(self._tensors)  # if this object is dropped before the copy is complete
+        self._parts = {}
+        for device in {tensor.device for tensor in self._tensors}:
+            self._parts[device] = _start(
+                [
+                    tensor.detach().reshape(-1).double()
+                    for tensor in self._tensors
+                    if tensor.device == device
+                ]
+            )
+
+    def is_there(self) -> bool:
+        """Return whether the copy is complete, so that `values` would not wait.
+
+        Return False while a CUDA graph is captured, because CUDA forbids queries of events during a capture.
+        """
+        events = [event for _, event in self._parts.values() if event is not None]
+        if events and torch.cuda.is_current_stream_capturing():
+            return False
+        return all(event.query() for event in events)
+
+    def values(self) -> dict[int, list[float]]:
+        """Return {id(tensor): list of the tensor's entries}, after waiting until the copy is complete."""
+        found = {}
+        for device, (flat, event) in self._parts.items():
+            if event is not None:
+                event.synchronize()
+            entries = iter(flat.tolist())
+            for tensor in self._tensors:
+                if tensor.device == device:
+                    found[id(tensor)] = list(islice(entries, tensor.numel()))
+        return found
+
+
+def _start(tensors):
+    """Start to copy the entries of 1-D tensors on one device to the host.
+
+    Returns:
+        All entries as one tensor on the host, and the CUDA event after which the copy is complete. The event is None if
+        the tensors are on the CPU.
+    """
+    flat = torch.cat(tensors)
+    if not flat.is_cuda:
+        return flat, None
+    with torch.cuda.device(flat.device):
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return host, event

@@ -1,0 +1,47 @@
+"""Switch off oneDNN, the library of torch's CPU operations, for a while.
+
+`torch.backends.mkldnn.flags` does this too, but also sets options of GPUs, about which torch then warns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fewbit.runtime.interop.interrupts import undo_after
+
+
+class _Switch:
+    """The switch of oneDNN, which all threads share. It is off as long as one of them needs it off."""
+
+    def __init__(self):
+        self._lock, self._users, self._before = threading.RLock(), set(), True
+
+    def turn_off(self, user: object) -> None:
+        with self._lock:
+            if not self._users:
+                self._before = torch._C._get_mkldnn_enabled()
+            self._users.add(user)
+            torch._C._set_mkldnn_enabled(False)
+
+    def turn_back(self, user: object) -> None:
+        with self._lock:
+            if user in self._users:
+                self._users.remove(user)
+                if not self._users:
+                    torch._C._set_mkldnn_enabled(self._before)
+
+
+_switch = _Switch()
+
+
+@contextmanager
+def without_one_dnn() -> Iterator[None]:
+    """Return a context manager in whose block torch uses its own operations on the CPU, in all threads."""
+    user = object()
+    with undo_after(lambda: _switch.turn_back(user)):
+        _switch.turn_off(user)
+        yield

@@ -1,0 +1,49 @@
+"""Draw the random numbers of a forward pass again in the backward pass, from the saved state of the generator."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
+
+_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+
+
+def can_replay(x) -> bool:
+    """Return whether random numbers that are drawn for x now can be drawn again later.
+
+    They cannot be drawn again if a compiler traces, because a compiler cannot follow a generator's state. Neither can
+    they while a CUDA graph is captured, because the generator's state cannot be read during a capture. For a fake
+    tensor nothing is drawn, but the layers save as many bytes as for a tensor with values.
+    """
+    if is_abstract(x):
+        return x.device.type in _STATE_BYTES
+    if not is_plain(x):
+        return False
+    if x.is_cuda:
+        return not torch.cuda.is_current_stream_capturing()
+    return x.device.type == "cpu"
+
+
+def state_of(x) -> Tensor:
+    """Return the state of torch's random generator for the device of x: 5056 bytes on the CPU, 16 on CUDA."""
+    if is_abstract(x):
+        return x.new_empty(_STATE_BYTES[x.device.type], dtype=torch.uint8, device="cpu")
+    return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
+
+
+@contextmanager
+def replayed(x, state):
+    """Run the block with an earlier state of torch's random generator for the device of x, from `state_of`."""
+    if is_abstract(state):
+        yield
+        return
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        if x.is_cuda:
+            torch.cuda.set_rng_state(state.cpu(), x.device)
+        else:
+            torch.set_rng_state(state)
+        yield

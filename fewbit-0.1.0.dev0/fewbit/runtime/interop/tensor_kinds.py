@@ -1,0 +1,109 @@
+"""Kinds of tensors: whether a tensor has memory, and whether kernels may read this memory."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fewbit.errors import InputError
+from fewbit.text import shorten
+
+PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+"""The key that is included in torch's dispatch while `make_fx(..., pre_dispatch=True)` traces."""
+_TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
+
+
+def is_plain(x) -> bool:
+    """Return whether x is an ordinary dense tensor in ordinary eager mode, so that its memory can be read.
+
+    A dispatch mode that only watches operations, such as FlopCounterMode, makes no difference. A mode that makes fake
+    tensors or traces makes one.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in PLAIN_CLASSES
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not (torch._C._len_torch_dispatch_stack() and _has_mode(_FAKE, *_TRACING))
+        and not torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not x.is_meta
+        and not x.is_neg()
+    )
+
+
+def is_abstract(x) -> bool:
+    """Return whether x is a meta or fake tensor in ordinary eager mode.
+
+    Such a tensor has no memory, but has a storage object by which it can be recognized.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    is_meta = type(x) in PLAIN_CLASSES and x.is_meta
+    if not (is_meta or type(x) is FakeTensor) or x.layout is not torch.strided or x.is_nested:
+        return False
+    return not _has_mode(*_TRACING)
+
+
+def _has_mode(*keys) -> bool:
+    """Return whether one of torch's own dispatch modes is active."""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in keys)
+
+
+def is_batched(x, transforms_only: bool = False) -> bool:
+    """Return whether x stands for a batch of tensors, in `torch.func.vmap` or because of `is_grads_batched=True`.
+
+    Args:
+        x: a tensor or None.
+        transforms_only: whether to look for `torch.func.vmap` alone, within which torch supports fewer operations.
+    """
+    if x is None or torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.is_batchedtensor(x):
+        return True
+    return not transforms_only and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def overrides_functions(x) -> bool:
+    """Return whether the class of x computes torch's functions in its own way, as torchao's quantized tensors do."""
+    cls = type(x)
+    if cls in PLAIN_CLASSES:
+        return False
+    own = getattr(cls.__torch_function__, "__func__", None)
+    return own is not None and own is not torch.Tensor.__torch_function__.__func__
+
+
+def check_tensors(*values) -> None:
+    """Raise InputError if one of the values is neither a tensor nor None."""
+    for value in values:
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise InputError(f"expected a torch.Tensor, got {shorten(value)}")
+
+
+def check_not_distributed(*tensors) -> None:
+    """Raise InputError if one of the tensors is a DTensor.
+
+    Groups of elements would cross the shards of a DTensor. Layers therefore call ops with local tensors (`shards.py`).
+
+    Args:
+        tensors: The arguments of an op; may include values that are no tensors.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors):
+        raise InputError(
+            "expected ordinary tensors, got a DTensor: call the op with its local tensor, DTensor.to_local()"
+        )
+
+
+def is_eager(x) -> bool:
+    """Return whether x is in ordinary eager mode: `is_plain` or `is_abstract`.
+
+    Layers save both kinds of tensors by the same code.
+    """
+    return is_plain(x) or is_abstract(x)

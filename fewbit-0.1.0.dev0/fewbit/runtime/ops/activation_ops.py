@@ -1,0 +1,251 @@
+"""The torch ops of few-bit activations, and their implementations, which eager mode calls without the dispatcher.
+
+A few-bit activation f saves a code of a few bits for each element of its input x. The encoding says which code an
+element gets, and which value a code stands for in place of the derivative f'(x). `lut` has the value for each code.
+
+    encode(x, encoding, stride, seed) -> packed codes
+    encode_kept(x, encoding, stride, seed) -> packed codes, one
+    decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
+    pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
+    pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
+
+An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. `encode_kept`
+does the same as `encode`, but a compiler saves its results for the backward pass. `one` is a tensor of value 1. The
+activation multiplies f(x) by `one`, so that a compiler has to run the op in the forward pass.
+The function f itself is no op, so that a compiler can fuse torch's own function with neighboring operations and
+recompute f(x). With an op that returns f(x) and codes at once, a compiler could not do so (docs/decisions/0004).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.library import register_fake
+
+from fewbit.runtime import backends
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
+from fewbit.runtime.ops.library import (
+    define,
+    refuse_second_derivative,
+    run_by_example,
+    save_results,
+)
+from fewbit.runtime.ops.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE, OTHER_STRIDES
+
+MASKING = ("relu",)
+"""The functions f whose result f(x) is 0 exactly where x <= 0, for finite x."""
+
+# -- implementations, shared with eager ----------------------------------------------------------------------
+
+
+def activation(x, function, parameters, encoding, seed, inplace):
+    """Return f(x), with the strides of torch's result, and the packed codes of x.
+
+    Args:
+        x: a floating tensor of any strides.
+        function: the name of f in `fewbit.functions`.
+        parameters: the parameters of f, in the order of `fewbit.functions`.
+        encoding: the encoding of the codes.
+        seed: (1,) int64 if the encoding draws codes at random, else None.
+        inplace: whether to write f(x) to x. No two elements of x may share memory in this case.
+    """
+    backend, packed = backends.of(x), None
+    source = x if x.is_contiguous() else layout.dense(x)
+    out = source if inplace else _empty_result(x, function)
+    if out is not None:
+        packed = backend.forward(source, function, parameters, encoding, seed, out)
+    if packed is None:
+        packed = backend.encode(source, encoding, seed)
+        if inplace and function in IN_PLACE:
+            return IN_PLACE[function](x, *parameters), packed
+        out = FORWARD[function](x, *parameters)
+    if inplace and out is not x:
+        out = x.copy_(out)
+    return out, packed
+
+
+def _empty_result(x, function):
+    """Return an empty tensor with the strides that torch gives f(x); None if no rule is known."""
+    if x.is_contiguous() and x.numel() and function not in OTHER_STRIDES:
+        # This is the result of the rules below, in less of the host's time.
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    stride = _result_stride(x, function)
+    return None if stride is None else x.new_empty_strided(x.shape, stride)
+
+
+def _result_stride(x, function):
+    """Return the strides that the result of torch's function has for the input x; None if no rule is known."""
+    if function in CONTIGUOUS and not x.is_contiguous():
+        return None
+    if function in OTHER_STRIDES and not layout.is_regular(x):
+        return None
+    return layout.result_stride(x)
+
+
+def is_masking(function: str, encoding: Encoding, dtype: torch.dtype) -> bool:
+    """Return whether f(x) is 0 exactly where the code of x stands for 0, so that the codes are a mask of f(x).
+
+    A table of the user may have other levels, if its domain has no 0, or may draw codes at random. The quantizer rounds
+    float64 results to float32, where more of them are 0 than the codes say.
+
+    Args:
+        function: the name of f.
+        encoding: the encoding of the codes.
+        dtype: the dtype of x.
+    """
+    return function in MASKING and dtype != torch.float64 and encoding.is_step_at_zero
+
+
+def activation_quantized(x, function, parameters, encoding, seed, inplace, quantizer):
+    """Compute f(x) and the packed codes of x, and quantize f(x), in one pass over memory.
+
+    Args:
+        x: a dense floating tensor with samples outermost in storage.
+        function: the name of f, see `activation`.
+        parameters: the parameters of f, see `activation`.
+        encoding: the encoding of the codes.
+        seed: the seed of the codes or None, see `activation`.
+        inplace: whether to write f(x) to x.
+        quantizer: the quantizer of the layer that saves f(x).
+
+    Returns:
+        f(x), the packed codes of x, and the SavedTensors of f(x) or None. None in place of all three if the backend has
+        no such pass; then nothing was written.
+    """
+    backend = backends.of(x)
+    if not backend.can_quantize_result(function):
+        return None
+    out = x if inplace else _empty_result(x, function)
+    if out is None or not (x.is_contiguous() or out.stride() == x.stride()):
+        return None
+
+    def run(*settings):
+        return backend.forward_quantized(x, function, parameters, encoding, seed, out, *settings)
+
+    are_masks = is_masking(function, encoding, x.dtype)
+    made = quantizer.quantize_with_activation(run, out, are_masks)
+    return None if made is None else (out, *made)
+
+
+def encode(x, encoding, seed):
+    """Return the packed codes of x, in the order of the elements in memory if x is dense, else in row-major order."""
+    return backends.of(x).encode(layout.dense(x), encoding, seed)
+
+
+def decode_mul(grad, packed, encoding, stride):
+    """Return the gradient of the activation's input: `grad` times the value that each element's code stands for.
+
+    Args:
+        grad: the gradient of the activation's result, of any strides.
+        packed: the packed codes of the input, int32.
+        encoding: the encoding of the codes.
+        stride: the strides of the dense tensor whose codes were packed, which the result gets too; None if it was
+            contiguous.
+    """
+    if stride is None and grad.is_contiguous():
+        out = torch.empty_like(grad, memory_format=torch.contiguous_format)
+    else:
+        stride = stride or layout.contiguous_stride(grad.shape)
+        if not layout.is_broadcast_scalar(grad):
+            grad = layout.bring_to(grad, stride)
+        out = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
+    backends.of(grad).decode_mul(grad, packed, encoding, out)
+    return out
+
+
+# -- ops -----------------------------------------------------------------------------------------------------
+
+
+def _encode(x, encoding, stride, seed=None):
+    return backends.of(x).encode(layout.with_stride(x, stride), Encoding.parse(encoding), seed)
+
+
+def _decode_mul(grad, packed, encoding, stride):
+    if layout.is_broadcast_scalar(grad):
+        layout.check_stride(grad.shape, stride)
+    else:
+        grad = layout.with_stride(grad, stride)
+    return decode_mul(grad, packed, Encoding.parse(encoding), tuple(stride))
+
+
+encode_op = define(
+    "encode(Tensor x, str encoding, SymInt[] stride, Tensor? seed=None) -> Tensor", _encode
+)
+encode_kept_op = define(
+    "encode_kept(Tensor x, str encoding, SymInt[] stride, Tensor? seed=None) -> (Tensor, Tensor)",
+    lambda x, *how: (_encode(x, *how), x.new_ones(())),
+)
+decode_mul_op = define(
+    "decode_mul(Tensor grad, Tensor packed, str encoding, SymInt[] stride) -> Tensor", _decode_mul
+)
+pack_op = define(
+    "pack(Tensor codes, int bits) -> Tensor",
+    lambda codes, bits: backends.of(codes).pack(codes.contiguous().view(-1), bits),
+)
+unpack_op = define(
+    "unpack(Tensor packed, int bits, SymInt n) -> Tensor",
+    lambda packed, bits, n: backends.of(packed).unpack(packed, bits, n),
+)
+_STEP = Encoding.parse(mask_text(1.0))
+
+
+def _pack_mask(mask):
+    mask = mask.contiguous()
+    if mask.dtype is torch.bool:
+        return pack_op(mask.view(torch.uint8), 1)
+    return encode(mask, _STEP, None)
+
+
+def _unpack_mask(packed, n, dtype):
+    if dtype is torch.bool:
+        return unpack_op(packed, 1, n).view(torch.bool)
+    one = torch.ones((), dtype=dtype, device=packed.device)
+    return decode_mul(one.expand(n), packed, _STEP, (1,))
+
+
+# A mask has the dtype bool, or is 0 and 1 in a floating dtype.
+pack_mask_op = define("pack_mask(Tensor mask) -> Tensor", _pack_mask)
+unpack_mask_op = define(
+    "unpack_mask(Tensor packed, SymInt n, *, ScalarType dtype) -> Tensor", _unpack_mask
+)
+
+
+@register_fake("fewbit::encode")
+def _(x, encoding, stride, seed=None):
+    return x.new_empty(packed_words(x.numel(), Encoding.parse(encoding).bits), dtype=torch.int32)
+
+
+@register_fake("fewbit::encode_kept")
+def _(x, encoding, stride, seed=None):
+    return encode_op(x, encoding, stride, seed), x.new_empty(())
+
+
+@register_fake("fewbit::decode_mul")
+def _(grad, packed, encoding, stride):
+    return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
+
+
+@register_fake("fewbit::pack")
+def _(codes, bits):
+    return codes.new_empty(packed_words(codes.numel(), bits), dtype=torch.int32)
+
+
+@register_fake("fewbit::unpack")
+def _(packed, bits, n):
+    return packed.new_empty(n, dtype=torch.uint8)
+
+
+@register_fake("fewbit::pack_mask")
+def _(mask):
+    return mask.new_empty(packed_words(mask.numel(), 1), dtype=torch.int32)
+
+
+@register_fake("fewbit::unpack_mask")
+def _(packed, n, *, dtype):
+    return packed.new_empty(n, dtype=dtype)
+
+
+save_results(encode_kept_op)
+refuse_second_derivative(decode_mul_op)
+for _op in (encode_op, encode_kept_op, decode_mul_op):
+    run_by_example(_op)

@@ -1,0 +1,109 @@
+"""The torch library `fewbit`: how its ops are registered with torch's dispatcher, autograd, vmap and compiler."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+import torch.fx.traceback
+from torch.library import Library, register_autograd, register_vmap
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fewbit.errors import GradientError
+from fewbit.runtime.interop.tensor_kinds import check_not_distributed
+
+LIBRARY = Library("fewbit", "DEF")
+# With needs_exact_strides a compiler mostly passes inputs with the strides at tracing time, which saves a copy in the
+# ops. The tag is no guarantee: Inductor preserves the strides that are left after it has removed no-ops.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+NO_SECOND_DERIVATIVE = (
+    "a layer or activation of fewbit has no second derivative: it saves too little of its input; "
+    "use torch's own if you differentiate twice"
+)
+NO_FORWARD_MODE = (
+    "a layer or activation of fewbit has no forward-mode derivative; use torch's own there"
+)
+
+
+def define(schema: str, implementation):
+    """Define an op with the given schema and implementation, and return its default overload."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=_TAGS)
+    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    return getattr(torch.ops.fewbit, name).default
+
+
+def refuse_second_derivative(op) -> None:
+    """Make the backward of `op` raise GradientError.
+
+    The op computes a gradient, so its own backward would compute a second derivative.
+    """
+    register_autograd(op, _refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+def _refuse(ctx, grad):
+    raise GradientError(NO_SECOND_DERIVATIVE)
+
+
+@contextmanager
+def saved_when_partitioned():
+    """Mark the ops that are traced in this block, so that the compiler's partitioner does not recompute their results.
+
+    With torch's setting `activation_memory_budget` below 1, the partitioner would otherwise save large inputs and
+    recompute small codes from them. In a checkpointed region nothing is marked, since the user asked to recompute
+    everything.
+    """
+    meta = torch.fx.traceback.current_meta
+    if "recompute" in meta:
+        yield
+        return
+    try:
+        meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        yield
+    finally:
+        meta.pop("recompute", None)
+
+
+def save_results(op) -> None:
+    """Make autograd not differentiate an op, and make a compiler save the op's results for the backward pass."""
+
+    def call(*arguments):
+        check_not_distributed(*arguments)
+        with torch._C._AutoDispatchBelowAutograd(), saved_when_partitioned():
+            return op(*arguments)
+
+    LIBRARY.impl(op.name(), call, "Autograd")
+
+
+def run_by_example(op) -> None:
+    """Register a rule for `torch.func.vmap` that runs `op` for one example of the batch after the other.
+
+    One call for the whole batch would pack codes of several examples into the same words.
+    """
+
+    def rule(info, in_dims, *arguments):
+        batched = [
+            argument.unbind(dim) if isinstance(dim, int) else [argument] * info.batch_size
+            for argument, dim in zip(arguments, _flat(in_dims), strict=True)
+        ]
+        results = [op(*example) for example in zip(*batched, strict=True)]
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+
+    register_vmap(op, rule)
+
+
+def _flat(in_dims):
+    """Return the batch dimension of each argument, or None. For a list argument, vmap gives a list of Nones."""
+    return [None if isinstance(dim, list | tuple) else dim for dim in in_dims]
+
+
+def new_seed(x) -> torch.Tensor:
+    """Draw a seed from torch's generator.
+
+    Returns:
+        (1,) int64 on x's device.
+    """
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=x.device)

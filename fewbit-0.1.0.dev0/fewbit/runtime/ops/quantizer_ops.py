@@ -1,0 +1,326 @@
+"""The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
+
+    quantize(x, stride, seed, bits, group_size, fp32_min, kind) -> packed, ranges, one
+    dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind, mask) -> the values, with the strides `stride`
+
+The group quantizer cuts a tensor into groups of elements. It saves two numbers for each group, called its *ranges*, and
+a code of 1 to 8 bits for each element. The two numbers are the minimum and the range in a uniform copy, the mean and the
+scale in a rotated copy (docs/concepts/quantizer.md). A *sample* is a slice of a tensor along dimension 0. Both ops take the same strides, which
+define the order of the elements. `one` is a tensor of value 1. The layer multiplies its result by `one`, so that a
+compiler has to run the op in the forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.library import register_fake
+
+from fewbit.config import MASKED_UNBIASED, UNBIASED, UNIFORM, check_rotated_size
+from fewbit.runtime import backends
+from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.encoding import packed_words
+from fewbit.runtime.ops.library import define, save_results
+
+
+def quantize(
+    x,
+    seed,
+    bits,
+    group_size,
+    fp32_min=None,
+    normalize=None,
+    widths=None,
+    words=None,
+    kind=UNIFORM,
+):
+    """Quantize a tensor. Return (packed, ranges): packed codes, and two numbers for each group.
+
+    docs/concepts/quantizer.md describes the method and the format.
+
+    Args:
+        x: a floating tensor of any strides.
+        seed: an int that fits into int64, or (1,) int64 on x's device.
+        bits: the bits per element of all samples, 1 to 8, unless `widths` is given.
+        group_size: the number of elements in a group; at most 256 unless the copy is uniform.
+        fp32_min: whether groups have float32 minimums (means, in a rotated copy), or None. On the CPU, None means True if `is_offset` is true for
+            the minimum and maximum of x, else False. On CUDA, None means False, because the host would have to wait for
+            the minimum and maximum; `saved/min_dtype.py` decides before the call.
+        normalize: None, or (mean, rstd, inner) to quantize (x - mean) * rstd, see
+            `reference_quantizer.quantize`. If given, `layout.is_by_sample(x)` must be true.
+        widths: (N,) uint8, the bits per element of each sample, or None.
+        words: only if `widths` is given: the number of int32 words to allocate for the codes, at least
+            `groups.mixed_words`.
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+    """
+    source = x if layout.is_by_sample(x) else x.detach().contiguous()
+    return _quantize(source, seed, bits, group_size, fp32_min, widths, words, normalize, kind)
+
+
+def _quantize(source, seed, bits, group_size, fp32_min, *rest):
+    """Quantize a dense tensor with samples outermost in storage.
+
+    The arguments are those of `quantize`; rest: widths, words, normalize, kind.
+    """
+    check_rotated_size(rest[-1], group_size)
+    source = _narrow(source)
+    backend = backends.of(source)
+    packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(fp32_min), *rest)
+    if fp32_min is None and source.is_cpu and is_offset(*spread):
+        packed, ranges, _ = backend.quantize(source, seed, bits, group_size, True, *rest)
+    return packed, ranges
+
+
+def quantize_samples(
+    x, seed, slot, samples, group_size, fp32_min=None, normalize=None, kind=UNIFORM
+):
+    """Divide the bits of x's slot among x's samples, then quantize x. Return (packed, ranges, widths, sensitivities).
+
+    A slot is one tensor that a layer saves in every forward pass.
+
+    Args:
+        x: a floating tensor of any strides.
+        seed: an int that fits into int64, or (1,) int64 on x's device.
+        slot: the slot, which has the average bits per element (`TensorSlot`).
+        samples: the number of samples. If x has another size in dimension 0, x is viewed as that many samples.
+        group_size: the number of elements in a group.
+        fp32_min: whether groups have float32 minimums, or None, see `quantize`.
+        normalize: how to normalize x first, or None, see `quantize`.
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+
+    Returns:
+        packed and ranges, the results of `quantize`; widths, (samples,) uint8, the bits per element of each sample; and
+        sensitivities, (samples,) float32, the numbers that decided how the bits were shared: a sample with a larger
+        number gets more bits.
+    """
+    source = _by_samples(x, samples)
+    features = source.numel() // samples
+    total = slot.total(samples)
+    of_samples = _sensitivities(source, slot, group_size, normalize, kind)
+    widths = backends.of(source).share_bits(of_samples, total, kind)
+    words = groups.words_of_total(total, features)
+    tensors = quantize(source, seed, 0, group_size, fp32_min, normalize, widths, words, kind)
+    return *tensors, widths, of_samples
+
+
+def sensitivities(x, slot, samples, group_size, normalize=None, kind=UNIFORM):
+    """Return the numbers that decide how `quantize_samples` shares bits among samples, (samples,) float32.
+
+    The arguments are those of `quantize_samples`.
+    """
+    return _sensitivities(_by_samples(x, samples), slot, group_size, normalize, kind)
+
+
+def _by_samples(x, samples):
+    """Return x, dense and with samples outermost in storage, viewed so that dimension 0 has size `samples`."""
+    x = _narrow(x.detach())
+    source = x if layout.is_by_sample(x) else x.contiguous()
+    return source if len(source) == samples else source.view(samples, -1)
+
+
+def _sensitivities(source, slot, group_size, normalize, kind):
+    return slot.assignment.sensitivities(slot, squares(source, group_size, normalize, kind))
+
+
+def squares(x, group_size, normalize=None, kind=UNIFORM):
+    """Return, for each sample of x, a number to which the variance of rounding is proportional, (N,) float32.
+
+    The variance, summed over the sample's elements, is this number times `distortion(kind, bits)`
+    (`runtime/format/distortion.py`). The number is a sum over the sample's groups. In a uniform copy, a group adds (number of elements) * range^2. In a rotated
+    copy, it adds the sum of the squares of its elements minus their mean.
+
+    Args:
+        x: a floating tensor for which `layout.is_by_sample(x)` is true.
+        group_size: the number of elements in a group.
+        normalize: how to normalize x first, or None, see `quantize`.
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+    """
+    check_rotated_size(kind, group_size)
+    return backends.of(x).squares(_narrow(x), group_size, normalize, kind)
+
+
+def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator):
+    """Return the variance that rounding to `bits` adds to an element, as a mean for each sample: (samples,) float32.
+
+    The variance is that of a uniform copy. It is estimated from the difference of two random roundings of x.
+
+    Args:
+        x: a floating tensor of any strides.
+        samples: the number of samples; None or 0 stands for the size of dimension 0.
+        group_size: the number of elements in a group.
+        fp32_min: whether groups have float32 minimums, or None, see `quantize`.
+        normalize: how to normalize x first, or None, see `quantize`.
+        bits: the bits per element, 1 to 8.
+        generator: a function that returns, for a device, the random generator from which seeds are drawn.
+    """
+    stride = layout.by_sample_stride(x)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+
+    def drawn():
+        seed = torch.randint(
+            2**62, (1,), dtype=torch.int64, device=x.device, generator=generator(x.device)
+        )
+        tensors = quantize(x, seed, bits, group_size, fp32_min, normalize)
+        return dequantize(*tensors, bits, group_size, tuple(x.shape), stride, dtype)
+
+    difference = drawn() - drawn()
+    rows = layout.storage_order(difference).view(samples or (len(x) if x.dim() else 1), -1)
+    return (rows.square().mean(1) / 2).float()
+
+
+def dequantize_samples(
+    packed,
+    ranges,
+    widths,
+    samples,
+    group_size,
+    size,
+    stride,
+    dtype,
+    affine=None,
+    kind=UNIFORM,
+    mask=None,
+):
+    """Dequantize a tensor from the results of `quantize_samples`.
+
+    Args:
+        packed: the packed codes.
+        ranges: the two numbers of each group.
+        widths: the bits per element of each sample.
+        samples: the number of samples that `quantize_samples` got.
+        group_size: the number of elements in a group.
+        size: the size of the quantized tensor.
+        stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
+        dtype: the dtype of the values.
+        affine: a linear map to apply to the values, or None, see `dequantize`.
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+        mask: a mask to apply to the values, or None, see `dequantize`.
+    """
+    settings = widths, affine, kind, mask
+    return _dequantized(packed, ranges, 0, group_size, size, stride, dtype, settings, samples)
+
+
+def dequantize(
+    packed,
+    ranges,
+    bits,
+    group_size,
+    size,
+    stride,
+    dtype,
+    widths=None,
+    affine=None,
+    kind=UNIFORM,
+    mask=None,
+):
+    """Return the dequantized values of a tensor, with the given size, strides and dtype.
+
+    Args:
+        packed: the packed codes that `quantize` returned.
+        ranges: the two numbers of each group, which `quantize` returned.
+        bits: the bits per element of all samples, unless `widths` is given.
+        group_size: the number of elements in a group.
+        size: the size of the quantized tensor.
+        stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
+        dtype: the dtype of the values.
+        widths: (N,) uint8, the bits per element of each sample, or None.
+        affine: None, or (scale, shift, inner), a linear map to apply to the values, see
+            `reference_quantizer.dequantize`.
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+        mask: None, or the packed codes of 1 bit by which the values are multiplied, see
+            `reference_quantizer.dequantize`.
+    """
+    settings = widths, affine, kind, mask
+    return _dequantized(packed, ranges, bits, group_size, size, stride, dtype, settings)
+
+
+def _dequantized(
+    packed, ranges, bits, group_size, size, stride, dtype, settings, samples=None
+) -> torch.Tensor:
+    """Return the dequantized values for `dequantize` and `dequantize_samples`, whose arguments these are.
+
+    `settings` is (widths, affine, kind, mask).
+    """
+    check_rotated_size(settings[2], group_size)
+    is_wide = dtype is torch.float64
+    narrow = torch.float32 if is_wide else dtype
+    out = torch.empty_strided(size, stride, dtype=narrow, device=packed.device)
+    rows = out if samples is None or len(out) == samples else out.view(samples, -1)
+    backends.of(packed).dequantize(packed, ranges, bits, group_size, rows, *settings)
+    return out.double() if is_wide else out
+
+
+def _narrow(x):
+    """Return x in a dtype that the kernels have. They compute in float32, so they need no more precision."""
+    return x if x.dtype is not torch.float64 else x.float()
+
+
+def is_offset(least: float, greatest: float) -> bool:
+    """Return whether a tensor's minimum is so large relative to its range that groups need float32 minimums.
+
+    Groups need float32 minimums if the range is less than 8 times the distance between bfloat16 numbers at the minimum.
+
+    Args:
+        least: the minimum.
+        greatest: the maximum.
+    """
+    least, greatest = float(least), float(greatest)  # the reference backend returns 0-D tensors
+    if not (math.isfinite(least) and math.isfinite(greatest)) or least == 0:
+        return False
+    step = math.ldexp(1.0, math.frexp(least)[1] - 1 - 7)
+    return greatest - least < groups.STEPS * step
+
+
+def _quantize_with_stride(x, stride, seed, bits, group_size, fp32_min, kind):
+    source = layout.with_stride(x.detach(), stride, by_sample=True)
+    settings = seed, bits, group_size, fp32_min, None, None, None, kind
+    return *_quantize(source, *settings), x.new_ones(())
+
+
+def _dequantize_with_stride(packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None):
+    layout.check_stride(size, stride, by_sample=True)
+    settings = bits, group_size, size, stride, dtype
+    return dequantize(packed, ranges, *settings, kind=kind, mask=mask)
+
+
+quantize_op = define(
+    "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool fp32_min, "
+    "str kind) -> (Tensor, Tensor, Tensor)",
+    _quantize_with_stride,
+)
+dequantize_op = define(
+    "dequantize(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
+    "ScalarType dtype, str kind, Tensor? mask=None) -> Tensor",
+    _dequantize_with_stride,
+)
+
+
+def _prepare(kind, device):
+    """Let the backend make what it keeps on a GPU for copies of a kind.
+
+    A compiler calls this function before torch runs the compiled code, and perhaps records a CUDA graph. What is made
+    while torch records would be in the memory of the graph, which torch uses again.
+    """
+    is_needed = kind in (UNBIASED, MASKED_UNBIASED) and device.type == "cuda"
+    if is_needed and torch.cuda.is_available():
+        backends.prepare(device)
+
+
+@register_fake("fewbit::quantize")
+def _(x, stride, seed, bits, group_size, fp32_min, kind):
+    _prepare(kind, x.device)
+    samples, features = groups.samples_of(x.shape)
+    packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
+    rows = groups.group_count(samples, features, group_size) + groups.seed_rows(kind)
+    shape = rows, 3 if fp32_min else 2
+    return packed, x.new_empty(shape, dtype=torch.bfloat16), x.new_empty(())
+
+
+@register_fake("fewbit::dequantize")
+def _(packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None):
+    _prepare(kind, packed.device)
+    return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+
+
+save_results(quantize_op)

@@ -1,0 +1,27 @@
+"""Context parallelism, in which processes have parts of the sequence, and attention needs the keys of all of them.
+
+torch's `context_parallel` replaces `torch.nn.functional.scaled_dot_product_attention` by a function that exchanges keys and
+values between the processes. fewbit's own attention would see the keys of one process alone, so it must not run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+_MODULES = (
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.distributed.tensor.experimental._attention",  # torch < 2.9
+)
+
+
+def exchanging_attention() -> Callable | None:
+    """Return the function by which `context_parallel` has replaced torch's attention now, or None."""
+    now = torch.nn.functional.scaled_dot_product_attention
+    for name in _MODULES:
+        replaced = getattr(sys.modules.get(name), "_replaced_functions", None)
+        if replaced and now in replaced:
+            return now
+    return None

@@ -1,0 +1,88 @@
+"""The processes that train one model: process groups of DistributedDataParallel, `fully_shard` and tensor parallelism."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from torch import distributed
+
+
+class ProcessGroups(NamedTuple):
+    """The groups of processes that run one module. Groups of one process are left out.
+
+    Attributes:
+        data: the groups whose processes have the same parameters and different inputs.
+        tensor: the groups whose processes have different shards of the parameters and the same inputs.
+    """
+
+    data: tuple = ()
+    tensor: tuple = ()
+
+    @property
+    def data_rank(self) -> tuple[int, ...]:
+        """The rank of this process in each group of `data`."""
+        return tuple(distributed.get_rank(group) for group in self.data)
+
+
+def process_groups(module) -> ProcessGroups:
+    """Return the groups of processes that run the module's forward pass, none of them for a single process.
+
+    With DistributedDataParallel, `data` is the process group of the wrapper whose forward pass runs. With `fully_shard`,
+    `data` are the groups of the mesh over which the parameters are distributed. The groups of `tensor` are those of all
+    other meshes over which parameters are DTensors.
+
+    Args:
+        module: the module whose forward pass runs.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ProcessGroups()
+    from torch.nn.parallel import DistributedDataParallel
+
+    running = DistributedDataParallel._active_ddp_module
+    if isinstance(module, DistributedDataParallel):
+        running = module
+    data = _sharded_over(module) if running is None else (running.process_group,)
+    names = {group.group_name for group in data}
+    tensor = [group for group in _meshes_of(module) if group.group_name not in names]
+    return ProcessGroups(_several(data), _several(tensor))
+
+
+def _several(groups) -> tuple:
+    return tuple(group for group in groups if distributed.get_world_size(group) > 1)
+
+
+def _sharded_over(module) -> tuple:
+    from torch.distributed.fsdp import FSDPModule
+
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            meshes = _meshes_of_state(child._get_fsdp_state())
+            if meshes:
+                groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+                return tuple({group.group_name: group for group in groups}.values())
+    return ()
+
+
+def _meshes_of_state(state) -> list:
+    """Return the meshes over which `fully_shard` distributes a module's own parameters, several if the user chose so."""
+    if hasattr(state, "_fsdp_param_groups"):
+        found = state._fsdp_param_groups
+    else:  # older versions of torch have one mesh
+        found = [state._fsdp_param_group]
+    return [parameters.mesh_info.mesh for parameters in found if parameters is not None]
+
+
+def _meshes_of(module) -> list:
+    """Return the groups of all meshes over which parameters of the module are DTensors, each group once."""
+    library = sys.modules.get("torch.distributed.tensor")
+    found = {}
+    for parameter in module.parameters() if library is not None else ():
+        if isinstance(parameter, library.DTensor):
+            found[id(parameter.device_mesh)] = parameter.device_mesh
+    groups = {}
+    for mesh in found.values():
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            groups[group.group_name] = group
+    return list(groups.values())

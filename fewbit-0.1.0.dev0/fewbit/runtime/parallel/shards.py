@@ -1,0 +1,284 @@
+"""Layers of tensor parallelism: run a layer on the local shards of its DTensors.
+
+A DTensor is one tensor of which each process of a mesh has a part, its *local tensor*. For each dimension of the mesh, a
+*placement* says which part: all of the tensor (`Replicate`), a slice of it (`Shard`), or a summand of it (`Partial`). For
+many layers, the local result is a part of the whole result without any communication. Such layers run on local tensors,
+and save and quantize these as in a single process. The rules in this file say which placements allow this. For all other
+placements a layer runs torch's own function, which saves what it saves without fewbit.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import Function
+
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES
+
+_shard = threading.local()  # its attribute `place` is described by `running_shard`
+
+
+def is_distributed(x) -> bool:
+    """Return whether x is a DTensor."""
+    if type(x) in PLAIN_CLASSES:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def runs_on_shards(x) -> bool:
+    """Return whether x is a DTensor, and a layer with the input x may be computed from its local tensor.
+
+    Compiled code runs torch's own functions for DTensors.
+    """
+    return is_distributed(x) and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def has_arrived(x: torch.Tensor) -> torch.Tensor:
+    """Return x. If x is the result of a collective that still runs, wait, and return x as an ordinary tensor.
+
+    Until then x is an AsyncCollectiveTensor, whose memory kernels must not read.
+    """
+    if type(x) in PLAIN_CLASSES or torch.compiler.is_compiling():
+        return x
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    if module is None or not isinstance(x, module.AsyncCollectiveTensor):
+        return x
+    return _Arrived.apply(x)
+
+
+def running_shard() -> tuple:
+    """Return which shard the layer that runs now works on; () for a plain tensor and a tensor that is replicated.
+
+    Processes must round a replicated tensor alike, and should round their shards of one tensor independently.
+
+    Returns:
+        One pair for each dimension of the mesh along which the tensor is sharded: (number of the dimension, coordinate
+        of this process).
+    """
+    return getattr(_shard, "place", ())
+
+
+def elementwise(function, *tensors):
+    """Return function(*tensors), an elementwise function of DTensors, computed from their local tensors.
+
+    Args:
+        function: a function of local tensors, whose result has the shape of each of them.
+        *tensors: DTensors.
+
+    Returns:
+        A DTensor; None if the tensors differ in shape or placements, or are sums over processes.
+    """
+    first = tensors[0]
+    if any(placement.is_partial() for placement in first.placements):
+        return None
+    if not _are_alike(tensors) or any(x.shape != first.shape for x in tensors):
+        return None
+    with _on_shard(first):
+        y = function(*(_local(x, x.placements) for x in tensors))
+    return _distributed(y, first, first.placements, first.shape)
+
+
+def linear(function, x, weight, bias):
+    """Return x times the transposed weight plus the bias, computed from local tensors.
+
+    Args:
+        function: torch's linear function, or one with the same arguments. It gets local tensors.
+        x: (*, in_features).
+        weight: (out_features, in_features).
+        bias: (out_features,), or None.
+
+    Returns:
+        A DTensor; None if the arguments are not all DTensors, or their placements need communication.
+    """
+    if not _are_on_one_mesh(x, weight, *([] if bias is None else [bias])):
+        return None
+    last, partial = x.dim() - 1, _partial()
+    results, of_x, of_weight, of_bias, sums_up = [], [], [], [], False
+    biases = [None] * len(x.placements) if bias is None else bias.placements
+    for at_x, at_weight, at_bias in zip(x.placements, weight.placements, biases, strict=True):
+        is_copy = at_bias is None or at_bias.is_replicate()
+        if at_x.is_replicate() and at_weight.is_replicate() and is_copy:
+            result, grads = at_x, (at_x, at_weight, at_bias)
+        elif _is_shard(at_x) and at_x.dim != last and at_weight.is_replicate() and is_copy:
+            result, grads = at_x, (at_x, partial, partial)
+        elif (
+            at_x.is_replicate()
+            and _is_shard(at_weight, 0)
+            and (bias is None or _is_shard(at_bias, 0))
+        ):
+            result, grads = _shard_of(last), (partial, at_weight, at_bias)
+        elif _is_shard(at_x, last) and _is_shard(at_weight, 1) and is_copy:
+            result, grads, sums_up = partial, (at_x, at_weight, at_bias), True
+        else:
+            return None
+        results.append(result)
+        for grad, placements in zip(grads, (of_x, of_weight, of_bias), strict=True):
+            placements.append(grad)
+    # Each process would add the whole bias to its summand of the result.
+    is_later = bias is not None and sums_up
+    with _on_shard(x):
+        own = None if bias is None or is_later else _local(bias, of_bias)
+        y = function(_local(x, of_x), _local(weight, of_weight), own)
+    y = _distributed(y, x, results, (*x.shape[:-1], weight.shape[0]))
+    return y + bias if is_later else y
+
+
+def norm(function, x, dims: int, *vectors):
+    """Return function(x, *vectors), a norm over the last dimensions of x, computed from local tensors.
+
+    Args:
+        function: a function of local tensors.
+        x: the norm's input.
+        dims: the number of dimensions over which the norm computes mean and variance.
+        *vectors: weight and bias, of the shape of the last `dims` dimensions; each may be None.
+
+    Returns:
+        A DTensor; None if the arguments are not all DTensors, or their placements need communication.
+    """
+    given = [vector for vector in vectors if vector is not None]
+    if not _are_on_one_mesh(x, *given):
+        return None
+    if not all(placement.is_replicate() for vector in given for placement in vector.placements):
+        return None
+    leading, of_vectors = x.dim() - dims, []
+    for placement in x.placements:
+        if not (placement.is_replicate() or (_is_shard(placement) and placement.dim < leading)):
+            return None
+        of_vectors.append(placement if placement.is_replicate() else _partial())
+    with _on_shard(x):
+        own = (None if vector is None else _local(vector, of_vectors) for vector in vectors)
+        y = function(_local(x, x.placements), *own)
+    return _distributed(y, x, x.placements, x.shape)
+
+
+def attention(function, query, key, value):
+    """Return function(query, key, value), attention without mask and dropout, computed from local tensors.
+
+    Args:
+        function: a function of local tensors.
+        query: (N, Hq, L, E).
+        key: (N, H, S, E).
+        value: (N, H, S, Ev).
+
+    Returns:
+        A DTensor; None if the three are not all DTensors that are replicated, or sharded alike by sample or by head.
+    """
+    tensors = query, key, value
+    if not _are_on_one_mesh(*tensors) or not _are_alike(tensors) or query.dim() != 4:
+        return None
+    for placement, size in zip(query.placements, query.device_mesh.shape, strict=True):
+        is_whole = placement.is_replicate()
+        if not (is_whole or _is_shard(placement, 0) or _is_shard(placement, 1)):
+            return None
+        # With uneven shards, a process might have a head of the query without the head of the key.
+        if not is_whole and any(x.shape[placement.dim] % size for x in tensors):
+            return None
+    with _on_shard(query):
+        y = function(*(_local(x, x.placements) for x in tensors))
+    return _distributed(y, query, query.placements, (*query.shape[:-1], value.shape[-1]))
+
+
+class _Arrived(Function):
+    """The plain tensor of an AsyncCollectiveTensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.wait()
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class _Local(Function):
+    """The local tensor of a DTensor. The gradient of the local tensor is a part of the DTensor's gradient."""
+
+    @staticmethod
+    def forward(ctx, x, placements):
+        ctx.place, ctx.shape = (x.device_mesh, placements), x.shape
+        local = x.to_local()  # waits for a collective that runs, because gradients are off here
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _whole(grad, *ctx.place, ctx.shape), None
+
+
+def _local(x, placements):
+    """Return the local tensor of x.
+
+    Args:
+        x: a DTensor.
+        placements: the placements of the gradient of x that the gradients of the local tensors are.
+    """
+    return _Local.apply(x, tuple(placements))
+
+
+def _distributed(y, like, placements, shape):
+    """Return the DTensor of the given shape on the mesh of `like`, of which y is the local tensor."""
+    return _whole(y, like.device_mesh, tuple(placements), shape)
+
+
+def _whole(local, mesh, placements, shape):
+    from torch.distributed.tensor import DTensor
+
+    stride = _stride(shape, local.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _stride(shape, local_stride) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose dimensions are in the order of the local tensor's dimensions."""
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (local_stride[dim], -dim)):
+        stride[dim] = step
+        step *= shape[dim]
+    return tuple(stride)
+
+
+@contextmanager
+def _on_shard(x):
+    """Return a context manager in whose block `running_shard` describes the local tensor of x."""
+    coordinates = x.device_mesh.get_coordinate()
+    places = enumerate(zip(x.placements, coordinates, strict=True))
+    before = running_shard()
+    _shard.place = tuple((dim, at) for dim, (placement, at) in places if placement.is_shard())
+    try:
+        yield
+    finally:
+        _shard.place = before
+
+
+def _are_on_one_mesh(*tensors) -> bool:
+    return all(is_distributed(x) and x.device_mesh == tensors[0].device_mesh for x in tensors)
+
+
+def _are_alike(tensors) -> bool:
+    return _are_on_one_mesh(*tensors) and all(
+        x.placements == tensors[0].placements for x in tensors
+    )
+
+
+def _is_shard(placement, dim: int | None = None) -> bool:
+    from torch.distributed.tensor import Shard
+
+    # Subclasses of Shard distribute the elements in another order.
+    return type(placement) is Shard and (dim is None or placement.dim == dim)
+
+
+def _shard_of(dim: int):
+    from torch.distributed.tensor import Shard
+
+    return Shard(dim)
+
+
+def _partial():
+    from torch.distributed.tensor import Partial
+
+    return Partial()

@@ -1,0 +1,112 @@
+"""The numbers that a probe measures at the nodes of the autograd graph, and the variances that follow from them.
+
+`variance_probe.py` explains the numbers own, out and gain. Noise from different sources is uncorrelated, so sums of squares
+add up along the graph. Let S(node) be the sum of squares that noise in the incoming gradient of a node causes at all
+parameters below, divided by the sum of squares of the noise itself. Then
+
+    S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
+
+and the variance that rounding the slot adds in all is  sum of own[p] + sum of out[e] S(node below e)
+(docs/guides/controller.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from fewbit.runtime.probes.norms import squared
+
+LEVELS = (1, 2)
+"""The levels at which rounding is measured.
+
+Level 1 stands for rounding to 1 bit. It is measured separately, because the noise of 1 bit differs most from that of other
+numbers of bits. Level 2 stands for rounding to the slot's own bits, but at least 2. From the variance at level 2 follows
+that at other bits, by the distortion of the slot's kind of copies (`runtime/format/distortion.py`). Each level is also the
+number of bits whose noise is drawn. Noise of more than 2 bits is noise of 2 bits, made smaller.
+"""
+PARAMETER, NOTHING = -1, -2
+"""Numbers that stand for what is below an edge, if that is no node."""
+
+
+@dataclass
+class Noise:
+    """The changes that noise in a slot makes to the gradients that leave a node through its edges.
+
+    Args:
+        name: the name of the slot: the layer's name and the number of the layer's input.
+        level: the level of the noise, see `LEVELS`.
+        scale: the factor by which the sum of squared changes is multiplied: 1 / relative_distortion(kind, bits), which
+            is 1 at level 1.
+        norms: for each edge the norm of the change, 0-D float32, or None if there is no change to measure.
+        is_own: whether the node is the layer that saved the slot. If so, edges to a layer that is probed itself do not
+            count, because the change is handed to that layer (`Node.handed`).
+    """
+
+    name: tuple[str, int]
+    level: int
+    scale: float
+    norms: list[torch.Tensor | None]
+    is_own: bool
+
+
+@dataclass
+class Node:
+    """A node of the autograd graph.
+
+    Args:
+        below: for each edge the number of the node below the edge, or PARAMETER or NOTHING.
+        exists: for each input of the node whether the input has an edge.
+        is_layer: whether the node is a torch.autograd.Function.
+        arriving: the norm of the incoming gradient, 0-D float32.
+        leaving: for each edge the norm of the gradient that leaves through it.
+        handed: changes of the incoming gradient by noise in the layer above: (slot's name, level, scale, change).
+        noise: the changes that noise makes to the gradients on the edges.
+        is_probed: whether `VarianceProbe.probe` has measured the node.
+    """
+
+    below: list[int]
+    exists: list[bool]
+    is_layer: bool
+    arriving: torch.Tensor | None = None
+    leaving: list[torch.Tensor | None] = field(default_factory=list)
+    handed: list[tuple] = field(default_factory=list)
+    noise: list[Noise] = field(default_factory=list)
+    is_probed: bool = False
+
+    def norms(self) -> Iterator[torch.Tensor]:
+        """Yield all norms that were measured at this node."""
+        norms = [self.arriving, *self.leaving]
+        norms += [found for noise in self.noise for found in noise.norms]
+        yield from (found for found in norms if found is not None)
+
+
+def variances(nodes: list[Node], names: Iterable[tuple], host: dict) -> dict | None:
+    """Return the variances that rounding the slots adds to the gradient, times the scales of their noise.
+
+    Args:
+        nodes: the nodes of the graph. A node comes after all nodes below it.
+        names: the names of the slots.
+        host: the result of `AsyncHostCopy.values` for the norms of all nodes.
+
+    Returns:
+        {(slot's name, level): variance}; None if a number is not finite.
+    """
+    sums = {(name, level): 0.0 for name in names for level in LEVELS}
+    below = []  # S of each node
+    for node in nodes:
+        at = [float(n == PARAMETER) if n < 0 else below[n] for n in node.below]
+        arriving = squared(host, node.arriving)
+        passed = sum(squared(host, a) * b for a, b in zip(node.leaving, at, strict=False))
+        below.append(passed / arriving if arriving > 0 else 0.0)
+        taken = [n >= 0 and nodes[n].is_probed for n in node.below]
+        for noise in node.noise:
+            sums[noise.name, noise.level] += noise.scale * sum(
+                squared(host, a) * b
+                for a, b, is_taken in zip(noise.norms, at, taken, strict=True)
+                if not (noise.is_own and is_taken)
+            )
+    return sums if all(map(math.isfinite, (*below, *sums.values()))) else None

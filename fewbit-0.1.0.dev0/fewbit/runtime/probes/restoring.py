@@ -1,0 +1,152 @@
+"""Run a layer's backward while a probe measures: record which tensors are dequantized, and add noise to one of them.
+
+A *probe* is the object that measures one forward and backward pass. A *slot* is one tensor that a layer saves in every
+forward pass. To learn how rounding the tensor affects gradients, the probe runs the layer's backward again, with noise
+added to the tensor. To *restore* a saved tensor is to dequantize it in a backward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from fewbit.runtime.format import layout
+
+HAS_COLLECTIVES = "backward_has_collectives"
+"""The name of an attribute of autograd Functions. It is True if the backward calls collectives of torch.distributed.
+
+Such a backward must not run more often than in other processes.
+"""
+OBSERVED = "_fewbit_observed"
+"""The name of the attribute in which an autograd node has the probes that measure at this node.
+
+The attribute is a tuple with (probe, number that the probe gave the node) for each probe.
+"""
+_running = threading.local()
+
+
+def observed(backward, context, grads):
+    """Run a layer's backward, let the probes of the layer's saved tensors measure, and return the backward's results.
+
+    Args:
+        backward: the backward of the layer's autograd Function, a function of `context` and `grads`.
+        context: the Function's context (`ctx`).
+        grads: the gradients of the Function's results.
+    """
+    probes = getattr(context, OBSERVED, ())
+    if probes:
+        context = _Context(context)
+    restoring = Restoring()
+    results = restoring.run(backward, context, *grads)
+    if not restoring.slots:
+        return results
+    for slot in restoring.slots.values():
+        slot.assignment.note_gradient(slot, grads[0])
+    found = restoring.slots.values()
+    for probe in {slot.assignment.probe for slot in found} - {None}:
+        # Only the probe of the forward that saved a tensor adds noise to it. For other probes the layer is any node.
+        own = [slot for slot in found if slot.assignment.probe is probe]
+        number = dict(probes).get(probe)
+        if number is None or getattr(context._forward_cls, HAS_COLLECTIVES, False):
+            probe.reached(own)
+        else:
+            probe.reached([slot for slot in own if slot.rounding is None])
+            probe.probe(number, backward, context, grads, results, own)
+    return results
+
+
+class Restoring:
+    """Records the slots of dequantized tensors while `run` runs a backward, and adds noise to the tensors of one slot.
+
+    Args:
+        target: the slot whose tensors get noise, or None.
+        level: which noise to add, see `VarianceProbe.noise`. Without a target, the level is not used.
+        probe: the probe that makes the noise, or None without a target.
+    """
+
+    def __init__(self, target=None, level: int = 0, probe=None):
+        self.target, self.level, self.probe = target, level, probe
+        self.slots = {}
+        self._noise = {}  # by address: a tensor that is dequantized twice gets the same noise
+
+    def run(self, backward, *arguments):
+        """Return backward(*arguments). Meanwhile, record and change the tensors that this thread dequantizes."""
+        before = getattr(_running, "restoring", None)
+        # This does what `undo_after` does, without generators, because every backward of a layer runs it.
+        try:
+            try:
+                _running.restoring = self
+                return backward(*arguments)
+            finally:
+                _running.restoring = before
+        except BaseException:  # an interrupt may have stopped the first clean-up
+            _running.restoring = before
+            raise
+
+    def is_target(self, slot) -> bool:
+        """Return whether the tensors of this slot get noise."""
+        return self.target is not None and slot.name == self.target.name
+
+    def restored(self, values, spec, packed):
+        """Record the slot of a dequantized tensor. Return the tensor's values, with noise if the slot is the target.
+
+        The arguments are those of the function `restored` in this file.
+        """
+        slot = spec.slot
+        self.slots.setdefault(slot.name, slot)
+        return self.changed(values, spec, packed) if self.is_target(slot) else values
+
+    def changed(self, values, spec, packed):
+        """Add noise to `values` in place and return `values`. A subclass may change the values in another way."""
+        slot = spec.slot
+        if slot.rounding is not None:
+            flat = layout.storage_order(values)
+            rows = flat.view(spec.samples or (len(values) if values.dim() else 1), -1)
+            noise = self._noise.get(packed.data_ptr())
+            if noise is None:
+                noise = self.probe.noise(rows, slot, self.level)
+                self._noise[packed.data_ptr()] = noise
+            rows += noise.to(rows.dtype)
+        return values
+
+
+def restored(values, spec, packed):
+    """Return the values of a saved tensor that a backward has dequantized, with noise if a probe asks for noise.
+
+    Args:
+        values: dequantized values, which may be changed in place.
+        spec: the spec of the saved tensor.
+        packed: the packed codes of the saved tensor, whose address identifies the tensor.
+    """
+    if spec.slot is None:
+        return values
+    restoring = getattr(_running, "restoring", None)
+    return values if restoring is None else restoring.restored(values, spec, packed)
+
+
+def record(spec) -> None:
+    """Record the slot of a saved tensor whose values a kernel has used without writing them to memory.
+
+    Args:
+        spec: the spec of the saved tensor, for which `is_changed` is False.
+    """
+    restored(None, spec, None)
+
+
+def is_changed(spec) -> bool:
+    """Return whether `restored` would add noise to the saved tensor with the given spec."""
+    restoring = getattr(_running, "restoring", None)
+    return restoring is not None and spec.slot is not None and restoring.is_target(spec.slot)
+
+
+class _Context:
+    """A copy of an autograd context whose saved tensors can be read repeatedly.
+
+    Within `torch.utils.checkpoint`, torch allows to read the saved tensors only once.
+    """
+
+    def __init__(self, context):
+        self._context = context
+        self.saved_tensors = context.saved_tensors
+
+    def __getattr__(self, name):
+        return getattr(self._context, name)

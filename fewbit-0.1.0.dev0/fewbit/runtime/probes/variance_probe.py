@@ -1,0 +1,435 @@
+"""Measure the variance that rounding each slot adds to a model's gradient, in one backward pass.
+
+A *slot* is one tensor that a layer saves in every forward pass. Rounding a slot adds variance to the gradients of the
+parameters of the slot's own layer. If the gradient of the layer's input depends on the slot, rounding also adds
+variance to the gradients of all layers below, that is, nearer to the model's input. By Theorem 3 of ActNN (long
+version, section 3), the variances of all slots add up.
+
+In the autograd graph, a gradient arrives at a *node* and leaves through the node's *edges* to the nodes and parameters
+below. Three kinds of numbers are measured:
+
+- A layer runs its backward again, with noise added to one of its dequantized tensors. The noise is drawn once, with the
+  variance of rounding. It changes the layer's gradients. The sum of squares of a change is called own[p] for the
+  gradient of a parameter p of the layer, and out[e] for the gradient that leaves through an edge e.
+- The layer runs its backward once more, with random signs on the incoming gradient. The sum of squares of a resulting
+  gradient, divided by that of the incoming gradient, is called gain[p] for a parameter p and gain[e] for an edge e.
+  These numbers tell how noise in the incoming gradient propagates.
+- At every other node of the graph, gain[e] is measured on the gradient itself: the sum of squares of the gradient that
+  leaves through the edge, divided by that of the incoming gradient.
+
+There is one exception. If an edge of a layer leads directly to another layer, the gains of the lower layer are not
+used for the noise of the upper layer, because this noise can be far from random signs. For example, noise in a batch
+norm changes the gradient of the convolution below by a multiple of the convolution's result in each channel. Instead,
+the lower layer runs its backward with this very change as the incoming gradient.
+
+`measurements.py` computes from these numbers the variance that rounding each slot adds to the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import chain
+
+import torch
+
+from fewbit.runtime.format.distortion import relative_distortion
+from fewbit.runtime.interop.containers import tensors_in
+from fewbit.runtime.interop.cuda_streams import AsyncHostCopy, hold_for_stream
+from fewbit.runtime.probes.backward_graph import bottom_up, is_function, number_below
+from fewbit.runtime.probes.measurements import LEVELS, Node, Noise, variances
+from fewbit.runtime.probes.norms import by_edge, is_dense, norm
+from fewbit.runtime.probes.restoring import OBSERVED, Restoring
+
+SPREAD = 16
+"""The number of entries of `RoundingEffect.spread`."""
+
+
+@dataclass
+class RoundingEffect:
+    """The effect that rounding one slot has on the gradient, measured in one forward and backward pass.
+
+    Args:
+        average: the average bits per element that the slot had.
+        is_fixed: whether the user fixed these bits.
+        kind: the kind of the slot's copies, "uniform" or "rotated".
+        elements: the number of elements of all tensors that were saved for the slot.
+        samples: the number of samples among which the bits were divided, or 0.
+        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(kind, bits)`. This
+            is the variance that rounding to 1 bit would add if the distortion alone determined it. 0 if no gradient
+            reached the layer.
+        at_one: the variance that rounding to 1 bit adds to the gradient, as measured.
+        spread: SPREAD numbers that summarize the `sensitivities` that `VarianceProbe.record_saved` got, one for each
+            sample. The sensitivities are sorted and cut into SPREAD equal parts. Each entry is the mean of one part. If
+            there are fewer samples, the entries are the sorted sensitivities, followed by zeros. If several tensors
+            were saved for the slot, the results for these tensors are added. None if bits were not divided among
+            samples.
+        is_known: False if the backward pass reached the layer by a path that the probe did not watch, or if the layer
+            cannot be probed.
+    """
+
+    average: float
+    is_fixed: bool
+    kind: str
+    elements: int = 0
+    samples: int = 0
+    sensitivity: float = 0.0
+    at_one: float = 0.0
+    spread: list[float] | None = None
+    is_known: bool = True
+
+
+class VarianceProbe:
+    """The probe of one forward pass and of the backward pass through this forward pass.
+
+    `assignment.Probe` lists the methods that layers call. No method raises. If a gradient is neither an ordinary dense
+    tensor nor a sparse COO tensor, the probe becomes void and has no results.
+
+    Args:
+        seed: the seed of the noise.
+    """
+
+    def __init__(self, seed: int):
+        self.slots: dict[tuple, RoundingEffect] = {}
+        self.is_void = False
+        self._seed = seed
+        self._generators = {}
+        self._spreads = {}  # {slot's name: the `_means` of each tensor that was saved for the slot}
+        self._reached_within = (
+            set()
+        )  # names of slots that a backward pass reached before the forward pass was over
+        self._nodes: list[Node] = []
+        self._hooks = []  # on the nodes
+        self._is_open = True
+        self._is_watching = False
+        self._start = (
+            torch.autograd._get_sequence_nr()
+        )  # number of the first node that the forward makes
+        self._runs = False
+        self._is_over = False
+        self._host_copy = None
+
+    # -- in the forward ----------------------------------------------------------------------------------
+
+    def record_saved(
+        self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0
+    ) -> None:
+        """Record that a layer saved a tensor.
+
+        Args:
+            slot: the tensor's slot.
+            elements: the number of elements.
+            sensitivities: (samples,) float32, the numbers that decide how bits are shared among samples; None if the
+                bits are not shared in this way.
+            fp32_min_bytes: not used.
+        """
+        if not self._is_open:
+            return
+        effect = RoundingEffect(slot.average, slot.is_fixed, slot.kind)
+        seen = self.slots.setdefault(slot.name, effect)
+        seen.elements += elements
+        if sensitivities is not None:
+            seen.samples = len(sensitivities)
+            # Bits are divided among the samples of one tensor at a time, so each tensor's numbers are sorted alone. The
+            # host adds them later, because the tensors may be on several devices or in several streams.
+            spread = _means(sensitivities.nan_to_num(0.0, 0.0, 0.0).sort().values)
+            self._spreads.setdefault(slot.name, []).append(spread)
+
+    def record_rounding(self, slot, record) -> dict[int, torch.Tensor] | None:
+        """Return the variance that rounding adds to the elements of a saved tensor.
+
+        Args:
+            slot: the slot of the tensor.
+            record: the tensor and its quantized copy, a `QuantizationRecord`.
+
+        Returns:
+            {bits: variance of an element, as a mean for each sample, (samples,) float32}, for 1 and 2 bits. `noise`
+            computes the variance for more bits from that for 2 bits. None after `end` was called.
+        """
+        if not self._is_open:
+            return None
+        return {level: record.variance(level, self._generator) for level in LEVELS}
+
+    def knows(self, name: tuple[str, int]) -> bool:
+        """Return whether `record_saved` was called for a slot named `name`."""
+        return name in self.slots
+
+    def watch(self, outputs) -> None:
+        """Follow the backward pass that starts at the result of the forward pass.
+
+        Args:
+            outputs: the result, tensors in nested containers.
+        """
+        self._is_watching = True
+        tensors = tensors_in(outputs)
+        if not self._can_measure(tensors):
+            return
+        roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        numbers = {}
+        for node in bottom_up(roots, self._start):
+            numbers[node] = len(self._nodes)
+            following = [child for child, _ in node.next_functions]
+            below = [number_below(child, numbers) for child in following if child is not None]
+            exists = [child is not None for child in following]
+            self._nodes.append(Node(below, exists, is_function(node)))
+            self._attach(node, numbers[node])
+
+    def _attach(self, node, number) -> None:
+        if is_function(node):
+            # Other probes may follow this node too, if it is older than this forward pass.
+            others = (entry for entry in getattr(node, OBSERVED, ()) if entry[0]._is_open)
+            setattr(node, OBSERVED, (*others, (self, number)))
+        self._hooks.append(node.register_hook(partial(self._passed, number)))
+
+    # -- in the backward pass ----------------------------------------------------------------------------
+
+    def _passed(self, number, leaving, arriving) -> None:
+        node = self._nodes[number]
+        node.handed = []
+        self._begins()
+        if self._is_open and not node.is_probed and self._can_measure((*leaving, *arriving)):
+            node.arriving = norm(arriving)
+            edges = zip(leaving, node.exists, strict=False)
+            node.leaving = [norm([grad]) for grad, exists in edges if exists]
+
+    def _begins(self) -> None:
+        """Note that a backward pass has reached a node."""
+        if self._is_open and not self._runs:
+            self._runs = True
+            torch.autograd.Variable._execution_engine.queue_callback(_End(self))
+
+    def reached(self, slots) -> None:
+        """Record that a backward pass dequantized tensors of these slots in a layer without measuring the layer.
+
+        The effects of these slots become unknown (`RoundingEffect.is_known`). There is one exception: a model may call
+        `torch.autograd.grad` within its forward pass. The effects that such a call reaches become unknown only if the
+        training step's own backward pass, which runs later, does not measure them.
+        """
+        names = {slot.name for slot in slots} & self.slots.keys()
+        if not self._is_open:
+            return
+        if self._is_watching:
+            for name in names:
+                self.slots[name].is_known = False
+        else:
+            self._reached_within |= names
+
+    def probe(self, number: int, backward, context, grads, results, slots) -> None:
+        """Measure a layer: run its backward again, with noise in the dequantized tensors and in the incoming gradient.
+
+        Args:
+            number: the number of the layer's node, which `watch` has given.
+            backward: the layer's backward, a function of `context` and gradients.
+            context: the context of the layer's autograd Function.
+            grads: the gradients of the layer's results.
+            results: the gradients that `backward` returned for the layer's inputs.
+            slots: the slots whose tensors `backward` dequantized.
+        """
+        node = self._nodes[number]
+        results = by_edge(context, results)
+        self.is_void |= any(grad is not None and grad.is_sparse for grad in grads)
+        if not (self._is_open and self._can_measure((*grads, *results))):
+            return
+        node.noise, handed, node.handed = [], node.handed, []
+        for slot in slots:
+            if slot.rounding is None or slot.name not in self.slots:
+                continue
+            for level in LEVELS:
+                restoring = Restoring(slot, level, self)
+                noisy = by_edge(context, restoring.run(backward, context, *grads))
+                self._add(node, slot, level, results, noisy)
+        if len(grads) == 1:
+            while handed:
+                name, level, scale, change = handed.pop()
+                hold_for_stream((change,))  # the layer above may run in another stream
+                (like,) = grads
+                passed = by_edge(context, backward(context, change.to(like.dtype)))
+                del change
+                norms = [norm([grad]) for grad in passed]
+                del passed
+                node.noise.append(Noise(name, level, scale, norms, False))
+            carried = Restoring().run(backward, context, self._with_signs(*grads))
+            node.leaving = [norm([grad]) for grad in by_edge(context, carried)]
+            node.arriving, node.is_probed = norm(grads), True
+
+    def _can_measure(self, tensors) -> bool:
+        self.is_void |= not all(
+            tensor is None or tensor.is_sparse or is_dense(tensor) for tensor in tensors
+        )
+        return not self.is_void
+
+    def _add(self, node, slot, level, exact, noisy) -> None:
+        scale, norms = 1.0 / _share_at(slot, level), []
+        for at, below in enumerate(node.below):
+            change = _difference(exact[at], noisy[at])
+            noisy[at] = None
+            norms.append(norm([change]))
+            if change is not None and below >= 0 and self._nodes[below].is_layer:
+                # The changes at both levels are held at a time. bfloat16 saves memory and is precise enough for noise.
+                noise = change.bfloat16() if change.dtype == torch.float32 else change
+                self._nodes[below].handed.append((slot.name, level, scale, noise))
+            del change
+        node.noise.append(Noise(slot.name, level, scale, norms, True))
+
+    def _ends(self) -> None:
+        """Note that a backward pass has ended."""
+        self._runs, self._is_over = False, True
+        self._let_go()
+
+    def _fails(self) -> None:
+        """Note that a backward pass has raised. Another one may follow."""
+        self._runs = False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Free the changes that were handed to layers whose backward did not run."""
+        for node in self._nodes:
+            node.handed = []
+
+    def noise(self, rows: torch.Tensor, slot, level: int) -> torch.Tensor:
+        """Return random noise to add to dequantized values: float32 of the shape of `rows`.
+
+        The noise of all elements of a sample has the same variance: the mean of the variances that rounding adds to
+        these elements.
+
+        Args:
+            rows: the dequantized values, (samples, features).
+            slot: the slot of the values.
+            level: 1 for the noise of 1 bit; 2 for the noise of the slot's own bits, but at least 2.
+        """
+        variance = slot.rounding[level].nan_to_num(0.0)
+        if len(variance) != len(rows):
+            variance = variance.mean().expand(len(rows))
+        smaller = _share_at(slot, level) / relative_distortion(slot.kind, level)
+        deviation = variance.sqrt() * math.sqrt(smaller)
+        return self._uniform(rows).sub_(0.5).mul_(deviation[:, None] * math.sqrt(12))
+
+    def _with_signs(self, grad):
+        return torch.where(self._uniform(grad) < 0.5, -grad, grad)
+
+    def _uniform(self, like) -> torch.Tensor:
+        return torch.rand(like.shape, generator=self._generator(like.device), device=like.device)
+
+    def _generator(self, device) -> torch.Generator:
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = torch.Generator(device).manual_seed(self._seed)
+            self._generators[device] = generator
+        return generator
+
+    # -- afterwards --------------------------------------------------------------------------------------
+
+    def has_run(self) -> bool:
+        """Return whether a backward pass has ended, or the probe is void and will have no results."""
+        return self.is_void or self._is_over
+
+    def runs(self) -> bool:
+        """Return whether a backward pass is running, perhaps in another thread."""
+        return self._runs
+
+    def end(self) -> None:
+        """Stop measuring, and remove the hooks from the autograd graph."""
+        self._is_open = False
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def send(self) -> None:
+        """Stop measuring, and start to copy the measurements to the host without waiting for a device."""
+        self.end()
+        self._let_go()
+        self._host_copy = self._sent()
+
+    def _sent(self) -> AsyncHostCopy:
+        return AsyncHostCopy([*self._measured(), *chain(*self._spreads.values())])
+
+    def _measured(self):
+        return chain.from_iterable(node.norms() for node in self._nodes)
+
+    def is_there(self) -> bool:
+        """Return whether the measurements are on the host, so that `results` would not wait."""
+        return self._host_copy.is_there()
+
+    def results(self) -> dict[tuple, RoundingEffect]:
+        """Return the measurements, {slot's name: RoundingEffect}, after waiting until they are on the host.
+
+        A slot has sensitivity 0 if no backward pass reached its layer. The result is {} if the probe is void or if a
+        gradient was not finite. Gradients that are not finite occur in training with a scaled loss, and the loss scaler
+        then skips the step.
+        """
+        return self._summed_up(self._host_copy.values())
+
+    def snapshot(self) -> dict[tuple, RoundingEffect]:
+        """Return the measurements so far, as `results` does, after waiting for the devices. Measuring continues."""
+        return self._summed_up(self._sent().values())
+
+    def _spread(self, host, name) -> list[float]:
+        """Return the sum of the `_means` of all tensors that were saved for a slot."""
+        parts = [host[id(part)] for part in self._spreads[name]]
+        return [sum(numbers) for numbers in zip(*parts, strict=True)]
+
+    def _summed_up(self, host) -> dict[tuple, RoundingEffect]:
+        # A backward pass in another thread may have measured more after the copy was started.
+        if self.is_void or any(id(found) not in host for found in self._measured()):
+            return {}
+        sums = variances(self._nodes, self.slots, host)
+        if sums is None:
+            return {}
+        found = {}
+        for name, seen in self.slots.items():
+            spread = self._spread(host, name) if name in self._spreads else None
+            at_one, sensitivity = (sums[name, level] for level in LEVELS)
+            is_known = seen.is_known and (sensitivity > 0 or name not in self._reached_within)
+            measured = {"at_one": at_one, "sensitivity": sensitivity, "is_known": is_known}
+            found[name] = replace(seen, spread=spread, **measured)
+        return found
+
+
+class _End:
+    """The callback that tells the probe that a backward pass has ended or raised.
+
+    autograd calls the callback when the backward pass ends. If the backward pass raises, autograd deletes the callback.
+    """
+
+    _probe = None  # for __del__, if an interrupt prevents __init__ from running
+
+    def __init__(self, probe: VarianceProbe):
+        self._probe = probe
+
+    def __call__(self):
+        probe, self._probe = self._probe, None
+        probe._ends()
+
+    def __del__(self):
+        if self._probe is not None:
+            self._probe._fails()
+
+
+def _means(values: torch.Tensor) -> torch.Tensor:
+    """Return the means of SPREAD parts of a vector, which have nearly equal lengths: (SPREAD,) float64.
+
+    If the vector has fewer than SPREAD entries, the result is the entries, followed by zeros.
+    """
+    ends, lengths = _part_ends(len(values), values.device)
+    sums = torch.nn.functional.pad(values.double().cumsum(0), (1, 0))
+    parts = sums[ends].diff() / lengths
+    return torch.nn.functional.pad(parts, (0, SPREAD - len(lengths)))
+
+
+@lru_cache(maxsize=256)
+def _part_ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 0 and the ends of the parts of `count` values, (parts + 1,) int64; and the parts' lengths, float64."""
+    parts = min(count, SPREAD)
+    ends = torch.tensor([round(i * count / parts) for i in range(parts + 1)], device="cpu")
+    return ends.to(device), ends.diff().double().to(device)
+
+
+def _share_at(slot, level: int) -> float:
+    """Return `relative_distortion` of the bits that a level stands for: 1 bit at level 1, else the slot's, at least 2."""
+    return relative_distortion(slot.kind, 1 if level == 1 else max(slot.average, 2))
+
+
+def _difference(exact, noisy):
+    if exact is None or noisy is None or exact.is_sparse:
+        return None
+    return noisy - exact

@@ -1,0 +1,159 @@
+"""Small integers saved for the backward pass, in bit-planes or in the narrowest dtype.
+
+A bit-plane is a tensor of int32 words that contains one bit of every integer. `pack` and `narrow` return SavedTensors,
+as `Quantizer.quantize` does: the tensors to save, and a spec that turns these tensors into integers again.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch.library import register_fake
+
+from fewbit.runtime import backends
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.encoding import packed_words
+from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
+from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.ops.library import define, save_results
+from fewbit.runtime.quantizers.spec import SavedTensors
+from fewbit.runtime.saved import offload
+
+MOST_BITS = 8
+"""The largest number of bits of integers that are packed. Integers of more bits are saved in an integer dtype."""
+
+
+def bits_of(count: int) -> int:
+    """Return the number of bits that an integer in [0, count) needs."""
+    return (count - 1).bit_length()
+
+
+def dtype_of(count: int) -> torch.dtype:
+    """Return the narrowest integer dtype that holds every number in [0, count)."""
+    if count <= 1 << 8:
+        return torch.uint8
+    if count <= 1 << 15:
+        return torch.int16
+    return torch.int32 if count <= 1 << 31 else torch.int64
+
+
+class PackedIntegersSpec(NamedTuple):
+    """The spec of integers that `pack` has saved.
+
+    Args:
+        bits: the number of bits of each integer.
+        size: the size of the dequantized tensor.
+        stride: the strides of the dequantized tensor.
+    """
+
+    bits: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return the integers in the spec's size and strides, in uint8 if `bits` <= 8, else in a wider dtype."""
+        return self.flat(tensors).as_strided(self.size, self.stride)
+
+    def flat(self, tensors) -> torch.Tensor:
+        """Return the integers in the order of elements in memory, (n,), in the dtype that `dequantize` returns."""
+        (values,) = tensors
+        if self.bits > MOST_BITS:
+            return values
+        count = prod(self.size)
+        if is_plain(values):
+            return backends.of(values).unpack(values, self.bits, count)
+        return activation_ops.unpack_op(values, self.bits, count)
+
+
+class NarrowIntegersSpec(NamedTuple):
+    """The spec of integers that `narrow` has saved. `dtype` is the dtype of the integers before `narrow`."""
+
+    dtype: torch.dtype
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return the integers in the dtype that they had before they were saved."""
+        return tensors[0].to(self.dtype)
+
+
+def pack(values: torch.Tensor, count: int) -> SavedTensors:
+    """Pack a tensor of integers or bools in [0, count) into as few bits per element as `count` needs.
+
+    With up to 8 bits, n elements take ``4 * bits * ceil(n / 32)`` bytes. Integers of more bits are saved in the
+    narrowest integer dtype that holds them.
+    """
+    bits = bits_of(count)
+    spec = PackedIntegersSpec(bits, tuple(values.shape), tuple(layout.dense_stride(values)))
+    if is_plain(values):
+        packed = _pack(layout.dense(values), bits, count)
+        offload.mark(packed)
+        return SavedTensors((packed,), spec)
+    packed, one = pack_kept_op(values, bits, count, spec.stride)
+    return SavedTensors((packed,), spec, None if is_abstract(values) else one)
+
+
+def narrow(values: torch.Tensor, count: int) -> SavedTensors:
+    """Convert integers in [0, count) to the narrowest dtype that holds them.
+
+    Integers are saved unchanged if their own dtype is no wider.
+    """
+    dtype = dtype_of(count)
+    if dtype.itemsize >= values.dtype.itemsize:
+        return SavedTensors((values,), NarrowIntegersSpec(values.dtype))
+    if is_plain(values):
+        narrowed = values.to(dtype)
+        offload.mark(narrowed)
+        return SavedTensors((narrowed,), NarrowIntegersSpec(values.dtype))
+    narrowed, one = narrow_kept_op(values, dtype)
+    tie = None if is_abstract(values) else one
+    return SavedTensors((narrowed,), NarrowIntegersSpec(values.dtype), tie)
+
+
+# -- ops -------------------------------------------------------------------------------------------
+
+
+def _pack(values, bits, count):
+    flat = layout.storage_order(values)
+    if bits > MOST_BITS:
+        return flat.to(dtype_of(count), copy=True)  # an op may not return its input
+    return backends.of(values).pack(flat.to(torch.uint8), bits)
+
+
+def _one(values):
+    return values.new_ones((), dtype=torch.float32)
+
+
+pack_kept_op = define(
+    "pack_kept(Tensor values, int bits, int count, SymInt[] stride) -> (Tensor, Tensor)",
+    lambda values, bits, count, stride: (
+        _pack(layout.with_stride(values, stride), bits, count),
+        _one(values),
+    ),
+)
+narrow_kept_op = define(
+    "narrow_kept(Tensor values, ScalarType dtype) -> (Tensor, Tensor)",
+    # The result is contiguous, so that its strides do not depend on the input's strides. It is always a copy, because
+    # an op must not return its input.
+    lambda values, dtype: (
+        values.to(dtype, memory_format=torch.contiguous_format, copy=True),
+        _one(values),
+    ),
+)
+
+
+@register_fake("fewbit::pack_kept")
+def _(values, bits, count, stride):
+    if bits > MOST_BITS:
+        return values.new_empty(values.numel(), dtype=dtype_of(count)), _one(values)
+    return values.new_empty(packed_words(values.numel(), bits), dtype=torch.int32), _one(values)
+
+
+@register_fake("fewbit::narrow_kept")
+def _(values, dtype):
+    like = {"dtype": dtype, "memory_format": torch.contiguous_format}
+    return torch.empty_like(values, **like), _one(values)
+
+
+save_results(pack_kept_op)
+save_results(narrow_kept_op)

@@ -1,0 +1,237 @@
+"""The quantized copies of a norm's normalized input, and the norm's result dequantized from such a copy.
+
+A norm layer normalizes its input x to x~ = (x - mean) rstd, where rstd is the reciprocal standard deviation, and
+returns y = x~ weight + bias. The norm saves x~ in a quantized form, a copy. A layer after the norm would save y, but
+can use the norm's copy of x~ instead, with weight and bias, which exist already. Dequantized values of x~ are exact in
+expectation, and y is linear in x~. Values of y that are computed from the copy are therefore exact in expectation too.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+
+from fewbit.config import ROTATED
+from fewbit.runtime import backends
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.fingerprint import Content
+from fewbit.runtime.interop.cuda_streams import stream_of
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.probes import restoring
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, flat, unsharded
+
+_IN_KERNELS = torch.float32, torch.float16, torch.bfloat16
+
+MOST_SHARED = 2**14
+"""The largest number of elements of a shared constant. For larger tensors, filling takes longer than the launch."""
+
+
+class AffineResultSpec(NamedTuple):
+    """The spec of a norm's result y, which is computed from a copy of the norm's normalized input x~.
+
+    The saved tensors are those of the copy, followed by weight and bias. The bias may be None.
+
+    Args:
+        normalized: the spec of the copy of x~.
+        dtype: the dtype of y.
+        channels: the shape to which weight and bias are viewed so that they broadcast to y; None if they broadcast as
+            they are.
+    """
+
+    normalized: QuantizedTensorSpec
+    dtype: torch.dtype
+    channels: tuple[int, ...] | None = None
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return approximate values of y, in the size of x~ and in `dtype`, which is y's dtype unless given."""
+        *saved, weight, bias = tensors
+        affine = self._placed(weight), self._placed(bias), self._inner()
+        return self.normalized.dequantize(saved, dtype or self.dtype, affine)
+
+    def for_consumer(self, name: str) -> AffineResultSpec:
+        """Return this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
+        return self._replace(normalized=self.normalized.for_consumer(name))
+
+    def _inner(self) -> int | None:
+        """Return how many elements that follow each other in memory have the same weight entry; None if that varies."""
+        size, stride = self.normalized.size, self.normalized.stride
+        if self.channels is not None and stride[1] == 1:
+            return 1
+        if stride != layout.contiguous_stride(size):
+            return None
+        return 1 if self.channels is None else math.prod(size[2:])
+
+    def _placed(self, vector):
+        return vector if vector is None or self.channels is None else vector.view(self.channels)
+
+
+def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None) -> None:
+    """Let other layers of the model use the norm's copy of x~ if they would save the norm's result y.
+
+    Args:
+        quantizer: the quantizer of the norm.
+        y: the result of the norm.
+        saved: the SavedTensors of the norm's normalized input x~.
+        weight: the weight of the norm.
+        bias: the bias of the norm, or None.
+        channels: the shape to which weight and bias are viewed so that they broadcast to y; None if they broadcast as
+            they are.
+    """
+    if quantizer.context is None or saved.trace_anchor is not None:
+        return
+    weight, result_bias = unsharded(weight, bias)
+    spec = AffineResultSpec(saved.spec, y.dtype, channels)
+    shared = SavedTensors((*saved.tensors, weight, result_bias), spec)
+    if channels is not None and bias is not None and result_bias is bias:
+        # torch's batch norm does not save the bias, so users may change the bias before backward.
+        if bias.is_inference():
+            shared = _with_own_bias(shared)
+        else:
+            content = Content(bias)
+            shared = partial(_with_bias_of, shared, content, content.checksum)
+    quantizer.context.cache.put(Content(y), quantizer.key, shared)
+
+
+def _with_own_bias(shared: SavedTensors) -> SavedTensors:
+    *tensors, bias = shared.tensors
+    return shared._replace(tensors=(*tensors, bias.detach().clone()))
+
+
+def _with_bias_of(shared: SavedTensors, before: Content, checksum) -> SavedTensors | None:
+    """Return the copy with a bias of its own, or None if the bias has changed. Most results of norms are not looked for.
+
+    Args:
+        shared: the copy, whose last tensor is the norm's bias.
+        before: the content of the bias when the norm ran.
+        checksum: the checksum of the bias when the norm ran.
+    """
+    now = Content(before.x)
+    is_same = now.place == before.place and now.checksum == checksum
+    return _with_own_bias(shared) if is_same else None
+
+
+def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
+    """Quantize the normalized input of a norm once or twice.
+
+    Args:
+        ctx: the context of the norm's autograd Function. The attributes `ctx.spec` and `ctx.inner` are set for the
+            backward pass.
+        x: the input of the norm, a floating tensor.
+        mean: the mean of x, which broadcasts to x, or None if the norm subtracts no mean.
+        rstd: the reciprocal standard deviation of x, which broadcasts to x.
+        inner: the number of elements, one after the other in memory, that have the same mean and rstd; None if that
+            number varies. See `Quantizer.quantize_normalized`.
+        copies: 1, or 2 for two independently rounded copies.
+        quantizer: the quantizer of the norm.
+
+    Returns:
+        (SavedTensors of the first copy, all tensors to save).
+    """
+    parts = [quantizer.quantize_normalized(x, mean, rstd, inner) for _ in range(copies)]
+    ctx.spec, ctx.inner = parts[0].spec, inner
+    return parts[0], [tensor for part in parts for tensor in part.tensors]
+
+
+def batch_norm_gradients(ctx, saved, grad, rstd, weight, needs_input):
+    """Return the gradients of a batch norm's input, weight and bias, without writing dequantized values to memory.
+
+    Args:
+        ctx: the context of the norm's autograd Function, as `save_copies` left it. The norm has no second copy.
+        saved: the tensors that `save_copies` returned for saving.
+        grad: the gradient of the norm's result.
+        rstd: the reciprocal standard deviation, (C,).
+        weight: the norm's weight, (C,), or None.
+        needs_input: whether to compute the gradient of the input. If not, None takes its place.
+
+    Returns:
+        The three gradients, those of weight and bias in float32. None in place of the three if the copy is not rotated, its
+        samples have different bits, elements adjacent in memory do not have adjacent channels, a tensor is not plain or has
+        a dtype that kernels lack, a probe changes the dequantized values, or the backend has no kernel for this copy.
+    """
+    spec = ctx.spec
+    if ctx.inner != 1 or not isinstance(spec, QuantizedTensorSpec) or spec.kind != ROTATED:
+        return None
+    fits = spec.samples is None and rstd.dtype == torch.float32 and grad.dtype in _IN_KERNELS
+    tensors = grad, rstd, *saved, *(() if weight is None else (weight,))
+    if not (fits and all(map(is_plain, tensors))) or restoring.is_changed(spec):
+        return None
+    backend = backends.of(grad)
+    if not backend.can_compute_batch_norm(spec.bits, spec.group_size, spec.size):
+        return None
+    grad = layout.with_stride(grad, spec.stride, by_sample=True)
+    copy = *saved, spec.bits, spec.group_size
+    found = backend.batch_norm_backward(*copy, grad, rstd, flat(weight), needs_input)
+    if found is not None:
+        restoring.record(spec)
+    return found
+
+
+def dequantize_copies(ctx, saved):
+    """Return two dequantized x~, from two independent copies.
+
+    If `save_copies` made one copy, the two results are the same tensor.
+
+    Args:
+        ctx: the context of the norm's autograd Function, as `save_copies` left it.
+        saved: the tensors that `save_copies` returned for saving.
+    """
+    count = ctx.spec.count
+    first = ctx.spec.dequantize(saved[:count])
+    return first, first if len(saved) == count else ctx.spec.dequantize(saved[count:])
+
+
+def dequantize_scaled(ctx, saved, rstd, dtype):
+    """Return dequantized x~ divided by rstd, an approximation of x - mean.
+
+    torch's own backward functions of norms can be called with this result in place of x, and with 0 in place of the
+    mean. They give the same gradients as for x and its mean.
+
+    Args:
+        ctx: the context of the norm's autograd Function, as `save_copies` left it.
+        saved: the tensors that `save_copies` returned for saving.
+        rstd: the reciprocal standard deviation, which broadcasts to x.
+        dtype: the dtype of the result.
+    """
+    deviation = rstd.to(ctx.spec.dtype).reciprocal()
+    return ctx.spec.dequantize(saved[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
+
+
+def constant_like(statistic, value: float):
+    """Return a tensor like `statistic` that is filled with a value, for torch's functions, which only read it.
+
+    On a GPU, launching the kernel that fills the tensor takes longer than the kernel. The tensor is therefore shared by
+    all backward passes that run in one stream, unless it is large. A capture gets a tensor of its own, because its graph
+    may be replayed at any time.
+    """
+    is_shared = statistic.is_cuda and is_plain(statistic) and statistic.numel() <= MOST_SHARED
+    if not is_shared or torch.cuda.is_current_stream_capturing():
+        return torch.full_like(statistic, value)
+    place = statistic.shape, value, statistic.dtype, statistic.device, stream_of(statistic)
+    return _constant(*place)
+
+
+@lru_cache(maxsize=256)
+def _constant(shape, value, dtype, device, stream):
+    return torch.full(shape, value, dtype=dtype, device=device)
+
+
+def input_gradient(g, first, second, rstd, dims, centered=True):
+    """Return the gradient of a norm's input: (g - mean(g) - x~1 mean(x~2 g)) rstd.
+
+    The term mean(g) is left out if `centered` is false.
+
+    Args:
+        g: the gradient of the norm's result, times the weight.
+        first: x~1, the dequantized normalized input.
+        second: x~2, the dequantized normalized input from an independent copy, or x~1 again if there is one copy.
+        rstd: the reciprocal standard deviation, which broadcasts over `dims`.
+        dims: the dimensions over which means are taken.
+        centered: whether the norm subtracts the mean.
+    """
+    inner = g - first * (second * g).mean(dims, keepdim=True)
+    if centered:
+        inner = inner - g.mean(dims, keepdim=True)
+    return inner * rstd

@@ -1,0 +1,235 @@
+"""The fixed-point copy that a norm, an activation and a linear layer or convolution save together.
+
+A *fixed-point copy* contains the norm's normalized input x~ as K-bit fixed-point numbers in one packed tensor. The
+norm's result is y = gamma x~ + beta, with the norm's weight gamma and bias beta. x~, y and the ReLU of y can all be
+dequantized from the copy. A norm, an activation and a linear layer or convolution in this order are called a
+pre-activation block (section 3.2 of BLPA, a paper that docs/guides/preactivation.md cites).
+
+The *cache* of a forward pass finds a copy by the tensor that a layer wants to save, so the layers need not know each
+other. The norm makes the copy and puts it into the cache as the copy of y. The activation, a ReLU or LeakyReLU, needs
+only the sign of y, which the copy contains. The activation puts the same copy into the cache again, as the copy of its
+own result. The linear layer or convolution finds this copy and dequantizes its input from it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch.autograd import Function
+
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.interop.tensor_kinds import is_eager
+from fewbit.runtime.ops import fixed_point
+from fewbit.runtime.quantizers.spec import SavedTensors, flat, map_affine, unsharded
+from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.context import current
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+SIGNED = ("relu", "leaky_relu")
+"""The activations whose gradients need only the signs of their inputs."""
+
+
+class FixedPointSpec(NamedTuple):
+    """The spec of a norm's normalized input x~ that is saved as a fixed-point copy.
+
+    The saved tensors are (packed, weight, bias): the packed codes, and the norm's weight and bias, which may be None.
+
+    Args:
+        bits: the bits of a code.
+        inner: the number of elements, one after the other in memory, that belong to the same channel. Element number e
+            in memory belongs to channel (e div inner) mod (number of channels).
+        size, stride: the size and strides of the norm's result y.
+        dtype: the dtype of x~.
+    """
+
+    bits: int
+    inner: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        """The number of saved tensors."""
+        return 3
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """Return approximate values of x~ in y's size and strides. Arguments: see `QuantizedTensorSpec.dequantize`."""
+        scale, shift, inner = affine or (None, None, None)
+        if shift is None and inner is not None and self.dtype == torch.float32:
+            return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
+        return map_affine(self._decode(tensors, self.dtype), affine).to(dtype or self.dtype)
+
+    def result(self, tensors, dtype: torch.dtype, slope: float) -> torch.Tensor:
+        """Return approximate values of y if y > 0, and of y * slope otherwise, for each element."""
+        return self._decode(tensors, dtype, slope)
+
+    def masked(self, grad, tensors, slope: float) -> torch.Tensor:
+        """Return the gradient of LeakyReLU: for each element grad if y > 0, and grad * slope otherwise."""
+        packed, weight, bias = tensors
+        if not is_eager(grad):  # is_grads_batched=True
+            ones = torch.ones(self.size, dtype=grad.dtype, device=packed.device)
+            below = grad * slope if slope else torch.zeros_like(grad)
+            return torch.where(self.masked(ones, tensors, 0.0) > 0, grad, below)
+        grid = fixed_point.grid_of(weight, bias, self.bits, packed.device)
+        grad = layout.bring_to(grad, self.stride)
+        return fixed_point.mask(grad, packed, grid, self.bits, self.inner, slope)
+
+    def _decode(self, tensors, dtype, slope=None, scale=None):
+        packed, weight, bias = tensors
+        grid = fixed_point.grid_of(weight, bias, self.bits, packed.device)
+        of = packed, grid, self.bits, self.inner
+        return fixed_point.decode(*of, self.size, self.stride, dtype, slope, scale)
+
+
+class PreActivationSpec(NamedTuple):
+    """The spec of a norm's result y, or of the ReLU or LeakyReLU of y, that is saved as a fixed-point copy.
+
+    Args:
+        fixed: the spec of the norm's normalized input x~ in the same copy.
+        dtype: the dtype of the dequantized values.
+        slope: the slope of the ReLU or LeakyReLU for negative y; 1 for y itself.
+    """
+
+    fixed: FixedPointSpec
+    dtype: torch.dtype
+    slope: float = 1.0
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values in y's size and strides, and in `dtype`, which is the spec's dtype unless given."""
+        return self.fixed.result(tensors, dtype or self.dtype, self.slope)
+
+
+def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
+    """Return whether a norm can save a fixed-point copy.
+
+    The norm cannot if the quantizer's attribute `fuse` is false, if the norm needs two independently rounded copies, if
+    a compiler traces, or if `rstd` has a 16-bit dtype.
+
+    Args:
+        quantizer: the quantizer of the norm.
+        x: the input of the norm.
+        rstd: the reciprocal standard deviation of x.
+        weight: the weight of the norm, or None.
+        bias: the bias of the norm, or None.
+        copies: the number of independently rounded copies that the norm's backward pass needs.
+    """
+    if not quantizer.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
+        return False
+    return all(tensor is None or is_eager(tensor) for tensor in (x, weight, bias))
+
+
+def save_fixed_point(
+    quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None
+):
+    """Save the normalized input x~ of a norm as a fixed-point copy, and put it into the cache as the copy of y.
+
+    Args:
+        quantizer: the quantizer of the norm.
+        x: the input of the norm, a floating tensor.
+        y: the result of the norm.
+        mean: the mean of x, which broadcasts to x.
+        rstd: the reciprocal standard deviation of x, which broadcasts to x.
+        inner: the number of elements, one after the other in memory, that have the same mean and rstd; None if that
+            number varies. See `Quantizer.quantize_normalized`.
+        weight: the weight of the norm, or None.
+        bias: the bias of the norm, or None.
+        channels: the dimension of y along which weight and bias lie; None if they lie along the last dimensions.
+
+    Returns:
+        SavedTensors from which x~ is dequantized.
+    """
+    of_channels = _inner_of(y, channels)
+    result = y.detach()
+    if of_channels is None:
+        result = result.contiguous()
+        of_channels = _inner_of(result, channels)
+    usual = rstd.dtype == torch.float32 and x.dtype == y.dtype != torch.float64
+    if usual and inner is not None and layout.has_stride(x, result.stride()):
+        dtype, source, normalize = torch.float32, x, (flat(mean), flat(rstd), inner)
+    else:
+        dtype = torch.promote_types(rstd.dtype, torch.float32)
+        values = ((x.detach().to(dtype) - mean) * rstd).to(torch.promote_types(dtype, y.dtype))
+        source, normalize = layout.bring_to(values, result.stride()), None
+        result = result.to(source.dtype)
+    grid = fixed_point.grid_of(weight, bias, quantizer.bits, x.device)
+    packed = fixed_point.encode(source, result, grid, quantizer.bits, of_channels, normalize)
+    offload.mark(packed)
+    tensors = packed, *unsharded(weight, bias)
+    spec = FixedPointSpec(quantizer.bits, of_channels, tuple(y.shape), result.stride(), dtype)
+    context = quantizer.fixed_point_context
+    if context is not None:
+        context.cache.put_fixed_point(y, SavedTensors(tensors, PreActivationSpec(spec, y.dtype)))
+    return SavedTensors(tensors, spec)
+
+
+def activate(x, function: str, parameters: tuple, encoding: Encoding, inplace: bool):
+    """Apply a ReLU or LeakyReLU to the result x of a norm, if the cache has a fixed-point copy of x.
+
+    The gradient needs only the sign of x, which the copy contains, so the activation saves nothing else. The copy is
+    also put into the cache as the copy of the activation's result, for the layer after the activation.
+
+    Args:
+        x: the input of the activation.
+        function: the name of the activation in `fewbit.functions`.
+        parameters: the parameters of the activation; for "leaky_relu" the slope.
+        encoding: the activation's few-bit derivative.
+        inplace: whether to write the result to x.
+
+    Returns:
+        The result. None if the cache has no such copy, if the activation is neither ReLU nor LeakyReLU, or if
+        `encoding` is not its exact derivative.
+    """
+    if function not in SIGNED:
+        return None
+    context = current()
+    if context is None or not context.cache.has_fixed_point or not context.recomputes_alike():
+        return None
+    context.record_save()
+    saved = context.cache.get_fixed_point(x)
+    slope = float(parameters[0]) if parameters else 0.0
+    if saved is None or saved.spec.slope != 1.0 or not _is_exact(encoding, slope):
+        return None
+    y = _TwoValued.apply(x, slope, inplace, saved)
+    context.cache.put_fixed_point(y, SavedTensors(saved.tensors, saved.spec._replace(slope=slope)))
+    return y
+
+
+class _TwoValued(Function):
+    """ReLU or LeakyReLU as an autograd Function, whose gradient is computed from the signs in the norm's copy."""
+
+    @staticmethod
+    def forward(ctx, x, slope, inplace, saved):
+        ctx.spec, ctx.slope = saved.spec.fixed, slope
+        ctx.save_for_backward(*saved.tensors)
+        if inplace:
+            ctx.mark_dirty(x)
+        if slope == 0.0:
+            return torch.relu_(x) if inplace else torch.relu(x)
+        return torch.nn.functional.leaky_relu(x, slope, inplace)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.spec.masked(grad, ctx.saved_tensors, ctx.slope), None, None, None
+
+
+@lru_cache(maxsize=256)
+def _is_exact(encoding: Encoding, slope: float) -> bool:
+    """Return whether an encoded few-bit derivative is the exact derivative of ReLU or LeakyReLU with this slope."""
+    if encoding.unbiased or encoding.breaks64.tolist() != [0.0]:
+        return False
+    return sorted(encoding.lut64.tolist()) == sorted([slope, 1.0])
+
+
+def _inner_of(y, channels: int | None) -> int | None:
+    """Return how many elements that follow each other in y's memory have the same channel; None if that varies."""
+    if y.is_contiguous():
+        return 1 if channels is None else math.prod(y.shape[channels + 1 :])
+    if channels is None:
+        return None
+    return 1 if layout.is_by_sample(y) and y.stride(channels) == 1 else None

@@ -1,0 +1,530 @@
+"""The group quantizer of a layer: `quantize` makes a copy of a tensor in the forward pass.
+
+A *copy* is the quantized form of a tensor that a layer saves: codes of a few bits, and two numbers for each group of
+elements. There are several kinds of copies (docs/concepts/quantizer.md). `QuantizedTensorSpec.dequantize` computes approximate
+values from a copy in the backward pass.
+
+A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots in training. A
+*probe* measures for the policy how rounding the slots changes the gradients. A *fixed-point copy* is the copy that a
+norm makes for itself and for the layers after it (`preactivation.py`). The *cache* of a model contains the copies of
+the present forward pass, so that several layers can use one copy (`saved/cache.py`).
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from functools import lru_cache
+
+import torch
+from torch.autograd import forward_ad
+
+from fewbit.config import (
+    DEFAULT_BITS,
+    GROUP_SIZE,
+    MASKED_KINDS,
+    ROTATED,
+    UNIFORM,
+    check_bits,
+    check_group_size,
+    check_min_dtype,
+    check_quantizer,
+    check_rotated_size,
+    usual_kind,
+)
+from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.buffers import seed_on
+from fewbit.runtime.format.fingerprint import Content
+from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
+from fewbit.runtime.interop.compiler_tracing import notify_traced
+from fewbit.runtime.interop.tensor_kinds import (
+    PLAIN_CLASSES,
+    check_tensors,
+    is_abstract,
+    is_eager,
+    is_plain,
+    overrides_functions,
+)
+from fewbit.runtime.ops import library, quantizer_ops
+from fewbit.runtime.parallel.shards import has_arrived, is_distributed
+from fewbit.runtime.quantizers.codec import CodecSpec, SlotCodec
+from fewbit.runtime.quantizers.spec import (
+    QuantizationRecord,
+    QuantizedTensorSpec,
+    SavedTensors,
+    flat,
+    in_storage_order,
+)
+from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
+from fewbit.runtime.saved.context import ForwardContext, current
+from fewbit.runtime.saved.min_dtype import MinDtypeSelector
+from fewbit.runtime.saved.single_backward import refuse_forward_mode
+
+
+class Quantizer:
+    """Quantizes the tensors that a layer saves. Layers may share one quantizer.
+
+    Args:
+        bits: the bits per element if no policy chooses them, 1 to 8.
+        group_size: the number of elements in a group, a multiple of 32.
+        min_dtype: the dtype of groups' minimums or means: "bfloat16", "float32", or "auto", which means float32 for
+            tensors whose minimum is large relative to their range.
+        context: the state that the layers of a converted model share; None for a layer outside a converted model.
+        name: the path of the layer in the converted model.
+        average: the mean number of bits per element, if a policy divides bits among samples; `bits` unless given.
+        is_fixed: whether the policy must not change the average.
+        fuse: whether norms make fixed-point copies, which the layers after the norms can use.
+        kind: the kind of copies, "rotated", "uniform" or "unbiased"; None for the usual kind of each layer (`kind_of`).
+
+    Raises:
+        InputError: bits, group_size, min_dtype or kind is not valid.
+    """
+
+    def __init__(
+        self,
+        bits: int = DEFAULT_BITS,
+        group_size: int = GROUP_SIZE,
+        min_dtype: str = "auto",
+        context: ForwardContext | None = None,
+        name: str = "",
+        average: float | None = None,
+        is_fixed: bool = True,
+        fuse: bool = False,
+        kind: str | None = None,
+    ):
+        check_bits(bits)
+        check_group_size(group_size)
+        check_min_dtype(min_dtype)
+        if kind is not None:
+            check_quantizer(kind)
+            check_rotated_size(kind, group_size)
+        self.bits = bits
+        self.group_size = group_size
+        self.min_dtype = min_dtype
+        self.context = context
+        self.name = name
+        self.average = bits if average is None else average
+        self.is_fixed = is_fixed
+        self.fuse = fuse
+        self.kind = kind
+        self._selector = MinDtypeSelector()
+
+    def copy_for(self, name: str, **changes) -> Quantizer:
+        """Return a quantizer with all settings of this quantizer, for another layer.
+
+        Args:
+            name: the other layer's name.
+            **changes: attributes that get other values, for example `context`.
+        """
+        other = copy(self)
+        vars(other).update(changes, name=name, _selector=MinDtypeSelector())
+        return other
+
+    def kind_of(self, usual: str) -> str:
+        """Return the kind of copies of a tensor.
+
+        Args:
+            usual: the kind that the layer prefers: "uniform" for the results of softmax, "rotated" for all other
+                tensors (docs/decisions/0016). It applies if the quantizer has no kind of its own and groups are small
+                enough to be rotated.
+        """
+        if self.kind is not None:
+            return self.kind
+        return usual_kind(usual, self.group_size)
+
+    def quantize_or_reuse(self, x: torch.Tensor) -> SavedTensors:
+        """Return the fixed-point copy of x if a norm has made one, else make a copy with `quantize(x)`.
+
+        Linear layers and convolutions call this method to save their input.
+        """
+        context = self.fixed_point_context
+        if context is not None and context.cache.has_fixed_point and is_eager(x):
+            context.record_save()
+            saved = context.cache.get_fixed_point(x)
+            if saved is not None:
+                return saved
+        return self.quantize(x)
+
+    @property
+    def fixed_point_context(self) -> ForwardContext | None:
+        """The context in whose cache norms put fixed-point copies, and in which the layers after the norms find them.
+
+        While a pre-activation block runs, the result is the block's own context, else `self.context`. If a layer is in
+        several blocks, `self.context` is the context of the block that was made last, so it may be the wrong one.
+        """
+        running = current()
+        return running if running is not None and running.is_private else self.context
+
+    def quantize(
+        self, x: torch.Tensor, shared: bool = True, slot: int = 0, usual: str = ROTATED
+    ) -> SavedTensors:
+        """Return a quantized copy of x, made now or by another layer that saved x in the same forward pass.
+
+        Args:
+            x: a floating tensor of any shape and strides. A transposed view is quantized in the order of its memory.
+            shared: whether several layers that save x in the same forward pass may use one copy.
+            slot: the number of x among the layer's inputs, from 0. With the layer's name, it identifies the slot.
+            usual: the kind of the copy if the quantizer has no kind.
+        """
+        x = has_arrived(x)
+        if x.is_contiguous():  # the usual case, for which the host's time counts
+            return self._quantize_or_share(x, shared, slot, usual)
+        return in_storage_order(x, lambda x: self._quantize_or_share(x, shared, slot, usual))
+
+    def _quantize_or_share(self, x, shared, slot, usual) -> SavedTensors:
+        if not shared or self.context is None or not is_eager(x) or x.is_inference():
+            return self._quantize(x, x.dtype, slot, usual=usual)
+        context = self.context
+        context.record_save()
+        cache, content, key = context.cache, Content(x), self.key
+        saved = cache.get(content, key)
+        activation = cache.record_consumer(content, self)
+        if saved is None:
+            mask = cache.get_mask(content) if self.kind_of(usual) in MASKED_KINDS else None
+            made_by = {"activation": activation, "usual": usual, "mask": mask}
+            saved = self._quantize(x, x.dtype, slot, **made_by)
+            cache.put(content, key, saved)
+        elif self._policy is not None:
+            saved = saved._replace(spec=saved.spec.for_consumer(self.name))
+        return saved
+
+    def quantize_independent(self, x: torch.Tensor, *others: torch.Tensor) -> SavedTensors:
+        """Return a copy of x that is rounded independently of the copies of `others`, even if x is among `others`.
+
+        Layers that multiply two dequantized tensors call this method, because the product is exact in expectation only
+        if the two are rounded independently.
+
+        Args:
+            x: a floating tensor of any shape and strides.
+            *others: the layer's inputs before x, in their order.
+        """
+        is_one = any(_is_same_memory(x, other) for other in others)
+        return self.quantize(x, not is_one, slot=len(others))
+
+    def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
+        """Return a quantized copy of (x - mean) rstd, the normalized input of a norm layer.
+
+        The normalized values are computed in float32 or better. The copy is not put into the cache.
+
+        Args:
+            x: the input of the norm, a floating tensor of any shape and strides.
+            mean: the means, which broadcast to x; None if the norm subtracts no mean.
+            rstd: the reciprocal standard deviations, which broadcast to x.
+            inner: the number of elements, one after the other in memory, that have the same mean and rstd. Element
+                number e in memory has entry number (e div inner) mod (number of entries) of mean and rstd. None if x is
+                laid out differently.
+        """
+        x = has_arrived(x)
+        fits = inner is not None and layout.is_by_sample(x)
+        fits = fits and rstd.dtype == torch.float32 and x.dtype != torch.float64
+        if fits and is_abstract(x):
+            # A kernel normalizes while it quantizes, so no memory is taken for the normalized values.
+            copy = self._quantize_traced(x, self.kind_of(ROTATED))
+            return copy._replace(spec=copy.spec._replace(dtype=torch.float32))
+        if fits and is_plain(x):
+            return self._quantize(x, torch.float32, normalize=(flat(mean), flat(rstd), inner))
+        input_dtype = x.dtype
+        if mean is not None:
+            x = x.to(rstd.dtype) - mean
+        x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
+        return self._quantize(x, x.dtype, input_dtype=input_dtype)
+
+    def _quantize(
+        self,
+        x,
+        dtype,
+        slot=0,
+        normalize=None,
+        activation=None,
+        input_dtype=None,
+        usual=ROTATED,
+        mask=None,
+    ) -> SavedTensors:
+        """Quantize x, or x normalized by `normalize`. The backward pass dequantizes the copy in `dtype`.
+
+        Args:
+            x: the tensor.
+            dtype: the dtype of the dequantized values.
+            slot: the number of x among the layer's inputs.
+            normalize: (mean or None, rstd, inner) if x is to be normalized first; else None.
+            activation: the number of the activation in the forward pass whose result x is, or None.
+            input_dtype: the dtype of the layer's input; None if it is the dtype of x.
+            usual: the kind of the copy if the quantizer has no kind.
+            mask: the mask that says where x is 0 (`saved/cache.py`), or None.
+        """
+        kind = self.kind_of(usual)
+        kind = kind if mask is None else MASKED_KINDS[kind]
+        if not is_plain(x):
+            return self._quantize_traced(x, kind)
+        fp32_min, ask = self._fp32_min_of(x)
+        settings = self.group_size, fp32_min, normalize
+        seed = self._seed(x, slot, activation)
+        if self._policy is None:
+            tensors = quantizer_ops.quantize(x, seed, self.bits, *settings, kind=kind)
+            spec = self._spec(x, dtype, self.bits, kind=kind)
+            tensors, spec = _with_mask(tensors, spec, mask)
+        else:
+            tensors, spec = self._quantize_slot(
+                x, seed, dtype, slot, settings, input_dtype or x.dtype, kind, mask
+            )
+            ask = ask and not isinstance(spec, CodecSpec)  # whose tensors are not ranges
+        offload.mark(*tensors)
+        if ask:
+            self._selector.ask(tensors[1], kind)
+        return SavedTensors(tensors, spec)
+
+    def _quantize_slot(self, x, seed, dtype, number, settings, input_dtype, kind, mask):
+        """Quantize x with the bits, or with the slot codec, that this forward's bit assignment has for the slot.
+
+        Args:
+            x: an ordinary dense tensor in eager mode.
+            seed: the seed of the rounding: an int, or (1,) int64.
+            dtype: the dtype of the dequantized values.
+            number: the number of x among the layer's inputs.
+            settings: (group size, whether minimums are float32, how to normalize x or None).
+            input_dtype: the dtype of the layer's input.
+            kind: the kind of the copy.
+            mask: the mask of a masked copy, else None.
+
+        Returns:
+            (tensors to save, spec).
+        """
+        assignment = self.context.assignment(x)
+        slot = assignment.slot((self.name, number), self.average, self.is_fixed, kind)
+        samples = assignment.samples_of(x, self.name if number == 0 else "")
+        bits, sensitivities = slot.uniform(), None
+        spec = self._spec(x, dtype, bits, samples, slot, kind)
+        codec, probe = assignment.codec(slot), assignment.probe
+        if codec is not None:
+            tensors, spec = _quantize_by_codec(codec, x, seed, spec, settings, input_dtype)
+            if samples is not None and probe is not None:
+                group_size, _, normalize = settings
+                sensitivities = quantizer_ops.sensitivities(
+                    x, slot, samples, group_size, normalize, kind
+                )
+        elif samples is None:
+            tensors = quantizer_ops.quantize(x, seed, bits, *settings, kind=kind)
+        else:
+            *tensors, sensitivities = quantizer_ops.quantize_samples(
+                x, seed, slot, samples, *settings, kind
+            )
+        if codec is None:
+            tensors, spec = _with_mask(tensors, spec, mask)
+        if x.numel() and (probe is not None or assignment.unobserved):
+            self._report_unobserved(assignment, slot)
+        if probe is not None and x.numel() and not in_backward():
+            extra_bytes = 0
+            if self.min_dtype == "auto" and codec is None:
+                extra_bytes = groups.fp32_min_bytes(tensors[1])
+            record = QuantizationRecord(x.detach(), tuple(tensors), spec, *settings)
+            # A torch function mode would be called for every operation here, but has nothing to replace.
+            with torch._C.DisableTorchFunction():
+                probe.record_saved(slot, x.numel(), sensitivities, extra_bytes)
+                found = probe.record_rounding(slot, record)
+            spec = spec.with_slot(slot._replace(rounding=found))
+        return tuple(tensors), spec
+
+    def _report_unobserved(self, assignment, slot) -> None:
+        """Tell the policy the reason if no probe can measure the tensor that the layer saves now."""
+        reason, probe = assignment.unobserved, assignment.probe
+        if probe is not None and in_backward() and not probe.knows(slot.name):
+            reason = REENTRANT
+        if reason and not slot.is_fixed:
+            self._policy.report_unobserved(self.name, reason)
+
+    @property
+    def _policy(self):
+        """The policy of the model; None if bits are fixed."""
+        return None if self.context is None else self.context.policy
+
+    def _fp32_min_of(self, x) -> tuple[bool | None, bool]:
+        """Return whether x gets float32 minimums, and whether to examine x's ranges to decide for later tensors.
+
+        The first result is None if the kernel decides from the minimum and the range of x itself.
+        """
+        fp32_min = self._fp32_min()
+        if fp32_min is None and x.is_cuda:
+            return self._fp32_min_on_device()
+        return fp32_min, False
+
+    def _fp32_min_on_device(self) -> tuple[bool, bool]:
+        """Return whether a tensor on a GPU gets float32 minimums, and whether later tensors depend on its ranges."""
+        if in_checkpoint():
+            # The recomputation must save the same copy, even if the selector's answer changes in between.
+            return True, False
+        return self._selector.poll(), True
+
+    def quantize_with_activation(self, run, y, are_masks: bool = False) -> tuple | None:
+        """Compute an activation's result y, the activation's codes and the copy of y in one pass over memory.
+
+        Args:
+            run: a function. run(seed, bits, group_size, fp32_min, kind) writes y and returns a
+                `backends.results.QuantizedForward`. If the backend has no kernel for this, run returns None and writes
+                nothing.
+            y: the memory of the result: an ordinary dense tensor in eager mode, samples outermost.
+            are_masks: whether the activation's codes say where y is 0.
+
+        Returns:
+            (the activation's codes, SavedTensors of y). The second entry is None if y needs float32 minimums, because
+            its minimum is large relative to its range. None instead of the pair if nothing was written.
+        """
+        if self._policy is not None:
+            return None
+        seed = self.context.seed_of_result(y, self.key)
+        fp32_min, ask = self._fp32_min_of(y)
+        kind = self.kind_of(ROTATED)
+        is_masked = kind in MASKED_KINDS and are_masks
+        kind = MASKED_KINDS[kind] if is_masked else kind
+        made = run(seed, self.bits, self.group_size, bool(fp32_min), kind)
+        if made is None:
+            return None
+        codes, (packed, ranges, spread) = made
+        if fp32_min is None and quantizer_ops.is_offset(*spread):
+            return codes, None
+        offload.mark(packed, ranges)
+        if ask:
+            self._selector.ask(ranges, kind)
+        spec = self._spec(y, y.dtype, self.bits, kind=kind)
+        mask = codes if is_masked else None
+        return codes, SavedTensors(*_with_mask((packed, ranges), spec, mask))
+
+    @property
+    def key(self) -> tuple:
+        """The settings that two layers must have in common to share a copy.
+
+        Some seeds are hashes of the key (`ForwardContext.seed_of_result`). A new setting must not change the seeds of
+        existing quantizers. So append the setting's value to the key only if it differs from the default value. A
+        setting that does not change copies is no part of the key.
+        """
+        bits = self.bits
+        if self._policy is not None:
+            bits = self.average if self.is_fixed else None
+        key = bits, self.group_size, self.min_dtype
+        return key if self.kind == UNIFORM else (*key, self.kind)
+
+    def _quantize_traced(self, x, kind) -> SavedTensors:
+        notify_traced(self)
+        spec = self._spec(x, x.dtype, self.bits, kind=kind)
+        settings = self.bits, self.group_size, bool(self._fp32_min()), kind
+        packed, ranges, one = quantizer_ops.quantize_op(
+            x, spec.stride, library.new_seed(x), *settings
+        )
+        return SavedTensors((packed, ranges), spec, None if is_abstract(x) else one)
+
+    def was_traced(self) -> None:
+        """Tell the policy that no probe can measure the layer, because the layer runs inside torch.compile."""
+        # A quantizer that is made in the traced code has no attributes yet.
+        if "context" in vars(self) and self._policy is not None and not self.is_fixed:
+            self._policy.report_unobserved(self.name, COMPILED)
+
+    def _spec(self, x, dtype, bits, samples=None, slot=None, kind=ROTATED) -> QuantizedTensorSpec:
+        stride = layout.by_sample_stride(x)
+        return QuantizedTensorSpec(
+            bits, self.group_size, tuple(x.shape), tuple(stride), dtype, samples, slot, kind
+        )
+
+    def _seed(self, x, slot, activation):
+        if self.context is None:
+            return library.new_seed(x)
+        if activation is None:
+            return self.context.seed(x, self.name, slot)
+        return self.context.seed_of_result(x, self.key, activation)
+
+    def _fp32_min(self) -> bool | None:
+        return None if self.min_dtype == "auto" else self.min_dtype == "float32"
+
+    def __repr__(self) -> str:
+        parts = [f"bits={self.bits}"]
+        if self.group_size != GROUP_SIZE:
+            parts.append(f"group_size={self.group_size}")
+        if self.min_dtype != "auto":
+            parts.append(f"min_dtype={self.min_dtype!r}")
+        if self.kind is not None:
+            parts.append(f"quantizer={self.kind!r}")
+        return ", ".join(parts)
+
+
+def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, settings, input_dtype):
+    """Save x with a slot codec. Return (tensors to save, spec).
+
+    If `settings` say that x is to be normalized, the codec gets the normalized values, in the dtype of the layer's
+    input. More precision would be wasted.
+    """
+    _, _, normalize = settings
+    values = x.detach()
+    if normalize is not None:
+        values = QuantizationRecord(values, (), spec, *settings).exact()
+    tensors, inner = codec.quantize(values.to(input_dtype), seed_on(values.device, seed))
+    return tuple(tensors), CodecSpec(inner, spec)
+
+
+def _with_mask(tensors, spec, mask: torch.Tensor | None):
+    """Add the mask of a masked copy to the copy's tensors, and to its spec that there is one."""
+    if mask is None:
+        return tuple(tensors), spec
+    return (*tensors, mask), spec._replace(has_mask=True)
+
+
+def _is_same_memory(x, other) -> bool:
+    if not (is_eager(x) and is_eager(other)):
+        return False
+    return x.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+@lru_cache(maxsize=256, typed=True)  # 2.0 is not 2, and True is not 1
+def _quantizer_of(bits: int, group_size: int, kind: str | None) -> Quantizer:
+    return Quantizer(bits, group_size, kind=kind)
+
+
+def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None = None) -> Quantizer:
+    """Return the Quantizer that functions of `fewbit.functional` use if they are called with these settings.
+
+    Args:
+        bits: the bits per element, 1 to 8.
+        group_size: the number of elements in a group, a multiple of 32.
+        quantizer: the kind of copies, "rotated", "uniform" or "unbiased"; None for the usual kind of each layer; or a Quantizer,
+            which is returned.
+
+    Raises:
+        InputError: a setting is not valid.
+    """
+    if isinstance(quantizer, Quantizer):
+        return quantizer
+    return _quantizer_of(bits, group_size, quantizer)
+
+
+def is_differentiated(*tensors) -> bool:
+    """Return whether fewbit's layer has to run for these inputs, to save tensors for a backward pass.
+
+    torch's own layer runs instead if no gradient is needed, if an input is complex, nested, not strided, a DTensor or of a
+    class that overrides torch's functions, if a transform of torch.func is at work, or if torch.jit.trace traces. Layers that are computed from local tensors of
+    DTensors (`fewbit/runtime/parallel/shards.py`) call this function for the local tensors.
+
+    Args:
+        *tensors: the inputs and parameters of the layer. None is ignored.
+
+    Raises:
+        InputError: gradients are enabled, and one of the arguments is neither a tensor nor None.
+        GradientError: fewbit's layer would have to run, and one of the arguments is a dual number.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    needs_gradient, are_ordinary = False, True
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in PLAIN_CLASSES:
+            check_tensors(x)
+            are_ordinary = are_ordinary and not (overrides_functions(x) or is_distributed(x))
+        needs_gradient = needs_gradient or x.requires_grad
+        if x.layout is not torch.strided or x.is_complex() or x.is_nested:
+            are_ordinary = False
+    if not (needs_gradient and are_ordinary):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._functorch.maybe_current_level() is not None or torch.jit.is_tracing():
+        return False
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(*tensors)
+    return True

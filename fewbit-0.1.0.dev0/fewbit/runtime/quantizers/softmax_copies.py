@@ -1,0 +1,43 @@
+"""The quantized copy that softmax saves of its result.
+
+If a matrix product uses this result as a factor, it saves no copy of its own, but shares that of softmax. It finds the copy in
+the *cache* of the forward pass (`saved/cache.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fewbit.config import UNIFORM
+from fewbit.runtime.interop.tensor_kinds import is_eager
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.quantizers.spec import SavedTensors
+
+
+def quantize_softmax(quantizer: Quantizer, y: torch.Tensor) -> SavedTensors:
+    """Return a quantized copy of y, a result of softmax, which matrix products with the factor y may use as well.
+
+    If the other factor of a product does not depend on y, the shared copy adds no more bias than two copies would. In the
+    backward pass, softmax multiplies its copy of y by the gradient of y, and the product computes this gradient from the
+    other factor alone.
+    """
+    saved = quantizer.quantize(y, usual=UNIFORM)
+    context = quantizer.context
+    # A policy measures the bits of every product by itself.
+    if context is not None and context.policy is None and is_eager(y):
+        context.cache.put_softmax(y, quantizer.key, saved)
+    return saved
+
+
+def quantize_factor(quantizer: Quantizer, x: torch.Tensor) -> SavedTensors:
+    """Return softmax's copy of x if x is a view of a result of softmax, else make a copy with `quantizer.quantize(x)`.
+
+    Matrix products call this function to save a factor.
+    """
+    context = quantizer.context
+    if context is not None and is_eager(x):
+        saved = context.cache.get_softmax(x, quantizer.key)
+        if saved is not None:
+            context.record_save()
+            return saved
+    return quantizer.quantize(x)

@@ -1,0 +1,303 @@
+"""The tensors that a layer saves, and specs, which turn saved tensors into approximate values in the backward pass.
+
+The group quantizer saves codes of a few bits, and the *ranges*: two numbers for each group of elements, which are the
+minimum and the range in a uniform copy, and the mean and the scale in a rotated copy (docs/concepts/quantizer.md). A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots. A *probe* measures
+for the policy how rounding a slot changes the gradients.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from fewbit.config import UNIFORM
+from fewbit.runtime.backends.reference_quantizer import in_dtype
+from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.distortion import distortion
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.probes import restoring
+from fewbit.runtime.saved.assignment import TensorSlot
+
+
+class QuantizedTensorSpec(NamedTuple):
+    """All information except the tensors that is needed to dequantize a tensor that the group quantizer has saved.
+
+    Args:
+        bits: the bits per element; no effect if each sample has its own number of bits.
+        group_size: the number of elements in a group.
+        size, stride, dtype: the size, strides and dtype of the dequantized values.
+        samples: the number of samples if each sample has its own number of bits, else None.
+        slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
+        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+        has_mask: whether the last saved tensor is a mask (`saved/cache.py`), so that the copy is a masked one.
+    """
+
+    bits: int
+    group_size: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    samples: int | None = None
+    slot: TensorSlot | None = None
+    kind: str = UNIFORM
+    has_mask: bool = False
+
+    @property
+    def count(self) -> int:
+        """The number of saved tensors.
+
+        These are codes, ranges, the numbers of bits if each sample has its own, and the mask of a masked copy.
+        """
+        return 2 + (self.samples is not None) + self.has_mask
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        """Return approximate values of the saved tensor, in the tensor's size and strides.
+
+        Args:
+            tensors: the saved tensors, `count` of them.
+            dtype: the dtype of the result; the spec's dtype unless given.
+            affine: None, or (scale, shift, inner) to return values * scale + shift, computed before the result is
+                rounded to dtype. scale and shift broadcast to the values, and either may be None. inner is the number
+                of elements, one after the other in memory, that have the same scale and shift, or None if that number
+                varies. See `Quantizer.quantize_normalized`.
+        """
+        *vectors, inner = affine or (None, None)
+        if all(vector is None for vector in vectors):
+            return self._dequantize(tensors, dtype or self.dtype)
+        # The saved tensors are of one kind.
+        plain = is_plain(tensors[0]) and all([x is None or is_plain(x) for x in vectors])
+        fits = plain and inner is not None and self.dtype == torch.float32 and self._is_mapped()
+        if fits and not restoring.is_changed(self):
+            return self._dequantize(tensors, dtype or self.dtype, (*map(flat, vectors), inner))
+        return in_dtype(map_affine(self.dequantize(tensors), affine), dtype or self.dtype)
+
+    def with_slot(self, slot: TensorSlot) -> QuantizedTensorSpec:
+        """Return this spec with another slot."""
+        return self._replace(slot=slot)
+
+    def for_consumer(self, name: str) -> QuantizedTensorSpec:
+        """Return this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
+        slot = self.slot
+        if slot is None or slot.rounding is None or slot.name[0] == name:
+            return self
+        return self._replace(slot=slot._replace(user=name))
+
+    def dequantize_exact(self, tensors) -> torch.Tensor:
+        """Return the dequantized values without the noise that a probe may add."""
+        return self._values(tensors, self.dtype, None)
+
+    def _dequantize(self, tensors, dtype, affine=None):
+        values = self._values(tensors, dtype, affine)
+        return restoring.restored(values, self, tensors[0])
+
+    def _values(self, tensors, dtype, affine):
+        packed, ranges, *widths = tensors
+        mask = widths.pop() if self.has_mask else None
+        place = self.bits, self.group_size, self.size, self.stride
+        if not is_plain(packed):
+            return quantizer_ops.dequantize_op(packed, ranges, *place, dtype, self.kind, mask)
+        how = {"affine": affine, "kind": self.kind, "mask": mask}
+        if not widths:
+            return quantizer_ops.dequantize(packed, ranges, *place, dtype, **how)
+        return quantizer_ops.dequantize_samples(
+            packed, ranges, *widths, self.samples, *place[1:], dtype, **how
+        )
+
+    def _is_mapped(self) -> bool:
+        """Return whether the kernels apply scale and shift while they dequantize."""
+        if self.has_mask:
+            return False
+        return self.samples is None or prod(self.size) >= self.samples * groups.LEAST_FEATURES
+
+
+class PermutedSpec(NamedTuple):
+    """The spec of a tensor whose dimensions were permuted before it was quantized.
+
+    Args:
+        inner: the spec of the permuted tensor.
+        order: dimension i of the original tensor is dimension order[i] of the permuted tensor.
+    """
+
+    inner: QuantizedTensorSpec
+    order: tuple[int, ...]
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return approximate values, with the dimensions in their original order."""
+        return self.inner.dequantize(tensors, dtype).permute(self.order)
+
+
+class ViewedSpec(NamedTuple):
+    """The spec of a contiguous tensor that has another shape than when it was quantized.
+
+    Args:
+        inner: the spec of the tensor in its old shape.
+        shape: the new shape.
+    """
+
+    inner: NamedTuple
+    shape: tuple[int, ...]
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return approximate values in the new shape."""
+        return self.inner.dequantize(tensors, dtype).view(self.shape)
+
+
+class SavedTensors(NamedTuple):
+    """Tensors for `save_for_backward`, and the spec that dequantizes them.
+
+    Args:
+        tensors: the saved tensors.
+        spec: the spec that turns the tensors into values.
+        trace_anchor: a 0-D tensor of value 1 if a compiler traces, else None. The layer multiplies its result by the
+            anchor, so that the compiler runs the quantization in the forward pass (docs/decisions/0004).
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    spec: QuantizedTensorSpec
+    trace_anchor: torch.Tensor | None = None
+
+    def viewed(self, shape: tuple[int, ...]) -> SavedTensors:
+        """Return the same copy, which is dequantized in another shape."""
+        return self._replace(spec=ViewedSpec(self.spec, shape))
+
+    def tie(self, y: torch.Tensor) -> torch.Tensor:
+        """Return y. While a compiler traces, make y depend on the saved tensors, so that forward computes them."""
+        return y if self.trace_anchor is None else y * self.trace_anchor.to(y.dtype)
+
+
+class QuantizationRecord(NamedTuple):
+    """A tensor and its quantized copy, for a probe to measure.
+
+    Args:
+        x: the tensor.
+        tensors: the saved tensors, which were made from x or, if `normalize` is given, from (x - mean) rstd.
+        spec: the spec of the saved tensors.
+        group_size: the number of elements in a group.
+        fp32_min: whether the groups' minimums are float32; None if `quantizer_ops.quantize` decides.
+        normalize: (mean or None, rstd, inner) if x was normalized before it was quantized, else None. For inner see
+            `Quantizer.quantize_normalized`.
+    """
+
+    x: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    spec: QuantizedTensorSpec
+    group_size: int
+    fp32_min: bool | None
+    normalize: tuple | None
+
+    def variance(self, bits: int, generator) -> torch.Tensor:
+        """Return the variance that rounding to `bits` adds to an element, as a mean over the elements of each sample.
+
+        The variance of a rotated copy follows from the sums of squares. The variance of a uniform copy depends on how
+        the elements lie between the codes, and is estimated from two random roundings.
+
+        Args:
+            bits: the bits per element, 1 to 8.
+            generator: a function that returns, for a device, the random generator from which seeds are drawn.
+
+        Returns:
+            (samples,) float32.
+        """
+        kind = self.spec.kind
+        if kind != UNIFORM:
+            squares = self._squares_by_sample()
+            return squares * (distortion(kind, bits) * len(squares) / max(self.x.numel(), 1))
+        settings = self.group_size, self.fp32_min, self.normalize
+        return quantizer_ops.rounding_variance(
+            self.x, self.spec.samples, *settings, bits, generator
+        )
+
+    def squares(self) -> torch.Tensor:
+        """Return the number to which the variance of rounding is proportional (`quantizer_ops.squares`), 0-D float32.
+
+        Multiplied by `distortion(kind, bits)`, it is the variance of rounding, summed over all elements.
+        """
+        return self._squares_by_sample().sum()
+
+    def _squares_by_sample(self) -> torch.Tensor:
+        """Return the sample's share of `squares` for each sample, (samples,) float32."""
+        x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
+        samples = self.spec.samples or (len(x) if x.dim() else 1)
+        is_short = x.numel() < groups.LEAST_FEATURES * samples
+        rows = layout.storage_order(x).view(1 if is_short else samples, -1)
+        found = quantizer_ops.squares(rows, self.group_size, self.normalize, self.spec.kind)
+        # Groups run across samples that are so short, and the errors of all elements of a group have the same variance.
+        return (found / samples).expand(samples) if is_short else found
+
+    def exact(self) -> torch.Tensor:
+        """Return the values that were quantized, before rounding, in the spec's size, strides and dtype."""
+        spec = self.spec
+        x = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=self.x.device)
+        x.copy_(self.x)
+        if self.normalize is not None:
+            mean, rstd, inner = self.normalize
+            rows = layout.storage_order(x).view(-1, len(rstd), inner)
+            if mean is not None:
+                rows.sub_(mean[:, None])
+            rows.mul_(rstd[:, None])
+        return x
+
+    def errors(self, exact: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the dequantized values minus the exact ones.
+
+        Args:
+            exact: the result of `exact()`, if the caller has it already.
+        """
+        if exact is None:
+            exact = self.x if self.normalize is None else self.exact()
+        return self.spec.dequantize_exact(self.tensors).sub_(exact)
+
+
+def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return a norm's weight and bias, as detached copies if torch.distributed is initialized.
+
+    The parameters of a distributed model may be sharded. Then the norm's full parameters may have been freed when the
+    layer after the norm, which uses them too, runs its backward.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return weight, bias
+    return tuple(None if vector is None else vector.detach().clone() for vector in (weight, bias))
+
+
+def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
+    """Compute values * scale + shift in place and return the result.
+
+    Args:
+        values: the values to change.
+        affine: (scale, shift, inner), as in `QuantizedTensorSpec.dequantize`, or None to change nothing. Here inner has
+            no effect.
+    """
+    scale, shift, _ = affine or (None, None, None)
+    if scale is not None:
+        values.mul_(scale)
+    if shift is not None:
+        values.add_(shift)
+    return values
+
+
+def flat(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the entries of a tensor as kernels expect them: 1-D, contiguous, float32. Return None for None."""
+    if vector is None:
+        return None
+    vector = vector.detach()
+    if vector.dtype != torch.float32:
+        vector = vector.to(torch.float32)
+    return vector.reshape(-1).contiguous()
+
+
+def in_storage_order(x: torch.Tensor, save) -> SavedTensors:
+    """Return save(x), in which save gets the dimensions of x in storage order. Dequantizing restores x's strides.
+
+    Args:
+        x: a tensor of any shape and strides.
+        save: a function of a tensor that returns SavedTensors.
+    """
+    order = layout.storage_permutation(x)
+    if order is None:
+        return save(x)
+    saved = save(x.permute(order))
+    back = tuple(order.index(dim) for dim in range(x.dim()))
+    return saved._replace(spec=PermutedSpec(saved.spec, back))

@@ -1,0 +1,133 @@
+"""Kinds of torch's functions: which of them may decide, which choose elements, and which write to tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch.nn import functional
+
+NEUTRAL, USUAL, READS, CHOOSES, DRAWS_ONE_HOT = range(5)
+"""The kinds. NEUTRAL: no decision, and no new tensor from values. READS: returns Python numbers. CHOOSES: returns elements
+of its input and their indices. DRAWS_ONE_HOT: `gumbel_softmax`, which chooses without showing an index. USUAL: all others."""
+
+_READS = frozenset(
+    "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__ equal allclose is_nonzero".split()
+)
+_CHOOSES = {
+    "topk": (2, -1), "kthvalue": (2, -1), "mode": (1, -1), "sort": (1, -1), "max": (1, None), "min": (1, None),
+    "median": (1, None), "nanmedian": (1, None), "cummax": (1, None), "cummin": (1, None),
+}  # fmt: skip
+"""{name: (position of the argument `dim`, its default)}. With the default None, the function needs `dim` to return indices."""
+_INDICES = "argmax", "argmin", "argsort"
+_RESIZED = frozenset("unique unique_consecutive nonzero argwhere".split())
+"""Functions whose results have a size that depends on values. All their results are recorded, also the floating ones."""
+_NEUTRAL = frozenset("broadcast_tensors meshgrid view bernoulli randint".split())
+_NO_WRITES = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
+_IN_PLACE = frozenset(
+    f"__i{name}__"
+    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+) | {"__setitem__"}
+_STATISTICS = {
+    functional.batch_norm: (1, 2),
+    functional.instance_norm: (1, 2),
+    torch.batch_norm: (3, 4),
+    torch.instance_norm: (3, 4),
+    torch.native_batch_norm: (3, 4),
+    torch._batch_norm_impl_index: (3, 4),
+    torch.batch_norm_gather_stats_with_counts: (3, 4),
+    torch.fused_moving_avg_obs_fake_quant: (3, 4, 5, 6),
+    torch._fused_moving_avg_obs_fq_helper: (3, 4, 5, 6),
+}
+"""{function: positions of the statistics that it updates}. Neither its name nor torch's version counters tell of it."""
+_BY_NAME = "running_mean", "running_var", "out"
+_TRAINING = 5
+"""The position at which norms take `training` or `use_input_stats`, without which they update nothing."""
+_NORMS = frozenset((*_STATISTICS,)) - {
+    torch.batch_norm_gather_stats_with_counts,
+    torch.fused_moving_avg_obs_fake_quant,
+    torch._fused_moving_avg_obs_fq_helper,
+}
+
+
+def name_of(function) -> str:
+    """Return the name of a function, method or op of torch, without the name of an op's overload."""
+    return getattr(function, "__name__", "").partition(".")[0]
+
+
+@lru_cache(4096)
+def kind_of(function) -> int:
+    """Return the kind of a function of torch."""
+    name = name_of(function)
+    if function is functional.gumbel_softmax:
+        return DRAWS_ONE_HOT
+    if name in _READS:
+        return READS
+    if name in _CHOOSES:
+        return CHOOSES
+    is_new = name.endswith("_like") or name.startswith("new_")
+    if is_new or name in _NEUTRAL or name in ("__get__", "__set__"):
+        return NEUTRAL
+    return NEUTRAL if getattr(function, "namespace", "") == "fewbit" else USUAL
+
+
+@lru_cache(4096)
+def _writes_first(function) -> bool:
+    """Return whether the name of a function says that it changes its first argument."""
+    name = name_of(function)
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
+    return in_place or name in _IN_PLACE
+
+
+def written(function, args, kwargs) -> list[torch.Tensor]:
+    """Return the tensors among the arguments of a call that the call may change."""
+    if _writes_first(function):
+        first = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        found = [first]
+    elif function in _STATISTICS:
+        by_name = kwargs.get("training", kwargs.get("use_input_stats", True))
+        if function in _NORMS and not (args[_TRAINING] if len(args) > _TRAINING else by_name):
+            return []
+        found = [args[number] for number in _STATISTICS[function] if number < len(args)]
+        found += [kwargs.get(name) for name in _BY_NAME]
+    elif kwargs and kwargs.get("out") is not None:
+        found = [kwargs["out"]]
+    else:
+        return []
+    return tensors_in(found)
+
+
+def tensors_in(values) -> list[torch.Tensor]:
+    """Return the tensors among values, and those in lists and tuples among the values."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [item for item in value if isinstance(item, torch.Tensor)]
+    return found
+
+
+def is_resized(function) -> bool:
+    """Return whether the size of a function's result depends on values."""
+    return name_of(function) in _RESIZED
+
+
+def chosen_dim(function, args, kwargs) -> int | None:
+    """Return the dimension along which a call of kind CHOOSES chooses; None if the call returns no indices."""
+    position, default = _CHOOSES[name_of(function)]
+    dim = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("axis", default))
+    return dim if type(dim) is int and kwargs.get("out") is None else None
+
+
+def index_count(function, args, kwargs) -> int | None:
+    """Return a number that all integers in a call's result are below, or None if it is not known."""
+    name = name_of(function)
+    x = args[0] if args else kwargs.get("input")
+    if name in ("bucketize", "searchsorted"):
+        sequence = args[1] if name == "bucketize" and len(args) > 1 else x
+        return sequence.size(-1) + 1 if isinstance(sequence, torch.Tensor) else None
+    if name in _INDICES:
+        dim = args[1] if len(args) > 1 and type(args[1]) is int else kwargs.get("dim")
+        return x.numel() if dim is None or not x.dim() else x.size(dim)
+    return x.size(-1) if name == "multinomial" else None

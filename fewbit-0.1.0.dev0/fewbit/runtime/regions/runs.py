@@ -1,0 +1,388 @@
+"""The function modes of the two runs of a checkpointed region.
+
+A region *decides* if it computes integers, booleans or Python numbers from floating tensors: the experts of a router, a
+mask, the entry of a code book, the condition of an `if`. From rounded inputs it could decide otherwise, and would compute
+the gradient of another function. The first run therefore records its decisions, and the second run takes the recorded ones.
+
+A region changes *state* if it writes to a tensor that existed before it, such as the running statistics of a batch norm.
+The second run writes to a copy instead, which begins with the values that the tensor had in the first run.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fewbit.errors import GradientError
+from fewbit.runtime.interop.bypass import ReplacingMode, run_outside
+from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
+from fewbit.runtime.interop.interrupts import undo_after
+from fewbit.runtime.interop.module_calls import leave_to_interpreter
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_plain
+from fewbit.runtime.quantizers import copies, integers
+from fewbit.runtime.quantizers.spec import SavedTensors
+from fewbit.runtime.regions import functions
+
+_WAY_OUT = "; use torch.utils.checkpoint.checkpoint for this region"
+_WRAPPERS = frozenset(
+    (
+        "torch.overrides torch.nn.functional torch.functional torch._tensor torch._ops fewbit.convert.functions "
+        "fewbit.runtime.regions.runs"
+    ).split()
+)
+"""Modules whose functions call functions of torch for their callers."""
+
+
+class Decision(NamedTuple):
+    """What a function returned in the first run.
+
+    Args:
+        name: the name of the function.
+        value: a Python value; None if the function returned tensors.
+        count: the number of tensors that were recorded.
+    """
+
+    name: str
+    value: object
+    count: int
+
+
+class _RegionMode(ReplacingMode):
+    """The base of the two modes. `fewbit.nn` runs its own code outside of them (`run_layer`)."""
+
+    is_region = True
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return self.call(function, functions.kind_of(function), args, kwargs)
+
+    def choose(self, function, dim, args, kwargs):
+        """Call a function of kind CHOOSES. Its values are gathered by `decided` indices, also in the backward pass."""
+        x = args[0] if args else kwargs["input"]
+        with torch.no_grad():
+            found = function(*args, **kwargs)
+        values, indices = found
+        (indices,) = self.decided(function, (indices,), x.size(dim) if x.dim() else 1)
+        if x.requires_grad or indices is not found[1]:
+            wide = indices if indices.dim() == x.dim() else indices.unsqueeze(dim)
+            with nullcontext() if x.requires_grad else outside_dispatch_modes():
+                values = x.gather(dim, wide).view(indices.shape)
+        return type(found)((values, indices))
+
+    def draw_one_hot(self, function, logits, tau=1, hard=False, eps=1e-10, dim=-1):
+        """Compute torch.nn.functional.gumbel_softmax, with an index that the second run can use again."""
+        soft = function(logits, tau, False, eps, dim)
+        if not hard:
+            return soft
+        index = soft.detach().max(dim, keepdim=True).indices
+        (index,) = self.decided(function, (index,), soft.size(dim))
+        return torch.zeros_like(soft).scatter_(dim, index, 1.0) - soft.detach() + soft
+
+
+leave_to_interpreter(_RegionMode.__torch_function__.__code__, with_callees=True)
+
+
+class Run(_RegionMode):
+    """The mode of the first run, which records decisions, and the state from before its first change.
+
+    Args:
+        decides: whether decisions are recorded. If no input is rounded, the second run decides alike by itself.
+
+    Attributes:
+        decides: as the argument.
+        decisions: the decisions, a list of `Decision`.
+        count: the number of tensors of all decisions.
+        state: {number of a storage that has changed: the storage}. The references keep the numbers from being used again.
+    """
+
+    def __init__(self, decides: bool):
+        super().__init__()
+        self.decides = decides
+        self.decisions, self.state, self.count = [], {}, 0
+        self._tensors, self._earlier = (
+            [],
+            [],
+        )  # SavedTensors of decisions, and of the memory in `state`
+        self._made = set()  # storages of tensors without gradients that the region has made
+
+    def call(self, function, kind, args, kwargs):
+        """Call a function of torch in the first run."""
+        for tensor in functions.written(function, args, kwargs):
+            self.keep(tensor)
+        if kind == functions.NEUTRAL:
+            result = function(*args, **kwargs)
+            self._note(result, args, kwargs)
+            return result
+        if self.decides:
+            if kind == functions.CHOOSES:
+                dim = functions.chosen_dim(function, args, kwargs)
+                if dim is not None and _decides(args, kwargs):
+                    return self.choose(function, dim, args, kwargs)
+            elif kind == functions.DRAWS_ONE_HOT:
+                return self.draw_one_hot(function, *args, **kwargs)
+        result = function(*args, **kwargs)
+        if kind == functions.READS:
+            if self.decides and _decides(args, kwargs):
+                self.decisions.append(Decision(functions.name_of(function), copy.copy(result), 0))
+            return result
+        self._note(result, args, kwargs)
+        if self.decides:
+            values = _decided_values(function, result)
+            if values and _decides(args, kwargs):
+                self.decided(function, values, functions.index_count(function, args, kwargs))
+        return result
+
+    def decided(self, function, values, count):
+        """Record the tensors that a function returned, and return them.
+
+        Args:
+            function: the function.
+            values: the tensors.
+            count: a number that all integers are below, or None.
+        """
+        with outside_dispatch_modes(), torch._C.DisableTorchFunction():
+            self._tensors += [_packed(value, count) for value in values]
+        self.count += len(values)
+        self.decisions.append(Decision(functions.name_of(function), None, len(values)))
+        return values
+
+    def keep(self, tensor) -> None:
+        """Keep a copy of the memory of a tensor that is about to change, if the tensor is older than the region."""
+        with outside_dispatch_modes(), torch._C.DisableTorchFunction():
+            # A tensor with a `grad_fn` was computed in this step, and a parameter gets no copy.
+            if not _has_memory(tensor) or tensor.grad_fn is not None or tensor.requires_grad:
+                return
+            storage = tensor.untyped_storage()
+            number = storage._cdata
+            if number not in self._made and number not in self.state:
+                self.state[number] = storage
+                self._earlier.append(copies.unquantized(_bytes_of(storage).clone()))
+
+    def kept(self) -> list[SavedTensors]:
+        """Return what the second run needs: the tensors of decisions, then the earlier memory of state."""
+        return [*self._tensors, *self._earlier]
+
+    def forget(self) -> None:
+        """Forget the tensors that `kept` returns, when autograd has saved them."""
+        self._tensors, self._earlier, self._made = [], [], set()
+
+    def _note(self, result, args, kwargs) -> None:
+        """Remember the storage of a new tensor without gradient, so that changes of it are no changes of state."""
+        if type(result) is not Tensor:
+            if type(result) in (tuple, list):
+                for item in result:
+                    self._note(item, args, kwargs)
+            return
+        if result.requires_grad:
+            return
+        with torch._C.DisableTorchFunction():
+            if not _has_memory(result):
+                return
+            number = result.untyped_storage()._cdata
+            given = functions.tensors_in((*args, *kwargs.values()))
+            if all(not _has_memory(x) or x.untyped_storage()._cdata != number for x in given):
+                self._made.add(number)
+
+    def run_layer(self, function, args, kwargs):
+        """Call the forward of a layer of fewbit, args[0], outside of this mode."""
+        buffers = getattr(args[0], "_buffers", None) if args else None
+        if buffers and args[0].training:
+            for tensor in functions.tensors_in(buffers.values()):
+                self.keep(tensor)
+        return run_outside(function, *args, **kwargs)
+
+
+class Rerun(_RegionMode):
+    """The mode of the second run.
+
+    Args:
+        run: the mode of the first run.
+        saved: the saved tensors of the first run, a list of (spec, tensors) in the order of `Run.kept`.
+    """
+
+    def __init__(self, run: Run, saved: list):
+        super().__init__()
+        self._decisions = iter(run.decisions)
+        self._tensors = iter(saved[: run.count])
+        states = zip(run.state, saved[run.count :], strict=True)
+        self._memory = {number: _value(*kept).clone().untyped_storage() for number, kept in states}
+        self._decides = run.decides
+
+    def call(self, function, kind, args, kwargs):
+        """Call a function of torch in the second run."""
+        if self._memory:
+            args = tuple(map(self._own, args))
+            kwargs = {name: self._own(value) for name, value in kwargs.items()}
+        if not torch.is_grad_enabled():
+            args = self._without_parameters(function, args)
+        if kind == functions.NEUTRAL or not self._decides:
+            return function(*args, **kwargs)
+        if kind == functions.CHOOSES:
+            dim = functions.chosen_dim(function, args, kwargs)
+            if dim is not None and _decides(args, kwargs):
+                return self.choose(function, dim, args, kwargs)
+        elif kind == functions.DRAWS_ONE_HOT:
+            return self.draw_one_hot(function, *args, **kwargs)
+        result = function(*args, **kwargs)
+        if kind == functions.READS:
+            return self._next(function).value if _decides(args, kwargs) else result
+        values = _decided_values(function, result)
+        if not values or not _decides(args, kwargs):
+            return result
+        decided = self.decided(function, values, None)
+        if any(result is value for value in (*args, *kwargs.values())):
+            return result.copy_(decided[0])  # the function has changed an argument
+        return decided[0] if isinstance(result, Tensor) else type(result)(decided)
+
+    def decided(self, function, values, count):
+        """Return what the first run recorded in place of `values`."""
+        decision = self._next(function)
+        found = []
+        with outside_dispatch_modes(), torch._C.DisableTorchFunction():
+            for _, value in zip(range(decision.count), values, strict=False):
+                recorded = _value(*next(self._tensors))
+                if not functions.is_resized(function) and recorded.shape != value.shape:
+                    raise _diverged(function, tuple(recorded.shape), tuple(value.shape))
+                found.append(recorded)
+        return found
+
+    def _next(self, function) -> Decision:
+        decision = next(self._decisions, None)
+        name = functions.name_of(function)
+        if decision is None or decision.name != name:
+            raise _diverged(function, None if decision is None else decision.name, name)
+        return decision
+
+    def _own(self, value):
+        """Return the region's own copy of a tensor whose memory the first run has changed, and other values as they are."""
+        if type(value) in (list, tuple):
+            return type(value)(map(self._own, value))
+        if not isinstance(value, Tensor):
+            return value
+        with outside_dispatch_modes(), torch._C.DisableTorchFunction():
+            if value.requires_grad or not _has_memory(value):
+                return value
+            memory = self._memory.get(value.untyped_storage()._cdata)
+            if memory is None:
+                return value
+            place = value.storage_offset(), value.shape, value.stride()
+            return torch.empty(0, dtype=value.dtype, device=value.device).set_(memory, *place)
+
+    def _without_parameters(self, function, args):
+        """Return the arguments of a call with a copy of the parameter that the call would change a second time."""
+        changed = [
+            x for x in functions.written(function, args, {}) if x.requires_grad and x.is_leaf
+        ]
+        return tuple(x.detach().clone() if any(x is y for y in changed) else x for x in args)
+
+    def run_layer(self, function, args, kwargs):
+        """Call the forward of a layer of fewbit, args[0], outside of this mode. The layer gets copies of its state."""
+        layer = args[0] if args else None
+        if self._memory and isinstance(layer, nn.Module) and layer._buffers:
+            own = object.__new__(type(layer))
+            buffers = {name: self._own(value) for name, value in layer._buffers.items()}
+            vars(own).update(vars(layer), _buffers=buffers)
+            args = own, *args[1:]
+        return run_outside(function, *args, **kwargs)
+
+
+@contextmanager
+def entered(mode: _RegionMode):
+    """Return a context manager in whose block a mode of this file is on torch's stack of function modes."""
+    depth = torch._C._len_torch_function_stack()
+
+    def put_back():
+        while torch._C._len_torch_function_stack() > depth:
+            torch._C._pop_torch_function_stack()
+
+    with undo_after(put_back):
+        torch._C._push_on_torch_function_stack(mode)
+        yield
+
+
+def _decides(args, kwargs) -> bool:
+    """Return whether a call that returns no floating tensor gets one, and was not made by fewbit's own code."""
+    given = functions.tensors_in((*args, *kwargs.values()))
+    if not any(x.is_floating_point() or x.is_complex() for x in given):
+        return False
+    frame = sys._getframe(3)
+    while frame.f_globals.get("__name__") in _WRAPPERS:
+        frame = frame.f_back
+    return not frame.f_globals.get("__name__", "").startswith("fewbit.")
+
+
+def _decided_values(function, result) -> tuple[Tensor, ...]:
+    """Return the tensors in a result that are decisions. Functions that return both kinds of tensors decide nothing."""
+    if isinstance(result, Tensor):
+        is_decision = not (result.is_floating_point() or result.is_complex())
+        return (result,) if is_decision or functions.is_resized(function) else ()
+    if not isinstance(result, list | tuple) or not result:
+        return ()
+    if not all(isinstance(item, Tensor) for item in result):
+        return ()
+    if functions.is_resized(function):
+        return tuple(result)
+    return () if any(x.is_floating_point() or x.is_complex() for x in result) else tuple(result)
+
+
+class _Recorded(NamedTuple):
+    """The spec of integers or booleans in a narrower form. `inner` is the spec of that form, and `dtype` the full dtype."""
+
+    inner: integers.PackedIntegersSpec
+    dtype: torch.dtype
+
+    def dequantize(self, tensors, dtype=None) -> Tensor:
+        """Return the values in their full dtype."""
+        return self.inner.dequantize(tensors).to(self.dtype)
+
+
+def _packed(values: Tensor, count: int | None) -> SavedTensors:
+    """Return a copy of integers or booleans, in as few bits per element as they need if that can be told at once."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(values):
+        raise GradientError(
+            "fewbit.checkpoint: a decision within torch.func.vmap cannot be repeated from rounded inputs"
+            + _WAY_OUT
+        )
+    values = values.detach()
+    is_small = values.numel() * values.element_size() <= 4
+    if not is_plain(values) or is_small or values.is_floating_point():
+        return copies.unquantized(values.clone())
+    if values.dtype is torch.bool:
+        count = 2
+    elif count is None and values.device.type == "cpu":  # a GPU would have to wait
+        low, high = values.aminmax()
+        count = int(high) + 1 if low >= 0 else None
+    if count is None:
+        return copies.unquantized(values.clone())
+    saved = integers.pack(values, max(count, 2))
+    return SavedTensors(saved.tensors, _Recorded(saved.spec, values.dtype))
+
+
+def _value(spec, tensors) -> Tensor:
+    """Return recorded values, in memory that the region may change."""
+    value = spec.dequantize(tensors)
+    return value.clone() if value is tensors[0] else value
+
+
+def _diverged(function, first, second) -> GradientError:
+    """Return the error of a second run that decides at another place than the first run."""
+    return GradientError(
+        f"fewbit.checkpoint: expected the region to decide in both runs alike, got {first} in the first run and {second} "
+        f"in the second, at torch's function {functions.name_of(function)}" + _WAY_OUT
+    )
+
+
+def _has_memory(x) -> bool:
+    return type(x) in PLAIN_CLASSES and x.layout is torch.strided and not x.is_meta
+
+
+def _bytes_of(storage) -> Tensor:
+    """Return a tensor of uint8 that shares the memory of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,296 @@
+"""The bits of every saved tensor in one forward pass, if a policy chooses them.
+
+A *policy* chooses bits (`BitPolicy` in `bit_policy.py`). It makes one `BitAssignment` for each forward pass. To learn
+from a forward pass, the policy adds a `Probe` to the assignment. The probe measures how much rounding each saved tensor
+changes the gradient.
+
+A *slot* is one tensor that a layer saves in every forward pass, for example the input of a linear layer. Each slot has
+an average number of bits per element, so the bytes of the saved tensor follow from its shape alone. A *sample* is one
+slice of the tensor along dimension 0. Rounding sample n with bits_n bits per element adds the variance
+
+    distortion(kind, bits_n) * squares_n
+
+with the distortion of the slot's kind of copies (`runtime/format/distortion.py`). In rotated copies, squares_n is the sum
+of the squares of the sample's elements minus their group's mean. In uniform copies it is the sum over the sample's groups
+of (elements in group) * range^2. Samples with larger squares get more of the tensor's bits (ActNN, section 4.2).
+
+The *sensitivity* of sample n is squares_n. If the squared norm of the sample's gradient is known, the sensitivity is
+squares_n times this squared norm. The bits are chosen so that the sum of distortion(kind, bits_n) * sensitivity_n over
+all samples is small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from fewbit.config import MAX_BITS, MIN_BITS, UNIFORM
+from fewbit.runtime.format.groups import LEAST_FEATURES
+from fewbit.runtime.interop.cuda_streams import hold_for_stream, stream_of
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes, SampleIndices
+
+COMPILED, REENTRANT, ALONE = "compiled", "reentrant", "alone"
+"""Reasons why no probe can measure a layer's tensor: the layer is in a compiled part of the model, the layer is in a
+checkpoint with use_reentrant=True, or the layer was called by itself, outside a forward pass of the model."""
+
+
+class TensorSlot(NamedTuple):
+    """One tensor that a layer saves, in one forward pass.
+
+    Args:
+        name: (the layer's name, the number of the tensor among the layer's inputs).
+        average: the mean number of bits per element, from 1 to 8.
+        is_fixed: whether the user gave these bits, so that no policy may change them.
+        assignment: the bit assignment of the forward pass.
+        rounding: the object that the probe's `record_rounding` returned for this tensor, or None.
+        user: the name of the layer that dequantizes the tensor, if another layer saved it and a probe measures the
+            forward pass; else None.
+        kind: the kind of the tensor's copies, "uniform" or "rotated". If a slot codec saves the tensor, it is the kind
+            of the copies that the group quantizer would make.
+    """
+
+    name: tuple[str, int]
+    average: float
+    is_fixed: bool = True
+    assignment: BitAssignment | None = None
+    rounding: object = None
+    user: str | None = None
+    kind: str = UNIFORM
+
+    def total(self, samples: int) -> int:
+        """Return the sum of the bits per element over `samples` samples."""
+        bits = self._whole(self.average * samples)
+        return min(max(bits, MIN_BITS * samples), MAX_BITS * samples)
+
+    def uniform(self) -> int:
+        """Return the whole number of bits per element for a tensor that is not divided into samples."""
+        return min(max(self._whole(self.average), MIN_BITS), MAX_BITS)
+
+    def _whole(self, bits: float) -> int:
+        if self.assignment is not None and self.assignment.rounds_up and not self.is_fixed:
+            return math.ceil(bits - 1e-6)
+        return math.floor(bits + 1e-6)
+
+
+class Probe(Protocol):
+    """The object that measures one forward pass and its backward pass for a policy.
+
+    The methods are called in the order in which they are listed. None of the methods may raise an exception.
+    """
+
+    def record_saved(self, slot: TensorSlot, elements: int, sensitivities, fp32_min_bytes: int):
+        """Record that a layer saved a tensor.
+
+        Args:
+            slot: the tensor's slot.
+            elements: the number of elements.
+            sensitivities: (samples,) float32, the samples' sensitivities; None if the bits are not divided among
+                samples.
+            fp32_min_bytes: the bytes by which the saved tensor grows if the minimums of its groups become float32.
+        """
+
+    def record_rounding(self, slot: TensorSlot, record) -> object | None:
+        """Measure how rounding changes a tensor that a layer saves.
+
+        Args:
+            slot: the tensor's slot.
+            record: the tensor and its quantized copy, a `fewbit.runtime.quantizers.spec.QuantizationRecord`.
+
+        Returns:
+            An object that the probe finds as `TensorSlot.rounding` in the backward pass, or None.
+        """
+
+    def knows(self, name: tuple[str, int]) -> bool:
+        """Return whether `record_saved` was called for a slot named `name`."""
+
+    def watch(self, outputs) -> None:
+        """Follow the backward pass that starts at the result of the forward pass.
+
+        Args:
+            outputs: the result of the model: a tensor, or nested containers of tensors.
+        """
+
+    def reached(self, slots) -> None:
+        """Record that a layer's backward dequantized tensors of these slots, and that `probe` cannot measure them."""
+
+    def probe(self, number: int, backward, context, grads, results, slots) -> None:
+        """Measure one layer in the backward pass.
+
+        Args:
+            number: the number that `watch` has given to the layer's node of the autograd graph.
+            backward: the layer's backward function. The probe may call it as backward(context, *grads) again.
+            context: the context of the layer's autograd Function.
+            grads: the gradients of the layer's results, with which `backward` was called.
+            results: the gradients that `backward` returned for the layer's inputs.
+            slots: the slots whose tensors `backward` dequantized.
+        """
+
+    def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int) -> torch.Tensor:
+        """Return noise to add to dequantized values: float32 of the shape of `rows`.
+
+        Args:
+            rows: the dequantized values, (samples, features).
+            slot: the slot of the dequantized tensor.
+            level: the number of bits whose rounding errors the noise imitates, one of
+                `fewbit.runtime.probes.measurements.LEVELS`.
+        """
+
+
+class ChannelWeights:
+    """The weights of a layer's channels: a channel with a larger weight gets more bits.
+
+    Args:
+        weights: a number for each channel, with mean 1.
+    """
+
+    def __init__(self, weights):
+        cpu = torch.device("cpu")
+        self._by_device = {cpu: torch.tensor(weights, dtype=torch.float32, device=cpu)}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the weights, (channels,) float32, on the given device. Only the first call for a device moves them."""
+        found = self._by_device.get(device)
+        if found is None:
+            found = self._by_device[device] = self._by_device[torch.device("cpu")].to(device)
+        hold_for_stream((found,))  # the policy may drop the weights soon
+        return found
+
+
+@dataclass(eq=False)
+class BitAssignment:
+    """The bits of all slots in one forward pass. They also apply if a checkpointed region of the pass is recomputed.
+
+    Args:
+        averages: {slot's name: average bits per element} of slots for which the policy replaces the layer's own
+            average.
+        samples: the number of samples in the forward pass, or None if this number is not known.
+        probe: the probe that measures this forward pass, or None.
+        magnitudes: the squared gradient norms that earlier backward passes recorded by slot and sample, or None.
+        numbers: the rows of this forward pass's samples in `magnitudes`; None if the user did not number the samples.
+        codecs: {slot's name: slot codec} of slots whose tensors a `SlotCodec` saves instead of the group quantizer.
+        activations: {activation's name: bits} of few-bit activations for which the policy replaces the activation's own
+            bits.
+        channels: {layer's name: number of channels} of layers whose bits are divided among the channels of each sample.
+        channel_weights: {layer's name: weights of these channels}.
+        least_features: the least number of elements per sample with which a tensor's bits are divided among samples.
+        rounds_up: whether averages that are not fixed are rounded up to whole bits. Otherwise they are rounded down.
+        unobserved: the reason why no probe can measure this forward pass's tensors: REENTRANT (they are saved in a
+            checkpoint with use_reentrant=True) or ALONE (a layer was called outside a forward pass of the model); ""
+            if a probe can measure them.
+    """
+
+    averages: Mapping[tuple[str, int], float]
+    samples: int | None
+    probe: Probe | None = None
+    magnitudes: GradientMagnitudes | None = None
+    numbers: SampleIndices | None = None
+    codecs: Mapping[tuple[str, int], object] = field(default_factory=dict)
+    activations: Mapping[str, int] = field(default_factory=dict)
+    channels: Mapping[str, int] = field(default_factory=dict)
+    channel_weights: Mapping[str, ChannelWeights] = field(default_factory=dict)
+    least_features: int = 0
+    rounds_up: bool = False
+    unobserved: str = ""
+    _numbers_by_stream: dict = field(default_factory=dict, repr=False)
+
+    def slot(
+        self, name: tuple[str, int], average: float, is_fixed: bool, kind: str = UNIFORM
+    ) -> TensorSlot:
+        """Return the slot `name`, with the average that the policy chose for the slot, else with the given average.
+
+        Args:
+            name: (the layer's name, the number of the tensor among the layer's inputs).
+            average: the layer's own average of bits per element.
+            is_fixed: whether the policy must not change the average.
+            kind: the kind of the slot's copies.
+        """
+        if not is_fixed:
+            average = self.averages.get(name, average)
+        return TensorSlot(name, average, is_fixed, self, kind=kind)
+
+    def codec(self, slot: TensorSlot):
+        """Return the slot codec that saves this slot's tensors instead of the group quantizer, or None."""
+        return None if slot.is_fixed else self.codecs.get(slot.name)
+
+    def activation_bits(self, name: str, default: int) -> int:
+        """Return the bits that the policy chose for the few-bit activation `name`, or `default` if it chose none."""
+        return self.activations.get(name, default)
+
+    def sensitivities(self, slot: TensorSlot, squares: torch.Tensor) -> torch.Tensor:
+        """Return the sensitivities of the samples, which determine the samples' bits.
+
+        Args:
+            slot: the slot of the tensor.
+            squares: (samples,) float32, for each sample the number to which the variance of rounding is proportional
+                (`quantizer_ops.squares`).
+
+        Returns:
+            (samples,) float32. If the user numbered the samples, the squares are multiplied by the samples' squared
+            gradient norms, as far as these are known. If the bits are divided among the channels of each sample, the
+            squares are multiplied by the channels' weights. Otherwise the result is `squares`.
+        """
+        layer, number = slot.name
+        channels = self.channels.get(layer, 0)
+        has_weights = number == 0 and layer in self.channel_weights
+        if has_weights and len(squares) >= channels * self.samples:
+            weights = self.channel_weights[layer].on(squares.device)
+            return (squares.view(-1, channels) * weights).view(-1)
+        if self.numbers is None:
+            return squares
+        magnitudes = self.magnitudes.of(slot.name, self._numbers_beside(squares))
+        return squares if magnitudes is None else squares * magnitudes
+
+    def note_gradient(self, slot: TensorSlot, grad) -> None:
+        """Remember the squared norm of each sample's gradient, if the user numbered the samples of this forward pass.
+
+        Args:
+            slot: a slot that a layer has saved.
+            grad: the gradient of that layer's result, or None.
+        """
+        if self.numbers is not None and grad is not None and is_plain(grad):
+            self.magnitudes.note(slot.name, self._numbers_beside(grad), grad)
+
+    def _numbers_beside(self, x) -> SampleIndices:
+        """Return the numbers of the samples on x's device, copied in the current stream, which alone may use the copy."""
+        place = x.device, stream_of(x)
+        found = self._numbers_by_stream.get(place)
+        if found is None:
+            found = self._numbers_by_stream[place] = self.numbers.to(x.device)
+        return found
+
+    def samples_of(self, x, layer: str = "") -> int | None:
+        """Return the number of samples among which the bits of x are divided; None if they are not divided.
+
+        Args:
+            x: a tensor that a layer saves.
+            layer: the layer's name. If the layer is in `channels`, each channel of a sample counts as a sample.
+        """
+        if not self.samples or not x.dim() or not x.numel():
+            return None
+        channels = self.channels.get(layer)
+        if channels is not None and _has_planes(x, channels):
+            return len(x) * channels
+        if x.numel() < self.least_features * self.samples:
+            return None
+        if len(x) == self.samples:
+            return self.samples
+        return self.samples if len(x) % self.samples == 0 and x.is_contiguous() else None
+
+
+def _has_planes(x, channels: int) -> bool:
+    """Return whether x has shape (N, channels, ...), is contiguous, and has groups of its own in each channel."""
+    fits = x.dim() > 2 and x.shape[1] == channels and x.is_contiguous()
+    return fits and x.numel() >= LEAST_FEATURES * len(x) * channels
+
+
+def batch_size(inputs) -> int | None:
+    """Return the size of dimension 0 of the first tensor among a model's inputs, or None if there is no such tensor."""
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return len(value)
+    return None

@@ -1,0 +1,109 @@
+"""Refusals of derivatives that fewbit's layers lack: second derivatives, forward mode, and some batches of gradients."""
+
+from __future__ import annotations
+
+from functools import wraps
+
+import torch
+from torch.autograd import Function, forward_ad
+
+from fewbit.errors import GradientError
+from fewbit.runtime.interop.tensor_kinds import is_batched
+from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
+from fewbit.runtime.probes.restoring import observed
+
+
+def once_differentiable(backward):
+    """Decorate the backward of an autograd Function so that differentiating its results raises GradientError.
+
+    torch's decorator of the same name raises no error if the incoming gradient is a constant. It then gives a second
+    derivative of zero, which is wrong.
+    """
+
+    @wraps(backward)
+    def once(ctx, *grads):
+        if torch.compiler.is_compiling():
+            return backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return observed(backward, ctx, grads)
+        with torch.no_grad():
+            results = observed(backward, ctx, grads)
+        inputs = [x for x in (*grads, *graph_anchors(ctx)) if x is not None]
+        if isinstance(results, torch.Tensor):
+            return Once.apply(results, *inputs)
+        return tuple(None if grad is None else Once.apply(grad, *inputs) for grad in results)
+
+    return once
+
+
+class Once(Function):
+    """An autograd Function that returns a gradient unchanged, but makes the gradient depend on other tensors.
+
+    The other tensors are those from which the gradient was computed. Differentiating the gradient by one of them, for a
+    second derivative, runs the Function's own backward, which raises GradientError.
+    """
+
+    @staticmethod
+    def forward(ctx, result, *inputs):
+        # An ordinary view may not be written to in place.
+        return (
+            result.clone()
+            if result.is_sparse
+            else torch.ops.aten._unsafe_view(result, result.shape)
+        )
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise GradientError(NO_SECOND_DERIVATIVE)
+
+
+def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
+    """Raise GradientError if one of the gradients is a batch of gradients, which the layer cannot process.
+
+    Args:
+        layer: the layer's name, for the message.
+        grads: the incoming gradients.
+        transforms_only: whether to look only for batches of `torch.func.vmap`, see `tensor_kinds.is_batched`.
+    """
+    if any(is_batched(grad, transforms_only) for grad in grads):
+        raise GradientError(
+            f"expected one gradient at a time for {layer}, got a batch of gradients inside vmap; "
+            "call torch.autograd.grad once for each gradient"
+        )
+
+
+def refuse_forward_mode(*tensors) -> None:
+    """Raise GradientError if one of the tensors is a dual number of `torch.autograd.forward_ad`. None is ignored.
+
+    The autograd Functions have no method `jvp`, which could raise this error, because Dynamo traces no Function that has one.
+    """
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise GradientError(NO_FORWARD_MODE)
+
+
+def graph_anchors(ctx) -> list[torch.Tensor]:
+    """Return tensors on which `Once` makes a gradient depend, so that a second derivative raises GradientError.
+
+    The gradient depends on the layer's input x. Since x is not saved, the leaves of the graph from which x was computed
+    take its place. To depend on the incoming gradient is not enough, because that gradient may be a constant.
+
+    Args:
+        ctx: the context of the layer's autograd Function.
+    """
+    return [torch.empty(0, requires_grad=True), *_leaves(ctx)]
+
+
+def _leaves(node) -> list[torch.Tensor]:
+    """Return the leaves of the graph that the input of an autograd node was computed from."""
+    leaves, seen, waiting = [], set(), [node]
+    while waiting:
+        for following, _ in waiting.pop().next_functions:
+            if following is None or following in seen:
+                continue
+            seen.add(following)
+            if hasattr(following, "variable"):
+                leaves.append(following.variable)
+            else:
+                waiting.append(following)
+    return leaves

@@ -1,0 +1,109 @@
+"""Copy bytes between a CUDA device and pinned host memory, in a CUDA stream of its own: the side stream.
+
+All tensors here are uint8 of shape (n,).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+class CudaTransfers:
+    """Copies bytes between one device and the host. The host never waits; CUDA streams wait for one another."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.side = torch.cuda.Stream(device)
+
+    @staticmethod
+    def is_ready() -> bool:
+        """Return whether the process has initialized CUDA."""
+        return torch.cuda.is_initialized()
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is captured into a CUDA graph, which would not include the side stream."""
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def current(self) -> torch.cuda.Stream:
+        """Return the device's current stream."""
+        return torch.cuda.current_stream(self.device)
+
+    def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Start to copy bytes to the host.
+
+        Args:
+            source: bytes on the device, which must not change before the returned event.
+
+        Returns:
+            The copy in pinned memory, and the event after which it is complete.
+        """
+        # The device is given explicitly because the user may have set another default.
+        host = torch.empty(len(source), dtype=torch.uint8, device="cpu", pin_memory=True)
+        return host, self._copy(host, source)
+
+    def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Start to copy bytes back to the device.
+
+        Args:
+            host: a copy from `to_host`. The side stream completes that copy before it starts this one.
+
+        Returns:
+            The copy, in memory that belongs to the current stream, and the event after which the copy is complete.
+        """
+        target = torch.empty(len(host), dtype=torch.uint8, device=self.device)
+        return target, self._copy(target, host)
+
+    def _copy(self, target, source):
+        self.side.wait_stream(self.current())
+        with torch.cuda.stream(self.side):
+            target.copy_(source, non_blocking=True)
+            return self.side.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Make the current stream wait for the event."""
+        self.current().wait_event(event)
+
+    def hold(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
+        """Prevent memory from being reused before a stream has done all work that it had when the memory was freed.
+
+        Args:
+            memory: the tensor whose memory is protected.
+            stream: the stream; the side stream unless given.
+        """
+        memory.record_stream(self.side if stream is None else stream)
+
+
+class OnDevice:
+    """Bytes on the device that the side stream reads or writes until an event.
+
+    The bytes are in memory that belongs to the stream that was current when this object was made, the home stream. Once
+    the home stream has waited for the event, freed memory can be reused at once, because the next use comes later in
+    the home stream. Otherwise `CudaTransfers.hold` must delay the reuse until the device has reached the event. This
+    delay costs memory: the host runs far ahead of the device, and allocates other memory in the meantime.
+
+    Args:
+        transfers: the `CudaTransfers` of the device.
+        memory: the bytes.
+        event: the event after which the side stream no longer uses the bytes.
+    """
+
+    def __init__(self, transfers, memory: torch.Tensor, event):
+        self.transfers, self.memory, self.event = transfers, memory, event
+        self._home = transfers.current()
+        self._is_waited_for = False
+
+    def use(self) -> torch.Tensor:
+        """Return the bytes. Only work that the current stream gets after this call may use them."""
+        self.transfers.wait(self.event)
+        current = self.transfers.current()
+        if current != self._home:
+            self.transfers.hold(self.memory, current)
+        self._is_waited_for = True
+        return self.memory
+
+    def __del__(self):
+        if not self._is_waited_for and not sys.is_finalizing():
+            self.transfers.hold(self.memory)

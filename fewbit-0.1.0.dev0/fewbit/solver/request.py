@@ -1,0 +1,153 @@
+"""Determine the number of levels and the domain of a requested table. This module does not import the solver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from fewbit.errors import SolveError
+from fewbit.sizes import counted
+from fewbit.table import FORMS, MOST_SHARED_LEVELS, OBJECTIVES, TAILS
+from fewbit.table.checks import NARROWEST
+from fewbit.text import shorten
+
+_FARTHEST = 1e30
+_LEAST_WIDTH = float(np.finfo(np.float32).tiny)
+DEFAULT_SHARED_BITS = 4
+"""With more shared random bits, the error of a normal number with at least 3 bits falls by less than 1 %."""
+
+
+def count_levels(bits, levels):
+    """Return the largest number of levels and the number of bits of a requested table.
+
+    Args:
+        bits: 1 to 8, or None to use as few bits as `levels` needs.
+        levels: 2 to 256, or None to use 2**bits.
+
+    Raises:
+        SolveError: Both are None, one is out of range, or there are more levels than bits allow.
+    """
+    if bits is None and levels is None:
+        raise SolveError("bits: expected 1 to 8 (or levels from 2 to 256), got neither")
+    if bits is not None and not (is_integer(bits) and 1 <= bits <= 8):
+        raise SolveError(f"bits: expected an integer from 1 to 8, got {bits!r}")
+    if levels is None:
+        return 2**bits, int(bits)
+    if not (is_integer(levels) and 2 <= levels <= 256):
+        raise SolveError(f"levels: expected an integer from 2 to 256, got {levels!r}")
+    needed = int(levels - 1).bit_length()
+    if bits is not None and bits < needed:
+        raise SolveError(
+            f"levels: expected at most {2**bits} with {counted(bits, 'bit')}, got {levels}"
+        )
+    return int(levels), int(bits) if bits is not None else needed
+
+
+def check_choice(name, value, choices):
+    """Raise SolveError if the value of an argument is not one of the strings in `choices`."""
+    if not (isinstance(value, str) and value in choices):
+        raise SolveError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
+
+
+def check_request(form, objective, tails, parameters):
+    """Raise SolveError if form, objective or tails is unknown, or if `parameters` is neither None nor a mapping."""
+    check_choice("form", form, FORMS)
+    check_choice("objective", objective, OBJECTIVES)
+    check_choice("tails", tails, TAILS)
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise SolveError(f"parameters: expected a mapping of names to numbers, got {parameters!r}")
+
+
+def checked_shared_bits(objective, shared_bits, count, tails):
+    """Return the number of shared random bits of a request; None unless the objective is "shared".
+
+    Args:
+        objective: The objective.
+        shared_bits: 0 to 8, or None for the default.
+        count: The number of levels for each value of the shared random number.
+        tails: "free" or "pinned".
+
+    Raises:
+        SolveError: The number is out of range, or does not fit the other arguments.
+    """
+    if objective != "shared":
+        if shared_bits is not None:
+            raise SolveError(f"shared_bits: expected none for objective {objective}")
+        return None
+    if tails != "free":
+        raise SolveError("objective shared: expected tails free")
+    if shared_bits is None:
+        return DEFAULT_SHARED_BITS
+    if not (is_integer(shared_bits) and 0 <= shared_bits <= 8):
+        raise SolveError(f"shared_bits: expected an integer from 0 to 8, got {shared_bits!r}")
+    if count * 2**shared_bits > MOST_SHARED_LEVELS:
+        raise SolveError(
+            f"shared_bits: expected at most {MOST_SHARED_LEVELS} levels in all, got {count} times {2**shared_bits}"
+        )
+    return int(shared_bits)
+
+
+def is_integer(value):
+    """Return whether the value is an integer of Python or NumPy, and not a bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def checked_domain(domain):
+    """Return a domain as two floats; None stays None. Raise SolveError if the domain is invalid."""
+    if domain is None:
+        return None
+    try:
+        low, high = (float(end) for end in domain)
+    except (TypeError, ValueError, OverflowError):
+        raise SolveError(f"domain: expected two numbers A < B, got {shorten(domain)}") from None
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise SolveError(f"domain: expected two finite numbers A < B, got {low:g} {high:g}")
+    problem = check_extent(low, high)
+    if problem:
+        raise SolveError(f"domain: {problem}")
+    return low, high
+
+
+def check_extent(low, high):
+    """Return what is wrong with the interval from low to high as the domain of a table, or None."""
+    if max(-low, high) > _FARTHEST:
+        return f"expected numbers within {_FARTHEST:g}, got {low:g} to {high:g}"
+    # Quadrature and plots need floats between the ends.
+    least = max(NARROWEST * max(-low, high), _LEAST_WIDTH)
+    if not high - low >= least:
+        return f"expected a range that is at least {least:.3g} wide, got {low:.17g} to {high:.17g}"
+    return None
+
+
+def domain_of(f, weight, asked):
+    """Return the domain of a table.
+
+    It is the requested domain if there is one, else the weight's if there is one, else the function's. For a normal
+    weight, the function's domain is extended to 8 standard deviations on both sides of the mean.
+
+    Args:
+        f: The `Function`.
+        weight: A weight from `make_weight`.
+        asked: The requested domain as two floats, or None.
+
+    Returns:
+        Two floats a < b.
+
+    Raises:
+        SolveError: The solver cannot use the domain of the function or the weight.
+    """
+    if asked is not None:
+        return tuple(asked)
+    if weight.domain is not None:
+        return weight.domain
+    low, high = f.domain
+    document = weight.document()
+    if document["kind"] == "normal":
+        mean, reach = document["mean"], 8 * document["std"]
+        low, high = min(low, mean - reach), max(high, mean + reach)
+    problem = check_extent(float(low), float(high))
+    if problem:
+        raise SolveError(f"domain of {f.name} and the weight: {problem}; give a domain")
+    return float(low), float(high)

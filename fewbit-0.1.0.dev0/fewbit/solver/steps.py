@@ -1,0 +1,188 @@
+"""Step functions over cells: the breaks of q for given levels or thresholds, and the error of a given q.
+
+A step function q has M pieces, with M-1 ascending breaks between them. The code of a piece is the index of the piece's
+level. A threshold is a value of f' at which q changes from one level to the next. To compute the masses and means of f'
+over the pieces, cells that contain a break are split first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The pieces of a step function.
+
+    Attributes:
+        breaks: float64 (M-1,), ascending.
+        codes: int64 (M,), the index of every piece's level.
+        slope_density: float64 (M-1,), w / |f''| at the breaks, with f'' the derivative of f'; 0 at a jump of f'. If the
+            threshold of a break changes by a small number d, the break moves, and the mass w / |f''| d passes from one
+            of its pieces to the other.
+    """
+
+    breaks: np.ndarray
+    codes: np.ndarray
+    slope_density: np.ndarray
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the pieces of a step function.
+
+    Attributes:
+        mass: (K,), the integral of w over the pieces of every level.
+        first: (K,), the integral of f' w over the pieces of every level.
+        error: The integral of (f' - q)**2 w.
+    """
+
+    mass: np.ndarray
+    first: np.ndarray
+    error: float
+
+
+def nearest_steps(landscape, cells, levels):
+    """Return the step function whose value at x is the level nearest to f'(x)."""
+    return threshold_steps(landscape, cells, 0.5 * (levels[1:] + levels[:-1]))
+
+
+def threshold_steps(landscape, cells, thresholds):
+    """Return the step function whose code at x is the number of thresholds below f'(x).
+
+    If the weight is 0 between two cells and the code changes there, the break is in the middle between these cells.
+
+    Args:
+        landscape: f' and the weight.
+        cells: The cells of the domain that have mass.
+        thresholds: float64, ascending values of f'.
+    """
+    code_left = np.searchsorted(thresholds, cells.value_left, side="right")
+    code_right = np.searchsorted(thresholds, cells.value_right, side="right")
+    crossings = np.abs(code_right - code_left)
+    cell = np.repeat(np.arange(len(cells)), crossings)
+    rank = np.arange(len(cell)) - np.repeat(np.cumsum(crossings) - crossings, crossings)
+    rising = code_right[cell] > code_left[cell]
+    code_after = np.where(rising, code_left[cell] + rank + 1, code_left[cell] - rank - 1)
+    threshold = thresholds[np.where(rising, code_after - 1, code_after)]
+    at = crossing_points(landscape, cells, cell, threshold)
+    density = slope_density(landscape, cells, cell, at)
+
+    starts = cells.left.copy()
+    starts[1:] = 0.5 * (cells.left[1:] + cells.right[:-1])
+    order = np.argsort(np.concatenate([np.arange(len(cells)) - 0.5, cell]), kind="stable")
+    points = np.concatenate([starts, at])[order]
+    codes = np.concatenate([code_left, code_after])[order]
+    density = np.concatenate([np.zeros(len(cells)), density])[order]
+    changes = np.flatnonzero(codes[1:] != codes[:-1]) + 1
+    return tidy(Steps(points[changes], codes[np.concatenate([[0], changes])], density[changes]))
+
+
+def tidy(steps):
+    """Return the same step function with strictly ascending breaks.
+
+    Pieces that rounding has made empty are dropped, and neighboring pieces of equal code are merged.
+    """
+    breaks, codes, density = steps.breaks, steps.codes, steps.slope_density
+    while True:
+        # If several breaks are equal, only the last one remains.
+        kept = np.ones(len(breaks), dtype=bool)
+        kept[:-1] = breaks[1:] > breaks[:-1]
+        breaks, density = breaks[kept], density[kept]
+        codes = np.concatenate([codes[:1], codes[1:][kept]])
+        changed = codes[1:] != codes[:-1]
+        if kept.all() and changed.all():
+            return Steps(breaks, codes, density)
+        breaks, density = breaks[changed], density[changed]
+        codes = np.concatenate([codes[:1], codes[1:][changed]])
+
+
+def relabel(steps, levels, fixed):
+    """Merge neighboring pieces of equal level, and drop the levels that no piece uses.
+
+    Args:
+        steps: The pieces.
+        levels: float64 (K,), in any order.
+        fixed: bool (K,), true for pinned levels.
+
+    Returns:
+        The new `steps`, `levels` and `fixed`.
+    """
+    codes = steps.codes
+    changed = levels[codes[1:]] != levels[codes[:-1]]
+    codes = np.concatenate([codes[:1], codes[1:][changed]])
+    used, codes = np.unique(codes, return_inverse=True)
+    steps = Steps(steps.breaks[changed], codes, steps.slope_density[changed])
+    return steps, levels[used], fixed[used]
+
+
+def crossing_points(landscape, cells, cell, threshold):
+    """Find the x in each of the given cells at which f' equals a threshold, by the Illinois method (bracketed secants).
+
+    Args:
+        landscape: f' and the weight.
+        cells: All cells.
+        cell: int64 (n,), the indices of the given cells.
+        threshold: float64 (n,), for each of these cells the value of f' to find.
+
+    Returns:
+        float64 (n,), the x.
+    """
+    a, b = cells.left[cell], cells.right[cell]
+    fa, fb = cells.value_left[cell] - threshold, cells.value_right[cell] - threshold
+    best = np.where(np.abs(fa) < np.abs(fb), a, b)
+    smallest = np.minimum(np.abs(fa), np.abs(fb))
+    side = np.zeros(len(cell))
+    for step in range(80):
+        width = fb - fa
+        secant = b - fb * (b - a) / np.where(width == 0, 1.0, width)
+        middle = 0.5 * (a + b)
+        # Every third step halves the bracket, so that the method converges for every shape of f'.
+        inside = (secant > a) & (secant < b) & (width != 0) & (step % 3 != 2)
+        x = np.where(inside, secant, middle)
+        fx = landscape.derivative(x) - threshold
+        better = np.abs(fx) < smallest
+        best, smallest = np.where(better, x, best), np.where(better, np.abs(fx), smallest)
+        same_as_a = np.sign(fx) == np.sign(fa)
+        halve_b = same_as_a & (side == 1)
+        halve_a = ~same_as_a & (side == -1)
+        a, fa = np.where(same_as_a, x, a), np.where(same_as_a, fx, np.where(halve_a, fa / 2, fa))
+        b, fb = np.where(same_as_a, b, x), np.where(same_as_a, np.where(halve_b, fb / 2, fb), fx)
+        side = np.where(same_as_a, 1.0, -1.0)
+        if not ((smallest > 0) & (np.nextafter(a, b) < b)).any():
+            break
+    return best
+
+
+def slope_density(landscape, cells, cell, at):
+    """Return w / |f''| at points inside cells, float64 (n,). f'' is estimated by a difference of f' in the cell.
+
+    Args:
+        landscape: f' and the weight.
+        cells: All cells.
+        cell: int64 (n,), the indices of the cells that contain the points.
+        at: float64 (n,), the points.
+    """
+    left, right = cells.left[cell], cells.right[cell]
+    step = np.minimum(1e-4 * np.maximum(1.0, np.abs(at)), 0.25 * (right - left))
+    below, above = np.maximum(at - step, left), np.minimum(at + step, right)
+    inside_below = np.where(below == left, np.nextafter(left, right), below)
+    inside_above = np.where(above == right, np.nextafter(right, left), above)
+    rise = np.abs(landscape.derivative(inside_above) - landscape.derivative(inside_below))
+    curvature = rise / np.where(above > below, above - below, 1.0)
+    weight = landscape.density(at)
+    return np.where(curvature > 0, weight / np.where(curvature > 0, curvature, 1.0), 0.0)
+
+
+def totals(landscape, cells, steps, levels):
+    """Return the `Totals` of the step function with these pieces and levels, computed without cancellation."""
+    parts = landscape.split(cells, steps.breaks)
+    code = steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]
+    count = len(levels)
+    mass = np.bincount(code, parts.mass, count)
+    first = np.bincount(code, parts.mass * parts.mean, count)
+    deviation = parts.mean - levels[code]
+    return Totals(mass, first, math.fsum(parts.mass * deviation * deviation + parts.spread))

@@ -1,0 +1,55 @@
+"""Functions that make a text safe to print.
+
+The text may come from a file, an argument or another program, and may contain characters that control a terminal.
+"""
+
+from __future__ import annotations
+
+import reprlib
+
+_REPR = reprlib.Repr()  # formats only the beginning of a large value
+_REPR.maxlevel, _REPR.maxother = 6, 200
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = _REPR.maxarray = 20
+_REPR.maxstring = _REPR.maxlong = 120
+
+
+def printable(text: str) -> str:
+    r"""Escape every character that a terminal would interpret, or that a reader cannot see or could misread.
+
+    Escapes such as `\x1b` and `\u202e` replace control characters (among them line breaks), marks that change the
+    direction of writing, invisible and unassigned characters, and lone surrogates.
+
+    Args:
+        text: Any string.
+
+    Returns:
+        One line that can be encoded in UTF-8; `text` itself if there is nothing to escape.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
+
+
+def one_line(error: BaseException, limit: int = 160) -> str:
+    """Describe an exception from foreign code in one printable line.
+
+    The line consists of the type of the exception and at most `limit` characters of the message.
+    """
+    try:
+        message = printable(" ".join(str(error).split()))
+    except Exception:  # the exception's own __str__ may raise
+        message = ""
+    name = type(error).__name__
+    return f"{name}: {message[:limit]}" if message else name
+
+
+def shorten(value, limit: int = 60) -> str:
+    """Describe a value by its `repr` on one printable line of at most `limit` characters."""
+    try:
+        text = printable(" ".join(_REPR.repr(value).split()))
+    except ValueError:  # an integer with more digits than Python converts to a string
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,249 @@
+"""The fixed-point code of pre-activations: every backend against Python's floats, one element at a time."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import normal
+from torch import nn
+
+from fewbit.runtime.backends import reference
+from fewbit.runtime.format.encoding import packed_words
+from fewbit.runtime.ops import fixed_point
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+BITS = range(1, 9)
+
+
+def naive_code(z, y, gamma, beta, bits):
+    """Return the code of one z = sign(gamma) x~, in Python's floats."""
+    levels, step = 2**bits, 6 / 2**bits
+    zero = -beta / abs(gamma) if gamma else None
+    if zero is None:
+        start, first = -3.0, 0 if beta > 0 else levels
+    else:
+        first = min(max(levels // 2 + math.floor(zero / step), 1), levels - 1)
+        start = zero - first * step if abs(zero) <= 3 else -3.0
+    code = min(max(math.ceil((z - start) / step) - 1, 0), levels - 1)
+    code = max(code, first) if y > 0 else min(code, first - 1)
+    return min(max(code, 0), levels - 1)
+
+
+def naive_value(code, gamma, beta, bits):
+    """Return z computed from its code."""
+    levels, step = 2**bits, 6 / 2**bits
+    zero = -beta / abs(gamma) if gamma else None
+    if zero is None:
+        return -3.0 + (code + 0.5) * step
+    first = min(max(levels // 2 + math.floor(zero / step), 1), levels - 1)
+    start = zero - first * step if abs(zero) <= 3 else -3.0
+    z = start + (code + 0.5) * step
+    return max(z, zero + step / 2) if code >= first else min(z, zero - step / 2)
+
+
+GAMMA = (1.0, -0.5, 0.0, 0.0, 2.0, 1e-30, -1e20, 0.75, 3.0, 0.25)
+BETA = (0.0, 0.25, 0.5, -0.5, 20.0, 1e-30, 3e19, -3.5, -9.0, 0.75)
+
+
+def block(n, inner, device="cpu", dtype=torch.float32):
+    """x~, gamma and beta by element, y, and the two vectors; n: a multiple of 10 inner."""
+    gamma, beta = (torch.tensor(vector, device=device) for vector in (GAMMA, BETA))
+    x = (1.5 * normal((n,), torch.float32, device, seed=1)).to(dtype)
+    index = torch.arange(n, device=device) // inner % len(GAMMA)
+    y = (x.double() * gamma.double()[index] + beta.double()[index]).to(dtype)
+    return x, index, y, gamma, beta
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_are_those_of_the_definition(backend, bits):
+    x, index, y, gamma, beta = block(640, 4, backend.device)
+    grid = fixed_point.grid_of(gamma, beta, bits, x.device)
+    packed = fixed_point.encode(x, y, grid, bits, 4)
+    assert packed.shape == (packed_words(640, bits),) and packed.dtype == torch.int32
+    codes = backend.kernels.unpack(packed, bits, 640).tolist()
+    step, wrong = 6 / 2**bits, 0
+    for code, value, i, result in zip(codes, x.tolist(), index.tolist(), y.tolist(), strict=True):
+        z = math.copysign(1.0, GAMMA[i]) * value if GAMMA[i] else value
+        expected = naive_code(z, result, GAMMA[i], BETA[i], bits)
+        assert abs(code - expected) <= 1
+        wrong += code != expected
+        restored = naive_value(code, GAMMA[i], BETA[i], bits)
+        if GAMMA[i] and abs(BETA[i]) <= 3 * abs(GAMMA[i]) and abs(z) < 3 - step:
+            assert abs(restored - z) <= step / 2 + 1e-5  # eq. 11
+    assert wrong <= 1  # float32 may round a value onto an edge
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", (1, 4, 7, 8))
+def test_values_are_those_of_the_definition(backend, bits, dtype):
+    x, index, y, gamma, beta = block(640, 4, backend.device, dtype)
+    grid = fixed_point.grid_of(gamma, beta, bits, x.device)
+    packed = fixed_point.encode(x, y, grid, bits, 4)
+    codes = backend.kernels.unpack(packed, bits, 640).tolist()
+    channels = index.tolist()
+    z = torch.tensor(
+        [naive_value(c, GAMMA[i], BETA[i], bits) for c, i in zip(codes, channels, strict=True)]
+    )
+    sign = torch.where(gamma < 0, -1.0, 1.0).cpu()[index.cpu()]
+    scale = torch.arange(1.0, 161.0, device=x.device)
+
+    def restored(dtype=torch.float32, **options):
+        return fixed_point.decode(packed, grid, bits, 4, (640,), (1,), dtype, **options).cpu()
+
+    torch.testing.assert_close(restored(), sign * z, rtol=1e-5, atol=1e-5)
+    expected = sign * z * scale.cpu()[torch.arange(640) // 4]
+    torch.testing.assert_close(restored(scale=(scale, 4)), expected, rtol=1e-5, atol=1e-3)
+    exact = gamma.cpu()[index.cpu()].abs() * z + beta.cpu()[index.cpu()]
+    ours = restored(slope=1.0)
+    torch.testing.assert_close(ours, exact, rtol=2e-5, atol=1e-5)
+    positive = (y > 0).cpu()
+    assert (ours[positive] >= 0).all() and (ours[~positive] <= 0).all()
+    torch.testing.assert_close(restored(slope=0.0), ours * positive, rtol=0, atol=0)
+    leaky = torch.where(positive, ours, ours * 0.25)
+    torch.testing.assert_close(restored(slope=0.25), leaky, rtol=0, atol=0)
+    assert restored(dtype).dtype == dtype
+    torch.testing.assert_close(restored(dtype), restored().to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_grids_agree_to_the_last_bit(backend, bits, dtype):
+    extremes = torch.tensor([*GAMMA, 1e-45, -1e-45, math.inf, math.nan, 1.0, 1.0, 1.0, -1.0, 0.0])
+    gamma = torch.cat([extremes, normal((200,), seed=1)]).to(dtype)
+    extremes = torch.tensor([*BETA, 1.0, 1e-45, 1.0, 1.0, math.nan, 3.0, -3.0, math.inf, 0.0])
+    beta = torch.cat([extremes, normal((200,), scale=2.0, seed=2)]).to(dtype)
+    ours = fixed_point.grid_of(gamma.to(backend.device), beta.to(backend.device), bits, None).cpu()
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = reference.grid_fixed(gamma.to(wide), beta.to(wide), bits)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    assert ours.shape == (7, 219) and ours.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", (1, 3, 8))
+@pytest.mark.parametrize(
+    "n, channels, inner", [(70, 7, 1), (70, 1, 1), (1400, 7, 5), (4096, 2, 1024), (1530, 510, 1)]
+)
+def test_backends_agree_to_the_last_bit(backend, n, channels, inner, bits, dtype):
+    """This includes statistics with an index of their own, and chunks and runs that end at different places."""
+    device = backend.device
+    gamma, beta = normal((channels,), seed=2), normal((channels,), seed=3)
+    gamma[0] = 0.0
+    x = normal((n,), dtype, scale=2.0, seed=4) + 0.5
+    y = normal((n,), dtype, seed=5)
+    y[::9], y[4] = 0.0, torch.nan
+    x[5], x[6] = torch.nan, torch.inf
+    mean, rstd = normal((n // 10,), seed=6), normal((n // 10,), seed=7).abs() + 0.1
+    statistics = (mean, rstd, 10) if n % 10 == 0 else None
+    grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
+    expected = reference.encode_fixed(x, y, grid, bits, inner, statistics)
+
+    def there(argument):
+        return argument.to(device) if isinstance(argument, torch.Tensor) else argument
+
+    moved = None if statistics is None else tuple(map(there, statistics))
+    packed = fixed_point.encode(there(x), there(y), there(grid), bits, inner, moved)
+    assert torch.equal(packed.cpu(), expected)
+    scale = None if statistics is None else (rstd, 10)
+    for options in ({}, {"scale": scale}, {"slope": 1.0}, {"slope": 0.0}, {"slope": -0.3}):
+        theirs = torch.empty(n, dtype=dtype)
+        reference.decode_fixed(expected, grid, bits, inner, theirs, **options)
+        options = {
+            k: tuple(map(there, v)) if isinstance(v, tuple) else v for k, v in options.items()
+        }
+        ours = fixed_point.decode(packed, there(grid), bits, inner, (n,), (1,), dtype, **options)
+        assert torch.equal(ours.cpu(), theirs)
+    grad = normal((n,), dtype, seed=8)
+    grad[3] = torch.inf
+    for slope in (0.0, 0.01):
+        theirs = torch.empty_like(grad)
+        reference.mask_fixed(grad, expected, grid, bits, inner, slope, theirs)
+        ours = fixed_point.mask(there(grad), packed, there(grid), bits, inner, slope)
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("channels, inner", [(100, 1), (50, 1000)])
+def test_threads_share_the_work(backend, channels, inner):
+    """There are more elements than one thread is given."""
+    n, bits = 200_000, 3
+    gamma, beta = normal((channels,), seed=2), normal((channels,), seed=3)
+    x, y = normal((n,), scale=1.0, seed=4), normal((n,), seed=5)
+    grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
+    expected, theirs = reference.encode_fixed(x, y, grid, bits, inner), torch.empty(n)
+    reference.decode_fixed(expected, grid, bits, inner, theirs, 0.0)
+    there = grid.to(backend.device)
+    packed = fixed_point.encode(x.to(backend.device), y.to(backend.device), there, bits, inner)
+    assert torch.equal(packed.cpu(), expected)
+    ours = fixed_point.decode(packed, there, bits, inner, (n,), (1,), torch.float32, 0.0)
+    assert torch.equal(ours.cpu(), theirs)
+
+
+def test_sizes_of_zero(backend):
+    x = torch.zeros(0, device=backend.device)
+    grid = fixed_point.grid_of(None, None, 4, x.device)
+    packed = fixed_point.encode(x, x, grid, 4, 1)
+    assert not packed.numel()
+    assert not fixed_point.decode(packed, grid, 4, 1, (0,), (1,), torch.float32).numel()
+    assert not fixed_point.mask(x, packed, grid, 4, 1, 0.0).numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_a_mask_is_torchs(backend, dtype):
+    x, index, y, gamma, beta = block(640, 4, backend.device, dtype)
+    y[gamma[index] * (torch.arange(640, device=y.device) % 7 == 0) != 0] = 0.0
+    grid = fixed_point.grid_of(gamma, beta, 4, x.device)
+    grad = normal((640,), dtype, backend.device, seed=3)
+    grad[::7] = torch.inf  # which times 0 would be NaN
+    for slope in (0.0, 0.1):
+        if not slope:
+            y[3] = torch.nan  # ReLU passes its gradient, LeakyReLU does not
+        leaf = y.clone().requires_grad_()
+        (nn.functional.leaky_relu(leaf, slope) if slope else torch.relu(leaf)).backward(grad)
+        packed = fixed_point.encode(x, y, grid, 4, 4)
+        ours = fixed_point.mask(grad, packed, grid, 4, 4, slope)
+        torch.testing.assert_close(ours, leaf.grad, rtol=0, atol=0)
+        y[3] = 1.0
+
+
+numbers = st.one_of(
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 1e-30, 3.0, -3.0, 1e30]),
+)
+
+
+@pytest.mark.slow
+@given(
+    gamma=numbers,
+    beta=numbers,
+    values=st.lists(st.floats(-6, 6, width=32), min_size=1, max_size=40),
+    bits=st.integers(1, 8),
+)
+def test_the_sign_is_exact(gamma, beta, values, bits):
+    """For any weight and bias it is the sign of the y that float32 computes."""
+    x = torch.tensor(values)
+    weight, bias = torch.tensor([gamma]), torch.tensor([beta])
+    y = x * weight + bias
+    grid = fixed_point.grid_of(weight, bias, bits, "cpu")
+    packed = fixed_point.encode(x, y, grid, bits, 1)
+    ones = torch.ones(len(values))
+    assert torch.equal(fixed_point.mask(ones, packed, grid, bits, 1, 0.0), (y > 0).float())
+    result = fixed_point.decode(packed, grid, bits, 1, x.shape, (1,), torch.float32, slope=1.0)
+    assert (result[y > 0] >= 0).all() and (result[y <= 0] <= 0).all()
+
+
+def test_the_formula_of_the_paper_loses_the_sign_where_this_does_not():
+    """Equations 9 and 10 are taken literally, for a channel whose zero is beyond its window."""
+    gamma, beta, bits = 1.0, 3.5, 4
+    x = torch.tensor([-3.4, -3.6, 0.0])
+    y = gamma * x + beta
+    unit = 2**bits / (6 * gamma)
+    shift = math.floor(beta * unit)
+    code = ((y * unit).floor() + 2 ** (bits - 1) - shift).clamp(0, 2**bits - 1)
+    restored = (code + 0.5 - 2 ** (bits - 1) + shift) / unit
+    assert ((restored > 0) != (y > 0)).tolist() == [False, True, False]
+    grid = fixed_point.grid_of(torch.tensor([gamma]), torch.tensor([beta]), bits, "cpu")
+    packed = fixed_point.encode(x, y, grid, bits, 1)
+    ours = fixed_point.decode(packed, grid, bits, 1, (3,), (1,), torch.float32, slope=1.0)
+    assert ((ours > 0) == (y > 0)).all()

@@ -1,0 +1,207 @@
+"""Strides of results are torch's, for every function and every layout of the input, sizes of 0 and 1 included."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+
+import fewbit.functional as F
+from fewbit.runtime import backends
+from fewbit.runtime.backends import native
+from fewbit.runtime.ops import torch_functions
+
+torch_f = torch.nn.functional
+
+SHAPES = [
+    (), (0,), (1,), (5,), (0, 3), (3, 0), (1, 1), (1, 5), (5, 1), (4, 6), (2, 3, 4), (1, 3, 4), (2, 1, 4),
+    (2, 3, 1), (0, 3, 4), (2, 0, 4), (1, 1, 1), (2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1),
+    (2, 3, 1, 5), (1, 1, 1, 1), (0, 3, 4, 5), (2, 3, 0, 5), (2, 3, 2, 2, 2), (1, 3, 2, 2, 2), (2, 1, 2, 2, 2),
+]  # fmt: skip
+
+
+quarters = pytest.mark.parametrize("shapes", [SHAPES[i::4] for i in range(4)], ids=range(4))
+
+
+def make(shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def permuted(shape, order):
+    """A tensor of that shape whose dimensions lie in memory in that order."""
+    return make([shape[dim] for dim in order]).permute(
+        [order.index(dim) for dim in range(len(order))]
+    )
+
+
+def layouts(shape):
+    """(name, tensor) of that shape in every layout that its number of dimensions allows."""
+    dims = list(range(len(shape)))
+    yield "contiguous", make(shape)
+    if shape:
+        yield "expanded whole", make(()).expand(shape)
+        yield "every other", make((*shape[:-1], 2 * shape[-1]))[..., ::2]
+        yield "every other sample", make((2 * shape[0], *shape[1:]))[::2]
+        yield "narrow", make((*shape[:-1], shape[-1] + 3))[..., 1 : shape[-1] + 1]
+    if len(shape) >= 2:
+        yield "transposed", permuted(shape, [1, 0, *dims[2:]])
+        yield "last transposed", permuted(shape, [*dims[:-2], dims[-1], dims[-2]])
+        yield "reversed", permuted(shape, dims[::-1])
+        yield "channels inmost", permuted(shape, [0, *dims[2:], 1])
+        yield "expanded first", make((1, *shape[1:])).expand(shape)
+        yield "expanded last", make((*shape[:-1], 1)).expand(shape)
+    if len(shape) in (4, 5):
+        last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+        yield "channels last", make(shape).contiguous(memory_format=last)
+
+
+ACTIVATIONS = (
+    "relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu gelu elu celu selu silu mish "
+    "hardswish sigmoid logsigmoid tanh tanhshrink softsign softplus"
+).split()
+ARGUMENTS = {"threshold": (0.1, -2.0)}
+
+
+def test_every_activation_is_here():
+    named = {
+        name
+        for name, function in inspect.getmembers(F, inspect.isfunction)
+        if hasattr(torch_f, name)
+    }
+    takes_table = {
+        name for name in named if "table" in inspect.signature(getattr(F, name)).parameters
+    }
+    assert takes_table == set(ACTIVATIONS)
+
+
+def strides(functions, call, x):
+    """Return the strides of the result and of the input's gradient, or the type of the error that the call raises."""
+    x = x.detach().requires_grad_()
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            y = call(functions, x)
+            (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        except (RuntimeError, ValueError, IndexError) as refusal:
+            return type(refusal), None
+    return y.stride(), gradient.stride()
+
+
+@quarters
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name, shapes):
+    def call(functions, x):
+        return getattr(functions, name)(x, *ARGUMENTS.get(name, ()))
+
+    for shape in shapes:
+        for layout, x in layouts(shape):
+            assert strides(F, call, x) == strides(torch_f, call, x), (shape, layout, x.stride())
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "relu"])
+def test_dimensions_of_size_1_take_one_pass(name, monkeypatch):
+    """A fused kernel, which gives the same values as for a tensor without these dimensions."""
+    if not isinstance(backends.of(make(())), native.Kernels):
+        pytest.skip("the reference backend has no fused kernels")
+    monkeypatch.setitem(torch_functions.FORWARD, name, None)
+    inputs = (
+        permuted((6, 1, 5, 7), [0, 1, 3, 2]),
+        permuted((1, 4, 6), [2, 0, 1]),
+        make((6, 5))[:, None].mT,
+    )
+    for x in inputs:
+        assert 1 in x.shape
+        x.requires_grad_()
+        y = getattr(F, name)(x)
+        expected = getattr(torch_f, name)(x)
+        assert y.stride() == expected.stride()
+        torch.testing.assert_close(y, expected)
+
+
+def weighted(name, *sizes):
+    """A call with a weight; sizes: numbers, or the dimension of x that each is the size of, as text."""
+
+    def call(functions, x):
+        size = [
+            x.shape[int(size_or_dim)] if isinstance(size_or_dim, str) else size_or_dim
+            for size_or_dim in sizes
+        ]
+        return getattr(functions, name)(x, make(size).requires_grad_())
+
+    return call
+
+
+def plain(name, *arguments, **options):
+    return lambda functions, x: getattr(functions, name)(x, *arguments, **options)
+
+
+def product(name, of):
+    """Return a call that multiplies x by of(x) with the function of that name."""
+    return lambda functions, x: getattr(torch if functions is torch_f else functions, name)(
+        x, of(x)
+    )
+
+
+CALLS = {  # {name: (numbers of dimensions, or None for any but 0, call)}
+    "linear": (None, weighted("linear", 4, "-1")),
+    "layer_norm": (None, lambda m, x: m.layer_norm(x, x.shape[-1:])),
+    "rms_norm": (None, lambda m, x: m.rms_norm(x, x.shape[-1:])),
+    "group_norm": ((2, 3, 4, 5), lambda m, x: m.group_norm(x, 1)),
+    "batch_norm": ((2, 3, 4, 5), lambda m, x: m.batch_norm(x, None, None, None, None, True)),
+    "instance_norm": ((3, 4, 5), plain("instance_norm")),
+    "softmax": (None, plain("softmax", -1)),
+    "log_softmax": (None, plain("log_softmax", 0)),
+    "prelu": (None, weighted("prelu", 1)),
+    "prelu of channels": ((2, 3, 4, 5), weighted("prelu", "1")),
+    "rrelu in training": (None, plain("rrelu", training=True)),
+    "dropout": (None, plain("dropout", 0.5, True)),
+    "alpha_dropout": (None, plain("alpha_dropout", 0.5, True)),
+    "feature_alpha_dropout": (None, plain("feature_alpha_dropout", 0.5, True)),
+    "dropout1d": ((3,), plain("dropout1d", 0.5, True)),
+    "dropout2d": ((4,), plain("dropout2d", 0.5, True)),
+    "dropout3d": ((5,), plain("dropout3d", 0.5, True)),
+    "conv1d": ((3,), weighted("conv1d", 4, "1", 1)),
+    "conv2d": ((4,), weighted("conv2d", 4, "1", 1, 1)),
+    "conv3d": ((5,), weighted("conv3d", 4, "1", 1, 1, 1)),
+    "conv_transpose1d": ((3,), weighted("conv_transpose1d", "1", 4, 2)),
+    "conv_transpose2d": ((4,), weighted("conv_transpose2d", "1", 4, 2, 2)),
+    "conv_transpose3d": ((5,), weighted("conv_transpose3d", "1", 4, 2, 2, 2)),
+    **{
+        f"{kind}_pool{dims}d": ((dims + 1, dims + 2), plain(f"{kind}_pool{dims}d", 2, padding=1))
+        for kind in ("max", "avg")
+        for dims in (1, 2, 3)
+    },
+    **{
+        f"adaptive_{kind}_pool{dims}d": ((dims + 1, dims + 2), plain(f"adaptive_{kind}_pool{dims}d", 2))
+        for kind in ("max", "avg")
+        for dims in (1, 2, 3)
+    },
+    "interpolate": ((3, 4, 5), plain("interpolate", scale_factor=2)),
+    "interpolate linearly": ((3,), plain("interpolate", scale_factor=2, mode="linear")),
+    "interpolate bilinearly": ((4,), plain("interpolate", scale_factor=2, mode="bilinear")),
+    "pad": ((2, 3, 4, 5), plain("pad", (1, 1))),
+    "pad by reflection": ((2, 3), plain("pad", (1, 0), "reflect")),
+    "pad by replication": ((4,), plain("pad", (1, 0, 0, 1), "replicate")),
+    "attention": ((3, 4), lambda m, x: m.scaled_dot_product_attention(x, x, x)),
+    "matmul": ((2, 3, 4), product("matmul", lambda x: make((x.shape[-1], 3)).requires_grad_())),
+    "mul": (None, product("mul", lambda x: torch.ones_like(x).requires_grad_())),
+}  # fmt: skip
+
+
+@quarters
+@pytest.mark.parametrize("name", CALLS)
+def test_other_functions(name, shapes):
+    dims, call = CALLS[name]
+    for shape in shapes:
+        if shape and (dims is None or len(shape) in dims):
+            for layout, x in layouts(shape):
+                ours, theirs = strides(F, call, x), strides(torch_f, call, x)
+                assert ours[0] == theirs[0], (shape, layout, x.stride())
+
+
+def test_a_view_of_what_logsigmoid_returns():
+    x = torch.randn(3, 4).t().requires_grad_()
+    assert F.logsigmoid(x).view(-1).shape == (12,)

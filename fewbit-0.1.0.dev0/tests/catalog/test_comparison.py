@@ -1,0 +1,239 @@
+"""The errors of the best tables by function and bits, and beside the paper's."""
+
+import json
+import re
+
+import pytest
+
+import fewbit
+from fewbit.catalog import paper
+from fewbit.catalog.comparison import Comparison
+from fewbit.errors import FewbitError, FunctionError, SolveError
+from fewbit.render.terminal import plain
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return fewbit.compare()
+
+
+@pytest.fixture(scope="module")
+def few():
+    """Compare one even derivative and two others."""
+    one = fewbit.compare(["relu", "sigmoid"], bits=1)
+    return Comparison((*one.rows, *fewbit.compare("gelu", bits=3).rows))
+
+
+# --- the paper ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_printed_digit_is_reproduced(comparison):
+    printed = [row for row in comparison.rows if row.paper is not None]
+    assert len(printed) == sum(map(len, paper.TABLE_3.values())) == 25
+    for row in printed:
+        assert f"{row.discrete:.4f}" == f"{row.paper:.4f}", row
+        assert row.reproduced
+
+
+@pytest.mark.slow
+def test_breaks_anywhere_are_never_worse_than_breaks_on_a_grid(comparison):
+    for row in comparison.rows:
+        if row.discrete is not None:
+            assert row.intervals <= row.discrete * (1 + 1e-12), row
+    # In these two cases the rounded continuous optimum is below the printed value.
+    differing = {
+        (row.function, row.bits): round(row.paper - round(row.intervals, 4), 4)
+        for row in comparison.rows
+        if row.paper is not None and round(row.intervals, 4) != row.paper
+    }
+    assert differing == {("selu", 1): 0.0001, ("silu", 2): 0.0001}
+
+
+@pytest.mark.slow
+def test_levels_are_nowhere_worse_and_much_better_where_promised(comparison):
+    ratios = {(row.function, row.bits): row.ratio for row in comparison.rows}
+    assert ratios.pop(("relu", 1)) is None
+    assert min(ratios.values()) >= 1 - 1e-9
+    promised = [(name, bits) for name in ("gelu", "silu", "mish") for bits in (3, 4)]
+    for problem in [*promised, ("selu", 2)]:
+        assert ratios[problem] >= 1.35, problem
+    # The paper's parity trick is one of the ways to share levels.
+    for name in paper.PARITY:
+        for bits in (1, 2, 3, 4):
+            assert ratios[name, bits] == pytest.approx(1, abs=1e-6)
+
+
+def test_the_discrete_problem_converges_to_the_continuous_one():
+    continuous = fewbit.solve("gelu", 3, form="intervals").error
+    excess = [paper.discrete_optimum("gelu", 3, cells) - continuous for cells in (100, 1000, 10000)]
+    assert excess[0] > excess[1] > excess[2] > 0
+    assert excess[2] < 1e-3 * excess[0]
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ({"bits": 3}, 0.0121),
+        ({"bits": 3, "form": "intervals"}, 0.0121),
+        ({"bits": 3, "parameters": {"beta": 1.0}}, 0.0121),
+        ({"bits": 3, "parameters": {"beta": 2.0}}, None),
+        ({"bits": 5}, None),
+        ({"bits": 3, "weight": "normal"}, None),
+        ({"bits": 3, "domain": (-10, 9)}, None),
+        ({"bits": 3, "tails": "pinned"}, None),
+        ({"bits": 3, "levels": 7}, None),
+        ({"bits": 3, "objective": "minimax"}, None),
+    ],
+)
+def test_the_counterpart_is_the_same_problem_only(request_, expected):
+    assert paper.counterpart(fewbit.solve("softplus", **request_)) == expected
+
+
+def test_an_exact_table_of_fewer_levels_has_a_counterpart():
+    assert paper.counterpart(fewbit.solve("relu", 1)) == 0.0
+    assert paper.counterpart(fewbit.solve("relu", 2)) is None
+
+
+# --- compare ------------------------------------------------------------------------------------
+
+
+def test_compare_takes_names_and_aliases():
+    rows = fewbit.compare(["swish", "softsign", "silu"], bits=2).rows
+    assert [(row.function, row.bits, row.paper) for row in rows] == [
+        ("silu", 2, 0.0479),
+        ("softsign", 2, None),
+    ]
+    assert rows[1].discrete is None and rows[1].reproduced is None
+    assert fewbit.compare("gelu", bits=(1, 2)).rows[1].bits == 2
+
+
+def test_compare_of_an_even_derivative_counts_both_halves():
+    (row,) = fewbit.compare("tanh", bits=3).rows
+    half = fewbit.solve("tanh", 3, form="intervals", domain=(0, 10))
+    assert row.parity
+    assert row.intervals == 2 * half.error
+    assert row.levels == fewbit.solve("tanh", 3).error
+
+
+def test_compare_reports_its_progress():
+    calls = []
+    fewbit.compare(["relu", "gelu"], bits=[1, 2], progress=lambda *call: calls.append(call))
+    assert calls == [
+        ("relu, 1 bit", 0, 4),
+        ("relu, 2 bits", 1, 4),
+        ("gelu, 1 bit", 2, 4),
+        ("gelu, 2 bits", 3, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("functions", "bits", "expected"),
+    [
+        ("gelu", [1, 99], "bits: expected an integer from 1 to 8, got 99"),
+        ("gelu", 2.5, "bits: expected one or several of type int, got 2.5"),
+        (["gelu", "no_module:f"], 1, "cannot import 'no_module'"),
+        (3, 1, "functions: expected one or several of type str, got 3"),
+    ],
+)
+def test_compare_refuses_before_it_solves_anything(functions, bits, expected):
+    with pytest.raises(FewbitError, match=expected):
+        fewbit.compare(functions, bits, progress=lambda *_: pytest.fail("a table is solved"))
+
+
+def test_compare_refuses_what_it_does_not_know():
+    with pytest.raises(FunctionError, match="did you mean gelu"):
+        fewbit.compare("gelo")
+    with pytest.raises(SolveError, match="bits"):
+        fewbit.compare("gelu", bits=0)
+
+
+def test_the_comparison_shows_itself(few):
+    text = plain(few, 80)
+    assert "gives 3 of 3 printed figures" in text
+    assert "lower than printed in 0, higher in 0" in text
+    assert "nowhere above intervals" in text
+    assert "* f' is even" in text and "\nsigmoid* " in text
+    row = next(line for line in text.splitlines() if "0.008094" in line)
+    assert row.split() == [
+        "gelu",
+        "3",
+        "0.0119",
+        "0.0119",
+        "0.0119",
+        "0.008094",
+        "1.47x",
+        "0.008094",
+    ]
+
+
+def test_records_are_json(few):
+    records = few.records()
+    assert json.loads(json.dumps(records)) == records
+    assert records[0]["function"] == "relu" and records[0]["ratio"] is None
+
+
+# --- error tables -------------------------------------------------------------------------------
+
+
+def test_the_error_table_holds_the_errors_of_the_tables():
+    table = fewbit.error_table(["gelu", "swish"], bits=(1, 2, 3))
+    expected = {
+        name: {bits: fewbit.load_table(name, bits).error for bits in (1, 2, 3)}
+        for name in ("gelu", "silu")
+    }
+    assert table.values() == expected
+    assert [row.function for row in table.rows] == ["gelu", "silu"]
+
+
+def test_the_error_table_has_other_settings():
+    table = fewbit.error_table(
+        "gelu", 2, weight="normal", form="intervals", metric="relative_error"
+    )
+    wanted = fewbit.solve("gelu", 2, weight="normal", form="intervals")
+    assert table.values() == {"gelu": {2: pytest.approx(wanted.relative_error, rel=1e-9)}}
+    (record,) = table.records()
+    assert record["error"] == pytest.approx(wanted.error, rel=1e-9)
+    assert (record["form"], record["levels"], record["pieces"]) == ("intervals", 4, 4)
+    assert json.loads(json.dumps(record)) == record
+    assert "normal weight" in str(table)
+
+
+def test_the_error_table_fits_80_columns_with_all_bits():
+    table = fewbit.error_table(["relu", "relu_squared"])
+    lines = plain(table, 80).splitlines()
+    assert lines[2].split()[:5] == ["function", "1", "bit", "2", "bits"]
+    assert lines[4].split() == ["relu", *"00000000"]
+    assert re.fullmatch(r"relu_squared +137\.\d\d +26\.80\d .*", lines[5])
+
+
+def test_the_error_table_refuses_an_unknown_metric():
+    with pytest.raises(FewbitError, match="metric: expected error or relative_error"):
+        fewbit.error_table("gelu", metric="gap")
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_a_narrow_terminal_goes_without_bounds_and_the_most_bits(few, width):
+    errors = fewbit.error_table(["relu_squared", "gelu"])
+    header = "function 1 bit 2 bits 3 bits 4 bits 5 bits 6 bits 7 bits 8 bits"
+    for found, full, narrow in (
+        (errors, header, header[: header.index(" 5")]),
+        (
+            few,
+            "function bits paper eq. 9 intervals levels lower bound",
+            "function bits paper intervals levels",
+        ),
+    ):
+        lines = plain(found, width).splitlines()
+        (rule,) = [i for i, line in enumerate(lines) if line.startswith("──")]
+        assert " ".join(lines[rule - 1].split()) == (full if width == 80 else narrow)
+
+
+def test_nothing_to_show_shows():
+    assert "function" in str(fewbit.error_table([], bits=(1, 2)))
+    assert "function" in str(Comparison(()))

@@ -1,0 +1,294 @@
+"""The places in which load_table finds a table: shipped, cached on disk, or solved."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fresh_process import run
+
+import fewbit
+from fewbit.catalog import store
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("FEWBIT_CACHE", str(directory))
+    return directory
+
+
+@pytest.fixture
+def no_solving(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("this was to be found, not solved")
+
+    monkeypatch.setattr("fewbit.solver.solve.solve", refuse)
+
+
+def test_shipped_tables_need_no_solving(cache, no_solving):
+    table = fewbit.load_table("gelu", bits=3)
+    assert table is fewbit.load_table("gelu", bits=3)
+    assert len(table.levels) == 8
+    assert fewbit.load_table("swish", bits=2).function == "silu"
+    assert fewbit.load_table("elu", bits=2, parameters={"alpha": 1.0}).parameters == {"alpha": 1.0}
+    assert fewbit.load_table("gelu", bits=2, weight="normal").weight["kind"] == "normal"
+    assert fewbit.load_table("gelu", bits=2, form="intervals").form == "intervals"
+    assert fewbit.load_table("gelu", bits=3, domain=[-10, 10]) is table
+    shared = {"weight": "normal", "objective": "shared", "domain": (-3.0, 3.0)}
+    assert fewbit.load_table("value", bits=1, **shared).shared_bits == 6
+    assert not cache.exists()
+
+
+REQUESTS = [
+    ("elu", {"bits": 2, "parameters": {"alpha": 2.0}}),
+    ("gelu", {"bits": 2, "objective": "unbiased"}),
+    ("gelu", {"bits": 2, "tails": "pinned"}),
+    ("gelu", {"bits": 2, "domain": (-3, 3)}),
+    ("gelu", {"levels": 5}),
+    ("gelu", {"bits": 2, "weight": "normal:0.5,2"}),
+    ("gelu", {"bits": 2, "weight": ([-1.0, 0.0, 2.0], [1.0, 3.0])}),
+]
+
+
+@pytest.mark.parametrize(("name", "request_"), REQUESTS)
+def test_other_tables_are_solved_once(cache, name, request_, monkeypatch):
+    first = fewbit.load_table(name, **request_)
+    (path,) = cache.iterdir()
+    document = json.loads(path.read_text())
+    assert fewbit.Table.from_document(document["table"]) == first
+    assert document["asked"]["function"] == first.function
+    monkeypatch.setattr("fewbit.solver.solve.solve", None)
+    assert fewbit.load_table(name, **request_) == first
+    if "parameters" in request_:
+        slope = first(np.array([-1e-3]))[0]
+        assert slope > 1, "alpha = 2 has slopes above 1 left of 0"
+
+
+def test_different_requests_have_different_files(cache):
+    for name, request in REQUESTS:
+        fewbit.load_table(name, **request)
+    assert len(list(cache.iterdir())) == len(REQUESTS)
+
+
+OTHERS = {
+    "more bits": {"bits": 3},
+    "fewer levels": {"levels": 3},
+    "domain": {"domain": (-5, 5)},
+    "objective": {"objective": "minimax"},
+    "tails": {"tails": "pinned"},
+    "form": {"form": "intervals"},
+    "weight": {"weight": "normal:0,2"},
+    "parameters": {"parameters": {"alpha": 3.0}},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("forged", [False, True])
+def test_the_cache_compares_all_that_was_asked(cache, other, forged):
+    """Another table in the cache file is not used, even if the file claims to answer the same request.
+
+    Fewer levels than asked for are no contradiction in a forged file: f' may not need more.
+    """
+    if forged and other == "fewer levels":
+        other = "more bits"
+    request = {"bits": 2, "parameters": {"alpha": 2.0}}
+    table = fewbit.load_table("elu", **request)
+    (path,) = cache.iterdir()
+    document = json.loads(path.read_text())
+    wrong = fewbit.solve("elu", **{**request, **OTHERS[other]})
+    document["table"] = wrong.document()
+    if not forged:
+        document["asked"]["bits"] = 7
+    path.write_text(json.dumps(document))
+    assert fewbit.load_table("elu", **request) == table
+    assert json.loads(path.read_text())["table"]["levels"] == table.levels.tolist()
+
+
+@pytest.mark.parametrize("key", ["schema", "version"])
+def test_the_cache_of_another_version_is_not_used(cache, key):
+    table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    (path,) = cache.iterdir()
+    document = json.loads(path.read_text())
+    document["asked"][key] = "older"
+    document["table"]["levels"] = [0.25, 0.75]
+    path.write_text(json.dumps(document))
+    assert fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0}) == table
+
+
+IN_ITS_PLACE = {
+    "a directory": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a circle of links": lambda path: path.symlink_to(path),
+    "an empty file": Path.touch,
+    "half a file": lambda path: path.write_text('{"schema": "fewbit.table/1", "levels": ['),
+    "a file of brackets": lambda path: path.write_text("[" * 10**6),
+}
+
+
+@pytest.mark.parametrize("kind", IN_ITS_PLACE)
+def test_anything_in_the_place_of_a_file_of_the_cache(cache, kind):
+    table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    (path,) = cache.iterdir()
+    path.unlink()
+    IN_ITS_PLACE[kind](path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0}) == table
+    if "file" in kind:
+        assert json.loads(path.read_text())["table"]["function"] == "elu"
+
+
+@pytest.mark.parametrize("content", ["precious", None])
+def test_a_link_in_the_cache_is_replaced_not_followed(cache, tmp_path, content):
+    table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    (path,) = cache.iterdir()
+    path.unlink()
+    target = tmp_path / "target"
+    if content is not None:
+        target.write_text(content)
+    path.symlink_to(target)
+    assert fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0}) == table
+    assert (target.read_text() if target.exists() else None) == content
+    assert not path.is_symlink() and json.loads(path.read_text())["table"]["function"] == "elu"
+
+
+UNUSABLE = {
+    "a file": lambda tmp_path: _written(tmp_path / "file") / "below",
+    "a long name": lambda tmp_path: tmp_path / ("x" * 300),
+    "a circle of links": lambda tmp_path: _linked(tmp_path / "circle") / "below",
+    "nothing writable": lambda tmp_path: "/proc/fewbit",
+    "a full disk": lambda tmp_path: "/dev/full",
+}
+
+
+def _written(path):
+    path.write_text("")
+    return path
+
+
+def _linked(path):
+    path.symlink_to(path)
+    return path
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_an_unusable_cache_is_one_warning(what, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEWBIT_CACHE", str(UNUSABLE[what](tmp_path)))
+    with pytest.warns(UserWarning, match="solved but not cached") as caught:
+        for alpha in (2.0, 3.0):
+            table = fewbit.load_table("elu", bits=1, parameters={"alpha": alpha})
+            assert table.parameters == {"alpha": alpha}
+    assert len(caught) == 1
+
+
+def test_a_training_goes_on_if_warnings_are_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEWBIT_CACHE", str(_written(tmp_path / "file") / "below"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    assert table.parameters == {"alpha": 2.0}
+
+
+@pytest.mark.parametrize("call", ["os.open", "os.stat", "os.mkdir", "os.replace", "os.fsync"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_whatever_the_system_refuses_the_table_comes(call, number, cache, monkeypatch):
+    """Errors of the system are simulated, because the test may run as root, who is allowed everything."""
+
+    real = getattr(os, call.partition(".")[2])
+
+    def refuse(path, *others, **options):
+        if isinstance(path, int) or str(path).startswith(str(cache)):
+            raise OSError(number, os.strerror(number))
+        return real(path, *others, **options)
+
+    monkeypatch.setattr(call, refuse)
+    monkeypatch.setattr(store, "_unusable", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    monkeypatch.undo()
+    assert len(table.levels) == 2
+
+
+def test_without_a_home_nothing_is_cached(tmp_path, monkeypatch):
+    monkeypatch.delenv("FEWBIT_CACHE")
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: Path("~/.cache") / name)
+    monkeypatch.chdir(tmp_path)
+    assert store.cache_directory() is None
+    assert fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0}).bits == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cached_table_needs_no_solver(cache):
+    fewbit.load_table("elu", bits=1, parameters={"alpha": 2.0})
+    code = (
+        "import sys, fewbit; fewbit.load_table('elu', bits=1, parameters={'alpha': 2.0})\n"
+        "assert not {'numba', 'scipy'} & set(sys.modules)"
+    )
+    run(code)
+
+
+@pytest.mark.slow
+def test_two_processes_at_once(cache):
+    code = "import fewbit; print(repr(fewbit.load_table('elu', bits=3, parameters={'alpha': 3.0})))"
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    shown = {job.communicate()[0] for job in jobs}
+    assert all(job.returncode == 0 for job in jobs)
+    assert len(shown) == 1
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_callables_are_solved_and_not_cached(cache):
+    table = fewbit.load_table(np.tanh, bits=1)
+    assert len(table.levels) == 2
+    fewbit.load_table("gelu", bits=1, weight=lambda x: np.exp(-np.abs(x)))
+    assert not cache.exists()
+
+
+def test_default_cache_is_the_users(monkeypatch):
+    monkeypatch.delenv("FEWBIT_CACHE", raising=False)
+    assert "fewbit" in store.cache_directory().parts
+    assert os.path.isabs(store.cache_directory())
+
+
+REFUSED = {
+    "bits": [2.5, "3", True, np.True_, 10**400, np.array([2, 3])],
+    "levels": [2.5, "3", True],
+    "form": [["levels"], b"levels", np.array(["levels", "levels"]), {1}, None],
+    "objective": [{1}, b"mse", object()],
+    "tails": [object(), [], np.array(["free"])],
+    "parameters": ["x", 1, [("alpha", 2.0)]],
+    "domain": [(-(10**400), 10**400), "ab", 3],
+    "weight": [
+        {"kind": "normal", "mean": 10**400, "std": 1},
+        {"kind": "histogram", "edges": [0, 10**400], "density": [1]},
+        {"kind": ["normal"]},
+        [1, 10**400],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
+)
+@pytest.mark.parametrize("call", [fewbit.load_table, fewbit.solve])
+def test_a_wrong_argument_is_one_line(cache, call, name, value):
+    request = {"parameters": {"alpha": 2.0}, **({} if name == "levels" else {"bits": 2})}
+    with pytest.raises(fewbit.FewbitError, match=r"expected|too large") as refusal:
+        call("elu", **{**request, name: value})
+    assert "\n" not in str(refusal.value) and name in str(refusal.value) or name == "weight"
+
+
+def test_loading_does_not_warn_about_unbounded_derivatives(cache):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fewbit.load_table("relu_squared", bits=2).bits == 2

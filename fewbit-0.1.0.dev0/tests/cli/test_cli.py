@@ -1,0 +1,974 @@
+"""The command line: output, files, errors and start-up time."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import fewbit
+from fewbit import functions
+from fewbit.catalog import store
+from fewbit.catalog.listing import format_ranges
+from fewbit.cli import app
+from fewbit.cli.progress import Progress
+from fewbit.table import MOST_PIECES, Table, load_file, save_tables
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments, **kwargs):
+    environment = {"COLUMNS": "80", **kwargs.pop("env", {})}
+    return CliRunner().invoke(app, [*arguments], prog_name="fewbit", env=environment, **kwargs)
+
+
+def succeed(*arguments, **kwargs):
+    result = run(*arguments, **kwargs)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def program(*arguments, **kwargs):
+    """Run the command line of the checkout as a process."""
+    return subprocess.run(
+        [sys.executable, ROOT / "cli.py", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **kwargs,
+    )
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Give every test its own working directory and cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """Replace the directory of shipped tables by one with two small files."""
+    directory = tmp_path / "shipped"
+    directory.mkdir()
+    for name in ("relu", "gelu"):
+        tables = [fewbit.solve(name, bits) for bits in (1, 2)]
+        tables.append(fewbit.solve(name, 2, form="intervals"))
+        tables.append(fewbit.solve(name, 2, weight="normal"))
+        save_tables(directory / f"{name}.json", name, tables)
+    monkeypatch.setattr(store, "tables_directory", lambda: directory)
+    store.shipped_tables.cache_clear()
+    yield directory
+    store.shipped_tables.cache_clear()
+
+
+# --- solve --------------------------------------------------------------------------------------
+
+
+def test_the_summary_says_what_the_table_is_worth():
+    table = fewbit.solve("gelu", 3)
+    lines = succeed("solve", "gelu", "--bits", "3").stdout.splitlines()
+    text = {line[:16].strip(): line[16:].strip() for line in lines}
+    assert lines[0] == "gelu, 3 bits: 8 levels in 10 pieces"
+    assert text["weight"] == "uniform on [-10, 10]"
+    assert text["error"].startswith(f"{table.error:.6g} ")
+    assert text["lower bound"].startswith(f"{table.lower_bound:.6g} ")
+    assert f"gap {100 * table.gap:.3g} %" in text["lower bound"]
+    assert text["relative error"].startswith(f"{100 * table.relative_error:.3g} %")
+    assert text["status"].startswith("stationary ")
+    assert f"grid {table.solver['grid']}" in text["solver"]
+    assert text["paper"].split("  ")[0] == "0.0119"
+    assert "1.47x lower than Few-bit Backward, Table 3" in text["paper"]
+
+
+@pytest.mark.slow
+def test_the_summary_says_that_levels_are_drawn():
+    """On each piece of such a table, one of two levels is drawn. So there may be more levels than pieces."""
+    command = "solve value --bits 1 --weight normal --grid 64 --objective".split()
+    first = succeed(*command, "unbiased").stdout.splitlines()[0]
+    assert first == "value, 1 bit: 2 levels drawn in 1 piece"
+    shared = "show value --bits 1 --weight normal --objective shared --domain -3 3".split()
+    first = succeed(*shared).stdout.splitlines()[0]
+    assert first == "value, 1 bit: 2 levels drawn in 1 piece"
+
+
+def test_the_summary_draws_and_lists_the_levels():
+    table = fewbit.solve("relu6", 1)
+    out = succeed("solve", "relu6", "--bits", "1").stdout
+    assert re.search("[▔─▁]{10}", out)
+    rows = [line.split(maxsplit=2) for line in out.splitlines()[-2:]]
+    assert [float(row[1]) for row in rows] == table.levels.tolist()
+    # torch's gradient at both kinks is 0, and the brackets say so.
+    assert [row[2].strip() for row in rows] == ["(-inf, 0]  [6, inf)", "(0, 6)"]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["gelu --bits 6 --grid 512", "silu --bits 3 --objective unbiased"]
+)
+def test_human_output_fits_80_columns_and_is_plain_in_a_pipe(arguments):
+    out = succeed("solve", *arguments.split()).stdout
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out
+
+
+def test_more_than_16_levels_are_not_listed():
+    assert "where x is in" in succeed("solve", "gelu", "--bits", "4").stdout
+    assert "where x is in" not in succeed("solve", "gelu", "--bits", "5").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "paper"),
+    [
+        ("gelu --bits 1", "the same digits"),
+        ("selu --bits 2", "1.53x lower"),
+        ("gelu --bits 3 --no-refine --grid 64 --form intervals", "x higher"),
+        ("gelu --bits 5", None),
+        ("softplus --bits 3 --param beta=2", None),
+    ],
+)
+def test_the_paper_is_named_only_beside_its_own_problem(arguments, paper):
+    out = succeed("solve", *arguments.split()).stdout
+    line = next((line for line in out.splitlines() if line.startswith("paper ")), None)
+    assert line is None if paper is None else paper in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "request_"),
+    [
+        ("gelu --bits 3", {"bits": 3}),
+        ("swish --bits 2", {"bits": 2}),
+        ("gelu --bits 3 --form intervals", {"bits": 3, "form": "intervals"}),
+        ("gelu --bits 2 --weight normal", {"bits": 2, "weight": "normal"}),
+        ("gelu --bits 2 --weight normal:-1,0.5", {"bits": 2, "weight": "normal:-1,0.5"}),
+        ("gelu --bits 2 --domain -5 5", {"bits": 2, "domain": (-5, 5)}),
+        ("gelu --bits 2 --domain -5 -1e-1", {"bits": 2, "domain": (-5, -0.1)}),
+        ("tanh --bits 2 --objective minimax", {"bits": 2, "objective": "minimax"}),
+        ("silu --bits 2 --objective unbiased", {"bits": 2, "objective": "unbiased"}),
+        ("silu --bits 2 --tails pinned", {"bits": 2, "tails": "pinned"}),
+        ("silu --levels 5", {"levels": 5}),
+        ("silu --bits 2 --grid 512 --no-refine", {"bits": 2, "grid": 512, "refine": False}),
+        ("silu --bits 2 --threads 1", {"bits": 2, "threads": 1}),
+        ("elu --bits 2 --param alpha=0.5", {"bits": 2, "parameters": {"alpha": 0.5}}),
+        (
+            "hardtanh --bits 1 --param min_val=-2 --param max_val=3",
+            {"bits": 1, "parameters": {"min_val": -2, "max_val": 3}},
+        ),
+    ],
+)
+def test_json_is_one_table_document_and_nothing_else(arguments, request_):
+    result = succeed("solve", *arguments.split(), "--json")
+    table = Table.from_document(json.loads(result.stdout))
+    assert table == fewbit.solve(arguments.split()[0], **request_)
+    assert result.stderr == ""
+
+
+def test_a_weight_file_is_used():
+    samples = np.random.default_rng(0).normal(1.0, 0.5, 3000)
+    np.save("acts.npy", samples)
+    table = Table.from_document(
+        json.loads(succeed("solve", "gelu", "--bits", "2", "--weight", "acts.npy", "--json").stdout)
+    )
+    assert table == fewbit.solve("gelu", 2, weight=samples)
+    assert table.domain == (samples.min(), samples.max())
+
+
+def test_a_function_of_a_module_in_the_current_directory(monkeypatch):
+    Path("my_activations.py").write_text(
+        "import numpy as np\ndef bent(x):\n    return np.where(x > 1, 2 * x - 1, x)\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    result = succeed("solve", "my_activations:bent", "--bits", "1", "--json")
+    table = Table.from_document(json.loads(result.stdout))
+    assert table.function == "my_activations:bent"
+    assert table.error < 1e-15
+    assert table.levels.tolist() == pytest.approx([1, 2], abs=1e-9)
+
+
+def test_an_unbounded_derivative_is_one_line_on_standard_error():
+    result = succeed("solve", "relu_squared", "--bits", "2", "--json")
+    assert json.loads(result.stdout)["function"] == "relu_squared"
+    assert result.stderr.startswith("fewbit: warning: relu_squared: ")
+    assert result.stderr.count("\n") == 1
+
+
+# --- output files -------------------------------------------------------------------------------
+
+
+def test_output_is_the_table_document():
+    Path("gelu.json").write_text("mine")
+    arguments = "solve", "gelu", "--bits", "2", "-o", "gelu.json", "--force"
+    assert succeed(*arguments).stdout.endswith("\nsaved to gelu.json\n")
+    assert Table.load("gelu.json") == fewbit.solve("gelu", 2)
+    assert os.listdir() == ["gelu.json"]
+    printed = succeed(*arguments, "--json").stdout
+    assert Table.from_document(json.loads(printed)) == Table.load("gelu.json")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("solve gelu --bits 2", "out.json"),
+        ("plot gelu --bits 2", "out.png"),
+        ("compare gelu --bits 2", "out.csv"),
+    ],
+)
+def test_an_existing_file_is_refused_before_any_work(command, name, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("worked before the refusal")
+
+    monkeypatch.setattr("fewbit.solver.solve.solve", never)
+    monkeypatch.setattr("fewbit.catalog.store.load_table", never)
+    monkeypatch.setattr("fewbit.catalog.comparison.compare", never)
+    Path(name).write_text("mine")
+    result = run(*command.split(), "-o", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"fewbit: error: {name} exists; pass --force to overwrite it\n"
+    assert Path(name).read_text() == "mine"
+    result = run(*command.split(), "-o", f"missing/{name}")
+    assert result.exit_code == 2
+    assert "existing directory" in result.stderr
+
+
+def test_a_file_that_comes_meanwhile_is_refused_in_the_same_words(monkeypatch):
+    monkeypatch.setattr("fewbit.cli.options.check_writable", lambda *_: None)
+    Path("gelu.json").write_text("mine")
+    result = run("solve", "gelu", "--bits", "2", "-o", "gelu.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "fewbit: error: gelu.json exists; pass --force to overwrite it\n"
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+ERRORS = [
+    ("solve gelo --bits 3", "unknown function 'gelo': did you mean gelu"),
+    ("solve math:log --bits 3", "math:log"),
+    ("solve gelu", "expected --bits from 1 to 8, or --levels from 2 to 256, got neither"),
+    ("solve gelu --bits three", "'three' is not a valid integer"),
+    ("solve gelu --bits 3 --domain 5 -5", "domain: expected two finite numbers A < B, got 5 -5"),
+    ("solve gelu --bits 3 --domain -1", "'--domain' requires 2 arguments"),
+    ("solve gelu --bits 3 --weight missing.npy", "missing.npy: cannot be read as a weight"),
+    ("solve gelu --bits 3 --weight broken.npy", "broken.npy: cannot be read as a weight"),
+    ("solve elu --bits 3 --param =2", "expected NAME=VALUE with a number, got '=2'"),
+    ("solve elu --bits 3 --param alpha=two", "expected NAME=VALUE with a number"),
+    ("solve elu --bits 3 --param alpha=1 --param alpha=2", "'alpha' twice"),
+    ("solve gelu --bits 3 --form steps", "'steps' is not one of 'levels', 'intervals'"),
+    ("solve", "missing argument 'NAME'"),
+    ("solve gelu silu --bits 3", "unexpected extra argument"),
+    ("solve gelu --bit3", "No such option".lower()),
+    ("slove gelu", "unknown command 'slove': did you mean solve?"),
+    ("frobnicate", "unknown command 'frobnicate': expected "),
+    ("--nope", "no such option '--nope'"),
+    ("show missing.json", "missing.json: expected a readable file"),
+    ("show broken.json", "broken.json: expected JSON"),
+    ("show numpy:arctan", "no such table is shipped"),
+    ("show gelo --bits 3", "did you mean gelu"),
+    ("show one.json --bits 7", "of its 1 table none matches"),
+    ("plot gelu -o gelu.png", "expected --bits"),
+    ("plot gelu --bits 2", "missing option '-o' / '--output'"),
+    ("plot gelu --bits 2 -o gelu.gif", "gelu.gif: expected a file name that ends in .png or .svg"),
+    ("plot several.json -o x.png", "expected one table, got 2"),
+    ("compare gelu --bits 9", "bits: expected an integer from 1 to 8, got 9"),
+    (
+        "compare quantizer gelu",
+        "expected names of functions, or quantizer alone, got quantizer gelu",
+    ),
+    ("compare quantiser", "unknown function 'quantiser': did you mean quantizer?"),
+    ("solve gelu --bits 3 --bits 4", "expected --bits once, got it 2 times"),
+    ("solve gelu --bits 3 --tails free --tails pinned", "expected --tails once, got it 2 times"),
+    ("memory resnet18 --batch=1 --batch=2", "expected --batch once, got it 2 times"),
+    ("plot gelu --bits 2 -o a.png --output b.png", "expected --output once, got it 2 times"),
+    ("compare quantizer --bits 9", "bits: expected an integer from 1 to 8, got 9"),
+    ("compare gelu -o x.txt", "x.txt: expected a file name that ends in .csv or .json"),
+    (
+        "compare one.json",
+        "one.json: expected a function that 'fewbit list' shows, or package.module:name, got a",
+    ),
+    (
+        "solve a/b --bits 2",
+        "a/b: expected a function that 'fewbit list' shows, or package.module:name, got a file",
+    ),
+    (
+        "solve numpy.tan --bits 2",
+        "numpy.tan: expected a function that 'fewbit list' shows, or package.module:name",
+    ),
+    (
+        "show a.py",
+        "a.py: expected a function that 'fewbit list' shows, or a JSON file of tables: a path that ends in .json",
+    ),
+    (
+        "plot a.py -o a.png",
+        "a.py: expected a function that 'fewbit list' shows, or a JSON file of tables: a path that ends in",
+    ),
+    ("solve numpy:tan --bits 2", "choose a domain (--domain) without that point"),
+    ("verify missing.json", "missing.json: expected a readable file"),
+    ("verify broken.json", "broken.json: expected JSON"),
+]
+
+
+@pytest.fixture
+def inputs():
+    Path("broken.npy").write_bytes(b"not an array")
+    Path("broken.json").write_text("{")
+    tables = [fewbit.solve("relu", bits) for bits in (1, 2)]
+    tables[0].save("one.json")
+    save_tables("several.json", "relu", tables)
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS)
+def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, message, inputs):
+    before = sorted(os.listdir())
+    result = run(*arguments.split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message.lower() in result.stderr.lower()
+    assert result.stderr.startswith("fewbit: error: ")
+    assert result.stderr.count("\n") == 1
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (MemoryError(), 2, "not enough memory for this request"),
+        (
+            ZeroDivisionError("two\nlines"),
+            70,
+            "unexpected ZeroDivisionError: two lines (the traceback: set FEWBIT_TRACEBACK=1)",
+        ),
+    ],
+    ids=["memory", "bug"],
+)
+def test_a_bug_is_one_line_and_says_how_to_see_it(error, code, message, monkeypatch):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr("fewbit.solver.solve.solve", broken)
+    result = run("solve", "gelu", "--bits", "3")
+    line = f"fewbit: error: {message}\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", line)
+    if code == 70:
+        result = run("solve", "gelu", "--bits", "3", env={"FEWBIT_TRACEBACK": "1"})
+        assert result.exit_code == 70 and result.stderr.endswith(line)
+        assert "Traceback (most recent call last)" in result.stderr
+        assert "in broken" in result.stderr
+
+
+CODE = {
+    "ends the program": ("raise SystemExit(3)", "expected code that does not end the program, got SystemExit: 3"),
+    "raises": ("raise ValueError('a\\nb')", "cannot import 'mine': ValueError: a b"),
+    "has a wrong syntax": ("def", "cannot import 'mine': SyntaxError"),
+    "escapes": ("raise ValueError('\\x1b[2J')", r"ValueError: \x1b[2J"),
+    "raises what is no Exception": (
+        "raise GeneratorExit", "expected code that does not end the program, got GeneratorExit"
+    ),
+    "has a function that ends the program": (
+        "def f(*x): raise GeneratorExit", "expected code that does not end the program, got GeneratorExit"
+    ),
+    "reads": ("input()", "cannot import 'mine': EOFError"),
+    "has no text": (
+        "class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd", "cannot import 'mine': Odd"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "command", ["solve mine:f --bits 2", "plan mine:f", "verify own.json --function mine:f"]
+)
+@pytest.mark.parametrize("what", CODE)
+def test_whatever_a_module_of_the_users_does_is_one_line(command, what, monkeypatch):
+    code, message = CODE[what]
+    Path("mine.py").write_text(code)
+    replace(fewbit.solve("gelu", 1), function="own:f").save("own.json")
+    monkeypatch.syspath_prepend(os.getcwd())
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    result = run(*command.split(), input="")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_module_of_the_users():
+    Path("mine.py").write_text("raise KeyboardInterrupt")
+    result = program(
+        "solve", "mine:f", "--bits", "2", env={**os.environ, "PYTHONPATH": os.getcwd()}
+    )
+    assert (result.returncode, result.stderr) == (130, "fewbit: interrupted\n")
+
+
+# --- what comes from files and arguments ---------------------------------------------------------
+
+
+HOSTILE = ["sys:exit", "antigravity:geohash"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_file_names_is_never_imported_or_called(name, monkeypatch):
+    monkeypatch.setattr(
+        "fewbit.functions.callables.import_callable", lambda name: pytest.fail(name)
+    )
+    replace(fewbit.solve("gelu", 2), function=name).save("hostile.json")
+    out = succeed("show", "hostile.json").stdout
+    assert out.startswith(f"{name}, 2 bits: 4 levels") and "f'   " not in out
+    succeed("show", "hostile.json", "--json")
+    succeed("plot", "hostile.json", "-o", "hostile.png")
+    result = run("verify", "hostile.json")
+    assert result.exit_code == 2 and "not checked" in result.stdout
+    assert "fewbit has no function" in " ".join(result.stdout.split())
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.slow
+def test_the_user_may_name_the_function_of_a_file():
+    replace(fewbit.solve("tanh", 2, domain=(-8, 8)), function="own:f").save("own.json")
+    assert "holds" in succeed("verify", "own.json", "--function", "numpy:tanh").stdout
+    assert "f'   " in succeed("show", "own.json", "--function", "numpy:tanh").stdout
+    succeed("plot", "own.json", "-o", "own.svg", "--function", "numpy:tanh")
+    result = run("verify", "own.json", "--function", "numpy:arctan")
+    assert result.exit_code == 1 and "1 wrong" in result.stdout
+    result = run("show", "gelu", "--bits", "2", "--function", "numpy:tanh")
+    assert result.exit_code == 2 and "expected a FILE with --function" in result.stderr
+
+
+CHARACTERS = [
+    "\x1b[2J",
+    "\x1b]8;;http://a\x07",
+    "\u202e",
+    "\x9b1m",
+    "\r",
+    "\n",
+    "\udc80",
+    "\u2066",
+    "\x00",
+]
+
+
+@pytest.mark.parametrize("character", CHARACTERS, ids=ascii)
+@pytest.mark.parametrize("field", ["function", "parameters", "solver", "weight"])
+def test_a_file_with_characters_that_a_terminal_acts_on_is_refused(field, character):
+    document = fewbit.solve("gelu", 1).document()
+    document[field] = {
+        "function": f"a{character}",
+        "parameters": {f"a{character}": 1.0},
+        "solver": {"version": f"a{character}", "grid": 1},
+        "weight": {"kind": "callable", "name": f"a{character}"},
+    }[field]
+    Path("odd.json").write_text(json.dumps(document))
+    result = run("show", "odd.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert (
+        character not in result.stderr.rstrip("\n")
+        and "expected printable characters" in result.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    "character", [character for character in CHARACTERS if character != "\x00"], ids=ascii
+)
+@pytest.mark.parametrize(
+    "command",
+    ["solve {}", "show {}.json", "show ./{}", "frobnicate{}", "solve gelu --weight {}", "verify {}",
+     "solve gelu --bits {}", "solve gelu --bits 1 -o {}/a.json", "solve elu --param {}=a", "solve {}:f"],
+)  # fmt: skip
+def test_arguments_are_shown_with_such_characters_escaped(command, character):
+    result = run(*command.format(f"a{character}").split(" "))
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert character not in result.stderr.rstrip("\n")
+
+
+def test_names_of_files_are_shown_escaped():
+    name = "a\x1b[2J.json"
+    fewbit.solve("gelu", 1).save(name)
+    for command in (["verify", name], ["solve", "gelu", "--bits", "1", "-o", name, "--force"]):
+        assert "\x1b" not in succeed(*command).stdout
+    save_tables(name, "gelu", [fewbit.solve("gelu", 1), fewbit.solve("gelu", 2)], force=True)
+    assert r"a\x1b[2J.json" in succeed("show", name).stdout
+
+
+FILES = {
+    "folder.json": lambda path: path.mkdir(),
+    "pipe.json": lambda path: os.mkfifo(path),
+    "circle.json": lambda path: path.symlink_to(path),
+    "deep.json": lambda path: path.write_text("[" * 200_000),
+    "large.json": lambda path: path.write_text(" " * 30_000_000),
+    "x" * 300 + ".json": lambda path: None,
+    "/dev/zero": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("name", FILES, ids=lambda name: name[:12])
+@pytest.mark.parametrize("command", ["show", "plot", "verify"])
+def test_any_kind_of_file_is_one_line_and_soon(command, name):
+    FILES[name](Path(name))
+    before = sorted(os.listdir())
+    started = time.perf_counter()
+    result = run(command, name, *(["-o", "x.png"] if command == "plot" else []))
+    assert time.perf_counter() - started < 10
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"fewbit: error: {name}: expected ")
+    assert result.stderr.count("\n") == 1 and sorted(os.listdir()) == before
+
+
+def test_the_largest_table_is_shown_soon():
+    n = MOST_PIECES
+    document = fewbit.solve("gelu", 4).document() | {
+        "codes": [i % 16 for i in range(n)],
+        "breaks": np.linspace(-9, 9, n - 1).tolist(),
+        "domain": [-10.0, 10.0],
+        "error": 0.0,
+        "lower_bound": 0.0,
+    }
+    document.pop("closed", None)
+    Path("large.json").write_text(json.dumps(document))
+    started = time.perf_counter()
+    assert "and 1008 more" in succeed("show", "large.json").stdout
+    assert time.perf_counter() - started < 20
+
+
+UNWRITABLE = {
+    "x" * 300 + ".json": lambda path: None,
+    "circle.json": lambda path: path.symlink_to(path),
+    "folder.json": lambda path: path.mkdir(),
+    "missing/a.json": lambda path: None,
+    "pipe.json": lambda path: os.mkfifo(path),
+    "/dev/null/a.json": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("name", UNWRITABLE, ids=lambda name: name[:12])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(name, monkeypatch):
+    UNWRITABLE[name](Path(name))
+    before = sorted(os.listdir())
+    monkeypatch.setattr("fewbit.solver.solve.solve", lambda *_, **__: pytest.fail("solved first"))
+    result = run("solve", "gelu", "--bits", "2", "-o", name, "--force")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"fewbit: error: {name}: expected a ")
+    assert result.stderr.count("\n") == 1 and sorted(os.listdir()) == before
+
+
+# --- the environment ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "columns",
+    ["0", "\u00b2", *(pytest.param(width, marks=pytest.mark.slow) for width in ("-5", "abc", "1", "7", "9" * 30, ""))],
+)  # fmt: skip
+def test_any_width_of_the_terminal(columns):
+    result = program("show", "gelu", "--bits", "2", env={**os.environ, "COLUMNS": columns})
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "gelu" in "".join(result.stdout.split())
+
+
+ENVIRONMENTS = [
+    ({"NUMBA_NUM_THREADS": "0"}, "NUMBA_NUM_THREADS: expected 1 or more, got 0"),
+    ({"NUMBA_NUM_THREADS": "+0"}, "NUMBA_NUM_THREADS: expected 1 or more, got +0"),
+    ({"NUMBA_NUM_THREADS": "0_0"}, "NUMBA_NUM_THREADS: expected 1 or more, got 0_0"),
+    ({"MPLBACKEND": "nonsense"}, "matplotlib cannot be used: ValueError: Key backend: 'nonsense'"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("environment", "message"), ENVIRONMENTS)
+def test_an_environment_that_cannot_be_used_is_one_line(environment, message):
+    result = program(
+        "plot", "gelu", "--bits", "2", "-o", "a.png", env={**os.environ, **environment}
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"fewbit: error: {message}") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="there is no device that is always full"
+)
+@pytest.mark.parametrize(
+    "arguments",
+    ["list", "verify {relu}", *(pytest.param(command, marks=pytest.mark.slow) for command in (
+        "list --json", "--help", "--version", "show gelu", "show gelu --bits 2 --json", "solve relu --bits 1",
+        "compare relu --bits 1",
+    ))],
+)  # fmt: skip
+def test_output_that_is_full_or_closed_ends_quietly_with_a_code_of_its_own(arguments):
+    arguments = arguments.format(relu=store.tables_directory() / "relu.json").split()
+    reader, writer = os.pipe()
+    os.close(reader)
+    for redirection, output in ((">/dev/full", None), (">&-", None), ("", writer)):
+        command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, ROOT / "cli.py"]
+        result = subprocess.run(
+            [*command, *arguments], stdout=output, stderr=subprocess.PIPE, timeout=120
+        )
+        assert (result.returncode, result.stderr) == (141, b""), redirection
+    os.close(writer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redirection", ["", "2>&-", "2>/dev/full", ">&- 2>&-"])
+def test_an_error_of_a_process_has_its_code_though_nobody_can_see_it(redirection):
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, ROOT / "cli.py"]
+    result = subprocess.run(
+        [*command, "solve", "gelo", "--bits", "3"], capture_output=True, timeout=120
+    )
+    assert (result.returncode, result.stdout) == (2, b"")
+    line = b"fewbit: error: unknown function 'gelo': did you mean gelu?\n"
+    assert result.stderr == (b"" if redirection else line)
+
+
+@pytest.mark.slow
+def test_a_closed_output_is_nobody_elses():
+    """If the descriptor of a closed standard output were not reserved, the next opened file would get it."""
+    command = [sys.executable, ROOT / "cli.py", "solve", "relu", "--bits", "1", "-o", "relu.json"]
+    subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], timeout=120)
+    assert Table.load("relu.json").function == "relu"
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_ctrl_c_is_one_line_exit_code_130_and_no_file():
+    command = [sys.executable, ROOT / "cli.py", "solve", "gelu", "--bits", "8", "-o", "gelu.json"]
+    process = subprocess.Popen(
+        [*command, "--form", "intervals", "--grid", "200000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what it runs in the background with the signal ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    time.sleep(2.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "fewbit: interrupted\n")
+    assert os.listdir() == []
+
+
+def test_ctrl_c_in_python_code_that_c_code_calls_is_not_lost():
+    """An exception cannot pass through the C code that called the function, as that of Numba's compiler does."""
+    script = """
+        import ctypes, signal, time
+        from fewbit.cli.interrupts import repeat_lost
+        # A shell starts what it runs in the background with the signal ignored, and that is inherited.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        repeat_lost()
+        call = ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))
+        start = time.monotonic()
+        try:
+            call()
+            time.sleep(20)
+        except KeyboardInterrupt:
+            print("interrupted at once" if time.monotonic() - start < 10 else "too late")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("interrupted at once\n", "")
+
+
+@pytest.mark.slow
+def test_a_terminal_that_lacks_the_characters_still_gets_the_numbers():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    result = program("solve", "relu", "--bits", "1", env=environment)
+    assert result.returncode == 0
+    assert "relu, 1 bit: 2 levels in 2 pieces" in result.stdout
+
+
+# --- list, show, plot ---------------------------------------------------------------------------
+
+
+def test_list_names_every_function(shipped):
+    out = succeed("list").stdout
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert {*functions.names(), *functions.solver_names()} <= set(rows)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "swish" in rows["silu"]
+    assert "negative_slope=0.01" in rows["leaky_relu"]
+    assert "0.01, 1 " in rows["leaky_relu"]
+    assert " 1-2 " in rows["gelu"]
+    assert "[-12, 12]" in rows["gelu_10"]
+    assert rows["identity:"].endswith("f(x) = x. Its derivative is 1.")
+    assert rows["value:"].endswith(
+        "f(x) = x^2 / 2. Its derivative is x, so its tables are quantizers of x."
+    )
+
+
+def test_list_as_json(shipped):
+    known = {record["function"]: record for record in json.loads(succeed("list", "--json").stdout)}
+    assert list(known) == [*functions.names(), *functions.solver_names()]
+    aliases = {alias: name for name, record in known.items() for alias in record["aliases"]}
+    assert aliases == dict(functions.aliases())
+    assert known["elu"]["parameters"] == {"alpha": 1.0}
+    assert known["relu_squared"]["slopes"] == [0.0, "inf"]
+    assert (known["gelu"]["shipped_bits"], known["silu"]["shipped_bits"]) == ([1, 2], [])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], "-"), ([3], "3"), ([1, 2, 3], "1-3"), ([1, 2, 4, 6, 7], "1-2,4,6-7")]
+)
+def test_ranges(numbers, text):
+    assert format_ranges(numbers) == text
+
+
+def test_show_finds_the_shipped_table_without_solving(shipped, monkeypatch):
+    monkeypatch.setattr("fewbit.solver.solve.solve", None)
+    Path("gelu").write_text("a file named like a function does not hide it")
+    out = succeed("show", "gelu", "--bits", "2", "--weight", "normal", "--json").stdout
+    assert Table.from_document(json.loads(out)) == load_file(shipped / "gelu.json")[3]
+    assert "gelu, 2 bits: 4 levels in 4 pieces" in succeed("show", "gelu", "--bits", "2").stdout
+
+
+def test_show_lists_what_is_shipped(shipped):
+    lines = succeed("show", "gelu").stdout.splitlines()
+    assert lines[0] == "gelu"
+    assert [line.split()[:2] for line in lines[4:]] == [
+        ["1", "levels"],
+        ["2", "levels"],
+        ["2", "intervals"],
+        ["2", "levels"],
+    ]
+    assert "normal(0, 1)" in lines[-1]
+    document = json.loads(succeed("show", "gelu", "--json").stdout)
+    assert (document["schema"], len(document["tables"])) == ("fewbit.tables/1", 4)
+
+
+def test_show_solves_and_caches_what_is_not_shipped(shipped, tmp_path, monkeypatch):
+    arguments = ("show", "elu", "--bits", "2", "--param", "alpha=2", "--json")
+    first = succeed(*arguments).stdout
+    assert Table.from_document(json.loads(first)).parameters == {"alpha": 2.0}
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    monkeypatch.setattr("fewbit.solver.solve.solve", None)
+    assert succeed(*arguments).stdout == first
+
+
+def test_show_selects_from_a_file(shipped, monkeypatch):
+    monkeypatch.chdir(shipped)
+    path = "gelu.json"
+    one = succeed("show", path, "--bits", "2", "--form", "intervals", "--json").stdout
+    assert Table.from_document(json.loads(one)).form == "intervals"
+    one = succeed("show", path, "--weight", "normal:0,1", "--json").stdout
+    assert Table.from_document(json.loads(one)).weight["kind"] == "normal"
+    two = succeed("show", path, "--bits", "2", "--form", "levels").stdout
+    assert len(two.splitlines()) == 6
+
+
+@pytest.mark.slow
+def test_plot_writes_a_picture(shipped):
+    succeed("plot", "gelu", "--bits", "2", "-o", "gelu.png")
+    assert Path("gelu.png").read_bytes().startswith(b"\x89PNG")
+    assert run("plot", "gelu", "--bits", "2", "-o", "gelu.png").exit_code == 2
+    succeed("plot", str(shipped / "relu.json"), "--bits", "1", "-o", "gelu.png", "--force")
+
+
+@pytest.mark.slow
+def test_a_table_of_a_function_beyond_float32_is_drawn_without_it():
+    """The parameter comes from a file, and matplotlib cannot scale an axis of such numbers."""
+    document = fewbit.load_table("gelu", 2).document()
+    for alpha in (1e308, 1e39, -1e308):
+        Path("table.json").write_text(
+            json.dumps({**document, "function": "elu", "parameters": {"alpha": alpha}})
+        )
+        succeed("plot", "table.json", "-o", "table.png", "--force")
+        assert Path("table.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- compare, verify ----------------------------------------------------------------------------
+
+
+def test_compare_prints_the_row_of_the_paper():
+    out = succeed("compare", "gelu", "--bits", "3").stdout
+    row = next(line for line in out.splitlines() if line.startswith("gelu "))
+    assert row.split()[1:] == ["3", "0.0119", "0.0119", "0.0119", "0.008094", "1.47x", "0.008094"]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_compare_as_json_and_as_files():
+    rows = json.loads(succeed("compare", "swish", "mish", "--bits", "2", "--json").stdout)
+    assert [(row["function"], row["paper"]) for row in rows] == [("silu", 0.0479), ("mish", None)]
+    assert "saved to" in succeed("compare", "relu", "--bits", "1", "-o", "rows.csv").stdout
+    assert Path("rows.csv").read_text().startswith("function,bits,paper,")
+    succeed("compare", "relu", "--bits", "1", "-o", "rows.json")
+    assert json.loads(Path("rows.json").read_text())[0]["levels"] == 0
+
+
+@pytest.mark.slow
+def test_compare_quantizer():
+    out = succeed("compare", "quantizer", "--bits", "2").stdout
+    assert max(map(len, out.splitlines())) <= 80
+    row = next(line for line in out.splitlines() if line.startswith("   2 "))
+    assert {"0.596", "0.132", "0.229", "0.0667"} <= set(row.split())
+    (record,) = json.loads(succeed("compare", "quantizer", "--bits", "1", "--json").stdout)
+    assert record["bits"] == 1 and record["bound"] == 1 / 3
+    succeed("compare", "quantizer", "--bits", "1", "-o", "rows.csv")
+    assert Path("rows.csv").read_text().startswith("bits,uniform,uniform_measured,")
+
+
+def test_verify_all_that_is_shipped(shipped):
+    out = succeed("verify").stdout
+    rows = [line.split() for line in out.splitlines()[2:]]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("gelu.json", "4", "holds"),
+        ("relu.json", "4", "holds"),
+    ]
+    assert float(rows[0][2]) < 1e-9
+
+
+def test_verify_exits_with_1_if_a_claim_does_not_hold_and_with_2_if_a_file_cannot_be_read(inputs):
+    document = fewbit.solve("gelu", 2).document()
+    document["error"] *= 1.01
+    Path("wrong.json").write_text(json.dumps(document))
+    result = run("verify", "one.json", "wrong.json")
+    assert result.exit_code == 1 and "1 wrong" in result.stdout
+    assert "wrong.json, tables[0]: error: claimed 0.0409" in result.stdout
+    for files, code in ((["one.json"], 1), (["broken.json", "one.json"], 2)):
+        result = run("verify", "wrong.json", *files, "--json")
+        assert result.exit_code == code
+        # The files that can be read are verified in any case.
+        assert [record["holds"] for record in json.loads(result.stdout)] == [False, True]
+    assert result.stderr.startswith("fewbit: error: broken.json: ")
+
+
+def test_verify_without_shipped_tables(shipped):
+    shutil.rmtree(shipped)
+    assert run("verify").exit_code == 2
+
+
+# --- the app ------------------------------------------------------------------------------------
+
+
+def test_version_and_help():
+    version = f"fewbit {fewbit.__version__}\n"
+    assert succeed("--version").stdout == program("--version").stdout == version
+    command = sys.executable, "-m", "fewbit", "--version"
+    package = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert package.stdout == version
+    assert succeed().stdout == succeed("--help").stdout == succeed("-h").stdout
+
+
+def test_standalone_mode_leaves_errors_to_the_caller():
+    with pytest.raises(fewbit.FunctionError):
+        app(["solve", "gelo", "--bits", "3"], standalone_mode=False)
+
+
+# --- progress -----------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A standard error that claims to be a terminal, and stores its text."""
+
+    encoding = "utf-8"
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+        return len(text)
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return True
+
+
+def patched(monkeypatch):
+    """Replace standard error by a Terminal. This is not a fixture, since pytest's capture would undo it."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(Progress, "PATIENCE", 0.01)
+    return terminal
+
+
+def wait_for(text, terminal):
+    deadline = time.monotonic() + 10
+    while text not in terminal.text and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return text in terminal.text
+
+
+def test_a_bar_appears_on_a_terminal(monkeypatch):
+    terminal = patched(monkeypatch)
+    with Progress() as progress:
+        progress("searching", 3, 7)
+        assert wait_for("searching", terminal)
+    threads = [thread.name for thread in threading.enumerate()]
+    assert not any("_show" in name for name in threads)
+
+
+def test_compiling_is_said(monkeypatch):
+    from numba.core import event
+
+    terminal = patched(monkeypatch)
+    with Progress():
+        with event.trigger_event("numba:compile"):
+            assert wait_for("compiling the solver (first run only)", terminal)
+
+
+@pytest.mark.parametrize("reason", ["it is quick", "there is no terminal"])
+def test_nothing_appears_if(reason, monkeypatch):
+    terminal = patched(monkeypatch)
+    monkeypatch.setattr(Terminal, "isatty", lambda self: reason == "it is quick")
+    monkeypatch.setattr(Progress, "PATIENCE", 5 if reason == "it is quick" else 0.01)
+    started = time.monotonic()
+    with Progress() as progress:
+        progress("searching", 3, 7)
+        time.sleep(0.2)
+    assert terminal.text == ""
+    assert time.monotonic() - started < 1.2
+
+
+# --- start-up -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        (
+            ["solve", "gelu", "--bits", "3", "--json"],
+            "torch matplotlib jsonschema mpmath scipy.optimize scipy.integrate rich IPython",
+        ),
+        (["solve", "--help"], "numpy"),
+    ],
+    ids=["solve", "help"],
+)
+def test_a_command_imports_no_more_than_it_needs(arguments, heavy):
+    code = (
+        f"import sys; from fewbit.cli import app\napp({arguments}, standalone_mode=False)\n"
+        f"print(*set({heavy!r}.split()) & set(sys.modules), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "\n")
+
+
+@pytest.mark.slow
+def test_a_solve_starts_within_twice_its_imports():
+    program("solve", "gelu", "--bits", "3")  # the JIT cache is warm from here on
+    baseline = [sys.executable, "-c", "import numpy, scipy.special, numba"]
+    solve = [sys.executable, ROOT / "cli.py", "solve", "gelu", "--bits", "3"]
+
+    def seconds(command):
+        started = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - started
+
+    def ratio():
+        pairs = [(seconds(baseline), seconds(solve)) for _ in range(3)]
+        return statistics.median(b for _, b in pairs) / statistics.median(a for a, _ in pairs)
+
+    # Other processes of the machine may disturb one round of three.
+    measured = []
+    while not measured or (min(measured) > 2 and len(measured) < 3):
+        measured.append(ratio())
+    assert min(measured) <= 2, measured

@@ -1,0 +1,81 @@
+"""The seeds of compiled graphs, and dropout."""
+
+import pytest
+import torch
+from compiled_gradients import EXACT, MARKS
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+
+import fewbit
+from fewbit.compiler import compiling
+from fewbit.compiler.graphs import insert
+from fewbit.compiler.joint_graph import JointGraph
+from fewbit.compiler.rewrite import Rewriter
+from fewbit.compiler.seeds import draw_seeds_op, mixed
+from fewbit.runtime.ops.quantizer_ops import quantize_op
+
+pytestmark = MARKS
+
+
+@pytest.mark.inductor
+def test_dropout_draws_what_it_would_draw():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh()), torch.randn(32, 64)
+    losses = []
+    for overrides in (EXACT, None):
+        torch._dynamo.reset()
+        compiled = fewbit.compile(model, 2, overrides=overrides, backend="aot_eager")
+        torch.manual_seed(5)
+        losses.append([float(compiled(x).detach().sum()) for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
+def test_each_step_rounds_anew_and_a_seed_reproduces_the_steps():
+    def drawn(seed):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        seeds = [draw_seeds_op(3, device=torch.device("cpu")) for _ in range(2)]
+        assert torch.equal(before, torch.get_rng_state())
+        return torch.cat(seeds)
+
+    first, other, again = drawn(11), drawn(12), drawn(11)
+    assert len({*first.tolist(), *other.tolist()}) == 12
+    assert torch.equal(first, again)
+
+
+def test_seeds_are_those_of_splitmix64():
+    """The first numbers of SplitMix64 from the seed 0, by its authors' program."""
+    step = -7046029254386353131
+    numbers = torch.arange(1, 4) * step
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [number % 2**64 for number in mixed(numbers).tolist()] == expected
+
+
+def test_each_device_draws_its_seeds():
+    """The devices exist only as those of fake tensors."""
+    devices = [torch.device("cpu"), torch.device("cuda", 1)]
+    with FakeTensorMode() as mode:
+        inputs, results = [], []
+        graph = fx.Graph()
+        for i, device in enumerate(devices):
+            inputs.append(graph.placeholder(f"primals_{i + 1}"))
+            inputs[-1].meta["val"] = torch.empty(64, 64, device=device)
+        tangents = [graph.placeholder(f"tangents_{i + 1}") for i in range(2)]
+        for x, tangent in zip(inputs, tangents, strict=True):
+            tangent.meta["val"] = x.meta["val"]
+        sines = [insert(graph, mode, torch.ops.aten.sin.default, (x,)) for x in inputs]
+        for sine, tangent in zip(sines, tangents, strict=True):
+            results.append(insert(graph, mode, torch.ops.aten.mul.Tensor, (tangent, sine)))
+        graph.output((*sines, *results))
+    settings = compiling._resolved(2, None)
+    copies = Rewriter(JointGraph(graph, 2, frozenset()), lambda root: settings).run()
+    assert {copy.root.node for copy in copies.values()} == set(sines)
+    quantizations = [node for node in graph.nodes if node.target is quantize_op]
+    assert len(quantizations) == 2
+    for node in quantizations:
+        x, _, seed = node.args[:3]
+        (drawn,) = seed.all_input_nodes
+        assert drawn.target is draw_seeds_op
+        assert drawn.kwargs["device"] == seed.meta["val"].device == x.meta["val"].device
+    graph.lint()

@@ -1,0 +1,185 @@
+"""The arguments of `fewbit.compile` and `fewbit.partition_fn`, and the report."""
+
+import pytest
+import torch
+from compiled_gradients import MARKS, error, gradient
+from compiled_models import made
+from torch import nn
+
+import fewbit
+from fewbit.compiler import compiling
+
+pytestmark = MARKS
+
+
+@pytest.mark.inductor
+def test_overrides():
+    model, x = made("gated")
+    bits = {}
+    for overrides in ({"down": 8}, {"down": None}, {"gate": 3, "up": 5}):
+        torch._dynamo.reset()
+        compiled = fewbit.compile(model, 2, overrides=overrides, backend="aot_eager")
+        gradient(model, compiled, x)
+        rows = compiled.partitioner.report.rows
+        bits[tuple(overrides)] = {(row.module, row.bits) for row in rows}
+    assert {number for module, number in bits["down",] if module == "down"} == {None}
+    # The norm's result is the input of both, and the one with more bits decides.
+    numbers = {number for _, number in bits["gate", "up"]}
+    assert 5 in numbers
+    assert 3 not in numbers
+
+
+@pytest.mark.inductor
+def test_an_override_gives_more_bits():
+    model, x = made("gated")
+    compiled = fewbit.compile(model, 2, overrides={"down": 8}, backend="aot_eager")
+    gradient(model, compiled, x)
+    assert {row.bits for row in compiled.partitioner.report.rows if row.module == "down"} == {8}
+
+
+class Activation(nn.Module):
+    """tanh(x) sigmoid(x), whose backward pass multiplies one gradient by a single tensor."""
+
+    def forward(self, x):
+        return torch.tanh(x) * torch.sigmoid(x)
+
+
+def test_an_override_of_a_part_of_a_merged_product():
+    model = nn.Sequential(nn.Linear(64, 64), Activation())
+    x = torch.randn(8, 64, 64)
+    compiled = fewbit.compile(model, 2, overrides={"1": None}, backend="aot_eager", fullgraph=True)
+    compiled(x).square().mean().backward()
+    assert not [row for row in compiled.partitioner.report.rows if row.bits]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("glob", ["parts.*", "shared"])
+def test_an_override_of_a_module_with_two_paths(glob):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), Activation())])
+            self.shared = self.parts[0]
+
+        def forward(self, x):
+            return self.shared(self.parts[0](x)).square().mean()
+
+    model, x = Shared(), torch.randn(8, 64, 64)
+    compiled = fewbit.compile(model, 2, overrides={glob: None}, backend="aot_eager", fullgraph=True)
+    gradient(model, compiled, x)
+    assert {row.bits for row in compiled.partitioner.report.rows if row.module} == {None}
+
+
+@pytest.mark.inductor
+def test_an_override_that_may_not_hold_warns():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return torch.tanh(self.layer(x)).square()
+
+    model = nn.Sequential(nn.Linear(64, 64), Inner())
+    compiled = fewbit.compile(model, 2, overrides={"1.layer": 8}, backend="aot_eager")
+    with pytest.warns(UserWarning, match="overrides: torch.compile calls a module"):
+        compiled(torch.randn(8, 64, 64)).sum().backward()
+
+
+@pytest.mark.inductor
+# torch warns when it compiles the second graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_broken_graph():
+    """The logits are an input of the second graph, which quantizes them too."""
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Linear(64, 64), nn.Linear(64, 500)
+
+        def forward(self, x):
+            logits = self.head(self.embed(x))
+            torch._dynamo.graph_break()
+            return nn.functional.cross_entropy(logits, torch.arange(len(x)) % 500)
+
+    model, x = Broken(), torch.randn(128, 64)
+    exact = fewbit.saved_bytes(model, x)
+    compiled = fewbit.compile(model, 2, backend="aot_eager")
+    gradient(model, compiled, x)
+    report = compiled.partitioner.report
+    saved = fewbit.saved_bytes(compiled, x).total
+    assert report.saved_bytes <= saved <= report.saved_bytes + x.nbytes
+    assert exact.total > 8 * report.saved_bytes
+    assert "in 2 graphs together" in str(report)
+    assert not any(row.op.startswith("primals") for row in report.rows)
+
+
+@pytest.mark.inductor
+def test_the_report():
+    model, x = made("convolutions")
+    compiled = fewbit.compile(model, 2, backend="aot_eager")
+    assert "no graph compiled" in str(compiled.partitioner.report)
+    gradient(model, compiled, x)
+    report = compiled.partitioner.report
+    rows = {(row.module, row.op): row for row in report.rows}
+    assert rows["", "threshold_backward"].bits == 1
+    assert rows["", "max_pool2d_with_indices"].bits == 2
+    assert "saved for backward, in place of" in str(report)
+    assert len(report.records()) == len(report.rows)
+
+
+@pytest.mark.inductor
+def test_an_untested_torch_saves_exact_tensors(monkeypatch):
+    model, x = made("gated")
+    monkeypatch.setattr(compiling, "TESTED", ("1.0",))
+    with pytest.warns(
+        UserWarning, match=r"expected torch 1\.0, with which fewbit.compile is tested, got torch"
+    ):
+        compiled = fewbit.compile(model, 2, backend="aot_eager")
+    assert not hasattr(compiled, "partitioner")
+    torch.testing.assert_close(gradient(model, compiled, x), gradient(model, model, x))
+
+
+@pytest.mark.inductor
+def test_partition_fn():
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    model, x = made("gated")
+    exact = gradient(model, model, x)
+    partition = fewbit.partition_fn(bits=8)
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    assert 0 < error(gradient(model, torch.compile(model, backend=backend), x), exact) < 0.02
+    assert partition.report.rows
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"bits": 9}, "a whole number from 1 to 8 or FixedBits, got 9"),
+        ({"bits": fewbit.AdaptiveBits(2)}, "a whole number from 1 to 8 or FixedBits"),
+        ({"backend": "eager"}, 'expected "inductor" or "aot_eager"'),
+        ({"overrides": {"nothing": 2}}, "a glob that matches a module"),
+        ({"layers": {"bits": 2}}, "bits"),
+    ],
+)
+def test_bad_settings(arguments, message):
+    with pytest.raises(fewbit.InputError, match=message):
+        fewbit.compile(made("gated")[0], **arguments)
+
+
+def test_a_compiled_model_is_refused():
+    compiled = torch.compile(made("gated")[0], backend="aot_eager")
+    with pytest.raises(fewbit.InputError, match="not compiled yet"):
+        fewbit.compile(compiled)
+
+
+def test_a_function_is_refused():
+    with pytest.raises(fewbit.InputError, match=r"expected a torch\.nn\.Module, got function"):
+        fewbit.compile(lambda x: x)

@@ -1,0 +1,77 @@
+"""`fewbit.compile` of models whose tensors vary in size."""
+
+import pytest
+import torch
+from compiled_gradients import EXACT, MARKS, error, gradient
+from compiled_models import made
+from torch import nn
+
+import fewbit
+
+pytestmark = MARKS
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", ["attention", "attention written out", "convolutions", "gated"])
+def test_sizes_that_vary(name, dynamic):
+    """The gradients of every size are right, and torch compiles as often as without copies."""
+    model, x = made(name)
+    batches = [x[:size] for size in (len(x), len(x) * 3 // 4, len(x) // 2)]
+    gradients, graphs = {}, {}
+    for bits in (None, 8):
+        torch._dynamo.reset()
+        torch._dynamo.pgo.reset_code_state()  # the sizes that torch has seen change
+        torch._dynamo.utils.counters.clear()
+        overrides = EXACT if bits is None else None
+        compiled = fewbit.compile(
+            model, bits, overrides=overrides, backend="aot_eager", dynamic=dynamic
+        )
+        gradients[bits] = [gradient(model, compiled, batch) for batch in batches]
+        graphs[bits] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs[8] == graphs[None] <= 2
+    for found, exact in zip(gradients[8], gradients[None], strict=True):
+        assert 0 < error(found, exact) < 0.02
+
+
+@pytest.mark.slow
+def test_sizes_that_vary_under_inductor():
+    model, x = made("gated")
+    compiled = fewbit.compile(model, 8, fullgraph=True)
+    for size in (32, 24, 16):
+        exact = gradient(model, model, x[:size])
+        assert 0 < error(gradient(model, compiled, x[:size]), exact) < 0.02
+
+
+@pytest.mark.inductor
+def test_copies_of_sizes_that_vary_have_the_bytes_of_other_copies():
+    model, x = made("attention")
+    compiled = fewbit.compile(model, 2, backend="aot_eager", dynamic=True)
+    of_all = [fewbit.saved_bytes(compiled, batch).total for batch in (x, x[:5])]
+    rows = compiled.partitioner.report.rows
+    assert sum(row.exact_bytes for row in rows) / sum(row.saved_bytes for row in rows) > 8
+    for batch, found in zip((x, x[:5]), of_all, strict=True):
+        torch._dynamo.reset()
+        static = fewbit.compile(model, 2, backend="aot_eager", dynamic=False)
+        assert found == pytest.approx(fewbit.saved_bytes(static, batch).total, rel=0.05)
+
+
+@pytest.mark.inductor
+def test_a_size_that_depends_on_values_stays_exact():
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.b(x.tanh())[x[:, 0] > 0].tanh().square().mean()
+
+    torch.manual_seed(0)
+    model, x = Chosen(), torch.randn(512, 64)
+    exact = gradient(model, model, x)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = fewbit.compile(model, 8, backend="aot_eager", fullgraph=True)
+        assert 0 < error(gradient(model, compiled, x), exact) < 0.02
+    reasons = {row.reason for row in compiled.partitioner.report.rows}
+    assert "its size depends on values of tensors" in reasons

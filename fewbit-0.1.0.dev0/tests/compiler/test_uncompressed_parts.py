@@ -1,0 +1,330 @@
+"""Many compiled models in one process are all compressed, and a part of a model that is not compressed gives a warning."""
+
+import copy
+import pickle
+import threading
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from compiled_gradients import EXACT, MARKS
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fewbit
+from fewbit.compiler.compiling import compile_in_place
+from fewbit.compiler.partitioner import Partitioner
+
+config = torch._dynamo.config
+pytestmark = [
+    *MARKS,
+    pytest.mark.filterwarnings("ignore:Using `torch.compile", "ignore:The .grad attribute"),
+]
+
+
+class Net(nn.Module):
+    """A user's model, whose code torch.compile compiles again if `word` changes."""
+
+    def __init__(self, middle=None):
+        super().__init__()
+        self.first, self.middle = nn.Linear(64, 64), middle or nn.Identity()
+        self.word = ""
+
+    def forward(self, x):
+        return self.middle(torch.tanh(self.first(x))) * len(self.word + "a")
+
+
+class Breaking(nn.Module):
+    """A module that breaks the graph, in code that torch.compile cannot resume or between compiled parts."""
+
+    def __init__(self, is_resumed):
+        super().__init__()
+        self.is_resumed = is_resumed
+
+    def forward(self, x):
+        if self.is_resumed:
+            torch._dynamo.graph_break()
+            return torch.tanh(x)
+        for _ in range(1):
+            with torch.autograd.set_detect_anomaly(False):
+                x = torch.sigmoid(x)
+        return x
+
+
+class Plain(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+def disabled(module):
+    module.forward = torch.compiler.disable(module.forward)
+    return module
+
+
+def with_sigmoid():
+    """Return a model of which torch.compile compiles nothing, because the graph breaks in the loop of nn.Sequential."""
+    return nn.Sequential(nn.Linear(64, 64), disabled(nn.Sigmoid()))
+
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+
+
+def compiled(model, bits=2, **options):
+    return fewbit.compile(model, bits, backend="aot_eager", **options)
+
+
+def train(model, x=X):
+    model(x).sum().backward()
+
+
+def saved(model, x=X):
+    return fewbit.saved_bytes(model, x).total
+
+
+def in_place(model):
+    compile_in_place(model, 2, backend="aot_eager")
+    return model
+
+
+def limited(name):
+    """Compile a model a second time, with a limit of one compilation."""
+    model = Net()
+    net = compiled(model)
+    with config.patch({name: 1}):
+        train(net)
+        model.word = "b"
+        train(net)
+        train(net)
+
+
+def failing(patch):
+    def fail(*_, **__):
+        raise RuntimeError("no graph")
+
+    patch.setattr(Partitioner, "__call__", fail)
+    net = compiled(Net())
+    with config.patch(suppress_errors=True):
+        train(net)
+        train(net)
+
+
+def within(*contexts):
+    """Run a model twice within each context, and say whether ordinary calls are compressed afterwards."""
+    net = compiled(Net())
+    for context in contexts:
+        with context():
+            train(net)
+            train(net)
+    assert saved(net) < 0.6 * saved(Net())
+
+
+def transformed(transform):
+    net = compiled(Net())
+    for _ in range(2):
+        transform(net)
+    assert saved(net) < 0.6 * saved(Net())
+
+
+def gradients(net):
+    torch.func.grad(lambda p: torch.func.functional_call(net, p, (X,)).sum())(
+        dict(net.named_parameters())
+    )
+
+
+def eager():
+    return torch.compiler.set_stance("force_eager")
+
+
+def inside(compile, **options):
+    """Call a compiled model in a function or model that is compiled too."""
+    inner = compiled(Net())
+    outer = compile(nn.Sequential(inner, nn.Tanh()), backend="aot_eager", **options)
+    train(outer)
+    train(outer)
+
+
+def parts(model, **options):
+    net = compiled(model, **options)
+    train(net)
+    train(net)
+
+
+FALLBACKS = {
+    "recompile limit": (lambda _: limited("recompile_limit"), r"reached .*config\.recompile_limit"),
+    "accumulated limit": (
+        lambda _: limited("accumulated_recompile_limit"),
+        r"reached .*config\.accumulated_recompile_limit",
+    ),
+    "suppressed error": (failing, "failed, and .*suppress_errors hides the error"),
+    "loop that breaks": (
+        lambda _: parts(nn.Sequential(nn.Linear(64, 64), Breaking(False))),
+        "Sequential: .* cannot compile some code",
+    ),
+    "disabled module": (
+        lambda _: parts(with_sigmoid()),
+        r"SigmoidBackward0.*torch\.compiler\.disable",
+    ),
+    "recurrent module": (
+        lambda _: parts(Recurrent(64, 64, batch_first=True)),
+        "cannot compile some code: .*LSTM",
+    ),
+    "dispatch mode": (lambda _: within(lambda: FlopCounterMode(display=False)), "FlopCounterMode"),
+    "vmap": (
+        lambda _: transformed(lambda net: torch.func.vmap(net)(X.expand(2, -1, -1))),
+        r"torch\.func",
+    ),
+    "func.grad": (lambda _: transformed(gradients), r"torch\.func"),
+    "stance": (lambda _: within(eager), r"switched off, .*set_stance"),
+    "stance later": (lambda _: within(nullcontext, eager), r"switched off, .*set_stance"),
+    "switched off": (
+        lambda _: within(lambda: config.patch(disable=True)),
+        r"config\.disable is set",
+    ),
+    "disable=True": (lambda _: compiled(Net(), disable=True), r"torch\.compile is disabled"),
+    "compiled caller": (
+        lambda _: inside(torch.compile),
+        "compiles a function that calls the model",
+    ),
+    "compiled caller in one graph": (
+        lambda _: inside(torch.compile, fullgraph=True),
+        "compiles a function that calls the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_an_uncompressed_part_warns_once(name, monkeypatch):
+    run, message = FALLBACKS[name]
+    with pytest.warns(fewbit.CompileWarning, match=message) as found:
+        run(monkeypatch)
+    assert [one.category for one in found].count(fewbit.CompileWarning) == 1
+
+
+def changed(change):
+    """Train a model, and again after a change for which torch.compile compiles it anew."""
+    net = compiled(Net())
+    train(net)
+    change(net)
+
+
+def without_gradients(net):
+    for context in (torch.no_grad(), torch.inference_mode(), FlopCounterMode(display=False)):
+        with context, torch.no_grad():
+            net(X)
+
+
+def cast(net):
+    with torch.autocast("cpu", torch.bfloat16):
+        train(net)
+
+
+def concurrent():
+    nets = [compiled(Net()) for _ in range(2)]
+    threads = [threading.Thread(target=train, args=(net,)) for net in nets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(saved(net) < 0.6 * saved(Net()) for net in nets)
+
+
+COMPRESSED = {
+    "evaluation mode": lambda: changed(lambda net: train(net.eval())),
+    "no gradients": lambda: changed(without_gradients),
+    "gradient of the input": lambda: changed(lambda net: train(net, X.clone().requires_grad_())),
+    "another size": lambda: changed(lambda net: train(net, X[:20])),
+    "another dtype": lambda: changed(lambda net: train(net.double(), X.double())),
+    "autocast": lambda: changed(cast),
+    "threads": concurrent,
+    "break between parts": lambda: parts(Net(Breaking(True))),
+    "small tensors": lambda: train(compiled(with_sigmoid()), X[:2]),
+    "exact on purpose": lambda: parts(with_sigmoid(), overrides=EXACT),
+    "model in a compiled model": lambda: inside(fewbit.compile, bits=2, fullgraph=True),
+    "few-bit layer": lambda: parts(nn.Sequential(disabled(fewbit.nn.Linear(64, 64, bits=2)))),
+    "called in uncompiled code": lambda: torch.compiler.disable(train)(compiled(Net())),
+}
+
+
+COMPILES_TWICE = (
+    "break between parts",
+    "no gradients",
+    "gradient of the input",
+    "another size",
+    "another dtype",
+    "autocast",
+)
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if name in COMPILES_TWICE else name
+    for name in COMPRESSED
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compressed_model_does_not_warn(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fewbit.CompileWarning)
+        COMPRESSED[name]()
+
+
+KINDS = {
+    "Sequential": lambda _: nn.Sequential(nn.Linear(64, 64), nn.Tanh()),
+    "torch's class": lambda _: nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0, batch_first=True),
+    "user's class": lambda _: Plain(64, 64),
+    "user's class of several sizes": lambda number: Plain(64, 64 + 8 * number),
+    "broken graph": lambda _: Net(Breaking(True)),
+}
+CHEAP = "Sequential", "user's class"
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "kind, count, call",
+    [
+        pytest.param(kind, count, call, id=f"{kind}, {count} models, {call.__name__}", marks=marks)
+        for kind in KINDS
+        for call in (compiled, in_place)
+        for count in (2, 30)
+        for marks in ([pytest.mark.slow] * (count > 2 or call is in_place or kind not in CHEAP),)
+    ],
+)
+def test_all_models_of_a_class_are_compressed(kind, count, call):
+    """torch.compile compiles the code of a class only `recompile_limit` times."""
+    x = X.expand(2, -1, -1) if kind == "torch's class" else X
+    with config.patch(recompile_limit=count - 1):
+        for number in range(count):
+            exact = saved(KINDS[kind](number), x)
+            assert saved(call(KINDS[kind](number)), x) < 0.6 * exact
+
+
+@pytest.mark.inductor
+def test_each_model_is_compiled_once_and_with_its_own_sizes():
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for rows in (32, 24):
+        net = compiled(Plain(64, 64))
+        train(net, X[:rows])
+        train(net, X[:rows])
+        # After a change of sizes, torch.compile would compile one graph for all sizes.
+        assert all(
+            isinstance(size, int) for row in net.partitioner.report.rows for size in row.shape
+        )
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def pickled(net):
+    return pickle.loads(pickle.dumps(net))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, pickled])
+def test_a_copy_of_a_compiled_model_is_compressed_too(again):
+    net = compiled(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), overrides={"1": 4})
+    other = again(net)
+    assert saved(other) < 0.6 * saved(net._orig_mod)
+    assert {row.bits for row in other.partitioner.report.rows if row.module == "1"} == {4}
+    assert not net.partitioner.report.rows

@@ -1,0 +1,339 @@
+"""Configuration objects: accepted values, printed form, and conversion to and from plain values."""
+
+import dataclasses
+import inspect
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fewbit
+from fewbit import config
+from fewbit.config import as_config
+from fewbit.errors import InputError
+from fewbit.runtime.codecs import CODECS
+
+OBJECTS = [
+    fewbit.FixedBits(),
+    fewbit.FixedBits(2),
+    fewbit.SampleBits(1.75),
+    fewbit.AdaptiveBits(),
+    fewbit.AdaptiveBits(1.75, interval=1),
+    fewbit.Budget("6 GiB"),
+    fewbit.Budget(1000, interval=7),
+    fewbit.Budget("1.5 KB"),
+    fewbit.ErrorBound(),
+    fewbit.ErrorBound(1e-3, "max", "quant+zvc", True, 5),
+    fewbit.PreActivationBits(8),
+    *(fewbit.Level(name) for name in config.LEVELS),
+    fewbit.Level("L1", 2),
+    fewbit.Level("L5", 1.25),
+    fewbit.LayerSettings(),
+    fewbit.LayerSettings(2.5, 8, 4, 64, "float32", 2, False),
+    fewbit.HostOffload(),
+    fewbit.HostOffload(True),
+]
+
+
+@pytest.mark.parametrize("one", OBJECTS, ids=repr)
+def test_an_object_comes_back_from_its_repr_and_from_json(one):
+    assert eval(repr(one), {"fewbit": fewbit}) == one
+    values = json.loads(json.dumps(one.to_dict()))
+    base = fewbit.BitConfig if isinstance(one, fewbit.BitConfig) else type(one)
+    again = base.from_dict(values)
+    assert again == one and type(again) is type(one) and hash(again) == hash(one)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(one, dataclasses.fields(one)[0].name, 3)
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (fewbit.AdaptiveBits(1.75), "fewbit.AdaptiveBits(1.75)"),
+        (fewbit.AdaptiveBits(2.0, interval=5), "fewbit.AdaptiveBits(2, interval=5)"),
+        (fewbit.ErrorBound(window="max"), "fewbit.ErrorBound(0.5, window='max')"),
+        (fewbit.Budget(3 * 2**20), "fewbit.Budget('3 MiB')"),
+        (fewbit.Budget(1001), "fewbit.Budget(1001)"),
+        (fewbit.LayerSettings(copies=2), "fewbit.LayerSettings(copies=2)"),
+        (fewbit.Level("L3"), "fewbit.Level('L3')"),
+    ],
+)
+def test_a_repr_leaves_out_what_is_usual(one, text):
+    assert repr(one) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, fewbit.FixedBits(4)),
+        (2, fewbit.FixedBits(2)),
+        (2.0, fewbit.FixedBits(2)),
+        (np.int64(3), fewbit.FixedBits(3)),
+        (np.float32(1.5), fewbit.AdaptiveBits(1.5)),
+        (1.75, fewbit.AdaptiveBits(1.75)),
+        (fewbit.ErrorBound(), fewbit.ErrorBound()),
+    ],
+)
+def test_numbers_stand_for_configurations(given, expected):
+    assert as_config(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: as_config("2"), "a configuration such as fewbit.AdaptiveBits(1.75), got '2'"),
+        (lambda: as_config(True), "bits: expected a number from 1 to 8, or a configuration"),
+        (lambda: as_config(float("nan")), "bits: expected a number from 1 to 8, or a configuration"),
+        (lambda: as_config(fewbit.FixedBits), "bits: expected a number from 1 to 8, or a configuration"),
+        (lambda: as_config(9), "expected a number from 1 to 8 for bits, got 9"),
+        (lambda: fewbit.FixedBits(2.5), "fewbit.AdaptiveBits(2.5) and fewbit.SampleBits(2.5) take averages"),
+        (lambda: fewbit.FixedBits(0), "expected a whole number from 1 to 8 for bits, got 0"),
+        (lambda: fewbit.FixedBits(True), "expected a whole number from 1 to 8 for bits, got True"),
+        (lambda: fewbit.SampleBits(9.5), "expected a number from 1 to 8 for average, got 9.5"),
+        (lambda: fewbit.AdaptiveBits(0), "expected a number from 1 to 8 for average, got 0"),
+        (lambda: fewbit.AdaptiveBits(2, 0), "expected a positive whole number for interval, got 0"),
+        (lambda: fewbit.AdaptiveBits(2, 1.5), "expected a positive whole number for interval, got 1.5"),
+        (lambda: fewbit.Budget("6 apples"), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.Budget("6" * 100), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.Budget("0"), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.Budget("1.5"), "(units are powers of 1024, GB as well as GiB), got '1.5'"),
+        (lambda: fewbit.Budget(0), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.Budget(True), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.ErrorBound(0), "expected a finite number above 0 for e2, got 0"),
+        (lambda: fewbit.ErrorBound(float("inf")), "expected a finite number above 0 for e2, got inf"),
+        (lambda: fewbit.ErrorBound(float("nan")), "expected a finite number above 0 for e2, got nan"),
+        (lambda: fewbit.ErrorBound(True), "expected a finite number above 0 for e2, got True"),
+        (lambda: fewbit.ErrorBound(interval=0), "expected a positive whole number for interval, got 0"),
+        (lambda: fewbit.ErrorBound("0.5"), "expected a finite number above 0 for e2, got '0.5'"),
+        (lambda: fewbit.ErrorBound(window="median"), "expected mean or max for window, got 'median'"),
+        (lambda: fewbit.ErrorBound(codec="zip"), "expected quant, quant+zvc, error-bounded, jpeg for a codec, got 'zip'"),
+        (lambda: fewbit.ErrorBound(codec=["quant"]), "expected quant, quant+zvc, error-bounded, jpeg for a codec"),
+        (lambda: fewbit.ErrorBound(by_channel=1), "expected True or False for by_channel, got 1"),
+        (lambda: fewbit.PreActivationBits(1.5), "expected a whole number from 1 to 8 for bits, got 1.5"),
+        (lambda: fewbit.Level("L9"), "expected one of L0, L1, L2, L2.5, L3, L4, L5 for a level, got 'L9'"),
+        (lambda: fewbit.Level(3), "expected one of L0, L1, L2, L2.5, L3, L4, L5 for a level, got 3"),
+        (lambda: fewbit.Level("L0", 2), "expected no bits at level L0"),
+        (lambda: fewbit.Level("L2", 1.75), "expected a whole number from 1 to 8 for bits, got 1.75"),
+        (lambda: fewbit.Level("L3", 9), "expected a number from 1 to 8 for bits, got 9"),
+        (lambda: fewbit.LayerSettings(bits=9), "expected a number from 1 to 8 for bits, got 9"),
+        (lambda: fewbit.LayerSettings(group_size=33), "expected a multiple of 32 from 32 to 65536"),
+        (lambda: fewbit.LayerSettings(quantizer="octal"), "expected rotated, uniform or unbiased for quantizer, got 'octal'"),
+        (lambda: fewbit.LayerSettings(min_dtype="int8"), "expected auto, bfloat16 or float32 for min_dtype"),
+        (lambda: fewbit.LayerSettings(copies=3), "expected 1 or 2 for copies, got 3"),
+        (lambda: fewbit.nn.Linear(4, 4, group_size=256.0), "expected a multiple of 32 from 32 to 65536 for group_size, got 256.0"),
+        (lambda: fewbit.nn.LayerNorm(4, copies=1.0), "expected 1 or 2 for copies, got 1.0"),
+        (lambda: fewbit.LayerSettings(functional="yes"), "expected True or False for functional, got 'yes'"),
+        (lambda: fewbit.HostOffload(1), "expected True or False for expandable_segments, got 1"),
+        (lambda: fewbit.BitConfig.from_dict({"kind": "none"}), "expected a kind out of fixed, samples, adaptive"),
+        (lambda: fewbit.BitConfig.from_dict({"kind": ["fixed"]}), "expected a kind out of fixed, samples, adaptive"),
+        (lambda: fewbit.BitConfig.from_dict([]), "expected a kind out of fixed, samples, adaptive"),
+        (lambda: fewbit.BitConfig.from_dict({"kind": "fixed", "bit": 2}), "expected bits for FixedBits, got 'bit'"),
+        (lambda: fewbit.BitConfig.from_dict({"kind": "budget"}), "expected a value of bytes for Budget, got none"),
+        (lambda: fewbit.FixedBits(10**5000), "expected a whole number from 1 to 8 for bits, got a huge int"),
+        (lambda: fewbit.FixedBits("x" * 10000), "expected a whole number from 1 to 8 for bits, got 'xxxx"),
+        (lambda: fewbit.ErrorBound(10**400), "expected a finite number above 0 for e2, got 1000"),
+        (lambda: fewbit.ErrorBound(Fraction(1, 10**400)), "expected a finite number above 0 for e2, got Fraction"),
+        (lambda: fewbit.Budget("0.1 B"), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
+        (lambda: fewbit.LayerSettings(min_dtype=np.array(["auto"] * 2)), "expected auto, bfloat16 or float32 for min_dtype"),
+        (lambda: as_config(fewbit.BitConfig()), "bits: expected a number from 1 to 8, or a configuration"),
+        (lambda: own_config("fixed"), "expected a new kind for Own, got 'fixed', that of FixedBits"),
+        (lambda: own_config(base=fewbit.ErrorBound)().to_dict(), "expected a kind of its own for Own, got none"),
+        (lambda: fewbit.LayerSettings.from_dict(3), "expected a mapping of the fields of LayerSettings, got int"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_used(make, message):
+    with pytest.raises(InputError) as error:
+        make()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_fields_store_whole_numbers_of_any_type_as_integers():
+    settings = fewbit.LayerSettings(4.0, 3.0, np.int64(4), group_size=np.int64(64), copies=2.0)
+    assert settings == fewbit.LayerSettings(4, 3, 4, group_size=64, copies=2)
+    given = settings.group_size, settings.copies, fewbit.AdaptiveBits(interval=100.0).interval
+    assert all(type(number) is int for number in given)
+
+
+def own_config(kind=None, base=fewbit.BitConfig):
+    """Define a configuration class."""
+    body = {} if kind is None else {"kind": kind}
+    return type("Own", (base,), {"__module__": __name__, **body})
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [("1000", 1000), (" 7 ", 7), ("6 GB", 6 << 30), ("6 GiB", 6 << 30), ("1.5KB", 1536)],
+)
+def test_a_budget_is_a_number_of_bytes_or_a_size_in_powers_of_1024(size, count):
+    assert fewbit.Budget(size).bytes == count
+
+
+def test_a_class_can_be_defined_again_and_derive_from_another():
+    first, second = (
+        dataclasses.dataclass(frozen=True)(own_config("own", fewbit.ErrorBound)) for _ in range(2)
+    )
+    assert second is not first
+    assert type(fewbit.BitConfig.from_dict(second(e2=0.1).to_dict())) is second
+
+
+def test_a_level_has_the_attributes_of_its_configuration():
+    for name in config.LEVELS[1:]:
+        level = fewbit.Level(name)
+        assert (level.has_policy, level.adapts) == (level.config.has_policy, level.config.adapts)
+    assert not fewbit.Level("L0").has_policy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": {"copies": 3}}, "expected 1 or 2 for copies, got 3"),
+        ({"offload": fewbit.HostOffload()}, "offload: expected none with fewbit.Level('L0')"),
+    ],
+)
+def test_settings_that_cannot_be_used_at_level_0(options, message):
+    with pytest.raises(InputError) as error:
+        fewbit.compress_(nn.Linear(4, 4), fewbit.Level("L0"), verbose=False, **options)
+    assert message in str(error.value)
+
+
+def test_names_of_codecs_are_those_of_the_registry():
+    assert tuple(CODECS) == config.CODECS
+
+
+def test_compress_takes_few_arguments():
+    parameters = inspect.signature(fewbit.compress_).parameters.values()
+    assert sum(item.kind is not item.VAR_KEYWORD for item in parameters) <= 9
+
+
+def test_settings_of_layers_as_arguments_of_compress_():
+    model = nn.Linear(64, 4)
+    with pytest.raises(InputError) as error:
+        fewbit.compress_(model, quantizer="uniform")
+    assert "layers={'quantizer': 'uniform'}" in str(error.value)
+    with pytest.raises(InputError, match=r"layers={'activation_bits': 2, 'copies': 2}"):
+        fewbit.compress_(model, activation_bits=2, copies=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'quantiser'"):
+        fewbit.compress_(model, quantiser="uniform")
+    assert type(model) is nn.Linear
+
+
+def test_a_level_and_its_configuration_convert_alike():
+    def saved(bits, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        x = torch.randn(32, 64)
+        controller = fewbit.compress_(model, bits, **options, verbose=False)
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return controller, fewbit.saved_bytes(model, x).total, gradients
+
+    for level, bits, options in (
+        (fewbit.Level("L2", 2), 2, {}),
+        (fewbit.Level("L2.5", 1.75), fewbit.SampleBits(1.75), {}),
+        (fewbit.Level("L3", 1.75), 1.75, {}),
+        (fewbit.Level("L4", 2), fewbit.AdaptiveBits(2), {"offload": fewbit.HostOffload()}),
+    ):
+        (a, bytes_a, gradients_a), (b, bytes_b, gradients_b) = saved(level), saved(bits, **options)
+        assert bytes_a == bytes_b and all(map(torch.equal, gradients_a, gradients_b))
+        assert (a.offload is None) == (b.offload is None)
+        assert a.config == level and b.config == as_config(bits)
+
+
+def test_functions_of_single_modules():
+    """`functional` in overrides, both ways."""
+
+    class Calls(nn.Module):
+        def forward(self, x):
+            return nn.functional.gelu(x * 1.0)
+
+    x = torch.randn(32, 64)
+
+    def codes(**options):
+        model = nn.Sequential(Calls(), Calls())
+        fewbit.compress_(model, **options, verbose=False)
+        return fewbit.saved_bytes(model, x.clone().requires_grad_()).by_kind().get("packed", 0)
+
+    everywhere, off = codes(), {"functional": False}
+    assert everywhere > 0
+    assert codes(overrides={"0": off}) == codes(exclude="0") == everywhere // 2
+    assert codes(layers=off) == 0
+    assert codes(layers=off, overrides={"0": {"functional": True}}) == everywhere // 2
+
+
+def test_filters_see_the_classes_before_the_conversion():
+    seen = []
+
+    def include(path, module):
+        seen.append(type(module))
+        return type(module) is nn.GELU
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    controller = fewbit.compress_(model, fewbit.ErrorBound(), include=include, verbose=False)
+    assert set(seen) == {nn.Sequential, nn.Linear, nn.GELU}
+    for _ in range(2):
+        model(torch.randn(8, 64)).square().sum().backward()
+    assert [row.name for row in controller.bounds] == ["1"]
+
+
+@pytest.mark.parametrize("one", OBJECTS, ids=repr)
+def test_compress_takes_plain_values_in_place_of_objects(one):
+    name = {fewbit.LayerSettings: "layers", fewbit.HostOffload: "offload"}.get(type(one), "bits")
+    plain = json.loads(json.dumps(config.plain_arguments({name: one})))
+    assert plain == {name: one.to_dict()} and config.plain_arguments(plain) == plain
+    if name == "bits":
+        assert as_config(plain["bits"]) == one
+
+
+def test_all_arguments_of_compress_come_from_json():
+    """A model is converted in the same way from the arguments, and from what JSON makes of them."""
+    arguments = {
+        "bits": fewbit.AdaptiveBits(2.5, interval=7),
+        "layers": fewbit.LayerSettings(group_size=64, quantizer="uniform"),
+        "overrides": {"0": 8, "1": None, "2": fewbit.LayerSettings(bits=np.int64(3))},
+        "offload": fewbit.HostOffload(True),
+        "include": ("0", "2", "3"),
+        "exclude": "3",
+        "verbose": False,
+    }
+    plain = json.loads(json.dumps(config.plain_arguments(arguments)))
+
+    def converted(arguments):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        controller = fewbit.compress_(model, **arguments)
+        settings = [getattr(layer, "quantizer", None) for layer in model]
+        settings = [one and (one.average, one.group_size, one.kind) for one in settings]
+        return settings, controller.config, controller.offload is None, controller.allocator
+
+    settings, given, has_no_offload, _ = converted(plain)
+    assert settings == [(8, 64, "uniform"), None, (3, 64, "uniform"), None]
+    assert given == arguments["bits"] and not has_no_offload
+    assert converted(plain) == converted(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"include": lambda path, module: True}, "expected a value that JSON can store for include, got <function"),
+        ({"sample": {"x": torch.zeros(1)}}, "expected a value that JSON can store for sample['x'], got tensor"),
+        ({"overrides": {0: 2}}, "expected text as the keys of overrides, got 0"),
+        ({"bits": fewbit.FixedBits}, "expected a value that JSON can store for bits, got <class"),
+    ],
+)  # fmt: skip
+def test_arguments_that_have_no_form_in_json(arguments, message):
+    with pytest.raises(InputError) as error:
+        config.plain_arguments(arguments)
+    assert message in str(error.value)
+
+
+def test_mappings_that_compress_cannot_use():
+    model = nn.Linear(64, 4)
+    with pytest.raises(InputError, match="expected a kind out of fixed, .*, got 'adaptiv'"):
+        fewbit.compress_(model, {"kind": "adaptiv"})
+    with pytest.raises(InputError, match="expected expandable_segments for HostOffload, got 'x'"):
+        fewbit.compress_(model, 2, offload={"x": 1})
+    assert type(model) is nn.Linear

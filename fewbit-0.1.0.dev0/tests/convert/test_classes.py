@@ -1,0 +1,336 @@
+"""Models whose classes are unusual: made for one instance, made by a metaclass, patched, reduced to a name."""
+
+import copy
+import io
+import pickle
+from abc import ABC, ABCMeta
+
+import pytest
+import torch
+from samples import normal
+from torch import nn
+from torch.ao import quantization
+from torch.nn import functional as torch_f
+
+import fewbit
+from fewbit.runtime.interop.module_calls import TrackedModule
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.made = torch_f.gelu(self.a(x))
+        return self.b(self.made)
+
+
+class Traced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.b(torch_f.gelu(self.a(x)))
+
+
+X = normal((6, 8), scale=1.0)
+
+
+def quiet(model, **options):
+    return fewbit.compress_(model, verbose=False, **options)
+
+
+def names_of_nodes(y) -> set[str]:
+    """Return the names of the nodes of the graph that made y."""
+    found, left = set(), [y.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None:
+            found.add(node.name())
+            left += [next_function for next_function, _ in node.next_functions]
+    return found
+
+
+# -- torch.fx.GraphModule ------------------------------------------------------------------------------------
+
+
+def traced():
+    torch.manual_seed(0)
+    return torch.fx.symbolic_trace(Traced())
+
+
+def edit(graph_module) -> None:
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            node.target = torch_f.relu
+    graph_module.recompile()
+
+
+def check_edited(model) -> None:
+    expected = torch_f.linear(
+        torch_f.relu(torch_f.linear(X, model.a.weight, model.a.bias)), model.b.weight, model.b.bias
+    )
+    torch.testing.assert_close(model(X), expected)
+
+
+def check_compressed(model) -> None:
+    """Check that the model's layers, and the function that it calls, are few-bit."""
+    assert {"_LinearBackward", "ActivationBackward"} <= names_of_nodes(model(X))
+    model(X).sum().backward()
+
+
+def test_a_graph_module_is_compressed_and_restored():
+    model = traced()
+    cls, mro, expected = type(model), type(model).__mro__, model(X)
+    quiet(model)
+    check_compressed(model)
+    torch.testing.assert_close(model(X), expected)
+    fewbit.restore_(model)
+    assert type(model) is cls and cls.__mro__ == mro
+    assert torch.equal(model(X), expected)
+    assert not any("fewbit" in name for name in vars(model))
+    quiet(model)
+    check_compressed(model)
+
+
+def test_a_graph_module_is_recompiled():
+    model = traced()
+    quiet(model)
+    model.recompile()
+    check_compressed(model)
+    edit(model)
+    check_edited(model)
+    check_compressed(model)
+    model.recompile()
+    fewbit.restore_(model)
+    check_edited(model)
+    model.recompile()
+    check_edited(model)
+    other = traced()
+    quiet(other)
+    edit(other)  # before any call
+    fewbit.restore_(other)
+    check_edited(other)
+
+
+def saved_and_loaded(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("travel", [
+    copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded,
+], ids=["copy", "deepcopy", "pickle", "torch.save"])  # fmt: skip
+def test_copies_of_a_graph_module(travel):
+    model = traced()
+    quiet(model)
+    twin = travel(travel(model))
+    check_compressed(twin)
+    torch.testing.assert_close(twin(X), model(X))
+    edit(twin)
+    check_edited(twin)
+    fewbit.restore_(twin)
+    check_edited(twin)
+    assert not isinstance(twin, TrackedModule) and type(twin).__bases__ == (torch.fx.GraphModule,)
+
+
+def test_a_graph_module_within_a_model():
+    model = nn.Sequential(traced(), nn.GELU(), traced())
+    quiet(model)
+    twin = copy.deepcopy(model)
+    for item in (model, twin):
+        assert "ActivationBackward" in names_of_nodes(item[0](X))
+        torch.testing.assert_close(item(X), model(X))
+        fewbit.restore_(item)
+        assert not any(isinstance(part, TrackedModule) for part in item.modules())
+
+
+# -- metaclasses ---------------------------------------------------------------------------------------------
+
+
+class WithTag(type):
+    def __new__(cls, name, bases, own, *, tag):
+        return super().__new__(cls, name, bases, own)
+
+    def __init__(cls, name, bases, own, *, tag):
+        super().__init__(name, bases, own)
+
+
+class Registering(type):
+    seen = []  # noqa: RUF012
+
+    def __init__(cls, name, bases, own):
+        super().__init__(name, bases, own)
+        Registering.seen.append(name)
+
+
+class RegisteringAbstract(Registering, ABCMeta):
+    pass
+
+
+class Tagged(Block, metaclass=WithTag, tag=1):
+    pass
+
+
+class Registered(Block, metaclass=Registering):
+    pass
+
+
+class Abstract(Block, metaclass=RegisteringAbstract):
+    pass
+
+
+class PlainAbstract(Block, ABC):
+    pass
+
+
+class AbstractFirst(ABC, Block):
+    """A class whose first base has no `__dict__`, so that Python gives its objects another layout than a Block's."""
+
+
+class AbstractDeeper(AbstractFirst):
+    pass
+
+
+@pytest.mark.parametrize(
+    "cls", [Tagged, Registered, Abstract, PlainAbstract, AbstractFirst, AbstractDeeper]
+)
+def test_metaclasses(cls):
+    before = Registering.seen[:]
+    model, other = cls(), cls()
+    quiet(model)
+    model(X).sum().backward()
+    assert model.made.grad_fn.name() == "ActivationBackward"
+    assert type(type(model)) is type(cls) and isinstance(model, cls)
+    # Both have a registry of their own, if they are abstract classes.
+    assert not isinstance(other, type(model)) and isinstance(other, cls)
+    assert isinstance(model, type(model)) and issubclass(type(model), cls)
+    assert type(pickle.loads(pickle.dumps(model))) is type(model)
+    fewbit.restore_(model)
+    assert type(model) is cls
+    assert before == Registering.seen
+
+
+def test_a_metaclass_and_a_class_made_by_another_library():
+    model = Tagged()
+    quiet(model)
+    cls = type(model)
+    # Like torch's parametrize and fully_shard do.
+    model.__class__ = type.__new__(type(cls), cls.__name__, (cls,), {"extra": 1})
+    fewbit.restore_(model)
+    assert (
+        not isinstance(model, TrackedModule)
+        and model.extra == 1
+        and type(model).__bases__ == (Tagged,)
+    )
+
+
+# -- torch.ao.quantization -----------------------------------------------------------------------------------
+
+eager_quantization = pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization is deprecated",
+    "ignore:Please use quant_min and quant_max",
+    "ignore:torch.quantize_per_tensor",
+)
+NOT_FOUND = (
+    "torch.ao.quantization finds no layers in a compressed model: call prepare_qat before compress_"
+)
+
+
+def quantizable():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8))
+    model.qconfig = quantization.default_qat_qconfig
+    return model
+
+
+@eager_quantization
+def test_layers_that_quantize_their_weights_are_compressed():
+    images = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    exact = quantization.prepare_qat(quantizable())
+    few = copy.deepcopy(exact)
+    classes = [type(module) for module in few.modules()]
+    fewbit.compress_(few, 8, layers={"everything": True}, verbose=False)
+    saved = fewbit.saved_bytes(few, images)
+    assert saved.total < fewbit.saved_bytes(exact, images).total / 2
+    assert not [entry for entry in saved.entries if entry.kind == "mask" and entry.bytes > 1024]
+    gradients = []
+    for model in (exact, few):
+        model(images).square().sum().backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    assert 0 < error < 0.02
+    fewbit.restore_(few)
+    assert [type(module) for module in few.modules()] == classes
+    quantization.convert(few.eval(), inplace=True)
+    assert type(few[3]).__module__ == "torch.ao.nn.quantized.modules.linear"
+
+
+@eager_quantization
+def test_a_compressed_model_that_is_prepared_warns():
+    model = quantizable()
+    quiet(model)
+    with pytest.warns(UserWarning, match=NOT_FOUND):
+        quantization.prepare_qat(model)
+    with pytest.warns(UserWarning, match="restore_ before convert"):
+        del model.qconfig
+    assert not hasattr(model, "qconfig")
+    fewbit.restore_(model)
+    model.qconfig = quantization.default_qat_qconfig
+    assert isinstance(quantization.prepare_qat(model)[3], torch.ao.nn.qat.Linear)
+
+
+# -- what is written to the class ----------------------------------------------------------------------------
+
+
+def test_a_forward_that_is_patched_on_the_class_in_between_stays():
+    class Own(nn.Module):
+        """A class that the test patches."""
+
+        count: int = 0
+
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.a(x)
+
+    model, other = Own(), Own()
+    quiet(model), quiet(other)
+    type(model).forward = lambda self, x: 2.0 * self.a(x)
+    type(model).__annotations__  # noqa: B018 (Python writes them to the class when they are read)
+    expected = 2.0 * torch_f.linear(X, model.a.weight, model.a.bias)
+    torch.testing.assert_close(model(X), expected)
+    fewbit.restore_(model)
+    assert type(model) is Own and Own.__annotations__ == {"count": int}
+    torch.testing.assert_close(model(X), expected)
+    torch.testing.assert_close(
+        other(X), 2.0 * torch_f.linear(X, other.a.weight, other.a.bias)
+    )  # which is still compressed
+    del Own.forward
+    Own.forward = lambda self, x: 3.0 * self.a(x)
+    torch.testing.assert_close(other(X), 3.0 * torch_f.linear(X, other.a.weight, other.a.bias))
+
+
+# -- pickles -------------------------------------------------------------------------------------------------
+
+
+class Global(Block):
+    def __reduce__(self):
+        return "GLOBAL"
+
+
+GLOBAL = Global()
+
+
+def test_a_class_that_is_pickled_by_name():
+    quiet(GLOBAL)
+    try:
+        assert pickle.loads(pickle.dumps(GLOBAL)) is GLOBAL
+        assert copy.deepcopy(GLOBAL) is GLOBAL and copy.copy(GLOBAL) is GLOBAL
+    finally:
+        fewbit.restore_(GLOBAL)

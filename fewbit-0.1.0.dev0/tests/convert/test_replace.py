@@ -1,0 +1,207 @@
+"""replace_activations_: the modules that change, their new classes, and everything that stays."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2Model, RobertaConfig, RobertaModel
+from transformers.activations import ACT2CLS
+
+import fewbit
+from fewbit import replace_activations_
+from fewbit.convert import kinds
+from fewbit.runtime.interop.module_calls import TrackedModule
+
+TORCH = [
+    nn.ReLU(True),
+    nn.ReLU6(),
+    nn.LeakyReLU(0.2),
+    nn.RReLU(0.1, 0.2),
+    nn.Threshold(0.5, 0.25),
+    nn.Hardtanh(-2.0, 3.0),
+    nn.Hardsigmoid(),
+    nn.Hardshrink(0.75),
+    nn.Softshrink(0.25),
+    nn.ELU(2.0),
+    nn.CELU(1.5),
+    nn.SELU(),
+    nn.GELU("tanh"),
+    nn.SiLU(),
+    nn.Mish(),
+    nn.Hardswish(),
+    nn.Sigmoid(),
+    nn.LogSigmoid(),
+    nn.Tanh(),
+    nn.Tanhshrink(),
+    nn.Softsign(),
+    nn.Softplus(2.0, 5.0),
+]
+TRANSFORMERS = sorted(set(ACT2CLS) - {"linear", "prelu", "xielu"})
+
+
+def quiet(model, *arguments, **options):
+    return replace_activations_(model, *arguments, verbose=False, **options)
+
+
+def from_transformers(name):
+    made = ACT2CLS[name]
+    return made[0](**made[1]) if isinstance(made, tuple) else made()
+
+
+def check(module, before):
+    """Check that values are those of the old module, that the gradient's error fits 8 bits, and that only codes are saved."""
+    torch.manual_seed(0)
+    x = 2.0 * torch.randn(500, dtype=torch.float64)
+    module.eval(), before.eval()
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    y, expected = module(ours * 1.0), before(theirs * 1.0)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    assert (ours.grad - theirs.grad).abs().max() < 0.15
+
+
+@pytest.mark.parametrize("module", TORCH, ids=lambda module: type(module).__name__)
+def test_torch_modules(module):
+    module, before = copy.deepcopy(module), copy.deepcopy(module)
+    (row,) = quiet(module, 8).converted
+    assert row.before == type(before).__name__ and row.after == f"fewbit.{row.before}"
+    assert type(module) is getattr(fewbit, row.before) and isinstance(module, type(before))
+    assert row.bits == module.bits == (1 if kinds.ACTIVATIONS[type(before)].one_bit else 8)
+    check(module, before)
+
+
+def test_every_torch_kind_is_tested():
+    assert {type(module) for module in TORCH} == set(kinds.ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_modules(name):
+    module, before = from_transformers(name), from_transformers(name)
+    assert len(quiet(module, 8).converted) == 1
+    assert type(module).__module__ == "fewbit.nn.activations"
+    check(module, before)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT2Model(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)),
+        RobertaModel(
+            RobertaConfig(
+                num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=50
+            )
+        ),
+    ],
+    ids=["gpt2", "roberta"],
+)  # fmt: skip
+def test_a_whole_model(model):
+    tokens = torch.arange(20).reshape(2, 10)
+    model.eval()
+    before, keys = model(tokens).last_hidden_state, list(model.state_dict())
+    kept = fewbit.saved_bytes(model.train(), tokens).total
+    report = quiet(model)
+    gelus = [row for row in report.converted if row.after == "fewbit.GELU"]
+    assert len(gelus) == 2
+    assert list(model.state_dict()) == keys
+    assert fewbit.saved_bytes(model, tokens).total < kept
+    model.eval()
+    torch.testing.assert_close(model(tokens).last_hidden_state, before, atol=1e-5, rtol=1e-5)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    torch.testing.assert_close(again(tokens).last_hidden_state, before, atol=1e-5, rtol=1e-5)
+    report = quiet(model, 2)  # another number of bits for what was converted
+    assert {row.bits for row in report.converted if row.after == "fewbit.GELU"} == {2}
+
+
+def test_beside_compress_():
+    """Only activations change: layers that compress_ converted stay as they are."""
+    model = nn.Sequential(nn.Linear(96, 96), nn.GELU())
+    fewbit.compress_(model, bits=2, verbose=False)
+    context = model[0].quantizer.context
+    assert [row.path for row in quiet(model, 4).converted] == ["1"]
+    assert model[0].quantizer.bits == 2 and model[0].quantizer.context is context
+    assert isinstance(model, TrackedModule) and model[1].bits == 4
+
+
+def test_the_object_stays():
+    """Hooks, shared modules and references from elsewhere survive, because only the class changes."""
+    shared = nn.GELU()
+    seen = []
+    shared.register_forward_hook(lambda *arguments: seen.append(1))
+    model = nn.Sequential(nn.Linear(3, 3), shared, nn.Linear(3, 3), shared)
+    (row,) = quiet(model).converted
+    assert row.path == "1" and model[1] is shared is model[3]
+    model(torch.randn(2, 3))
+    assert seen == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "function, name", [("gelu", "GELU"), (F.relu, "ReLU"), (torch.relu, "ReLU")]
+)
+def test_functions_held_by_transformer_layers(function, name):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, activation=function, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x, keys = torch.randn(2, 3, 8), list(model.state_dict())
+    before = model(x)
+    report = quiet(model)
+    assert [row.path for row in report.converted] == ["layers.0.activation", "layers.1.activation"]
+    assert type(model.layers[0].activation) is getattr(fewbit, name)
+    assert list(model.state_dict()) == keys
+    torch.testing.assert_close(model(x), before)
+
+
+def test_what_is_left_alone_is_said():
+    class Own(nn.GELU):
+        """A subclass, which may compute anything."""
+
+    model = nn.Sequential(nn.Linear(3, 3), Own(), nn.Identity())
+    report = quiet(model)
+    assert not report.converted
+    assert [row.kind for row in report.left_alone] == ["Own"]
+    assert type(model[1]) is Own
+    assert "no module converted" in str(report)
+    assert "left alone: 1 (Own): a subclass of GELU, which may compute something else" in str(
+        report
+    )
+
+
+def test_every_path_of_a_shared_module_counts():
+    shared = nn.GELU()
+    model = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
+    assert quiet(model, exclude="b.*").converted == ()
+    assert [row.path for row in quiet(model, include="b.*").converted] == ["a.0"]
+
+
+def test_the_printed_report(capsys):
+    replace_activations_(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.ReLU()), bits=2)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "─" not in line]
+    assert lines == [
+        ["2", "modules", "converted"],
+        [],
+        ["modules", "was", "is", "saves", "count"],
+        ["1", "GELU", "fewbit's", "2", "bits", "1"],
+        ["2", "ReLU", "fewbit's", "1", "bit", "1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"bits": 9}, "expected a whole number from 1 to 8 for bits, got 9"),
+        ({"bits": True}, "expected a whole number from 1 to 8 for bits, got True"),
+        (
+            {"include": "decoder.*"},
+            "include: expected a glob that matches a module, got 'decoder.*'",
+        ),
+    ],
+)
+def test_refused_with_nothing_changed(arguments, message):
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    with pytest.raises(
+        fewbit.FewbitError, match="^" + message.replace("*", r"\*").replace(".", r"\.")
+    ):
+        quiet(model, **arguments)
+    assert type(model[1]) is nn.GELU

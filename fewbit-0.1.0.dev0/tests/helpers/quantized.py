@@ -1,0 +1,217 @@
+"""Inputs for the group quantizer, calls of its backends, and the comparison with the NumPy oracle."""
+
+import naive_quantizer as naive
+import numpy as np
+import pytest
+import torch
+
+from fewbit.config import LARGEST_ROTATED_GROUP
+from fewbit.runtime.format import groups
+
+try:
+    from fewbit import _kernels
+except ImportError:
+    _kernels = None
+
+ISAS = _kernels.cpu_isas() if _kernels else ()
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes that the kernels have. The ops convert float64."""
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+compiled = pytest.mark.skipif(_kernels is None, reason="fewbit was installed without kernels")
+kinds = pytest.mark.parametrize(
+    "kind", ["uniform", "rotated", "masked", "unbiased", "masked-unbiased"]
+)
+DATA = (
+    "normal",
+    "offset",
+    "scales",
+    "specials",
+    "zeros",
+    "sparse",
+    "relu",
+    "samples of all scales",
+)
+SEED = -(2**63) + 12345
+SHAPES = [
+    (3, 70),
+    (2, 3, 49),
+    (4, 5, 4),
+    (2, 300),
+    (1, 513),
+    (6, 256),
+    (9, 31),
+    (40, 7),
+    (0, 5),
+    (4, 0),
+    (2, 96),
+]
+
+
+def inputs(shape, dtype, data="normal", seed=0):
+    """Return numbers of a name in DATA, on the CPU."""
+    rng = np.random.default_rng([seed, *shape])
+    x = rng.normal(0, 1, shape)
+    if data == "offset":
+        x = 10 + 1e-3 * x
+    elif data == "scales":  # from subnormal ones to those whose range overflows
+        x = x * 10.0 ** rng.integers(-45, 39, shape)
+    elif data == "specials":
+        special = rng.choice([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 65504.0, -0.0], shape)
+        x = np.where(rng.random(shape) < 2 / (1 + shape[-1]), special, x)
+    elif data == "zeros":
+        x = np.where(rng.random(shape) < 0.5, -0.0, 0.0)
+    elif data == "sparse":  # rotated copies of such groups are rotated twice
+        x = np.where(rng.random(shape) < 3 / (1 + shape[-1]), x, 0.0)
+    elif data == "relu":  # the elements that masked copies leave out
+        x = np.maximum(x, 0)
+    elif data == "samples of all scales":
+        x = x * 10.0 ** rng.integers(-45, 39, (shape[0], *[1] * (len(shape) - 1)))
+    return torch.from_numpy(x).to(dtype)
+
+
+def possible_sizes(kind, *sizes):
+    """Return the group sizes that copies of a kind can have."""
+    return [size for size in sizes if kind == "uniform" or size <= LARGEST_ROTATED_GROUP]
+
+
+def mixed(samples, seed=0):
+    return torch.from_numpy(
+        np.random.default_rng([seed, samples]).integers(1, 9, samples, np.uint8)
+    )
+
+
+def quantize(
+    backend,
+    x,
+    bits=2,
+    group_size=256,
+    fp32_min=False,
+    widths=None,
+    seed=SEED,
+    normalize=None,
+    kind="uniform",
+):
+    """Return packed (uint32), ranges (uint16) and spread (floats) of a backend, or of bare kernels of the CPU."""
+    words, device = None, getattr(backend, "device", "cpu")
+    if widths is not None:
+        words = groups.mixed_words(widths.tolist(), groups.samples_of(x.shape)[1])
+        widths = widths.to(device)
+    seed = torch.tensor([seed], device=device)
+    packed, ranges, spread = getattr(backend, "kernels", backend).quantize(
+        x.to(device),
+        seed,
+        bits,
+        group_size,
+        fp32_min,
+        widths,
+        words,
+        to_device(normalize, device),
+        kind,
+    )
+    spread = None if spread is None else tuple(map(float, spread))
+    ranges = ranges.cpu().view(torch.int16).numpy().view(np.uint16)
+    return packed.cpu().numpy().view(np.uint32), ranges, spread
+
+
+def dequantize(
+    backend,
+    packed,
+    ranges,
+    like,
+    bits=2,
+    group_size=256,
+    widths=None,
+    affine=None,
+    kind="uniform",
+    mask=None,
+):
+    """Return the values in the dtype and with the strides of `like`, on the CPU."""
+    device = getattr(backend, "device", "cpu")
+    result = torch.empty_like(like, device=device)
+    getattr(backend, "kernels", backend).dequantize(
+        torch.from_numpy(packed.view(np.int32)).to(device),
+        torch.from_numpy(ranges.view(np.int16)).view(torch.bfloat16).to(device),
+        bits,
+        group_size,
+        result,
+        None if widths is None else widths.to(device),
+        to_device(affine, device),
+        kind,
+        None if mask is None else mask.to(device),
+    )
+    return result.cpu()
+
+
+def random_mask(n, seed=SEED):
+    """Return n random bits, (n,) bool, and the mask that has them, int32 in which bit i % 32 of word i // 32 is bit i."""
+    bits = np.random.default_rng([n, abs(seed)]).integers(0, 2, n).astype(bool)
+    packed = np.packbits(np.pad(bits, (0, -n % 32)), bitorder="little").view(np.int32)
+    return torch.from_numpy(bits), torch.from_numpy(packed)
+
+
+def to_device(given, device):
+    """Return normalize or affine with its vectors on the device."""
+    if given is None:
+        return None
+    *vectors, inner = given
+    return *(None if vector is None else vector.to(device) for vector in vectors), inner
+
+
+def same(a, b):
+    """Return whether bits are equal; all NaNs are equal."""
+    nan = a.isnan()
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    a, b, other = a.view(integer), b.view(integer), b.isnan()
+    return torch.equal(nan, other) and torch.equal(a[~nan], b[~nan])
+
+
+def in_dtype(values, dtype):
+    """Return values in a dtype. In float16 no dequantized value is infinite."""
+    return (values.clamp(-65504.0, 65504.0) if dtype == torch.float16 else values).to(dtype)
+
+
+def check_saved(made, expected, kind, what=""):
+    """Compare codes and ranges with the oracle's. With several widths, there may be room for more groups."""
+    assert np.array_equal(made[0], expected[0]), what
+    at_end = groups.seed_rows(kind)
+    rows, wanted = (len(ranges) - at_end for ranges in (made[1], expected[1]))
+    assert np.array_equal(made[1][:wanted], expected[1][:wanted]), what
+    assert not made[1][wanted:rows].any(), what
+    assert np.array_equal(made[1][rows:], expected[1][wanted:]), what
+
+
+def check(backend, x, bits, group_size, fp32_min, widths=None, *, kind):
+    """Compare codes, ranges, spread and dequantized values with the oracle, and return the saved tensors."""
+    bits_of_samples = [bits] * len(x) if widths is None else widths.tolist()
+    rows = x.to(torch.float32).numpy()
+    expected = naive.quantize(rows, SEED, bits_of_samples, group_size, fp32_min, kind)
+    packed, ranges, spread = quantize(backend, x, bits, group_size, fp32_min, widths, kind=kind)
+    what = (tuple(x.shape), x.dtype, bits, group_size, fp32_min)
+    check_saved((packed, ranges), expected, kind, what)
+    if spread is not None:
+        least_greatest = (rows.min(), rows.max()) if rows.size else (0.0, 0.0)
+        np.testing.assert_array_equal(spread, least_greatest)
+    restored = naive.dequantize(packed, ranges, x.shape, bits_of_samples, group_size, kind)
+    out = dequantize(backend, packed, ranges, x, bits, group_size, widths, kind=kind)
+    assert same(out, in_dtype(torch.from_numpy(restored), x.dtype)), what
+    if kind != "uniform":
+        ones, mask = random_mask(x.numel())
+        out = dequantize(backend, packed, ranges, x, bits, group_size, widths, kind=kind, mask=mask)
+        masked = torch.from_numpy(restored) * ones.view(x.shape)
+        assert same(out, in_dtype(masked, x.dtype)), what
+    return packed, ranges
+
+
+def vectors(n, seed):
+    """Return pairs of vectors that n elements can share, and inner: 1, n and numbers between."""
+    rng = np.random.default_rng([n, abs(seed)])
+    divisors = [number for number in range(1, n + 1) if n % number == 0] or [1]
+    pairs = [
+        (inner, divisor) for inner in divisors for divisor in divisors if n // inner % divisor == 0
+    ]
+    for inner, count in (pairs[i] for i in {0, len(pairs) - 1, *rng.integers(0, len(pairs), 5)}):
+        yield *(torch.from_numpy(rng.normal(1, 1, count)).float() for _ in range(2)), inner
+
+
+def or_none(vector):
+    return None if vector is None else vector.numpy()

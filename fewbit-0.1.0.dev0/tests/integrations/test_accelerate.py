@@ -1,0 +1,120 @@
+"""A compressed model in a training loop with Accelerate: checkpoints, mixed precision, gradient accumulation."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+pytest.importorskip("accelerate")
+
+import accelerate
+
+import fewbit
+from fewbit.analysis.step_meter import StepMeter
+from fewbit.errors import InputError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+CONFIGS = [
+    fewbit.FixedBits(2),
+    fewbit.AdaptiveBits(2, interval=3),
+    fewbit.ErrorBound(interval=3),
+]
+
+
+class Classifier(nn.Module):
+    """Layers, a function and dropout; the loss is part of the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(32, 128), nn.LayerNorm(128), nn.Linear(128, 5)
+
+    def forward(self, x, labels):
+        y = nn.functional.gelu(self.norm(self.up(x)))
+        return nn.functional.cross_entropy(self.down(nn.functional.dropout(y, 0.1)), labels)
+
+
+def made(bits, precision="no", seed=0, accumulation=1):
+    """Return the parts of a training, prepared by a new Accelerator."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation
+    )
+    torch.manual_seed(seed)
+    model = Classifier()
+    controller = fewbit.compress_(model, bits, verbose=False)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(32, generator=generator), torch.randint(5, (), generator=generator))
+        for _ in range(96)
+    ]
+    batches = DataLoader(data, batch_size=16)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    accelerator.register_for_checkpointing(controller)
+    return accelerator, model, optimizer, batches, controller
+
+
+def train(accelerator, model, optimizer, batches, meter=None):
+    for x, labels in batches:
+        with accelerator.accumulate(model):
+            if meter is not None:
+                meter.begin(model)
+            accelerator.backward(model(x, labels))
+            if meter is not None:
+                meter.end()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def weights(model):
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("bits", CONFIGS, ids=repr)
+def test_resumed_training_ends_with_the_same_weights(bits, precision, tmp_path):
+    """The state of the controller and torch's random state are in the checkpoint of `save_state`."""
+    accelerator, model, optimizer, batches, controller = made(bits, precision, accumulation=2)
+    train(accelerator, model, optimizer, batches)
+    accelerator.save_state(str(tmp_path / "state"))
+    train(accelerator, model, optimizer, batches)
+    accelerator, resumed, optimizer, batches, other = made(bits, precision, 5, accumulation=2)
+    accelerator.load_state(str(tmp_path / "state"))
+    train(accelerator, resumed, optimizer, batches)
+    assert weights(resumed) == weights(model)
+    assert other.state_dict() == controller.state_dict()
+    assert other.allocation == controller.allocation and other.bounds == controller.bounds
+    assert bool(controller.state_dict()) == (bits != CONFIGS[0])
+
+
+def test_without_its_state_a_resumed_training_differs(tmp_path):
+    """The test above can fail: the controller matters."""
+    accelerator, model, optimizer, batches, controller = made(CONFIGS[1])
+    train(accelerator, model, optimizer, batches)
+    accelerator.save_state(str(tmp_path / "state"))
+    train(accelerator, model, optimizer, batches)
+    accelerator, resumed, optimizer, batches, _ = made(CONFIGS[1], seed=5)
+    accelerator.load_state(str(tmp_path / "state"))
+    fewbit.compress_(resumed, CONFIGS[1], verbose=False)
+    train(accelerator, resumed, optimizer, batches)
+    assert weights(resumed) != weights(model)
+
+
+def test_a_state_of_another_configuration_is_refused(tmp_path):
+    accelerator, model, optimizer, batches, _ = made(CONFIGS[1])
+    train(accelerator, model, optimizer, batches)
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator, *_ = made(CONFIGS[2])
+    with pytest.raises(InputError, match="expected the state of a controller of ErrorBound"):
+        accelerator.load_state(str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_prepared_models_save_several_times_fewer_bytes(precision):
+    totals = []
+    for bits in (fewbit.Level("L0"), 2):
+        accelerator, model, optimizer, batches, _ = made(bits, precision)
+        meter = StepMeter()
+        train(accelerator, model, optimizer, batches, meter)
+        totals.append(meter.total)
+    assert totals[0] > 5 * totals[1]

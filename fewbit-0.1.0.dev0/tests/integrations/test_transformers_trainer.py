@@ -1,0 +1,368 @@
+"""`FewbitCallback` in the Trainer of transformers: compression, logs, checkpoints and resumed training."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from trainer_runs import llama, saved_by_step, texts, weights
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import fewbit
+from fewbit.convert.swap import is_converted
+from fewbit.errors import InputError
+from fewbit.integrations.transformers import BITS, SAVED, FewbitCallback
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore:.*pin_memory.*:UserWarning",
+    "ignore:.*is deprecated and will be removed in v6:FutureWarning",
+)
+QUIET = {"verbose": False}
+
+
+def trainer(folder, callback=None, model=None, data=16, **arguments):
+    """Return a Trainer of a small model, with the callback."""
+    usual = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return Trainer(
+        model=llama() if model is None and "model_init" not in arguments else model,
+        model_init=arguments.pop("model_init", None),
+        args=TrainingArguments(output_dir=str(folder), **{**usual, **arguments}),
+        train_dataset=texts(data),
+        eval_dataset=texts(4, seed=2),
+        callbacks=None if callback is None else [callback],
+    )
+
+
+def logged(run, name):
+    return [entry[name] for entry in run.state.log_history if name in entry]
+
+
+def test_trains_with_fewer_saved_bytes_and_logs_them(tmp_path):
+    callback = FewbitCallback(bits=2, **QUIET)
+    run = trainer(tmp_path, callback)
+    assert callback.controller.model is run.model
+    assert is_converted(run.model.model.layers[0].mlp.down_proj)
+    exact = trainer(tmp_path)
+    expected = saved_by_step(exact)
+    run.train()
+    assert len(logged(run, "loss")) == 2
+    assert logged(run, BITS) == [2, 2]
+    first, second = logged(run, SAVED)
+    assert first == second == saved_by_step(run)
+    batch = {name: value[None].repeat(4, 1) for name, value in texts(1)[0].items()}
+    # The meter counts a batch of its own, and the Trainer's loss is divided by the number of tokens.
+    assert abs(first - fewbit.saved_bytes(run.model, **batch).total) < 1000
+    assert 5 * first < expected
+
+
+CONFIGS = [
+    fewbit.FixedBits(2),
+    fewbit.AdaptiveBits(2, interval=3),
+    fewbit.SampleBits(2.5),
+    fewbit.ErrorBound(interval=3),
+]
+
+
+def check_resumed(tmp_path, bits, stop=3, resumed_in=None, **arguments):
+    """Check that a training which stops and is resumed ends with the weights of an uninterrupted one."""
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": stop, **arguments}
+    callback = FewbitCallback(bits, **QUIET)
+    run = trainer(tmp_path / "a", callback, **arguments)
+    run.train()
+    other = FewbitCallback(bits, **QUIET)
+    torch.manual_seed(123)
+    resumed = trainer(tmp_path / (resumed_in or "a"), other, llama(seed=5), **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{stop}"))
+    assert weights(resumed.model) == weights(run.model)
+    assert other.controller.allocation == callback.controller.allocation
+    assert other.controller.bounds == callback.controller.bounds
+    assert other.controller.state_dict() == callback.controller.state_dict()
+    assert logged(resumed, "loss")[-1] == logged(run, "loss")[-1]
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("bits", CONFIGS, ids=repr)
+def test_resumed_training_ends_with_the_same_weights(bits, tmp_path):
+    check_resumed(tmp_path, bits, resumed_in="b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", CONFIGS[:2], ids=repr)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"stop": 4, "max_steps": 9},  # the end of an epoch
+        {"gradient_accumulation_steps": 2, "data": 32},
+        {"bf16": True, "stop": 5, "max_steps": 9},
+        {"gradient_checkpointing": True},
+        {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2},
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore:gradient checkpointing saves the input of each block in full")
+def test_resumed_training_with_other_settings(bits, arguments, tmp_path):
+    check_resumed(tmp_path, bits, **arguments)
+
+
+def test_without_its_state_a_resumed_training_differs(tmp_path):
+    """The check above can fail: bits that are chosen anew give other weights. One line says that there is no state."""
+    arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    run = trainer(
+        tmp_path, FewbitCallback(fewbit.AdaptiveBits(2, interval=3), **QUIET), **arguments
+    )
+    run.train()
+    path = tmp_path / "checkpoint-3" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    assert state["stateful_callbacks"].pop("FewbitCallback")
+    path.write_text(json.dumps(state))
+    callback = FewbitCallback(fewbit.AdaptiveBits(2, interval=3), **QUIET)
+    resumed = trainer(tmp_path, callback, **arguments)
+    with pytest.warns(UserWarning, match="the checkpoint has no state of FewbitCallback"):
+        resumed.train(resume_from_checkpoint=str(path.parent))
+    assert weights(resumed.model) != weights(run.model)
+    assert (tmp_path / "checkpoint-5" / "trainer_state.json").exists()
+    fixed = trainer(tmp_path, FewbitCallback(2, **QUIET), **arguments)
+    fixed.train(
+        resume_from_checkpoint=str(path.parent)
+    )  # without a warning: fixed bits have no state
+
+
+def test_counting_does_not_change_the_training(tmp_path):
+    ends = []
+    for steps in (1, 100):
+        callback = FewbitCallback(fewbit.AdaptiveBits(2, interval=2), **QUIET)
+        run = trainer(tmp_path, callback, logging_steps=steps)
+        run.train()
+        ends.append(weights(run.model))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.slow
+def test_a_second_training_continues_with_the_same_controller(tmp_path):
+    callback = FewbitCallback(fewbit.AdaptiveBits(2, interval=2), **QUIET)
+    run = trainer(tmp_path, callback)
+    controller = callback.controller
+    run.train()
+    step = controller.state_dict()["step"]
+    run.train()
+    assert callback.controller is controller
+    assert controller.state_dict()["step"] == step + 4
+    again = trainer(tmp_path, callback, run.model)
+    assert callback.controller is controller and again.model is run.model
+
+
+def test_evaluation_is_exact(tmp_path):
+    run = trainer(tmp_path, FewbitCallback(1, **QUIET))
+    assert run.evaluate()["eval_loss"] == trainer(tmp_path).evaluate()["eval_loss"]
+
+
+def test_a_model_of_model_init_is_compressed_in_each_training(tmp_path, capsys):
+    callback = FewbitCallback(2)
+    run = trainer(tmp_path, callback, model_init=lambda: llama())
+    models = [run.model]
+    for _ in range(2):
+        run.train()
+        models.append(run.model)
+        assert callback.controller.model is run.model
+        assert is_converted(run.model.model.layers[0].mlp.down_proj)
+    assert len(set(models)) == 3
+    assert logged(run, SAVED)[0] == saved_by_step(run)
+    assert capsys.readouterr().out.count("modules converted") == 1
+
+
+def test_a_model_that_was_compressed_before_gets_the_settings_of_the_callback(tmp_path):
+    model = llama()
+    fewbit.compress_(model, 8, **QUIET)
+    callback = FewbitCallback(2, **QUIET)
+    trainer(tmp_path, callback, model)
+    assert model.model.layers[0].mlp.down_proj.quantizer.bits == 2
+    assert any(
+        "an earlier call of compress_ was undone" in note
+        for note in callback.controller.report.notes
+    )
+
+
+def test_the_settings_of_another_trainer_do_not_stay(tmp_path):
+    run = trainer(tmp_path, FewbitCallback(8, **QUIET), max_steps=1)
+    run.train()
+    callback = FewbitCallback(
+        **json.loads('{"bits": {"kind": "fixed", "bits": 2}, "verbose": false}')
+    )
+    trainer(tmp_path, callback, run.model)
+    assert run.model.model.layers[0].mlp.down_proj.quantizer.bits == 2
+    again = trainer(tmp_path, None, run.model, max_steps=1)
+    again.add_callback(FewbitCallback(3, **QUIET))
+    again.train()
+    assert run.model.model.layers[0].mlp.down_proj.quantizer.bits == 3
+
+
+def test_a_callback_that_is_added_later_compresses_before_training(tmp_path):
+    run, callback = trainer(tmp_path), FewbitCallback(2, **QUIET)
+    run.add_callback(callback)
+    assert callback.controller is None
+    run.train()
+    assert callback.controller.model is run.model
+    assert logged(run, SAVED)[0] == saved_by_step(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("include", ["*", lambda path, module: True], ids=["json", "function"])
+def test_the_trainer_may_make_its_callbacks_anew(include, tmp_path):
+    """`restore_callback_states_from_checkpoint` replaces the callbacks by new objects, made from the checkpoint."""
+    arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    bits = fewbit.AdaptiveBits(2, interval=3)
+
+    def made():
+        return FewbitCallback(bits, include=include, exclude="lm_head", **QUIET)
+
+    run = trainer(tmp_path, made(), **arguments)
+    run.train()
+    callback, arguments = made(), {**arguments, "restore_callback_states_from_checkpoint": True}
+    resumed = trainer(tmp_path, callback, **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    (new,) = (one for one in resumed.callback_handler.callbacks if isinstance(one, FewbitCallback))
+    assert new is not callback and new.controller is callback.controller
+    assert weights(resumed.model) == weights(run.model)
+    if include == "*":
+        assert new.arguments == callback.arguments
+
+
+@pytest.mark.slow
+def test_callbacks_that_are_made_anew_compress_new_models(tmp_path):
+    """With `model_init`, the new callback compresses a model itself, with the arguments in the checkpoint."""
+    arguments = {
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "model_init": lambda: llama(),
+    }
+    for include in ("*", lambda path, module: True):
+        callback = FewbitCallback(fewbit.AdaptiveBits(2, interval=3), include=include, **QUIET)
+        run = trainer(tmp_path, callback, **arguments)
+        run.train()
+        again = {**arguments, "restore_callback_states_from_checkpoint": True}
+        resumed = trainer(tmp_path, FewbitCallback(8, **QUIET), **again)
+        if include == "*":
+            resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+            assert weights(resumed.model) == weights(run.model)
+        else:
+            with pytest.raises(InputError, match="the checkpoint has no include"):
+                resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_saved_model_is_one_of_transformers(tmp_path):
+    run = trainer(tmp_path, FewbitCallback(2, **QUIET))
+    run.train()
+    run.save_model(str(tmp_path / "model"))
+    text = (tmp_path / "model" / "config.json").read_text()
+    assert "fewbit" not in text and json.loads(text)["architectures"] == ["LlamaForCausalLM"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert weights(loaded) == weights(run.model)
+    assert loaded.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bits": 9}, "expected a number from 1 to 8 for bits, got 9"),
+        ({"bits": {"kind": "none"}}, "expected a kind out of fixed"),
+    ],
+)
+def test_bits_that_cannot_be_used(arguments, message):
+    with pytest.raises(InputError, match=message):
+        FewbitCallback(**arguments)
+
+
+def trained(folder, **arguments):
+    """Train for a step, twice. Return the Trainer and the warnings that the callback gave."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run = trainer(folder, FewbitCallback(2, **QUIET), max_steps=1, logging_steps=1, **arguments)
+        for _ in range(2):
+            run.train()
+    own = [str(one.message) for one in found if Path(one.filename).stem == "trainer_callback"]
+    return run, own
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_is_named_unless_it_is_of_fewbit(tmp_path):
+    run, found = trained(tmp_path)
+    assert found == []
+    run, found = trained(tmp_path, gradient_checkpointing=True)
+    assert len(found) == 1
+    assert found[0].startswith("gradient checkpointing saves the input of each block in full")
+    whole = logged(run, SAVED)[0]
+    model = llama()
+    fewbit.checkpoint_(model)
+    run, found = trained(tmp_path, model=model)
+    assert found == []
+    assert logged(run, SAVED)[0] < 0.6 * whole
+
+
+def test_layers_whose_forward_is_replaced_are_named(tmp_path):
+    """Liger binds its own forward to modules when the training begins, after the callback has compressed them."""
+    model = llama()
+
+    run = trainer(tmp_path, FewbitCallback(2, **QUIET), model, max_steps=1)
+    for norm in (model.model.layers[0].input_layernorm, model.model.norm):
+        norm.forward = lambda x: x * 2
+    with pytest.warns(
+        UserWarning, match="^2 compressed layers, model.layers.0.input_layernorm first"
+    ):
+        run.train()
+
+
+@pytest.mark.slow
+def test_torch_compile(tmp_path):
+    """Compiled code trains, with a line about it. Saved bytes are not counted, which would compile it again."""
+    model = llama(dropout=0.0)
+    arguments = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    run, found = trained(tmp_path, model=model, **arguments)
+    assert len(found) == 1 and found[0].startswith("torch_compile=True: ")
+    assert logged(run, SAVED) == [] and logged(run, BITS) == [2]
+    batch = {name: value[None].repeat(4, 1) for name, value in texts(1)[0].items()}
+    compiled = fewbit.saved_bytes(run.model_wrapped, **batch).total
+    exact = fewbit.saved_bytes(llama(dropout=0.0), **batch).total
+    assert 3 * compiled < exact
+
+
+@pytest.mark.slow
+def test_two_processes_choose_the_same_bits(tmp_path):
+    """Both end with the same weights and bits, also in a resumed training. Only one prints the report."""
+    worker = Path(__file__).parent / "trainer_worker.py"
+    helpers = Path(__file__).parents[1] / "helpers"
+    paths = os.pathsep.join([str(helpers), *filter(None, sys.path)])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        for rank in range(2)
+    ]
+    try:
+        results = [one.communicate(timeout=600) for one in workers]
+    finally:
+        for one in workers:
+            one.kill()
+    assert [one.returncode for one in workers] == [0, 0], "\n".join(error for _, error in results)
+    assert [text.count("modules converted") for text, _ in results] == [2, 0]

@@ -1,0 +1,195 @@
+"""`FewbitCallback` in the trainers of TRL, with and without adapters of peft."""
+
+import random
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if any(find_spec(name) is None for name in ("trl", "peft", "datasets", "tokenizers")):
+    pytest.skip("needs trl, peft, datasets and tokenizers", allow_module_level=True)
+
+from trainer_runs import llama, saved_by_step, weights
+
+import fewbit
+from fewbit.integrations.transformers import BITS, SAVED, FewbitCallback
+
+# To import TRL takes seconds, so the tests import it when they run.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning",
+        "ignore::FutureWarning",
+        "ignore:.*pin_memory.*:UserWarning",
+        "ignore:.*packing.*:UserWarning",
+    ),
+]
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
+QUIET = {"verbose": False}
+
+
+def tokenizer():
+    """Return a tokenizer of single letters, which needs no files."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = {word: number for number, word in enumerate(WORDS)}
+    made = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def lines(count, length, seed):
+    """Return lines of random letters."""
+    chosen = random.Random(seed)
+    return [" ".join(chosen.choices(WORDS[4:], k=length)) for _ in range(count)]
+
+
+def lora():
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+
+
+def sft(folder, callback, with_lora=False, model=None, **arguments):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer(
+        model=model or llama(),
+        args=SFTConfig(str(folder), **{**USUAL, **arguments}),
+        train_dataset=Dataset.from_dict({"text": lines(16, 40, 1)}),
+        processing_class=tokenizer(),
+        peft_config=lora() if with_lora else None,
+        callbacks=[callback],
+    )
+
+
+def dpo(folder, callback, with_lora=False, **arguments):
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    columns = {
+        "prompt": lines(16, 10, 1),
+        "chosen": [f" {line}" for line in lines(16, 30, 2)],
+        "rejected": [f" {line}" for line in lines(16, 30, 3)],
+    }
+    return DPOTrainer(
+        model=llama(),
+        ref_model=None if with_lora else llama(),
+        args=DPOConfig(str(folder), **{**USUAL, **arguments}),
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=tokenizer(),
+        peft_config=lora() if with_lora else None,
+        callbacks=[callback],
+    )
+
+
+USUAL = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+def logged(run, name):
+    return [entry[name] for entry in run.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_a_trainer_saves_several_times_fewer_bytes(make, with_lora, tmp_path):
+    """The whole step counts: TRL's loss is computed in the model's forward, in bfloat16 autocast by default."""
+    saved = {}
+    for bits in (fewbit.Level("L0"), 2, fewbit.AdaptiveBits(2)):
+        callback = FewbitCallback(bits, **QUIET)
+        run = make(tmp_path, callback, with_lora)
+        before = weights(run.model)
+        run.train()
+        assert run.args.bf16 and weights(run.model) != before
+        saved[bits] = min(logged(run, SAVED))
+        assert len(logged(run, SAVED)) == 2
+        if bits == 2:
+            paths = [row.path for row in callback.controller.report.converted]
+            assert any("lora_A" in path for path in paths) == with_lora
+    assert saved[fewbit.Level("L0")] > 8 * saved[2]
+    assert saved[fewbit.Level("L0")] > 8 * saved[fewbit.AdaptiveBits(2)]
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("bits", [2, fewbit.AdaptiveBits(2, interval=3)], ids=repr)
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_resumed_training_ends_with_the_same_weights(make, bits, with_lora, tmp_path):
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    callback = FewbitCallback(bits, **QUIET)
+    run = make(tmp_path, callback, with_lora, **arguments)
+    run.train()
+    other = FewbitCallback(bits, **QUIET)
+    torch.manual_seed(123)
+    resumed = make(tmp_path, other, with_lora, **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert weights(resumed.model) == weights(run.model)
+    assert other.controller.state_dict() == callback.controller.state_dict()
+
+
+def test_logits_are_not_saved_by_default(tmp_path):
+    """TRL computes the loss in tiles. With label smoothing it computes the loss from logits, outside of the model."""
+    model = {"vocab_size": 4096, "dropout": 0.0}
+    tokens, width = 4 * 40, 64
+    run = sft(tmp_path, FewbitCallback(2, **QUIET), model=llama(**model), bf16=False)
+    run.train()
+    default = min(logged(run, SAVED))
+    smooth = sft(
+        tmp_path,
+        FewbitCallback(2, **QUIET),
+        model=llama(**model),
+        bf16=False,
+        label_smoothing_factor=0.1,
+    )
+    smooth.train()
+    logits = 4 * tokens * 4096
+    assert default < 4 * 4 * tokens * width
+    assert min(logged(smooth, SAVED)) > default + logits
+
+
+def test_checkpointing_is_named(tmp_path):
+    """TRL switches checkpointing on by default. Regions then save their inputs, and fewbit gains little."""
+    saved = {}
+    for bits in (fewbit.Level("L0"), 2):
+        run = sft(tmp_path, FewbitCallback(bits, **QUIET), gradient_checkpointing=True)
+        with pytest.warns(
+            UserWarning, match="gradient checkpointing saves the input of each block"
+        ):
+            run.train()
+        saved[bits] = min(logged(run, SAVED))
+    assert saved[2] < saved[fewbit.Level("L0")] < 3 * saved[2]
+
+
+def test_copies_may_be_moved_by_hooks_around_the_step(tmp_path):
+    """`activation_offloading` needs a GPU. Its hooks on saved tensors do what torch's `save_on_cpu` does here."""
+    ends = []
+    for is_moved in (False, True):
+        run = sft(
+            tmp_path, FewbitCallback(fewbit.AdaptiveBits(2, interval=2), **QUIET), max_steps=4
+        )
+        if is_moved:
+            run.args.activation_offloading = True
+            run.maybe_activation_offload_context = torch.autograd.graph.save_on_cpu()
+        run.train()
+        assert (logged(run, SAVED) == []) == is_moved and len(logged(run, BITS)) == 4
+        ends.append(weights(run.model))
+    assert ends[0] == ends[1]
+
+
+def test_a_step_is_counted_as_the_callback_logs_it(tmp_path):
+    run = sft(tmp_path, FewbitCallback(2, **QUIET), bf16=False)
+    run.train()
+    # Groups may have float32 means in one of the two steps and not in the other.
+    assert logged(run, SAVED)[-1] == pytest.approx(saved_by_step(run), rel=0.01)

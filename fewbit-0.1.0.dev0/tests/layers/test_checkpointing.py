@@ -1,0 +1,375 @@
+"""fewbit.checkpoint: exact forward passes, regions that are computed again from quantized inputs, and the bytes they save."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import tiny_models
+import torch
+from layers import bytes_by, relative, saved_by
+from samples import normal, same
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+
+import fewbit
+from fewbit.errors import InputError
+from fewbit.runtime.format.groups import quantized_bytes
+
+WIDTH = 64
+
+
+def block(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, 4 * WIDTH),
+        nn.GELU(),
+        nn.Dropout(dropout),
+        nn.Linear(4 * WIDTH, WIDTH),
+    )
+
+
+def trained(checkpoint, blocks, x):
+    """Return (the result, the gradients) of residual blocks that are regions of `checkpoint`."""
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = x
+    for each in blocks:
+        y = y + checkpoint(each, y)
+    y.square().mean().backward()
+    found = [x.grad, *(weight.grad for each in blocks for weight in each.parameters())]
+    return y.detach(), found
+
+
+def exact(function, *args):
+    return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+def few(bits):
+    return lambda function, *args: fewbit.checkpoint(function, *args, bits=bits)
+
+
+@pytest.mark.parametrize(
+    "bits, least, most, times_less", [(8, 1e-4, 0.01, 3.5), (4, 0.01, 0.1, 7), (2, 0.04, 0.4, 12)]
+)
+def test_eight_regions(device, bits, least, most, times_less):
+    """The forward pass is exact, gradients have the error of docs/concepts/layers.md, and the inputs of regions take few bits."""
+    blocks = [block().to(device) for _ in range(8)]
+    x = normal((8, 16, WIDTH), device=device, scale=1.0)
+    y, wanted = trained(exact, copy.deepcopy(blocks), x)
+    found_y, found = trained(few(bits), copy.deepcopy(blocks), x)
+    assert same(found_y, y)
+    found, wanted = (torch.cat([g.flatten() for g in gradient]) for gradient in (found, wanted))
+    assert least < relative(found, wanted) < most  # the recomputation starts from rounded inputs
+
+    def kept(checkpoint):
+        def forward(x):
+            for each in blocks:
+                x = x + checkpoint(each, x)
+            return x
+
+        return fewbit.saved_bytes(forward, x.clone().requires_grad_()).total
+
+    assert kept(exact) == 8 * 4 * x.numel()
+    assert kept(few(bits)) * times_less <= kept(exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_saved_bytes(device, dtype, bits):
+    """A region saves the quantized input and nothing else."""
+    model, x = (
+        block().to(device, dtype),
+        normal((8, 16, WIDTH), dtype, device=device).requires_grad_(),
+    )
+    kept = bytes_by(lambda x: fewbit.checkpoint(model, x, bits=bits), x)
+    assert kept == quantized_bytes(x.shape, bits, fp32_min=True)
+
+
+def test_the_input_is_freed():
+    """The object that autograd holds has no reference to the input itself."""
+    import weakref
+
+    model = block()
+    x = normal((8, 16, WIDTH)).requires_grad_()
+    middle = x * 2
+    reference = weakref.ref(middle)
+    y = fewbit.checkpoint(model, middle).sum()
+    del middle
+    assert reference() is None
+    y.backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("container", [list, tuple, lambda args: {"x": args[0]}, None])
+def test_dropout_is_drawn_again(device, container):
+    """With 8 bits and one mask, a gradient of dropout's input is 0 exactly at the elements that were dropped."""
+    torch.manual_seed(0)
+    x = normal((64, WIDTH), device=device, scale=1.0).requires_grad_()
+
+    def region(x):
+        while not isinstance(x, torch.Tensor):
+            x = next(iter(x.values() if isinstance(x, dict) else x))
+        return nn.functional.dropout(x.sin(), 0.5)
+
+    y = fewbit.checkpoint(region, x if container is None else container([x]))
+    y.sum().backward()
+    assert torch.equal(x.grad == 0, y == 0)
+
+
+def test_other_arguments(device):
+    """Small tensors, integers, parameters, containers and keyword arguments are as they were."""
+    weight = nn.Parameter(normal((WIDTH, WIDTH), device=device))
+    index, x = (
+        torch.arange(2000, device=device) % WIDTH,
+        normal((WIDTH, WIDTH), device=device).requires_grad_(),
+    )
+    small = normal((5,), device=device)
+    seen = []
+
+    def region(x, weight, index, small, pair, *, scale):
+        seen.append((weight, index, small, pair, scale))
+        return (x @ weight)[:, index % WIDTH].sum() * scale + pair[0].sum() * small.sum()
+
+    pair = (normal((2000,), device=device), "text")
+    fewbit.checkpoint(region, x, weight, index, small, pair, scale=3.0).backward()
+    first, again = seen
+    for one, other in zip(first[:3], again[:3], strict=True):
+        assert same(one.detach(), other.detach())
+    assert again[3] is pair and again[4] == 3.0
+    assert weight.grad is not None and x.grad is not None
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 0, 2), (2, 1, 0)], ids=str)
+def test_restored_inputs_have_the_strides_of_the_input(order):
+    """The region views its input as a vector, which only these strides allow."""
+    x = normal((8, 16, WIDTH), scale=1.0).requires_grad_()
+    back = [order.index(dim) for dim in range(3)]
+    fewbit.checkpoint(
+        lambda y: y.permute(back).view(-1).sin().sum(), (x * 1).permute(order)
+    ).backward()
+    assert relative(x.grad, x.detach().cos()) < 0.01
+
+
+def test_two_backward_passes():
+    model, x = block(), normal((16, WIDTH), scale=1.0).requires_grad_()
+    loss = fewbit.checkpoint(model, x).square().sum()
+    loss.backward(retain_graph=True)
+    first = x.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(x.grad, 2 * first)
+
+
+def test_without_gradients_nothing_is_saved():
+    model, x = block(), normal((16, WIDTH))
+    with torch.no_grad():
+        assert same(fewbit.checkpoint(model, x), model(x))
+    x.requires_grad_()
+    _, saved = saved_by(lambda x: fewbit.checkpoint(lambda x: x.detach() * 2, x), x)
+    assert all(each.dtype != torch.float32 or each.numel() < x.numel() for each in saved)
+
+
+def test_inside_a_converted_model():
+    """Seeds come from the forward pass, so dropout draws the masks that it draws in the exact model."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(block(0.1) for _ in range(3))
+
+        def forward(self, x):
+            for each in self.blocks:
+                x = x + fewbit.checkpoint(each, x)
+            return x
+
+    x = normal((8, 16, WIDTH), scale=1.0)
+    model = Model()
+    fewbit.compress_(model, bits=4, verbose=False)
+    torch.manual_seed(3)
+    y = model(x)
+    y.square().mean().backward()
+    fewbit.restore_(model)
+    torch.manual_seed(3)
+    expected = x
+    for each in model.blocks:
+        expected = expected + each(expected)
+    torch.testing.assert_close(y, expected)
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{"bits": 0}, {"bits": 9}, {"group_size": 33}], ids=str)
+def test_wrong_options(options):
+    with pytest.raises(InputError, match="expected .*, got"):
+        fewbit.checkpoint(block(), normal((16, WIDTH)).requires_grad_(), **options)
+
+
+def test_a_number_is_no_region():
+    with pytest.raises(InputError, match="function: expected a function or module, got int"):
+        fewbit.checkpoint(3, normal((16, WIDTH)))
+
+
+@pytest.mark.parametrize("value", [-math.inf, -1e9])
+def test_a_mask_is_saved_as_it_is(value):
+    """A quantized mask would have large errors, and -inf has no quantized copy."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True)
+    mask = torch.full((64, 64), value).triu(1)
+    gradients = []
+    for run in (lambda f, *args: f(*args), fewbit.checkpoint):
+        layer.zero_grad()
+        x = normal((4, 64, 64), seed=1).requires_grad_()
+        run(lambda x, mask: layer(x, src_mask=mask), x, mask).square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in layer.parameters()]))
+    exact, found = gradients
+    assert (found - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("compresses", [False, True])
+def test_a_model_of_transformers(compresses):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_models.llama()).train()
+    ids = torch.randint(100, (4, 32))
+
+    def gradient(model):
+        model.zero_grad()
+        model(ids, use_cache=False).logits.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def inputs_of_layers(model):
+        entries = fewbit.saved_bytes(model, ids, use_cache=False).entries
+        return sum(entry.bytes for entry in entries if entry.module.startswith("model.layers."))
+
+    model.gradient_checkpointing_enable()
+    exact, before = gradient(model), inputs_of_layers(model)
+    fewbit.checkpoint_(model, bits=8)
+    if compresses:
+        fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False)
+    error = (gradient(model) - exact).norm() / exact.norm()
+    assert 0 < error < 0.03
+    assert inputs_of_layers(model) * 3.5 < before
+    model.gradient_checkpointing_disable()
+    fewbit.restore_(model)
+    assert torch.equal(gradient(model), exact)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_a_model_with_routers(experts):
+    """The second run sends each token to the experts of the first run, so experts and routers have the errors of other layers."""
+    torch.manual_seed(0)
+    config = tiny_models.mixtral()
+    config._experts_implementation = experts
+    model, ids = MixtralForCausalLM(config).train(), torch.randint(100, (4, 32))
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    exact = gradients()
+    fewbit.checkpoint_(model, bits=8)
+    found = gradients()
+    for part in ("experts", "mlp.gate.", "self_attn"):
+        names = [name for name in exact if part in name]
+        one, other = (torch.cat([g[name].flatten() for name in names]) for g in (found, exact))
+        assert 0 < relative(one, other) < 0.02
+
+
+def plain_gradients(run):
+    model, x = nn.Linear(WIDTH, WIDTH), normal((WIDTH, WIDTH)).requires_grad_()
+    run(model, x).sum().backward()
+    return model.weight.grad, x.grad
+
+
+@pytest.mark.parametrize("use_reentrant", [False, None])
+def test_arguments_of_torch(use_reentrant):
+    """The gradients of a linear layer's weight and input are there."""
+    options = {"determinism_check": "default", "early_stop": False, "debug": False}
+    run = partial(fewbit.checkpoint, use_reentrant=use_reentrant, **options)
+    weight, x = plain_gradients(run)
+    assert weight.norm() > 0 and x.norm() > 0
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_reentrant_regions_are_refused(has_grad):
+    x = normal((WIDTH, WIDTH)).requires_grad_()
+    with (
+        torch.set_grad_enabled(has_grad),
+        pytest.raises(InputError, match="no gradients; use torc"),
+    ):
+        fewbit.checkpoint(nn.Linear(WIDTH, WIDTH), x, use_reentrant=True)
+
+
+def test_wrong_arguments_of_checkpoint_():
+    """They are refused before the model changes."""
+    model = LlamaForCausalLM(tiny_models.llama())
+    for options, message in (
+        ({"use_reentrant": True}, "expected False, got True"),
+        ({"determinism_check": "all"}, "expected 'default' or 'none', got"),
+        ({"offload": True}, "expected arguments among use_reentrant, .*, got offload"),
+    ):
+        with pytest.raises(InputError, match=message):
+            fewbit.checkpoint_(model, **options)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def test_hooks_on_what_a_policy_saves(monkeypatch):
+    """Torch 2.14 and newer ask whether such tensors pass through hooks; fewbit's meter has to see them."""
+    seen = []
+
+    def newer(function, *args, respect_saved_tensors_hooks=None, **options):
+        seen.append(respect_saved_tensors_hooks)
+        return torch_checkpoint(function, *args, **options)
+
+    monkeypatch.setattr("fewbit.checkpointing.torch_checkpoint", newer)
+    monkeypatch.setattr("fewbit.checkpointing._HAS_HOOKS", True)
+    for choice in (None, True, False):
+        plain_gradients(partial(fewbit.checkpoint, respect_saved_tensors_hooks=choice))
+    assert seen == [True, True, False]
+    monkeypatch.undo()
+    monkeypatch.setattr("fewbit.checkpointing._HAS_HOOKS", False)
+    plain_gradients(partial(fewbit.checkpoint, respect_saved_tensors_hooks=False))
+    with pytest.raises(InputError, match="expected None or False .* needs torch 2.14"):
+        plain_gradients(partial(fewbit.checkpoint, respect_saved_tensors_hooks=True))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["fewbit", "torch", "reentrant"])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_region_is_differentiated_twice(number, as_function):
+    """With 2 bits, new codes would change the gradients. The layers of all three kinds of regions draw the same codes again."""
+    run = (
+        fewbit.checkpoint,
+        partial(torch_checkpoint, use_reentrant=False),
+        partial(torch_checkpoint, use_reentrant=True),
+    )[number]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([block(0.1), block(0.1)])
+
+        def forward(self, x):
+            for body in self.blocks:
+                x = x + run((lambda x, body=body: body(x)) if as_function else body, x)
+            return x
+
+    model, x = Model(), normal((16, WIDTH), scale=1.0).requires_grad_()
+    fewbit.compress_(model, bits=2, verbose=False)
+    loss, gradients = model(x * 1).square().sum(), []
+    for _ in range(2):
+        model.zero_grad()
+        x.grad = None
+        loss.backward(retain_graph=True)
+        gradients.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(same(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_other_models_are_refused():
+    with pytest.raises(InputError, match="supports gradient checkpointing, got Linear"):
+        fewbit.checkpoint_(nn.Linear(2, 2))
+    with pytest.raises(InputError, match="1 to 8"):
+        fewbit.checkpoint_(LlamaForCausalLM(tiny_models.llama()), bits=9)

@@ -1,0 +1,359 @@
+"""The second run of a region of fewbit.checkpoint: it decides as the first run did, and leaves the state of modules alone."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from layers import relative
+from samples import normal, same
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+import fewbit
+from fewbit.errors import GradientError
+
+WIDTH = 64
+TABLE = normal((WIDTH, WIDTH), seed=1, scale=1.0)
+ROWS = torch.arange(1.0, 65.0)
+
+
+def over_gates(x):
+    values, experts = (x * 3).topk(2)
+    return torch.einsum("nk,nkd->nd", values, TABLE[experts])
+
+
+def in_place(x):
+    levels = torch.zeros(x.shape, dtype=torch.long).copy_(x.detach() * 10)
+    return x.sin() * levels
+
+
+def into_out(x):
+    mask = torch.zeros(x.shape, dtype=torch.bool)
+    torch.gt(x.detach(), 0.3, out=mask)
+    return x.sin() * mask
+
+
+def drawn(x):
+    return TABLE[torch.multinomial(x.detach().softmax(-1), 2)].sum(1) * x.sin()
+
+
+DECIDING = {
+    "topk": over_gates,
+    "topk of aten": lambda x: TABLE[torch.ops.aten.topk.default(x, 2)[1]].sum(1) * x.sin(),
+    "argmax": lambda x: TABLE[x.argmax(-1)] * x.sin(),
+    "argsort": lambda x: TABLE[x.argsort(-1)[:, 0]] * x.sin(),
+    "sort": lambda x: x.sin().sort(-1).values * ROWS,
+    "max": lambda x: torch.max(x, dim=1, keepdim=True)[0].sin() * ROWS,
+    "median": lambda x: x.median(0).values.sin() * ROWS,
+    "kthvalue": lambda x: x.kthvalue(3, 0).values.sin() * ROWS,
+    "cummax": lambda x: x.cummax(0).values.sin() * ROWS,
+    "mask": lambda x: x[x > 0.3].sin().cumsum(0),
+    "where": lambda x: torch.where(x > 0.1, x.sin(), -3 * x.sin()),
+    "nonzero": lambda x: x.flatten()[x.relu().flatten().nonzero()[:, 0]].sin().cumsum(0),
+    "bucketize": lambda x: ROWS[torch.bucketize(x.detach(), torch.linspace(-3, 3, 32))] * x.sin(),
+    "unique": lambda x: x.detach().round().unique().cos().sum() * x.sin(),
+    "integers": lambda x: (x * 10).long() * x.sin(),
+    "in place": in_place,
+    "out": into_out,
+    "gumbel_softmax": lambda x: functional.gumbel_softmax(x, hard=True) @ TABLE * x.sin(),
+    "multinomial": drawn,
+    "item": lambda x: x.sin() * (1 if x[0, 0].item() > x.detach()[0, 1] else -1),
+    "a number": lambda x: x.sin() * x.detach()[3, 3].item(),
+    "bool": lambda x: x.sin() if (x.detach()[0] * 1000).long()[0] % 2 else x.cos(),
+    "a list": lambda x: x.sin() * sum(x.detach()[0].tolist()),
+    "numpy": lambda x: x.sin() * float(x.detach().numpy()[0, 0]),
+}
+
+
+def gradient(function, x, run):
+    """Return (the result, the gradient of x) of a function that is run by `run`, with the random numbers of seed 1."""
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = run(function, x)
+    y.backward(normal(y.shape, seed=2, scale=1.0))
+    return y.detach(), x.grad
+
+
+def after_a_seed(function, x):
+    fewbit.runtime.ops.library.new_seed(x)  # as fewbit.checkpoint draws one
+    return function(x)
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_decisions(name):
+    """The exact function, whose decisions are constants, has a gradient that is smooth in the inputs."""
+    x = normal((WIDTH, WIDTH), scale=1.0)
+    y, wanted = gradient(DECIDING[name], x, after_a_seed)
+    for bits, most in ((8, 0.03), (4, 0.3)):
+        found_y, found = gradient(DECIDING[name], x, partial(fewbit.checkpoint, bits=bits))
+        assert same(found_y, y)
+        assert relative(found, wanted) < most
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    "name", ["topk", "mask", "sort", "unique", "gumbel_softmax", "multinomial"]
+)
+def test_decisions_in_nested_regions_and_twice(name, early):
+    """A region in a region decides alike, in every backward pass and with both ways to end the second run."""
+    x, gradients = normal((WIDTH, WIDTH), scale=1.0), []
+    for run in (after_a_seed, fewbit.checkpoint):
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        with set_checkpoint_early_stop(early):
+            y = run(lambda x, run=run: run(DECIDING[name], x * 1.5) * 2, leaf)
+            for keeps in (True, False):
+                leaf.grad = None
+                y.backward(normal(y.shape, seed=2, scale=1.0), retain_graph=keeps)
+                gradients.append(leaf.grad)
+    assert same(gradients[2], gradients[3])
+    # The two runs draw seeds of rounding at different places, so random choices differ.
+    assert name in ("gumbel_softmax", "multinomial") or relative(gradients[2], gradients[0]) < 0.03
+
+
+def saved(function, x):
+    return fewbit.saved_bytes(lambda x: fewbit.checkpoint(function, x), x).total
+
+
+def test_bytes_of_decisions():
+    """A mask takes 1 bit per element, and an index as many bits as its dimension needs. A region without decisions saves none."""
+    x = normal((WIDTH, WIDTH), scale=1.0).requires_grad_()
+    usual = saved(torch.sin, x)
+    assert saved(lambda x: x.sin() * (x > 0), x) - usual == WIDTH * WIDTH // 8
+    assert saved(lambda x: x.sin() * x.argmax(-1), x) - usual == WIDTH * 6 // 8
+    assert saved(lambda x: x.sin() * x.sort(-1)[1], x) - usual == WIDTH * WIDTH * 6 // 8
+
+
+@pytest.mark.slow
+def test_a_record_is_freed_with_the_graph():
+    x = normal((WIDTH, WIDTH)).requires_grad_()
+    buffer = torch.zeros(WIDTH)
+    packed = []
+
+    def region(x):
+        buffer.add_(1)
+        return x.sin() * (x > 0)
+
+    def pack(tensor):
+        packed.append(weakref.ref(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = fewbit.checkpoint(region, x)
+    assert len(packed) > 3 and all(reference() is not None for reference in packed)
+    y.sum().backward()
+    gc.collect()
+    assert not any(reference() is not None for reference in packed)
+
+
+def test_a_region_that_decides_elsewhere_is_refused():
+    x, runs = normal((WIDTH, WIDTH)).requires_grad_(), []
+
+    def region(x):
+        runs.append(1)
+        return x.sin() * (x > 0) if len(runs) == 1 else x.sin() * x.argmax(-1)
+
+    y = fewbit.checkpoint(region, x)
+    with pytest.raises(GradientError, match="gt in the first run and argmax .* use torch.utils"):
+        y.sum().backward()
+    assert not torch._C._len_torch_function_stack()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("number", [1, 2])
+def test_no_mode_is_left_on(error, number):
+    """The region raises in its first or in its second run."""
+    x, runs = normal((WIDTH, WIDTH)).requires_grad_(), []
+
+    def region(x):
+        runs.append(1)
+        y = x.sin() * (x > 0)
+        if len(runs) == number:
+            raise error
+        return y * y
+
+    with pytest.raises(error):
+        fewbit.checkpoint(region, x).sum().backward()
+    assert not torch._C._len_torch_function_stack()
+
+
+# -- State ---------------------------------------------------------------------------------------------
+
+
+class CodeBook(nn.Module):
+    """A code book of averages (VQ), which the forward updates, and a buffer that the forward replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", normal((16, WIDTH), seed=3, scale=1.0))
+        self.register_buffer("count", torch.ones(16))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        nearest = torch.cdist(x, self.codes).argmin(-1)
+        chosen = self.codes[nearest]
+        with torch.no_grad():
+            members = functional.one_hot(nearest, 16).float()
+            self.count.data.mul_(0.9).add_(members.sum(0), alpha=0.1)
+            self.codes.data.lerp_(members.T @ x / self.count[:, None], 0.5)
+        return (x + (chosen - x).detach()).sin() * (x - self.mean)
+
+
+class Queue(nn.Module):
+    """A queue of earlier results (MoCo)."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("keys", normal((WIDTH, 256), seed=3, scale=1.0))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        place = int(self.place)
+        y = x.sin() @ self.keys.clone()
+        self.keys[:, place : place + WIDTH] = x.detach().T
+        self.place[0] = (place + WIDTH) % 256
+        return y
+
+
+class Clamped(nn.Linear):
+    """A layer that changes its parameters in the forward."""
+
+    def forward(self, x):
+        self.weight.data.clamp_(-0.05, 0.05)
+        with torch.no_grad():
+            self.bias.mul_(0.5)
+        return super().forward(x)
+
+
+STATEFUL = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()),
+    "average": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (8, 8)), nn.InstanceNorm1d(8, track_running_stats=True)
+    ),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "code book": CodeBook,
+    "queue": Queue,
+    "clamped": lambda: Clamped(WIDTH, WIDTH),
+    "frozen": lambda: nn.BatchNorm1d(WIDTH).eval(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.*:FutureWarning")
+@pytest.mark.parametrize("compresses", [False, True])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_moves_once(name, compresses):
+    """Three forwards come before one backward pass: the second runs read the values of their first runs, and write none."""
+
+    def trained(run):
+        torch.manual_seed(0)
+        body = STATEFUL[name]()
+        model = nn.Module()
+        model.body = body
+        model.forward = lambda x: run(body, x)
+        if compresses:
+            fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False)
+        leaves = [normal((WIDTH, WIDTH), seed=k, scale=1.0).requires_grad_() for k in range(3)]
+        results = [model(x * 1) for x in leaves]
+        state = {key: value.clone() for key, value in body.state_dict().items()}
+        sum((y * normal(y.shape, seed=9)).sum() for y in results).backward()
+        assert all(same(value, state[key]) for key, value in body.state_dict().items())
+        found = [x.grad for x in (*leaves, *body.parameters()) if x.grad is not None]
+        return state, torch.cat([x.flatten() for x in found])
+
+    state, wanted = trained(lambda body, x: body(x))
+    found_state, found = trained(fewbit.checkpoint)
+    assert all(same(found_state[key], value) for key, value in state.items())
+    assert relative(found, wanted) < 0.05
+
+
+def test_bytes_of_state():
+    """The values from before the region are saved once per tensor: means, variances and the number of batches."""
+    model, x = nn.BatchNorm1d(WIDTH), normal((WIDTH, WIDTH)).requires_grad_()
+    assert saved(model, x) - saved(torch.sin, x) == 2 * 4 * WIDTH + 8
+
+
+# -- Selective policies --------------------------------------------------------------------------------
+
+
+def policy(context, op, *args, **kwargs):
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+POLICIES = {
+    "save all": lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE,
+    "recompute all": lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE,
+    "save products": policy,
+    "list": [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
+}
+
+
+class Chooser(nn.Module):
+    """A block that keeps its largest features."""
+
+    def __init__(self, run):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.act, self.down = nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        self.run = run
+
+    def body(self, x):
+        y = self.down(self.act(self.up(self.norm(x))))
+        values, places = y.topk(8)
+        return torch.zeros_like(y).scatter(-1, places, values)
+
+    def forward(self, x):
+        return x + self.run(self.body, x)
+
+
+class Counter(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.products += op is torch.ops.aten.addmm.default
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("layers", [None, {}, {"everything": True}], ids=str)
+@pytest.mark.parametrize("name", POLICIES)
+def test_selective_policies(name, layers):
+    """Gradients are right, and what the policy saves is not computed again."""
+    x = normal((32, WIDTH), scale=1.0)
+
+    def gradients(run, compresses):
+        model = nn.Sequential(Chooser(run), Chooser(run))
+        if compresses:
+            fewbit.compress_(model, bits=8, layers={"activation_bits": 8} | layers, verbose=False)
+        leaf = x.clone().requires_grad_()
+        loss = model(leaf).square().mean()
+        loss.backward()
+        return torch.cat([g.flatten() for g in (leaf.grad, *(p.grad for p in model.parameters()))])
+
+    context_fn = partial(create_selective_checkpoint_contexts, POLICIES[name])
+    wanted = gradients(lambda body, x: body(x), False)
+    found = gradients(partial(fewbit.checkpoint, context_fn=context_fn), layers is not None)
+    assert relative(found, wanted) < 0.02
+
+
+@pytest.mark.parametrize("name, products", [("recompute all", 2), ("save products", 0)])
+def test_saved_operations_do_not_run_again(name, products):
+    context_fn = partial(create_selective_checkpoint_contexts, POLICIES[name])
+    model, x = Chooser(fewbit.checkpoint), normal((32, WIDTH)).requires_grad_()
+    model.run = partial(fewbit.checkpoint, context_fn=context_fn)
+    y = model(x).sum()
+    with Counter() as counter:
+        y.backward()
+    assert counter.products == products

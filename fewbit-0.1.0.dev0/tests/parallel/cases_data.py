@@ -1,0 +1,217 @@
+"""Data parallelism in two processes: DistributedDataParallel, `fully_shard` and FullyShardedDataParallel."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from language_model import (
+    check,
+    compressed,
+    gradients_of,
+    loss_of,
+    model,
+    share,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+
+
+def _step(wrapped, rank):
+    tokens, targets = share(rank)
+    loss_of(wrapped(tokens), targets).backward()
+    return gradients_of(wrapped)
+
+
+def _shard(module, **options):
+    for block in module.blocks.values():
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    return module
+
+
+def ddp(rank):
+    """With DistributedDataParallel, gradients are those of both inputs."""
+
+    def run(module):
+        compressed(module)
+        return _step(DistributedDataParallel(module), rank)
+
+    check(run)
+
+
+def ddp_compressed_within(rank):
+    """`compress_` also takes a module that is wrapped already."""
+
+    def run(module):
+        wrapped = DistributedDataParallel(module)
+        compressed(wrapped)
+        return _step(wrapped, rank)
+
+    check(run)
+
+
+def ddp_accumulates(rank):
+    """Microbatches in `no_sync` and one with synchronization give the gradient of all of them."""
+
+    def run(module):
+        compressed(module)
+        wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        tokens, targets = (part.chunk(2) for part in share(rank))
+        with wrapped.no_sync():
+            (loss_of(wrapped(tokens[0]), targets[0]) / 2).backward()
+        (loss_of(wrapped(tokens[1]), targets[1]) / 2).backward()
+        return gradients_of(wrapped)
+
+    check(run)
+
+
+def ddp_static_graph(rank):
+    """A static graph of DistributedDataParallel, with reentrant checkpoints, which need it."""
+
+    def run(module):
+        for block in module.blocks.values():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+        compressed(module)
+        return _step(DistributedDataParallel(module, static_graph=True), rank)
+
+    check(run)
+
+
+def sharded(rank):
+    """With `fully_shard`, of the blocks and of the model."""
+
+    def run(module):
+        compressed(module)
+        return _step(_shard(module), rank)
+
+    check(run)
+
+
+def sharded_first(rank):
+    """`compress_` after `fully_shard`: torch's subclasses of layers are converted or stay exact, with right gradients."""
+
+    def run(module):
+        _shard(module)
+        compressed(module)
+        return _step(module, rank)
+
+    check(run)
+
+
+def sharded_checkpoints(rank):
+    """With `fully_shard` and checkpoints of the blocks, of torch and of fewbit."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
+
+    def torchs(module):
+        compressed(module)
+        blocks = set(module.blocks.values())
+        apply_activation_checkpointing(module, check_fn=lambda child: child in blocks)
+        return _step(_shard(module), rank)
+
+    def fewbits(module):
+        compressed(module)
+        for block in module.blocks.values():
+            block.forward = partial(fewbit.checkpoint, block.forward)
+        return _step(_shard(module), rank)
+
+    check(torchs)
+    check(fewbits)
+
+
+def sharded_accumulates(rank):
+    """Gradient accumulation of `fully_shard`, without synchronization and resharding in between."""
+
+    def run(module):
+        compressed(module)
+        _shard(module)
+        tokens, targets = (part.chunk(2) for part in share(rank))
+        for number in range(2):
+            module.set_requires_gradient_sync(number == 1)
+            module.set_reshard_after_backward(number == 1)
+            (loss_of(module(tokens[number]), targets[number]) / 2).backward()
+        return gradients_of(module)
+
+    check(run)
+
+
+def sharded_and_replicated(rank):
+    """Meshes of two dimensions, of which one has both processes: HSDP."""
+
+    for sizes in ((2, 1), (1, 2)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards"))
+
+        def run(module, mesh=mesh):
+            compressed(module)
+            return _step(_shard(module, mesh=mesh), rank)
+
+        check(run)
+
+
+def sharded_in_the_old_way(rank):
+    """With FullyShardedDataParallel, whose flat parameters are views of one tensor."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    def run(module):
+        compressed(module)
+        policy = ModuleWrapPolicy({type(module.blocks["0"])})
+        wrapped = FullyShardedDataParallel(
+            module, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
+        tokens, targets = share(rank)
+        loss_of(wrapped(tokens), targets).backward()
+        with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
+            return {name: grad.clone() for name, grad in gradients_of(wrapped).items()}
+
+    check(run)
+
+
+def independent_rounding(rank):
+    """Processes whose generators are in the same state round independently, so that averaging lowers the noise.
+
+    Both processes get the same batch. Their gradients before the average would be equal otherwise.
+    """
+    tokens, targets = share(0)
+    exact = model()
+    loss_of(exact(tokens), targets).backward()
+    exact = gradients_of(exact)["blocks.0.up.weight"]
+
+    def noise(wrap, tokens=tokens, targets=targets):
+        module = model()
+        compressed(module, bits=2)
+        wrapped = wrap(module)
+        torch.manual_seed(5)
+        loss_of(wrapped(tokens), targets).backward()
+        return gradients_of(module)["blocks.0.up.weight"] - exact
+
+    wrapped = DistributedDataParallel
+    alone = noise(lambda module: module)
+    # Without a wrapper the processes know nothing of each other.
+    everyone = [torch.empty_like(alone) for _ in range(2)]
+    dist.all_gather(everyone, alone)
+    assert torch.equal(*everyone)
+    # The mean of two independent errors of the same size has half the squared size.
+    for wrap in (wrapped, _shard):
+        ratio = float(noise(wrap).square().sum() / alone.square().sum())
+        assert 0.35 < ratio < 0.65, ratio
+
+
+CASES = (
+    ddp,
+    ddp_compressed_within,
+    ddp_accumulates,
+    ddp_static_graph,
+    sharded,
+    sharded_first,
+    sharded_checkpoints,
+    sharded_accumulates,
+    sharded_and_replicated,
+    sharded_in_the_old_way,
+    independent_rounding,
+)

@@ -1,0 +1,72 @@
+"""Two processes over gloo on the CPU train one model. The cases are in the files cases_*.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases_checkpoint import CASES as CHECKPOINT
+from cases_context import CASES as CONTEXT
+from cases_data import CASES as DATA
+from cases_pipeline import CASES as PIPELINE
+from cases_tensor import CASES as TENSOR
+
+WORKER = Path(__file__).parent / "worker.py"
+FILES = {
+    "cases_data": DATA,
+    "cases_tensor": TENSOR,
+    "cases_pipeline": PIPELINE,
+    "cases_context": CONTEXT,
+    "cases_checkpoint": CHECKPOINT,
+}
+NAMES = [(file, case.__name__) for file, cases in FILES.items() for case in cases]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Return a function of a file that returns {case: the messages of both processes}, () if both were successful.
+
+    Two processes run all cases of a file, because starting them takes longer than a case.
+    """
+    found = {}
+
+    def run(file):
+        if file not in found:
+            found[file] = _run(file, tmp_path_factory.mktemp(file))
+        return found[file]
+
+    return run
+
+
+def _run(file, folder):
+    paths = [folder / f"results{rank}" for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), file, str(rank), str(folder / "rendezvous"), str(path)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, path in enumerate(paths)
+    ]
+    try:
+        output = [worker.communicate(timeout=300)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    messages = {}
+    for path in paths:
+        for name, error in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+            messages.setdefault(name, []).append(error)
+    missing = [f"the processes ended before this case:\n{text[-2000:]}" for text in output]
+    return {
+        case.__name__: [error for error in messages.get(case.__name__, missing) if error]
+        for case in FILES[file]
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file, name", NAMES, ids=[name for _, name in NAMES])
+def test_two_processes(file, name, results):
+    errors = results(file)[name]
+    assert not errors, "\n".join(errors)

@@ -1,0 +1,1179 @@
+"""fewbit.plan: bytes as counted by hand, errors against loops of their own and a closed form, what it recommends."""
+
+import itertools
+import json
+import math
+import re
+import sys
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+import tiny_models  # noqa: E402
+from composed import Composed  # noqa: E402
+from measured import Images, gradient, squared  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaForCausalLM  # noqa: E402
+
+import fewbit  # noqa: E402
+from fewbit import cli  # noqa: E402
+from fewbit.errors import InputError, OutputExistsError  # noqa: E402
+from fewbit.models.workload import workload  # noqa: E402
+from fewbit.planning.candidates import Candidate, default_candidates  # noqa: E402
+from fewbit.planning.loss import FewBitLoss  # noqa: E402
+from fewbit.planning.plan import plan  # noqa: E402
+from fewbit.planning.training_plan import Planned, TrainingPlan  # noqa: E402
+from fewbit.render.terminal import plain  # noqa: E402
+
+FIXED = Candidate("fixed", 2)
+SHARED = Candidate("shared", fewbit.AdaptiveBits(2))
+ACTIVATIONS = Candidate("activations", 2, method="replace_activations_")
+
+
+def net(dropout=0.0):
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 4)
+    )
+
+
+def size(vector):
+    return float(vector.square().sum())
+
+
+def converted(candidate, model):
+    """A copy, converted by hand, and the controller if there is one."""
+    model, options = deepcopy(model), candidate.options
+    if candidate.method == "replace_activations_":
+        fewbit.replace_activations_(model, candidate.bits.bits, **options, verbose=False)
+        return model, None
+    return model, fewbit.compress_(model, candidate.bits, **options, verbose=False)
+
+
+# --- bytes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_bytes_are_those_of_a_model_that_is_compressed_by_hand():
+    model, x = net(0.1), torch.randn(16, 32)
+    found = plan(model, x, squared, chunks=4)
+    assert found.exact_bytes == fewbit.saved_bytes(lambda x: squared(model, x), x).total
+    assert [row.candidate for row in found.rows] == list(default_candidates(model))
+    for row in found.rows:
+        copy, controller = converted(row.candidate, model)
+        adapts = row.policy in ("shared", "error-bound")
+        for _ in range(3 if adapts else 0):
+            torch.manual_seed(0)  # as in the plan, of its one batch
+            squared(copy, x).backward()
+        if adapts:
+            controller.load_state_dict(controller.state_dict())
+        assert row.saved_bytes == fewbit.saved_bytes(lambda x, copy=copy: squared(copy, x), x).total
+        assert row.saved_bytes < found.exact_bytes
+
+
+def test_a_slice_of_a_data_set_counts_alone():
+    data, model = torch.randn(64, 32), net()
+    parts = [plan(model, part, squared, candidates=[FIXED], chunks=4) for part in data.split(16)]
+    whole = plan(model, data[:16].clone(), squared, candidates=[FIXED], chunks=4)
+    assert {part.exact_bytes for part in parts} == {whole.exact_bytes}
+
+
+# --- errors -----------------------------------------------------------------------------------------
+
+
+def measured_by_hand(candidate, model, x, draws):
+    """(error, variance, bias) from draws of a model that is converted by hand, no dropout."""
+    copy, controller = converted(candidate, model)
+    for step in range(3 if candidate is SHARED else 0):
+        torch.manual_seed(step)
+        gradient(copy, x)
+    exact = gradient(model, x)
+    found, state = [], controller and controller.state_dict()
+    for draw in range(draws):
+        if state:  # else bits would go on adapting
+            controller.load_state_dict(state)
+        torch.manual_seed(1000 + draw)
+        found.append(gradient(copy, x))
+    found = torch.stack(found)
+    mean = found.mean(0)
+    variance = size(found - mean) / (draws - 1)
+    error = size(found - exact) / draws
+    return error, variance, error - variance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("candidate", [FIXED, SHARED, ACTIVATIONS], ids=lambda value: value.policy)
+def test_errors_are_those_of_a_loop_by_hand(candidate, device):
+    """60 draws on both sides have standard errors of 1 to 2 %; that of the bias is as large a part of the error."""
+    model, x = net().to(device), torch.randn(32, 32, device=device)
+    (row,) = plan(model, x, squared, candidates=[candidate], draws=60, chunks=4).rows
+    error, variance, bias = measured_by_hand(candidate, model, x, 60)
+    assert row.error == pytest.approx(error, rel=0.1)
+    assert row.variance == pytest.approx(variance, rel=0.1, abs=1e-6 * error)
+    assert row.bias == pytest.approx(bias, abs=0.1 * error)
+    assert row.error == pytest.approx(row.variance + row.bias, rel=1e-6)
+    assert abs(row.error - error) <= 4.5 * 2**0.5 * row.error_error + 1e-9
+    if candidate is ACTIVATIONS:
+        assert row.variance < 1e-6 * row.bias  # codes are alike in all draws
+
+
+def test_several_batches_are_the_mean_of_what_each_has_alone():
+    """A batch alone has the same draws from the same seed."""
+    scales = torch.linspace(0.5, 1.5, 5)[:, None, None]
+    model, batches = net(0.2), list(torch.randn(5, 8, 32) * scales)
+    found = plan(model, batches, squared, candidates=[FIXED], seed=7)
+    alone = [
+        plan(model, batch, squared, candidates=[FIXED], chunks=4, seed=7 + number)
+        for number, batch in enumerate(batches)
+    ]
+    (row,) = found.rows
+    assert found.gradient == pytest.approx(np.mean([item.gradient for item in alone]))
+    for name in ("error", "variance", "bias"):
+        values = np.array([getattr(item.rows[0], name) for item in alone])
+        assert getattr(row, name) == pytest.approx(values.mean())
+        if name != "bias":
+            error = getattr(row, f"{name}_error")
+            assert error == pytest.approx(values.std(ddof=1) / math.sqrt(5))
+    assert (found.batches, found.batch_size, found.sampled) == (5, 8, "5 batches of 8")
+
+
+def test_dropout_draws_alike_and_rounding_does_not():
+    model, x = net(0.5), torch.randn(16, 32)
+    candidate = Candidate("fixed", 8, {"layers": {"activation_bits": 8}})
+    (row,) = plan(model, x, squared, candidates=[candidate], chunks=4).rows
+    first, second = gradient(model, x), gradient(model, x)
+    assert 0 < row.variance <= row.error * 1.5
+    assert row.error < 1e-2 * size(first - second)
+
+
+def test_bits_that_adapt_are_measured_as_they_are_after_some_steps():
+    """The first layer's noise counts 10,000 times as much as the last one's: it gets the bits."""
+
+    model, x = (
+        Composed(
+            lambda model, x: torch.cat([model.loud(x[:, 0]), 0.01 * model.quiet(x[:, 1])], 1),
+            loud=nn.Linear(64, 8),
+            quiet=nn.Linear(64, 8),
+        ),
+        torch.randn(16, 2, 64),
+    )
+    fixed, shared = plan(model, x, squared, candidates=[FIXED, SHARED], chunks=4).rows
+    assert shared.error < 0.5 * fixed.error
+    assert shared.saved_bytes < 1.25 * fixed.saved_bytes  # bits of samples, and words not full
+
+
+# --- the variance between minibatches ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_variance_between_minibatches_is_half_of_squared_differences(several):
+    model, x = nn.Linear(5, 2), torch.randn(24, 5)
+    parts = x.chunk(6)
+    batch = list(parts) if several else x
+    found = plan(model, batch, squared, candidates=[FIXED], chunks=6)
+    gradients = [gradient(model, part) for part in parts]
+    pairs = np.array(
+        [size(a - b) / 2 for a, b in zip(gradients[::2], gradients[1::2], strict=True)]
+    )
+    pairs /= 1 if several else 6
+    squares = [size(gradient) for gradient in gradients] if several else [size(gradient(model, x))]
+    assert found.gradient == pytest.approx(np.mean(squares), rel=1e-5)
+    assert found.sampling == pytest.approx(pairs.mean(), rel=1e-5)
+    error = pairs.std(ddof=1) / 3**0.5
+    assert found.sampling_error == pytest.approx(error, rel=1e-4)
+    profile = fewbit.variance_profile(model, batch, squared, chunks=6, draws=2)
+    assert profile.sampling[0] == pytest.approx(found.sampling, rel=1e-5)
+    assert profile.sampling_error[0] == pytest.approx(error, rel=1e-4)
+    assert profile.batches == found.batches == (6 if several else 1)
+    sampled = "6 batches of 4" if several else "6 chunks of one batch of 24"
+    assert profile.sampled == found.sampled == sampled
+
+
+# --- what it predicts -------------------------------------------------------------------------------
+
+
+# --- what it must not disturb -----------------------------------------------------------------------
+
+
+def without_times(found):
+    none = dict.fromkeys(("seconds", "seconds_least", "seconds_most"), 0.0)
+    rows = tuple(replace(row, **none) for row in found.rows)
+    none = {f"exact_{name}": value for name, value in none.items()}
+    return replace(found, **none, rows=rows).to_json()
+
+
+def test_it_is_reproducible_and_what_the_model_was_compressed_with_does_not_matter():
+    model, x = net(0.1), torch.randn(16, 32)
+    arguments = {"candidates": [FIXED, SHARED], "chunks": 4}
+    first = plan(model, x, squared, **arguments)
+    other = plan(model, x, squared, seed=1, **arguments)
+    fewbit.compress_(model, bits=5, verbose=False)
+    second = plan(model, x, squared, **arguments)
+    assert without_times(first) == without_times(second)
+    assert all(a.error != b.error for a, b in zip(first.rows, other.rows, strict=True))
+    assert 0 < first.exact_seconds_least <= first.exact_seconds <= first.exact_seconds_most
+    assert all(0 < row.seconds_least <= row.seconds <= row.seconds_most for row in first.rows)
+
+
+# --- what it recommends -----------------------------------------------------------------------------
+
+
+def made(*rows, sampling=1.0, share=0.1):
+    """A plan of made-up numbers; a row: (policy, bits, bytes, error)."""
+    times, exact = (2.0, 1.6, 2.5), (1.0, 0.875, 1.25)
+    planned = [
+        Planned(Candidate(policy, bits), size, error, 0.01, error, math.nan, 0.0, *times)
+        for policy, bits, size, error in rows
+    ]
+    about = (
+        "Net<1>",
+        "cpu",
+        2,
+        8,
+        2,
+        share,
+        4096,
+        *exact,
+        None,
+        None,
+        3.0,
+        sampling,
+        math.nan,
+        "2 batches of 8",
+    )
+    return TrainingPlan(*about, tuple(planned))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([("a", 8, 1000, 0.01), ("a", 4, 500, 0.09), ("a", 2, 250, 0.11)], 1),
+        ([("a", 4, 500, 0.1)], 0),  # at most the share
+        ([("a", 4, 500, 0.09), ("b", 4, 500, 0.08)], 1),  # of as many bytes the one of less error
+        ([("a", 4, 500, math.nan), ("a", 8, 900, 0.01)], 1),
+        ([("a", 8, 4096, 0.0), ("a", 2, 250, 0.2)], None),  # keeps as much as the exact model
+        ([("a", 2, 250, 0.2), ("a", 3, 300, 0.15)], None),
+    ],
+)
+def test_the_cheapest_within_the_share_is_recommended(rows, expected):
+    found = made(*rows)
+    assert found.recommended is (None if expected is None else found.rows[expected])
+    assert [row["recommended"] for row in found.records()].count(True) == (expected is not None)
+    title = " ".join(found.title.split())
+    if expected is None:
+        least = min((row for row in found.rows if row.saved_bytes < 4096), key=lambda x: x.error)
+        assert found.closest is least
+        assert (
+            f"no setting keeps its error within 10% of the variance between minibatches; {least.policy} at {least.label} comes closest, with {100 * least.error:.0f}% of it"
+            in title
+        )
+        assert "*" not in re.sub(r"\*:", "", str(found))
+    else:
+        row = found.rows[expected]
+        assert (
+            f"{row.policy} at {row.label} saves {row.saved_bytes} B in place of 4.00 KiB" in title
+        )
+        assert "2.00 times as long (1.6 to 2.5)" in title
+        assert f"{row.label}*" in str(found)
+
+
+def test_the_share_says_what_is_allowed():
+    rows = ("a", 8, 1000, 0.01), ("a", 4, 500, 0.09), ("a", 2, 250, 0.3)
+    assert [made(*rows, share=share).recommended.label for share in (0.02, 0.1, 0.5)] == [
+        "8 bits",
+        "4 bits",
+        "2 bits",
+    ]
+    assert made(*rows, sampling=5.0).recommended.label == "2 bits"
+
+
+# --- candidates -------------------------------------------------------------------------------------
+
+
+def test_default_candidates_are_those_that_the_model_has_a_use_for():
+    def names(model, *policies):
+        return [f"{row.policy} {row.label}" for row in default_candidates(model, *policies)]
+
+    fixed = [f"fixed {bits} bits" for bits in (8, 4, 3, 2)]
+    shared = [f"shared {bits} bits" for bits in (4, 3, 2, 1.5)]
+    shared += [f"error-bound e2={e2}" for e2 in ("0.1", "0.5", "1", "2")]
+    everything = [f"everything {bits} bits, everything" for bits in (4, 2)]
+    assert names(nn.Linear(4, 4)) == fixed + shared + everything
+    fused = [f"pre-activation {bits} bits" for bits in (8, 4, 2)]
+    assert names(Images()) == [*fixed, *shared, *fused, *everything, "activations 1 bit"]
+    few = [f"activations {bits} bits" for bits in (4, 3, 2)]
+    assert names(net()) == [*fixed, *shared, *fused, *everything, *few]
+    assert names(net(), ["activations"]) == few
+    with pytest.raises(
+        InputError,
+        match="expected one of fixed, shared, error-bound, everything, cross-entropy, compile for policy, got 'none'",
+    ):
+        default_candidates(nn.Linear(4, 4), ["none"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_checkpoints_of_a_model_of_transformers(is_checkpointed):
+    """The regions of other candidates and of the exact model are those of the given model."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_models.llama()).train()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    ids = torch.randint(100, (4, 32))
+
+    def loss(model, ids):
+        return model(ids, use_cache=False).logits.square().mean()
+
+    def kept(model):
+        return fewbit.saved_bytes(lambda ids: loss(model, ids), ids).total
+
+    candidates = [*default_candidates(model, ["checkpoints"]), FIXED]
+    found = plan(model, ids, loss, candidates=candidates, chunks=4, progress=False)
+    assert found.exact_bytes == kept(model)
+    assert [row.policy for row in found.rows] == ["checkpoints", "checkpoints", "fixed"]
+    for row in found.rows:
+        copy = deepcopy(model)
+        for line in row.candidate.call.split("; "):
+            eval(line, {"fewbit": fewbit, "model": copy})
+        assert row.saved_bytes == kept(copy)
+    eight, four, _ = found.rows
+    assert four.saved_bytes < eight.saved_bytes < found.exact_bytes
+    assert 0 < eight.error < four.error < found.gradient
+    assert TrainingPlan.from_json(found.to_json()) == found
+
+
+def test_everything_compresses_what_is_no_layer():
+    class Products(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 64)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return torch.einsum(
+                "...i,...j->...ij", y, y
+            )  # with an ellipsis, torch's own function runs
+
+    model, x = Products(), torch.randn(64, 32)
+    candidates = [Candidate("fixed", 2), *default_candidates(model, ["everything"])]
+    fixed, _, two = plan(model, x, squared, candidates=candidates, chunks=4).rows
+    copy, _ = converted(two.candidate, model)
+    assert two.saved_bytes == fewbit.saved_bytes(lambda x: squared(copy, x), x).total
+    assert two.saved_bytes < fixed.saved_bytes
+    assert 0 < two.error
+
+
+class Words(nn.Module):
+    """A language model of one layer with 500 words, whose loss is outside of the model."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(500, 32)
+        self.layer = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(dropout))
+        self.head = nn.Linear(64, 500)
+
+    def forward(self, words):
+        return self.head(self.layer(self.embedding(words)))
+
+
+def of_next_word(model, words):
+    logits = model(words[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+
+
+def few_bits_of_next_word(model, words):
+    logits = model(words[:, :-1])
+    return fewbit.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten(), bits=2)
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_language_model_is_compressed_too():
+    model, words = Words(dropout=0.2), [torch.randint(500, (8, 17)) for _ in range(4)]
+    found = plan(model, words, of_next_word, progress=False)
+    rows = [row for row in found.rows if row.policy == "cross-entropy"]
+    assert [row.label for row in rows] == ["4 bits", "2 bits"]
+    copy = deepcopy(model)
+    exec(rows[1].candidate.call, {"fewbit": fewbit, "model": copy})
+    copy_bytes = fewbit.saved_bytes(lambda x: few_bits_of_next_word(copy, x), words[0]).total
+    assert rows[1].saved_bytes == copy_bytes
+    (fixed,) = (row for row in found.rows if row.policy == "fixed" and row.label == "2 bits")
+    assert rows[1].saved_bytes < 0.5 * fixed.saved_bytes
+    assert fixed.error == pytest.approx(rows[1].error, rel=0.2)
+    assert rows[1].variance > 0.5 * rows[1].error  # draws differ
+
+
+def test_the_rounding_of_the_loss_differs_between_draws():
+    model, words = Words(), torch.randint(500, (8, 17))
+    candidate = Candidate("loss", 2, {"overrides": {"*": None}}, method="cross_entropy")
+    (row,) = plan(model, words, of_next_word, candidates=[candidate], draws=8, chunks=4).rows
+    assert 0 < row.error
+    assert abs(row.bias) < 0.5 * row.error
+
+
+@pytest.mark.slow
+def test_a_loss_without_cross_entropy_has_no_candidates_of_its_own():
+    policies = {row.policy for row in plan(net(), torch.randn(16, 32), squared, chunks=4).rows}
+    assert not policies & {"cross-entropy", "compile"}
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # which torch.compile causes
+def test_compiled_candidates_are_compared_with_exact_compiled_code():
+    """Dropout draws other masks in compiled code, so the distance from the uncompiled gradient would be large."""
+    model, words = Words(dropout=0.3), [torch.randint(500, (64, 17)) for _ in range(4)]
+    settings = {"backend": "aot_eager"}
+    candidates = [Candidate("compile", bits, settings, "compile") for bits in (8, 2)]
+    found = plan(model, words, of_next_word, candidates=candidates, progress=False)
+    eight, two = found.rows
+    assert eight.error < 1e-3 * found.gradient
+    assert eight.error < two.error < 0.2 * found.gradient
+    assert two.saved_bytes < found.compiled_bytes <= found.exact_bytes
+    assert found.compiled_seconds > 0
+    assert "torch.compile's exact code" in " ".join(str(found).split())
+    assert not vars(model).get("_compiled_call_impl")
+    copy = deepcopy(model)
+    eight.candidate.apply(copy)
+    assert copy._compiled_call_impl is not None
+    two_by_hand = fewbit.compile(deepcopy(model), 2, **settings)
+    of_next_word(two_by_hand, words[0]).backward()
+    by_hand = fewbit.saved_bytes(lambda x: of_next_word(two_by_hand, x), words[0]).total
+    assert two.saved_bytes == by_hand
+    assert TrainingPlan.from_json(found.to_json()) == found
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_models_of_torchs_own_classes_are_compiled_as_often_as_needed():
+    """torch compiles a code object 8 times, and does not compile the methods of its own classes."""
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 4)), torch.randn(32, 64)
+    settings = {"backend": "aot_eager"}
+    candidates = [Candidate("compile", 2, settings, "compile")] * 5
+    rows = [
+        row
+        for _ in range(2)
+        for row in plan(model, x, squared, candidates=candidates, chunks=4).rows
+    ]
+    assert len({row.saved_bytes for row in rows}) == 1
+    by_hand = fewbit.compile(deepcopy(model), 2, **settings)
+    squared(by_hand, x).backward()
+    assert rows[0].saved_bytes == fewbit.saved_bytes(lambda x: squared(by_hand, x), x).total
+    assert all(row.error > 0 for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_another_candidate_undoes_compilation():
+    model = net()
+    Candidate("compile", 2, {"backend": "aot_eager"}, "compile").apply(model)
+    assert model._compiled_call_impl is not None
+    FIXED.apply(model)
+    assert model._compiled_call_impl is None
+
+
+def test_wrong_arguments_of_torch_compile_name_the_candidate():
+    candidate = Candidate("mine", 2, {"bogus": 1}, "compile")
+    with pytest.raises(InputError, match="candidates: mine, 2 bits, bogus=1: .*'bogus'"):
+        plan(net(), torch.randn(16, 32), squared, candidates=[candidate], chunks=4)
+
+
+def test_the_parts_of_a_loss_are_rounded_independently():
+    logits = torch.randn(1, 64, 100).expand(64, -1, -1).reshape(-1, 100).requires_grad_()
+    target = torch.zeros(64 * 64, dtype=torch.long)
+    with FewBitLoss(2, seed=3):
+        before = torch.get_rng_state()
+        losses = [
+            nn.functional.cross_entropy(*each)
+            for each in zip(logits.chunk(64), target.chunk(64), strict=True)
+        ]
+        assert torch.equal(torch.get_rng_state(), before)
+    found = torch.autograd.grad(torch.stack(losses).sum(), logits)[0].view(64, -1)
+    exact = torch.autograd.grad(nn.functional.cross_entropy(logits[:64], target[:64]), logits)[
+        0
+    ].view(64, -1)[0]
+    errors = found - exact
+    # The mean of 64 independent errors is about an eighth as large as one error.
+    assert errors.mean(0).norm() < 0.2 * errors[0].norm()
+
+
+def test_compiled_candidates_have_one_reference():
+    candidates = [
+        Candidate("compile", 2, {"backend": backend}, "compile")
+        for backend in ("aot_eager", "inductor")
+    ]
+    message = "the same arguments of torch.compile in all with the method compile, got {'backend': 'aot_eager'} and {'backend': 'inductor'}"
+    with pytest.raises(InputError, match=message):
+        plan(net(), torch.randn(16, 32), squared, candidates=candidates, chunks=4)
+
+
+def test_methods_take_a_whole_number_of_bits():
+    message = "method: expected one of compress_, replace_activations_, checkpoint_, cross_entropy, compile, got 'loss'"
+    with pytest.raises(InputError, match=message):
+        Candidate("both", 2, method="loss")
+    for method in ("checkpoint_", "compile", "cross_entropy"):
+        with pytest.raises(InputError, match=f"a whole number from 1 to 8 with {method}"):
+            Candidate("shared", 1.5, method=method)
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (["activations"], "policy activations: expected a model with activations as modules, got"),
+        (["checkpoints"], "policy checkpoints: expected a model with gradient checkpointing as in"),
+        (["pre-activation"], "policy pre-activation: expected a model with a batch or layer norm,"),
+        ("fixed", "policies: expected a list of names, as ['fixed'], got 'fixed'"),
+        (3, "policies: expected a list of names, as ['fixed'], got 3"),
+    ],
+)
+def test_policies_that_are_none_of_the_models(policies, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        default_candidates(nn.Linear(4, 4), policies)
+
+
+def test_policies_may_come_from_a_generator():
+    found = default_candidates(net(), (name for name in ("shared", "fixed")))
+    assert {item.policy for item in found} == {"fixed", "shared"}
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.empty(0, 32), [torch.empty(0, 32)] * 2, (torch.empty(0, 32),)]
+)
+def test_a_batch_without_samples(batch):
+    def ratio(model, batch, loss):
+        return fewbit.compress_(model, bits=2, verbose=False).gradient_ratio(batch, loss)
+
+    def first(model, batch):
+        return squared(model, batch if isinstance(batch, torch.Tensor) else batch[0])
+
+    for measure in (plan, fewbit.variance_profile, ratio):
+        with pytest.raises(InputError, match="^batch: expected at least one sample, got 0$"):
+            measure(net(), batch, first)
+
+
+@pytest.mark.parametrize(
+    ("bits", "options", "label"),
+    [
+        (4, {}, "4 bits"),
+        (1.5, {}, "1.5 bits"),
+        (1, {"layers": fewbit.LayerSettings(copies=2)}, "1 bit, copies=2"),
+        (fewbit.ErrorBound(1e-3, window="max"), {}, "e2=0.001, window=max"),
+        (fewbit.Budget("6 GiB", interval=50), {"sample": torch.ones(2)}, "budget=6.00 GiB, interval=50"),
+        (fewbit.Level("L3"), {}, "level L3"),
+        (fewbit.Level("L2.5", 2), {}, "level L2.5, bits=2"),
+        (None, {}, "4 bits"),
+    ],
+)  # fmt: skip
+def test_labels_tell_candidates_of_a_policy_apart(bits, options, label):
+    assert Candidate("any", bits, options).label == label
+
+
+@pytest.mark.parametrize("candidate", [FIXED, SHARED, ACTIVATIONS], ids=repr)
+def test_the_call_of_a_candidate_can_be_pasted(candidate):
+    model, x = net(), torch.randn(4, 32)
+    eval(candidate.call, {"fewbit": fewbit, "model": model})
+    other, _ = converted(candidate, net())
+    assert fewbit.saved_bytes(model, x).total == fewbit.saved_bytes(other, x).total
+
+
+OPTIONS = [
+    {"layers": fewbit.LayerSettings(copies=2)},
+    {"overrides": {"0": fewbit.LayerSettings(bits=8), "1": None}},
+    {"offload": fewbit.HostOffload(True)},
+    {"include": ["0"], "verbose": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+def test_a_candidate_comes_back_from_json(options):
+    candidate = Candidate("own", 2, options)
+    loaded = Candidate.from_dict(json.loads(json.dumps(candidate.to_dict())))
+    assert loaded.bits == candidate.bits
+    assert loaded.options == {name: value for name, value in options.items() if name != "verbose"}
+    loaded.apply(net())
+
+
+def test_the_call_of_a_candidate_names_the_sample():
+    candidate = Candidate("own", fewbit.Budget("1 MB"), {"sample": torch.ones(4, 32)})
+    assert candidate.call == "fewbit.compress_(model, fewbit.Budget('1 MiB'), sample=sample)"
+    assert Candidate.from_dict(candidate.to_dict()).call == candidate.call
+
+
+def test_activations_have_3_bits_unless_they_are_given():
+    assert "(model, 3)" in Candidate("activations", method="replace_activations_").call
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Candidate("a", 3, 5), "expected a name and a mapping of options, got 'a' and 5"),
+        (lambda: Candidate("a", fewbit.ErrorBound(), method="replace_activations_"), "whole number from 1 to 8 with replace_activations_"),
+        (lambda: Candidate.from_dict({}), "expected a candidate's policy, bits, options, method, got {}"),
+        (lambda: Candidate.from_dict(3), "expected a candidate's policy, bits, options, method, got 3"),
+    ],
+)  # fmt: skip
+def test_candidates_that_cannot_be_made(make, message):
+    with pytest.raises(InputError) as error:
+        make()
+    assert message in str(error.value)
+
+
+# --- bad input --------------------------------------------------------------------------------------
+
+
+def refused(measure, changes, message, **options):
+    """Check that a measurement of a linear model with the changes is refused in one line."""
+    arguments = {"model": nn.Linear(4, 2), "batch": torch.randn(8, 4), "loss": squared}
+    arguments |= {**options, **changes}
+    model, batch, loss = (arguments.pop(name) for name in ("model", "batch", "loss"))
+    with pytest.raises(InputError, match=message) as error:
+        measure(model, batch, loss, **arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("measure", "options"),
+    [(plan, {"candidates": [FIXED]}), (fewbit.variance_profile, {})],
+    ids=["plan", "variance profile"],
+)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": torch.relu}, "model: expected a torch.nn.Module, got builtin"),
+        ({"model": nn.Linear(4, 2).eval()}, "expected one in training mode"),
+        ({"model": nn.Linear(4, 2).requires_grad_(False)}, "expected parameters that require grad"),
+        ({"loss": 3}, r"loss: expected a function \(model, batch\) -> scalar tensor, got int"),
+        ({"loss": lambda output: output.mean()}, "loss: .*too many positional arguments"),
+        ({"loss": lambda model, batch: 1.0}, "expected a scalar tensor, got float"),
+        ({"loss": lambda model, batch: model(batch)}, r"got one of shape \(\d, 2\)"),
+        ({"loss": lambda model, batch: batch.sum()}, "got one that requires no grad"),
+        ({"loss": lambda model, batch: model(batch).mean() / 0}, "expected a finite value"),
+        (
+            {"loss": lambda model, batch: batch.sum() * torch.ones((), requires_grad=True)},
+            "depends on none of its parameters",
+        ),
+        ({"batch": 3}, "batch: expected a tensor, a tuple or a mapping"),
+        ({"batch": []}, "got an empty list"),
+        ({"batch": list(torch.randn(10, 4).split(4))}, r"batches of one size, got 4, 4, 2 samples"),
+        ({"batch": (3, "x")}, "expected a tensor with samples"),
+        (
+            {"batch": [torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)]},
+            r"cannot be called with one by one \(RuntimeError\(.*give tuple\(batch\)",
+        ),
+        (
+            {"batch": list(torch.full((4, 8, 4), math.nan))},
+            "loss: expected a finite value, got nan",
+        ),
+        (
+            {"batch": torch.ones(8, 5), "loss": lambda model, batch: model(batch).sum()},
+            "batch: expected one that loss.model, batch. takes, got shape .8, 5., for which it raises RuntimeError",
+        ),
+        ({"chunks": 6}, "expected a multiple of chunks=6 samples, or several batches, got 8"),
+        ({"chunks": 5}, "chunks: expected an even integer of at least 4, got 5"),
+        ({"draws": 1}, "draws: expected an integer of at least 2, got 1"),
+        ({"draws": True}, "draws: expected an integer of at least 2, got True"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(measure, options, changes, message):
+    refused(measure, changes, message, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+        ({"bits": 9}, "bits"),
+        ({"include": "nothing"}, "expected a glob that matches a module"),
+        ({"model": nn.PReLU(), "exclude": "*"}, "expected layers that quantize"),
+    ],
+)
+def test_bad_options_of_a_profile(changes, message):
+    refused(fewbit.variance_profile, changes, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"loss": lambda model, batch: 0 * model(batch).sum()},
+            "expected a gradient that is finite and not 0",
+        ),
+        ({"share": 0}, "share: expected a finite number above 0, got 0"),
+        ({"share": "much"}, "share: expected a finite number above 0, got 'much'"),
+        ({"share": math.inf}, "share: expected a finite number above 0, got inf"),
+        ({"candidates": []}, "candidates: expected a Candidate or several, got none"),
+        ({"candidates": [{"bits": 2}]}, "expected instances of fewbit.Candidate, got dict"),
+        ({"candidates": 4}, "expected instances of fewbit.Candidate, got int"),
+        (
+            {"candidates": [Candidate("a", 4, {"layers": {"copies": 3}})]},
+            "candidates: a, 4 bits, layers=.*: layers: expected 1 or 2 for copies, got 3",
+        ),
+        (
+            {"candidates": [Candidate("a", 4, {"bit": 2})]},
+            "candidates: a, 4 bits, bit=2: .*unexpected keyword",
+        ),
+    ],
+)
+def test_bad_options_of_a_plan(changes, message):
+    refused(plan, changes, message, candidates=[FIXED])
+
+
+class Reentrant(nn.Sequential):
+    """A model with a checkpoint whose gradients torch computes in backward() only."""
+
+    def forward(self, x):
+        first, *rest = self
+        return checkpoint(nn.Sequential(*rest), first(x), use_reentrant=True)
+
+
+def test_reentrant_checkpoints_are_refused_by_name():
+    model, x = Reentrant(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), torch.randn(8, 4)
+    compressed = deepcopy(model)
+    controller = fewbit.compress_(compressed, fewbit.ErrorBound(), verbose=False)
+    for measure in (
+        lambda: plan(model, [x, x], squared, candidates=[FIXED]),
+        lambda: fewbit.variance_profile(model, x, squared),
+        lambda: controller.gradient_ratio(x, squared),
+    ):
+        with pytest.raises(
+            InputError, match="^model: expected checkpoints with use_reentrant=False"
+        ):
+            measure()
+
+
+# --- what it shows, and files -----------------------------------------------------------------------
+
+
+def test_json_has_everything_back(tmp_path):
+    found = plan(net(), torch.randn(16, 32), squared, candidates=[FIXED, ACTIVATIONS], chunks=4)
+    path = tmp_path / "plan.json"
+    found.save(path)
+    document = json.loads(path.read_text())
+    assert document["schema"] == "fewbit.plan/3"
+    assert document["rows"][0]["candidate"] == {
+        "policy": "fixed",
+        "bits": {"kind": "fixed", "bits": 2},
+        "options": {},
+        "method": "compress_",
+    }
+    loaded = TrainingPlan.load(path)
+    assert loaded.to_json() == found.to_json() and str(loaded) == str(found)
+    with pytest.raises(OutputExistsError):
+        found.save(path)
+    found.save(path, force=True)
+
+
+@pytest.mark.slow
+def test_names_in_a_file_are_no_formulas():
+    candidate = Candidate("fixed", 2)
+    found = plan(net(), torch.randn(8, 32), squared, candidates=candidate, chunks=4)
+    document = json.loads(found.to_json())
+    document["model"] = document["rows"][0]["candidate"]["policy"] = r"$\nonsense{$"
+    assert "<img" in TrainingPlan.from_json(json.dumps(document))._repr_html_()
+
+
+def test_options_that_json_has_not_are_text():
+    layers = fewbit.LayerSettings(copies=2)
+    candidate = Candidate("own", 2, {"include": lambda path, module: True, "layers": layers})
+    found = plan(net(), torch.randn(8, 32), squared, candidates=candidate, chunks=4)
+    loaded = TrainingPlan.from_json(found.to_json()).rows[0].candidate
+    assert loaded.bits == fewbit.FixedBits(2) and loaded.options["layers"] == layers
+    assert loaded.options["include"].startswith("<function")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda document: document.update(schema="fewbit.table/1"), "expected the schema"),
+        (lambda document: document.pop("share"), 'expected the field "share", got none'),
+        (lambda document: document.update(of=1), "expected no other field than .*, got 'of'"),
+        (lambda document: document.update(rows=[]), "rows: expected at least 1 item,"),
+        (lambda document: document["rows"][0].pop("error"), r'rows\[0\]: expected the field "error"'),
+        (lambda document: document["rows"][0].update(candidate={}), 'expected the field "policy"'),
+        (lambda document: document["rows"][0]["candidate"].update(options=3), "expected an object"),
+        (lambda document: document["rows"][0]["candidate"].update(bits={"kind": "x"}), "expected a kind out of fixed"),
+        (lambda document: document["rows"][0]["candidate"]["bits"].update(bits=9), "expected a whole number from 1 to 8"),
+        (lambda document: document.update(model="\x1b[2J"), "model: expected printable characters"),
+        (lambda document: document["rows"][0]["candidate"].update(policy="\u202e"), r"rows\[0\].candidate.policy: expected printable"),
+        (lambda document: document["rows"][0]["candidate"].update(options={"\r": 1}), "expected printable characters"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_plan(change, message, tmp_path):
+    document, path = made(("a", 2, 10, 0.1)).to_dict(), tmp_path / "plan.json"
+    change(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(InputError, match=f"plan.json: .*{message}"):
+        TrainingPlan.load(path)
+    path.write_text("{")
+    with pytest.raises(InputError, match="expected JSON"):
+        TrainingPlan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"), [(89, ""), (88, "passes"), (60, "less, ±, random, passes")]
+)
+def test_a_narrow_terminal_leaves_out_passes_first(width, left_out):
+    rows = [("pre-activation", 2, 8_876_932, 1.2345e-3), ("error-bound", 1.5, 88_769_320, 0.9876)]
+    found = replace(made(*rows, sampling=1e-1), exact_bytes=1_034_567_890)
+    rows = tuple(replace(row, error_error=row.error / 9) for row in found.rows)
+    text = " ".join(plain(replace(found, rows=rows), width).split())
+    assert text.endswith(f"columns left out: {left_out}") if left_out else "left out" not in text
+    assert "pre-activation 2 bits" in text, "columns are left out before names are shortened"
+
+
+@pytest.mark.slow
+def test_times_come_with_the_spread_of_their_passes():
+    found = made(("a", 2, 300, 0.04), ("b", 2, 300, 0.04))
+    found = replace(found, rows=(replace(found.rows[0], seconds_least=1.25), found.rows[1]))
+    first, second = found.records()
+    names = "time_ratio", "time_least", "time_most"
+    assert [first[name] for name in names] == [2.0, 1.25, 2.5]
+    assert [second[name] for name in names] == [2.0, 1.6, 2.5]
+    narrow, wide = plain(found, 70), str(found)
+    assert "median of 2 passes" in " ".join(narrow.split())
+    assert "1.25 to 2.5" in wide and "0.875 to 1.25" in wide and "1.6 to 2.5" in found._repr_html_()
+    (exact,) = [line for line in narrow.splitlines() if line.startswith("exact")]
+    assert exact.endswith("  1.00") and "0.875 to" not in narrow
+
+
+def test_what_is_random_is_shown_within_the_error_and_kept_as_it_came():
+    (row,) = made(("a", 2, 300, 0.04)).rows
+    for variance, shown, told in (
+        (0.0412, "100%", True),
+        (0.04, "100%", False),
+        (0.03, "75%", False),
+        (-0.001, "0%", False),
+    ):
+        row = replace(row, variance=variance, bias=0.04 - variance)
+        found = replace(made(("a", 2, 300, 0.04)), rows=(row,))
+        assert re.search(rf"2 bits\*? .* {shown} +4%  2.00", plain(found, 120))
+        assert ("by chance it came out above the error" in " ".join(str(found).split())) == told
+        assert (found.records()[0]["variance"], found.records()[0]["bias"]) == (variance, row.bias)
+
+
+def test_the_notes_say_when_batches_are_too_few():
+    unsure, sure = (
+        made(("a", 2, 300, 0.04)),
+        made(("a", 2, 300, 0.06)),
+    )  # 0.01 is the standard error
+    assert "give more of them" in str(unsure) and "give more" not in str(sure)
+
+
+def test_batches_that_are_all_alike_have_no_variance_between_them():
+    """The seed here is larger than 64 bits, which is allowed too."""
+    found = plan(net(), [torch.randn(8, 32)] * 4, squared, candidates=[FIXED], seed=2**64)
+    assert found.sampling == 0 and found.recommended is None
+    assert re.search(r"comes closest, with an error of [\d.]+$", found.title)
+    assert "0 of the variance" in made(("a", 2, 300, 0.0), sampling=0.0).title
+    assert "% of it" in made(("a", 2, 300, 5.0)).title
+
+
+@pytest.mark.slow
+def test_the_call_of_the_recommended_candidate_is_shown():
+    found = made(("a", 2, 300, 0.05))
+    call = found.recommended.candidate.call
+    assert call in str(found)
+    assert f"<pre>{call}</pre>" in found._repr_html_()
+    none = made(("a", 2, 300, 5.0))
+    assert call not in str(none) and "<pre>" not in none._repr_html_()
+
+
+@pytest.mark.slow
+def test_the_picture_has_a_curve_for_each_policy_and_marks_what_is_recommended(tmp_path):
+    rows = ("a", 8, 1024, 0.01), ("a", 2, 256, 0.3), ("b", 4, 512, 0.05), ("c", 1, 2048, 0.0)
+    found = made(*rows)
+    (axes,) = found.plot(tmp_path / "plan.svg").axes
+    assert (tmp_path / "plan.svg").read_bytes().startswith(b"<?xml")
+    curves = {line.get_label(): line.get_xydata() for line in axes.lines}
+    np.testing.assert_allclose(curves["a"], [[0.25, 0.3], [1, 0.01]])
+    np.testing.assert_allclose(curves["recommended"], curves["b"])
+    np.testing.assert_allclose(curves["variance between minibatches"][:, 1], 1.0)
+    np.testing.assert_allclose(curves["10% of it"][:, 1], 0.1)
+    np.testing.assert_allclose(curves["exact"][:, 0], 4.0)
+    assert curves["c"][0, 1] == axes.get_ylim()[0]  # an error of 0 lies on the edge
+    assert {label.get_text() for label in axes.texts} == {"8 bits", "4 bits", "2 bits", "1 bit"}
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    # A policy without a known error takes no room.
+    assert made(*rows, ("d", 8, 0, math.nan)).plot().axes[0].get_position().y0 < 0.25
+    labels = {line.get_label() for line in made(rows[1]).plot().axes[0].lines}
+    assert "recommended" not in labels
+    with pytest.raises(OutputExistsError):
+        found.plot(tmp_path / "plan.svg")
+
+
+def boxes(texts):
+    """Their corners in pixels, in the order of the texts."""
+    extents = [label.get_window_extent() for label in texts]
+    return [(box.x0, box.y0, box.x1, box.y1) for box in extents]
+
+
+CROWD = [("a", 8 - i, 1100 - 100 * i, 0.004 * 2.5**i) for i in range(7)]
+CROWD += [("b", 8 - i, 1070 - 90 * i, 0.005 * 2.2**i) for i in range(7)]
+CROWD += [("c", 4 - i, 700 - 130 * i, 0.02 * 4**i) for i in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [CROWD, [CROWD[0], *CROWD[7:]], CROWD[:1]], ids=len)
+@pytest.mark.parametrize("dpi", [80, 160])
+def test_labels_cover_neither_each_other_nor_points(rows, dpi):
+    found = made(*rows)
+    (axes,) = (figure := found.plot()).axes
+    figure.set_dpi(dpi)
+    figure.draw_without_rendering()
+    labels = boxes(axes.texts)
+    for (ax0, ay0, ax1, ay1), (bx0, by0, bx1, by1) in itertools.combinations(labels, 2):
+        assert ax1 <= bx0 or bx1 <= ax0 or ay1 <= by0 or by1 <= ay0
+    places = [(row.saved_bytes / 1024, row.error) for row in found.rows]
+    for x, y in axes.transData.transform(places):
+        assert not any(x0 < x < x1 and y0 < y < y1 for x0, y0, x1, y1 in labels)
+    frame = axes.get_window_extent()
+    assert all(frame.x0 <= box[0] and box[2] <= frame.x1 for box in labels)
+    assert len(labels) >= 0.8 * len(rows)
+    assert [label.get_text() for label in axes.texts][0] == found.recommended.label
+
+
+NEAR_LIMITS = [("a", 8, 1100, 0.012), ("a", 4, 800, 0.09), ("a", 3, 600, 0.12), ("a", 2, 420, 0.9)]
+NEAR_LIMITS += [("b", 8, 900, 0.02), ("b", 4, 560, 0.1), ("b", 3, 450, 0.3), ("b", 2, 330, 1.1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [NEAR_LIMITS, NEAR_LIMITS[:4], CROWD[7:]], ids=len)
+def test_labels_are_crossed_by_no_line_where_there_is_room(rows):
+    (axes,) = (figure := made(*rows).plot()).axes
+    figure.draw_without_rendering()
+    corners = [line.get_transform().transform(line.get_xydata()) for line in axes.lines]
+    segments = [pair for corner in corners for pair in itertools.pairwise(corner)]
+    places = np.concatenate([np.linspace(*pair, 5000) for pair in segments])
+    assert len(axes.texts) == len(rows)
+    for x0, y0, x1, y1 in boxes(axes.texts):
+        assert not ((places > (x0, y0)) & (places < (x1, y1))).all(1).any()
+
+
+@pytest.mark.slow
+def test_a_label_stands_beside_its_own_point():
+    """A label without a place is left out; the recommended candidate's label gets the first place."""
+    rows = [(f"policy {i}", 1 + i / 100, 500 + i / 100, 0.05) for i in range(40)]
+    (axes,) = made(*rows).plot().axes
+    assert 1 <= len(axes.texts) < 40 and axes.texts[0].get_text() == "1 bit"
+    axes.figure.draw_without_rendering()
+    x, y = axes.transData.transform((500 / 1024, 0.05))
+    for x0, y0, x1, y1 in boxes(axes.texts):
+        assert (
+            max(x0 - x, x - x1, y0 - y, y - y1) < 23
+        )  # (7 + 9) / 72 of 100: the ring, and the distance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "ticks"),
+    [
+        ((1000, 1000), ["960", "970", "980", "990", "1000"]),
+        ((300, 1000), ["300", "400", "500", "700", "1000"]),
+        ((10, 1000), ["10", "30", "100", "300", "1000"]),
+        ((0, 1000), ["1", "10", "100", "1000"]),
+        ((2**30, 2**50), ["1", "10", "100", "1000", "10000", "1e5", "1e6"]),
+    ],
+)
+def test_ticks_are_plain_numbers_and_enough(sizes, ticks):
+    found = made(*(("a", 2, size, 0.05) for size in sizes))
+    (axes,) = replace(found, exact_bytes=sizes[1]).plot().axes
+    shown = [label.get_text() for label in axes.get_xticklabels()]
+    assert shown == ticks
+    assert [float(text) for text in shown] == pytest.approx(list(axes.get_xticks()))
+    low, high = axes.get_xlim()
+    assert all(low < item < high for item in (*axes.get_xticks(), *axes.lines[0].get_xdata()))
+
+
+# --- the command line -------------------------------------------------------------------------------
+
+
+def run(*arguments):
+    return CliRunner().invoke(
+        cli.app, ["plan", *arguments], prog_name="fewbit", env={"COLUMNS": "80"}
+    )
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module of the user's, in the current directory."""
+    text = """
+import torch
+from torch import nn
+
+
+def setting():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+    return model, list(torch.randn(4, 8, 32)), lambda model, batch: model(batch).square().mean()
+
+
+def single(samples=4):
+    model, batches, loss = setting()
+    return model, (batch[:samples] for batch in batches[:1]), loss
+
+
+def empty():
+    return single(0)
+
+
+def needy(size):
+    return setting()
+
+
+def broken():
+    return {}["data"]
+
+
+def refused():
+    from fewbit.errors import InputError
+
+    raise InputError("bits: expected 1 to 8")
+
+
+def wrong():
+    return 1, 2
+"""
+    (tmp_path / "planned_by_a_test.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "planned_by_a_test"
+
+
+@pytest.mark.slow
+def test_command_with_a_function_of_the_users(own, tmp_path):
+    result = run(f"{own}:setting", "--share", "0.5", "--draws", "3", "-o", "plan.json")
+    assert result.exit_code == 0 and result.stderr == ""
+    found = TrainingPlan.load("plan.json")
+    assert (found.share, found.draws, found.batches, found.batch_size) == (0.5, 3, 4, 8)
+    shown = [line.rstrip() for line in result.stdout.splitlines()]
+    assert shown == [*str(found).splitlines(), "", "saved to plan.json"]
+    again = run(f"{own}:setting", "-o", "plan.json")
+    assert again.exit_code == 2 and "pass --force" in again.stderr
+    result = run(f"{own}:setting", "--policy", "fixed", "--json", "-o", "plan.html")
+    assert [row["candidate"]["policy"] for row in json.loads(result.stdout)["rows"]] == [
+        "fixed"
+    ] * 4
+    assert Path("plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_command_knows_before_the_work_that_it_cannot_draw(own, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("fewbit.planning.plan.plan", None)  # is not called
+    result = run(f"{own}:setting", "-o", "plan.png")
+    assert result.exit_code == 2 and "needs matplotlib" in result.stderr
+
+
+@pytest.mark.slow
+def test_command_with_a_model_by_name():
+    result = run("resnet18", "--batch", "2", "--batches", "2", "--policy", "activations", "--json")
+    # On a slow machine, lines show the progress.
+    errors = [line for line in result.stderr.splitlines() if not line.startswith("plan: ")]
+    assert result.exit_code == 0 and errors == []
+    found = TrainingPlan.from_json(result.stdout)
+    assert (found.model, found.batches, found.batch_size) == ("ResNet", 2, 2)
+    assert [row.label for row in found.rows] == ["1 bit"]
+    assert found.rows[0].error == 0.0  # ReLU's derivative has two values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resnet19"], "unknown model 'resnet19': did you mean resnet18"),
+        (["resnet18", "--size", "8"], "expected an image size of 64 to 8192 pixels, got 8"),
+        (["resnet18", "-o", "plan.txt"], "plan.txt: expected a file name that ends in .json"),
+        (
+            ["resnet18", "--policy", "none"],
+            "expected one of fixed, shared, error-bound, pre-activation, everything, cross-entropy, compile, activations for",
+        ),
+        (["{own}:wrong"], "expected it to return (model, batch, loss), got tuple of 2"),
+        (["{own}:missing"], "has no attribute 'missing'"),
+        (["{own}:setting", "--batch", "3"], "--batch: expected the name of a model with it"),
+        (
+            ["resnet18", "--batches", "1", "--batch", "4"],
+            "--batches of at least 2, or --batch of a multiple of 8, got --batches 1 with --batch 4",
+        ),
+        (
+            ["{own}:single"],
+            "expected several batches, or one of a multiple of 8 samples, got one of 4",
+        ),
+        (["{own}:empty"], "batch: expected at least one sample, got 0"),
+        (
+            ["{own}:needy"],
+            "needy: expected a function without arguments, got one for which: missing",
+        ),
+        (["{own}:broken"], "broken raised KeyError: 'data'"),
+        (["{own}:refused"], "error: bits: expected 1 to 8"),
+        (["{own}:setting", "--policy", "pre-activation"], "a batch or layer norm, got one without"),
+        (["resnet18", "--share", "0"], "share: expected a finite number above 0, got 0.0"),
+        (["resnet18", "--draws", "1"], "draws: expected"),
+    ],
+)
+def test_command_errors_are_one_line(arguments, message, own):
+    result = run(*(argument.format(own=own) for argument in arguments))
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+# --- workloads --------------------------------------------------------------------------------------
+
+
+def test_workloads_are_the_same_for_the_same_seed_and_leave_the_random_state():
+    state = torch.get_rng_state()
+    first, second, other = (workload("resnet18", batch=2, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(state, torch.get_rng_state())
+    assert len(first.batches) == 4 and first.batches[0][0].shape == (2, 3, 64, 64)
+    assert torch.equal(first.batches[1][0], second.batches[1][0])
+    assert not torch.equal(first.batches[1][0], other.batches[1][0])
+    assert torch.equal(first.model.fc.weight, second.model.fc.weight)
+    with pytest.raises(InputError, match="batches: expected an integer of at least 1, got 0"):
+        workload("resnet18", batches=0)
+
+
+@pytest.mark.parametrize("name", ["roberta-base", "gpt2"])
+def test_workloads_of_text_tell_hidden_tokens(name, monkeypatch):
+    """An untrained model has the loss of a guess. The model has two small layers here."""
+    pytest.importorskip("transformers")
+    from fewbit.models import transformer
+
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    small |= {"max_position_embeddings": 70}
+    small = small if name == "roberta-base" else {"n_embd": 32, "n_layer": 2, "n_head": 2}
+    monkeypatch.setitem(transformer.SIZES, name, {**small, "vocab_size": 100})
+    model, batches, loss = workload(name, batch=3, size=20)
+    assert model.training and model.config._attn_implementation == "sdpa"
+    assert loss(model, batches[0]).item() == pytest.approx(math.log(100), rel=0.05)
+    if name == "roberta-base":
+        tokens, places, masked = batches[0]
+        assert places.shape == masked.shape == (3, 3)
+        assert all(batch._base is None for batch in batches[0])  # or bytes are of more than a batch
+        assert (tokens == 99).sum() == 9 and (tokens.gather(1, places) == 99).all()
+        assert (masked < 99).all()
+
+
+def test_a_title_says_if_no_setting_saves_anything():
+    found = made(("a", 8, 4096, 0.0), ("a", 4, 5000, 0.2))
+    assert "no setting saves less than the 4.00 KiB of the exact model" in " ".join(
+        found.title.split()
+    )
+
+
+def test_a_single_pair_of_batches_has_no_standard_error():
+    model = nn.Linear(4, 3)
+    for count, is_known in ((2, False), (4, True)):
+        batches = list(torch.randn(count, 8, 4))
+        text = str(
+            fewbit.plan(
+                model, batches, lambda model, x: model(x).square().mean(), candidates=[FIXED]
+            )
+        )
+        assert ("only 4 batches or more show" in " ".join(text.split())) != is_known
+        assert "?" not in text

@@ -1,0 +1,479 @@
+"""Level L3 in a training loop: it stays within budgets, lowers the variance, resumes bit for bit, and takes odd loops."""
+
+import copy
+import json
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from composed import Composed
+from probed_models import MODELS, gradient, loss_of
+from samples import normal
+from torch import nn
+from training import build, least_budget, step
+
+import fewbit
+from fewbit.errors import InputError
+from fewbit.policies.adaptive import AdaptivePolicy, SlotVariance
+from fewbit.runtime.format.distortion import relative_distortion
+from fewbit.runtime.probes.variance_probe import VarianceProbe
+
+
+def mean_bits(controller):
+    rows = [row for row in controller.allocation if not row.is_fixed]
+    return sum(row.bits * row.elements for row in rows) / sum(row.elements for row in rows)
+
+
+def averages(controller):
+    return {(row.name, row.input): row.bits for row in controller.allocation}
+
+
+# -- bits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("bits", [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 8])
+def test_bits_keep_to_the_average(name, bits):
+    model, controller, x = build(name, bits=bits)
+    uniform = fewbit.saved_bytes(model, x).total
+    for _ in range(4):
+        step(model, x)
+        step(model, x)
+        assert mean_bits(controller) <= bits + 1e-9
+    assert mean_bits(controller) > bits - 0.15
+    assert fewbit.saved_bytes(model, x).total <= uniform
+    assert all(1 <= row.bits <= 8 for row in controller.allocation)
+    if bits not in (1, 8):
+        assert len({row.bits for row in controller.allocation}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "bits", "least"), [("transformer", 1.5, 2), ("transformer", 3, 2)]
+)
+def test_variance_of_the_gradient_is_lower(name, bits, least):
+    """With the same bits for all layers the variance is at least `least` times as large."""
+    found = {}
+    for level in ("L2.5", "L3"):
+        model, _, x = build(name, bits=fewbit.AdaptiveBits(bits, interval=10**6))
+        if level == "L2.5":
+            fewbit.compress_(
+                model, fewbit.Level(level, bits), layers={"attention_bits": bits}, verbose=False
+            )
+        for seed in range(9):
+            gradient(model, x, seed)
+        pairs = ((gradient(model, x, 20 + i), gradient(model, x, 40 + i)) for i in range(10))
+        found[level] = sum(float((a - b).square().sum()) for a, b in pairs)
+    assert found["L2.5"] > least * found["L3"]
+
+
+def test_attention_takes_part_unless_given():
+    model, controller, x = build("transformer", bits=2)
+    step(model, x), step(model, x)
+    own = [row for row in controller.allocation if "scaled_dot_product" in row.name]
+    assert len(own) >= 2 and not any(row.is_fixed for row in own)
+    model, controller, x = build("transformer", bits=2, layers={"attention_bits": 4})
+    step(model, x), step(model, x)
+    own = [row for row in controller.allocation if "scaled_dot_product" in row.name]
+    assert all(row.is_fixed and row.bits == 4 for row in own)
+
+
+def test_a_layer_without_gradient_gets_least():
+
+    model = Composed(
+        lambda model, x: model.used(x) + 0 * model.unused(2 * x),
+        used=nn.Linear(64, 64),
+        unused=nn.Linear(64, 64),
+    )
+    controller = fewbit.compress_(model, fewbit.AdaptiveBits(3), verbose=False)
+    x = normal((8, 64), scale=1.0)
+    for _ in range(4):
+        step(model, x)
+    assert {row.name: row.bits for row in controller.allocation} == {"used": 5, "unused": 1}
+
+
+@pytest.mark.parametrize("samples", [1, 3, 5, 12])
+def test_batches_of_any_size(samples):
+    """Averages are fractions that are possible for that number of samples."""
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)
+    )
+    controller = fewbit.compress_(model, 2.5, verbose=False)
+    for _ in range(5):
+        step(model, normal((samples, 64), scale=1.0))
+    parts = min(samples, 16)
+    for row in controller.allocation:
+        assert row.bits * parts == pytest.approx(round(row.bits * parts))
+    assert mean_bits(controller) > 2.5 - 1 / parts
+
+
+def test_allocation_shows_itself():
+    model, controller, x = build(bits=2, overrides={"9": 3.5})
+    assert str(controller.allocation).startswith("no bits chosen yet")
+    step(model, x), step(model, x)
+    found = controller.allocation
+    text, page = str(found), found._repr_html_()
+    chosen = [row for row in found if not row.is_fixed]
+    average = sum(row.bits * row.elements for row in chosen) / sum(row.elements for row in chosen)
+    assert text.splitlines()[0] == (
+        f"{average:.4g} bits on average for {len(chosen)} tensors that layers save; "
+        f"{found.bits:.4g} with {11 - len(chosen)} of fixed bits"
+    )
+    assert [line.split()[0] for line in text.splitlines()[4:15]] == [row.name for row in found]
+    assert "3.5 fixed" in text and page.count("<tr>") == 12
+    records = found.records()
+    share = relative_distortion("rotated", found[3].bits)
+    assert records[3]["variance"] == found[3].sensitivity * share
+    assert {record["quantizer"] for record in records} == {"rotated", "masked"}
+    assert len(found.to_csv().splitlines()) == 12
+    shares = [float(line.split()[-1].rstrip("%")) for line in text.splitlines()[4:15]]
+    assert sum(shares) == pytest.approx(100, abs=1)
+
+
+# -- budgets in bytes --------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_is_too_small():
+    make, shape = MODELS["convnet"]
+    model, x = make(), normal(shape)
+    with pytest.raises(InputError, match="^budget: expected a sample too, as the bytes depend on"):
+        fewbit.compress_(model, fewbit.Budget("1 KB"), verbose=False)
+    with pytest.raises(InputError, match="^budget: expected .*got 1,024"):
+        fewbit.compress_(model, fewbit.Budget("1 KB"), sample=x, verbose=False)
+    assert not any("fewbit" in type(module).__module__ for module in model.modules())
+    least = least_budget(model, x)
+    fewbit.compress_(model, fewbit.Budget(least), sample=x, verbose=False)
+    assert fewbit.saved_bytes(model, x).total <= least
+
+
+# -- loops -------------------------------------------------------------------------------------------------
+
+
+def test_several_forwards_before_a_backward():
+    model, controller, x = build(bits=2)
+    total = loss_of(model(x)) + loss_of(model(2 * x)) + loss_of(model(3 * x))
+    total.backward()
+    assert not controller.allocation
+    model(x)  # what the second showed
+    assert controller.allocation and mean_bits(controller) <= 2
+
+
+def test_forwards_that_change_shape_or_skip_layers():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x, used):
+            for number in used:
+                x = torch.relu(self.layers[number](x))
+            return x
+
+    torch.manual_seed(0)
+    model = Model()
+    controller = fewbit.compress_(model, fewbit.AdaptiveBits(2.25, interval=3), verbose=False)
+    for i in range(24):
+        x = normal((3 + i % 5, 4 + i % 3, 64), scale=1.0)
+        model.zero_grad()
+        model(x, [0, 1, 2, 3][i % 2 :: 1 + i % 3]).square().sum().backward()
+        assert all(
+            parameter.grad is None or parameter.grad.isfinite().all()
+            for parameter in model.parameters()
+        )
+    assert len(controller.allocation) == 4 and mean_bits(controller) <= 2.25
+
+
+def test_training_with_scaled_half_precision_losses():
+    model, controller, x = build("transformer", bits=3)
+    for scale in (2.0**40, 2.0**8, 2.0**8):  # the first overflows
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            y = model(x)
+        (loss_of(y) * scale).backward()
+    model(x)
+    assert controller.allocation
+    assert all(row.sensitivity < float("inf") for row in controller.allocation)
+
+
+def test_graph_that_is_never_used():
+    model, controller, x = build(bits=2)
+    for _ in range(5):
+        model(x)
+    assert not controller.allocation
+    step(model, x)  # the sixth is not observed
+    for _ in range(4):
+        step(model, x)
+    assert controller.allocation
+
+
+# -- state -------------------------------------------------------------------------------------------------
+
+
+def changed(state, key, value):
+    """Return the state with another value in its first variable."""
+    first, *others = state["variables"]
+    return {**state, "variables": [{**first, key: value}, *others]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: [], "got list"),
+        (lambda state: None, "got NoneType"),
+        (lambda state: {}, "expected the state of a controller of AdaptiveBits, got one of a configuration that learns nothing"),
+        (lambda state: {**state, "version": None}, "expected version 1 of a controller's state, as its state_dict() gave it, got None"),
+        (lambda state: {**state, "version": 7}, "its state_dict() gave it, got 7"),
+        (lambda state: {**state, "step": -1}, "step: expected a whole number from 0 to 9007199254740992, got -1"),
+        (lambda state: {**state, "variables": [{}]}, "variables[0].name: expected a value, got none"),
+        (lambda state: {**state, "variables": "x"}, "variables: expected a list, got 'x'"),
+        (lambda state: changed(state, "name", "99"), "got one with a layer '99', which it lacks"),
+        (lambda state: changed(state, "bits", 100), "variables[0].bits: expected a number from 1 to 8, got 100"),
+        (lambda state: changed(state, "bits", float("nan")), "variables[0].bits: expected a number from 1 to 8, got nan"),
+        (lambda state: changed(state, "sensitivity", float("inf")), "variables[0].sensitivity: expected a number from 0 to 1e+100, got inf"),
+        (lambda state: changed(state, "quantizer", "round"), "variables[0].quantizer: expected 'rotated' or 'uniform'"),
+        (lambda state: changed(state, "spread", [1.0]), "variables[0].spread: expected a list of 16 entries, got 1"),
+        (lambda state: changed(state, "elements", 1.5), "got 1.5"),
+        (lambda state: changed(state, "elements", 10**400), "variables[0].elements: expected a whole number from 0 to"),
+        (lambda state: changed(state, "is_fixed", 1), "variables[0].is_fixed: expected true or false, got 1"),
+        (lambda state: {**state, "variables": [*state["variables"], state["variables"][0]]}, "every input of a layer once"),
+        (lambda state: {**state, "turns": [["", 9, 9]]}, "turns[0]: expected steps in order up to 2"),
+        (lambda state: {**state, "bits": 9.0}, "bits: expected a number from 1 to 8, got 9.0"),
+        (lambda state: {**state, "extra": 1}, "state: expected no other field than version, step"),
+        (lambda state: {key: state[key] for key in state if key != "due"}, "due: expected a value, got none"),
+        (lambda state: {**state, "magnitudes": []}, "of AdaptiveBits, got one with 'magnitudes' alone"),
+    ],
+)  # fmt: skip
+def test_states_that_are_refused(change, message):
+    model, controller, x = build(bits=2)
+    step(model, x), step(model, x)
+    before = controller.state_dict()
+    with pytest.raises(InputError) as caught:
+        controller.load_state_dict(change(before))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert controller.state_dict() == before
+
+
+# -- several processes -------------------------------------------------------------------------------------
+
+
+def slot(name, number, elements, sensitivity, at_one, spread=None):
+    facts = 2.5, False, True, elements, 8
+    return SlotVariance(name, number, *facts, sensitivity, at_one, spread, quantizer="rotated")
+
+
+def test_results_of_processes_are_merged():
+    """A slot that one process has not seen comes from the other."""
+    a = slot("a", 0, 100, 3.0, 4.0, (1.0,) * 16)
+    b = slot("b", 2, 200, 6.0, 8.0, (2.0,) * 16)
+    c = replace(slot("c", 1, 300, 9.0, 12.0), is_fixed=True, is_known=False, samples=0)
+    first, second = {("a", 0): a, ("b", 2): b}, {("a", 0): a, ("c", 1): c}
+    assert AdaptivePolicy(2, "abc", 200).merge([first, second]) == {
+        ("a", 0): slot("a", 0, 200, 6.0, 8.0, (2.0,) * 16),
+        ("b", 2): b,
+        ("c", 1): c,
+    }
+
+
+# -- gradients of samples ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bits", [fewbit.SampleBits(3), fewbit.AdaptiveBits(3, interval=10**6)], ids=repr
+)
+def test_samples_whose_gradients_were_large_get_bits(bits):
+    """Bits of the second epoch follow the first, in any order; samples not seen count as the mean of the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
+    controller = fewbit.compress_(model, bits, verbose=False)
+    data = normal((24, 256), scale=1.0)
+    weight = torch.ones(24)
+    weight[[3, 7, 20]] = 1000.0
+    kept = {}
+
+    def epoch(numbers):
+        controller.number_samples(numbers)
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+            seen = []
+            y = model(data[numbers])
+        (y.square().sum(1) * weight[numbers]).sum().backward()
+        kept.update(
+            zip(numbers.tolist(), next(x for x in seen if x.dtype == torch.uint8), strict=True)
+        )
+
+    for first in (0, 10):
+        epoch(torch.arange(first, first + 10))
+    assert len({int(item) for item in kept.values()}) <= 2
+    kept.clear()
+    epoch(torch.tensor([20, 3, 1, 23, 7, 9]))
+    kept = {number: int(bits) for number, bits in kept.items()}
+    assert kept[1] == kept[9] == 1
+    assert min(kept[3], kept[7]) >= 4 and min(kept[20], kept[23]) >= 2
+
+
+def test_magnitudes_are_squared_norms_of_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64), nn.Flatten(0, 1), nn.Linear(64, 8))
+    controller = fewbit.compress_(model, fewbit.SampleBits(3), verbose=False)
+    x = normal((5, 3, 256), scale=1.0)
+    controller.number_samples([4, 0, 9, 2, 3])
+    y = model(x)
+    grad = torch.randn(y.shape)
+    y.backward(grad)
+    (first, second) = (controller.context.policy.magnitudes._tables[name, 0] for name in ("0", "2"))
+    expected = grad.view(5, -1).square().sum(1)
+    torch.testing.assert_close(second[:5], expected)
+    below = (grad @ model[2].weight).view(5, -1).square().sum(1)
+    torch.testing.assert_close(first[:5], below)
+    assert first[5:].isnan().all()
+    controller.number_samples(
+        [10**12, -9, 2]
+    )  # whatever tells them apart takes no more room than others
+    model(x[:3]).backward(grad[:9])
+    assert controller.state_dict()["numbers"].tolist() == [4, 0, 9, 2, 3, 10**12, -9]
+    (table, _) = controller.context.policy.magnitudes._tables.values()
+    assert len(table) <= 10 and table[3].item() != pytest.approx(below[3].item())
+
+
+def test_numbers_are_for_one_forward_and_resumed():
+    model, controller, x = build(bits=2)
+    numbers = torch.arange(len(x))
+    controller.number_samples(numbers)
+    step(model, x)
+    step(model, 100 * x)  # not numbered: leaves no trace
+    state = controller.state_dict()
+    before = copy.deepcopy(controller.context.policy.magnitudes._tables)
+    model, controller, x = build(bits=2)
+    controller.load_state_dict(state)
+    after = controller.context.policy.magnitudes._tables
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    fewbit.saved_bytes(model, x)
+    controller.number_samples(numbers + 5)
+    fewbit.saved_bytes(model, x)  # no step, whose numbers these would be
+    step(model, x)
+    assert all(len(item) >= 13 for item in after.values())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([1, 2], "expected the numbers of 8 samples, as many as this forward has, got 2"),
+        ([[1]], "expected a whole number for each sample of the next forward, in one dimension, got list"),
+        ("ab", "expected a whole number for each sample of the next forward, in one dimension, got str"),
+        (torch.ones(8), "in one dimension, got a tensor of shape (8,) and torch.float32"),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_refused(numbers, message):
+    model, controller, x = build(bits=2)
+    with pytest.raises(InputError) as caught:
+        controller.number_samples(numbers)
+        model(x)
+    assert message in str(caught.value)
+    step(model, x)
+    for bits in (fewbit.FixedBits(2), fewbit.ErrorBound()):
+        other = fewbit.compress_(model, bits, verbose=False)
+        with pytest.raises(InputError, match="SampleBits or AdaptiveBits|numbers of samples"):
+            other.number_samples([1])
+
+
+@pytest.mark.slow
+def test_saving_changes_nothing():
+    """Saving a state does not change the training, even if numbers are still on their way from a device."""
+
+    def run(saves):
+        model, controller, x = build(bits=fewbit.AdaptiveBits(2, interval=3))
+        for number in range(8):
+            torch.manual_seed(number)
+            step(model, x)
+            if saves:
+                controller.state_dict()
+        return controller.allocation
+
+    assert run(False) == run(True)
+
+
+def test_numbers_on_their_way_are_part_of_a_state(monkeypatch):
+    monkeypatch.setattr(VarianceProbe, "is_there", lambda self: False)
+    model, controller, x = build(bits=2)
+    step(model, x), step(model, x)
+    state = json.loads(json.dumps(controller.state_dict()))
+    assert state["pending"] and not controller.allocation
+    monkeypatch.undo()
+    step(model, x)
+    model, other, x = build(bits=2)
+    other.load_state_dict(state)
+    step(model, x)
+    assert averages(other) == averages(controller)
+
+
+@pytest.mark.slow
+def test_a_budget_resumes_with_the_bits_that_it_came_to():
+    """Weights that are loaded after the conversion would lead to other bits, and so would another budget."""
+    sample = normal(MODELS["convnet"][1], scale=1.0)
+    model, controller, x = build(bits=fewbit.Budget("60 KiB"), sample=sample)
+    for _ in range(3):
+        step(model, x)
+    state = controller.state_dict()
+    state["bits"] *= 0.9
+    for budget in (60, 40):
+        model, other, x = build(bits=fewbit.Budget(f"{budget} KiB"), sample=sample)
+        other.load_state_dict(state)
+        assert (other.context.policy.bits == state["bits"]) == (budget == 60)
+        assert fewbit.saved_bytes(model, sample).total <= budget * 1024
+    model, other, x = build(bits=3.5)
+    other.load_state_dict(state)
+    assert other.allocation.bits == pytest.approx(3.5, abs=0.05)
+
+
+def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
+    """Only ratios count, because losses may be scaled by changing factors."""
+    policy = AdaptivePolicy(2, "abc", 200)
+    first = {(name, 0): slot(name, 0, 1024, 2.0**i, 2.0**i) for i, name in enumerate("abc")}
+    policy.take_in(first)
+    before = policy.averages
+    scaled = {
+        name: replace(item, sensitivity=2**16 * item.sensitivity, at_one=2**16 * item.at_one)
+        for name, item in first.items()
+        if name[0] != "c"
+    }
+    policy.take_in(scaled)
+    assert policy.averages == before
+    assert policy.knowledge.slots["c", 0].sensitivity == 2**18
+
+
+def test_a_model_that_processes_trained_together_goes_on_alone():
+    model, controller, x = build(bits=2)
+    controller.context.policy._is_joint = True  # as after steps of several processes
+    other = pickle.loads(pickle.dumps(model))
+    step(other, x), step(other, x)
+    step(model, x), step(model, x)  # there are no such processes any more
+    assert controller.context.policy.step == 2
+    (context,) = {module.quantizer.context for module in other.modules() if hasattr(module, "quantizer")}  # fmt: skip
+    assert context.policy.step == 2 and context.policy.averages
+
+
+def test_tiny_tensors_keep_to_the_average():
+    """Parts have unequal sizes, and each counts with its size."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(5)))
+    controller = fewbit.compress_(model, 2.5, verbose=False)
+    for _ in range(3):
+        model(normal((31, 1), scale=1.0)).square().sum().backward()
+    assert controller.allocation and controller.allocation.bits <= 2.5
+
+
+def test_layers_that_are_not_observed_are_named():
+    """Such layers save other bits than the average or a budget says, so the allocation has to say that."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    model = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 1))
+    controller = fewbit.compress_(model, fewbit.AdaptiveBits(1.75, interval=1), verbose=False)
+    for _ in range(4):
+        x = torch.randn(4, 8, requires_grad=True)
+        y = torch.utils.checkpoint.checkpoint(model[1], model[0](x), use_reentrant=True)
+        model[2](y).sum().backward()
+    assert "1.0" in controller.allocation.unobserved
+    text = str(controller.allocation)
+    assert "not observed" in text and "use_reentrant=True" in text

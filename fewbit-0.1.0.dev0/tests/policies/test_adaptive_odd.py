@@ -1,0 +1,451 @@
+"""Level L3 in odd programs: graphs of several models, other ways to backward passes, threads, partly watched layers."""
+
+import copy
+import math
+import threading
+
+import pytest
+import torch
+from composed import Composed
+from probed_models import MODELS, loss_of
+from regions import Regions
+from samples import normal
+from torch import nn
+from torch.nn import functional as F
+from training import build, least_budget, step
+
+import fewbit
+
+
+def mlp(features=64, results=64):
+    return nn.Sequential(nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, results))
+
+
+def compressed(model, bits=2.5, **options):
+    return fewbit.compress_(model, fewbit.AdaptiveBits(bits, interval=3), verbose=False, **options)
+
+
+def names(controller):
+    return {row.name for row in controller.allocation}
+
+
+# -- graphs of several models ------------------------------------------------------------------------------
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+def test_modules_of_a_model_called_one_by_one(interval):
+    """Each module has its turn, even if one would be due whenever it is observed."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"enc": mlp(), "head": mlp(results=8), "rare": mlp()})
+    config = fewbit.AdaptiveBits(2, interval=interval)
+    controller = fewbit.compress_(model, config, verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(30):
+        optimizer.zero_grad()
+        h = model["enc"](normal((8, 64), scale=1.0))
+        if number == 0:
+            model["rare"](h)  # once, and without a backward pass
+        model["head"](h).square().mean().backward()
+        optimizer.step()
+    found = {row.name: row for row in controller.allocation}
+    assert {"enc.0", "enc.2", "head.0", "head.2"} <= found.keys()
+    assert all(row.sensitivity > 0 for name, row in found.items() if name[:4] != "rare")
+
+
+def test_two_models_with_layers_of_the_same_names():
+    torch.manual_seed(0)
+    generator, critic = mlp(), mlp(results=1)
+    controllers = [compressed(model) for model in (generator, critic)]
+    for _ in range(8):
+        loss_of(critic(generator(normal((8, 64), scale=1.0)))).backward()
+    alone = mlp(results=1)
+    alone.load_state_dict(critic.state_dict())
+    own = compressed(alone)
+    with torch.no_grad():
+        x = generator(normal((8, 64), scale=1.0))
+    for _ in range(8):
+        loss_of(alone(x)).backward()
+    for mine, expected in zip(controllers[1].allocation, own.allocation, strict=True):
+        # Nothing of the generator's is counted in.
+        assert mine.sensitivity == pytest.approx(expected.sensitivity, rel=0.3)
+    assert all(row.sensitivity > 0 for row in controllers[0].allocation)
+
+
+def test_a_model_applied_to_its_own_result():
+
+    torch.manual_seed(0)
+    model = Composed(
+        lambda model, x, first: torch.relu(model.a(x) if first else model.b(x)),
+        a=nn.Linear(64, 64),
+        b=nn.Linear(64, 64),
+    )
+    controller = compressed(model)
+    for _ in range(12):
+        loss_of(model(model(normal((8, 64), scale=1.0), True), False)).backward()
+    assert names(controller) <= {"a", "b"} and controller.allocation
+
+
+def test_a_compressed_model_within_another():
+    torch.manual_seed(0)
+    outer = nn.Sequential(mlp(), nn.ReLU(), nn.Linear(64, 8))
+    controller = compressed(outer, exclude="0")
+    own = compressed(outer[0])
+    for _ in range(8):
+        loss_of(outer(normal((8, 64), scale=1.0))).backward()
+    assert names(controller) == {"2"} and names(own) == {"0", "2"}
+    # Each has what one controller of all would find out.
+    found = [row.sensitivity for row in (*own.allocation, *controller.allocation)]
+    together = compressed(outer)
+    for _ in range(8):
+        loss_of(outer(normal((8, 64), scale=1.0))).backward()
+    assert [row.name for row in together.allocation] == ["0.0", "0.2", "2"]
+    assert found == pytest.approx([row.sensitivity for row in together.allocation], rel=0.3)
+
+
+def test_a_model_around_a_compressed_one_takes_it_over():
+    inner = mlp()
+    own = compressed(inner)
+    outer = nn.Sequential(inner, nn.ReLU(), nn.Linear(64, 8))
+    controller = compressed(outer, exclude="0")
+    assert type(inner[0]) is nn.Linear
+    for _ in range(3):
+        step(outer, normal((8, 64), scale=1.0))
+    assert names(controller) == {"2"} and not own.allocation
+
+
+# -- other backward passes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_graph_that_is_kept():
+    """Passes through a graph after its measurement was taken in change nothing."""
+    model, controller, x = build(bits=2)
+    kept = loss_of(model(x))
+    kept.backward(retain_graph=True)
+    for _ in range(10):
+        loss = loss_of(model(x))
+        loss.backward(retain_graph=True)
+        kept.backward(retain_graph=True)
+        loss.backward()
+    assert controller.allocation
+
+
+def test_batched_gradients():
+    model, controller, x = build(bits=2)
+    for _ in range(4):
+        y = model(x)
+        rows = torch.eye(3).new_ones(2, *y.shape)
+        torch.autograd.grad(y, list(model.parameters())[-1], rows, is_grads_batched=True)
+    step(model, x)
+    for _ in range(5):
+        step(model, x)
+    assert controller.allocation
+
+
+def test_functional_transforms():
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    controller = compressed(model)
+    parameters = dict(model.named_parameters())
+    x = normal((8, 64), scale=1.0)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x[None],)).square().sum()
+
+    torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for _ in range(4):
+        step(model, x)
+    assert controller.allocation
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_results():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            y = self.body(x)
+            return torch.nested.as_nested_tensor([y[:3], y[3:]], layout=torch.jagged)
+
+    model = Nested()
+    controller = compressed(model)
+    for _ in range(8):
+        model.zero_grad()
+        model(normal((8, 64), scale=1.0)).values().square().sum().backward()
+    assert not controller.allocation  # nothing can be said
+
+
+@pytest.mark.slow
+def test_sensitivities_that_overflow():
+    """Such a step has no result; a step with values just below the limit has one."""
+
+    class Long(nn.Module):
+        """The probe propagates noise as if the parts were independent, which gives 5 times the square."""
+
+        def __init__(self):
+            super().__init__()
+            self.body, self.parts = mlp(), 0
+
+        def forward(self, x):
+            x = self.body(x)
+            for _ in range(self.parts):
+                x = 2 * x - x.sigmoid() * 0 - x
+            return x
+
+    torch.manual_seed(0)
+    model, x = Long(), normal((8, 64), scale=1.0)
+    controller = compressed(model)
+
+    def after(parts):
+        model.parts = parts
+        for _ in range(8):
+            step(model, x)
+        return [tuple(row) for row in controller.allocation]
+
+    few = after(1)
+    assert {row[0] for row in few} == {"body.0", "body.2"}
+    assert after(500) == few
+    many = after(200)
+    assert many != few and all(math.isfinite(row.sensitivity) for row in controller.allocation)
+
+
+def test_a_forward_of_another_thread_during_a_backward_pass():
+    """The forward pass does not end the measurement; else layers below would seem to have no gradient."""
+    torch.manual_seed(0)
+    model = mlp(results=8)
+    controller = compressed(model)
+    seen = []
+
+    def other(grad):
+        thread = threading.Thread(target=model, args=(normal((8, 64)),))
+        thread.start()
+        thread.join()
+        seen.append(len(controller.allocation))
+
+    x = normal((8, 64), scale=1.0)
+    handle = model[1].register_forward_hook(lambda module, args, y: y.register_hook(other) and None)
+    loss_of(model(x)).backward()
+    handle.remove()
+    assert seen == [0]
+    step(model, x)
+    assert {row.name for row in controller.allocation if row.sensitivity > 0} == {"0", "2"}
+
+
+def test_several_threads():
+    torch.manual_seed(0)
+    model = mlp(results=8)
+    exact = copy.deepcopy(model)
+    controller = compressed(model)
+    errors = []
+
+    def train(seed):
+        try:
+            for i in range(12):
+                loss_of(model(normal((8, 64), scale=1.0, seed=seed + i))).backward()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(100 * i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert controller.context.policy.step == 36
+    # No gradient of a thread's is lost, or another's: those of biases are exact.
+    for first in (0, 100, 200):
+        for i in range(12):
+            loss_of(exact(normal((8, 64), scale=1.0, seed=first + i))).backward()
+    for place in (0, 2):
+        torch.testing.assert_close(model[place].bias.grad, exact[place].bias.grad)
+    # And what the threads have begun leaves nothing behind that keeps it from adapting.
+    for _ in range(6):
+        step(model, normal((8, 64), scale=1.0))
+    assert names(controller) == {"0", "2"}
+    assert all(row.sensitivity > 0 for row in controller.allocation)
+    assert controller.allocation.bits <= 2.5
+
+
+def test_an_empty_batch():
+    """Its gradients are 0, and a measurement gets nothing from it."""
+    torch.manual_seed(0)
+    model = mlp()
+    controller = compressed(model)
+    for i in range(6):
+        controller.number_samples(torch.zeros(0, dtype=torch.int64))
+        model.zero_grad()
+        model(torch.zeros(0, 64)).sum().backward()
+        assert all(parameter.grad.eq(0).all() for parameter in model.parameters())
+        step(model, normal((8, 64), scale=1.0))
+        shapes = {(row.elements, row.samples) for row in controller.allocation}
+        assert shapes == ({(8 * 64, 8)} if i else set())
+    assert controller.context.policy.step == 12
+    assert controller.state_dict().keys().isdisjoint({"magnitudes", "numbers"})
+
+
+# -- what is not watched -----------------------------------------------------------------------------------
+
+
+def test_layers_that_no_output_leads_to_keep_the_average():
+    """Only a loss inside the model depends on such layers."""
+
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.aux = mlp(), mlp()
+
+        def forward(self, x):
+            self.loss = 100 * self.aux(2 * x).square().sum()
+            return self.body(x)
+
+    torch.manual_seed(0)
+    model = Auxiliary()
+    controller = compressed(model, 3)
+    for _ in range(6):
+        y = model(normal((8, 64), scale=1.0))
+        (loss_of(y) + model.loss).backward()
+    for row in controller.allocation:
+        assert row.bits == 3 if row.name.startswith(("aux", ":square")) else row.sensitivity > 0
+    own = [row for row in controller.allocation if row.name.startswith("body")]
+    assert sum(row.bits * row.elements for row in own) <= 3 * sum(row.elements for row in own)
+
+
+def test_a_function_with_an_attribute_that_leaves_have():
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.variable = 3
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    model = Composed(
+        lambda model, x: model.b(Same.apply(torch.relu(model.a(x)))),
+        a=nn.Linear(64, 64),
+        b=nn.Linear(64, 8),
+    )
+    controller = compressed(model)
+    for _ in range(4):
+        step(model, normal((8, 64), scale=1.0))
+    assert all(row.sensitivity > 0 for row in controller.allocation)
+
+
+def test_inputs_with_gradients_are_no_parameters():
+    """Frozen layers have no sensitivity of their own, and carry noise to no parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8))
+    model[1].requires_grad_(False)
+    model[0].requires_grad_(False)
+    controller = compressed(model)
+    for _ in range(4):
+        step(model, normal((8, 64), scale=1.0).requires_grad_())
+    found = {row.name: row.sensitivity for row in controller.allocation}
+    assert found["3"] > 0 and found.get("1", 0) == 0
+
+
+# -- what is shared ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["L2.5", "L3"])
+def test_layers_of_one_input_with_bits_of_their_own(level):
+
+    model = Composed(
+        lambda model, x: model.a(x) + model.b(x) + model.c(x),
+        a=nn.Linear(256, 8),
+        b=nn.Linear(256, 8),
+        c=nn.Linear(256, 8),
+    )
+    fewbit.compress_(model, fewbit.Level(level, 2), overrides={"b": 8}, verbose=False)
+    found = fewbit.saved_bytes(model, normal((32, 256))).kept
+    codes = sorted(entry.bytes for entry in found if entry.kind == "packed" and entry.bytes)
+    assert len(codes) == 2
+    assert codes[1] > 3.5 * codes[0]
+
+
+def test_gradients_that_are_not_finite_leave_magnitudes_alone():
+    model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
+    controller = fewbit.compress_(model, fewbit.SampleBits(2), verbose=False)
+    x = normal((8, 256), scale=1.0)
+    for scale in (1.0, float("inf"), 1.0):
+        controller.number_samples(range(8))
+        (model(x) * scale).square().sum().backward()
+    tables = controller.context.policy.magnitudes._tables
+    assert all(tensor[:8].isfinite().all() for tensor in tables.values())
+
+
+def test_equal_samples_have_equal_bits():
+    from fewbit.runtime.format.bit_sharing import share_bits
+
+    for kind in ("uniform", "rotated"):
+        assert share_bits(torch.zeros(4), 6, kind).tolist() == [2, 2, 1, 1]
+        assert share_bits(torch.ones(4), 8, kind).tolist() == [2, 2, 2, 2]
+
+
+# -- budgets -----------------------------------------------------------------------------------------------
+
+
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = mlp(), mlp()
+
+    def forward(self, x, first=True):
+        return self.a(x) if first else self.b(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["checkpointed", "other shapes", "branches"])
+def test_budgets_are_of_the_sample(kind):
+    """Training on other inputs does not change the budget."""
+    torch.manual_seed(0)
+    sample = normal((32, 64), scale=1.0)
+    if kind == "checkpointed":
+        model, inputs = Regions(False), [(sample,)]
+    elif kind == "other shapes":
+        model, sample = MODELS["transformer"][0](), normal((4, 64, 32), scale=1.0)
+        inputs = [(normal((4, 8, 32), scale=1.0),)]
+    else:
+        model, inputs = Either(), [(sample, True), (sample, False)]
+    most = fewbit.saved_bytes(model, sample).total
+    budget = int(1.5 * least_budget(model, sample)) + 1000
+    assert budget < most or kind == "checkpointed"
+    fewbit.compress_(model, fewbit.Budget(budget, interval=4), sample=sample, verbose=False)
+    for i in range(10):
+        assert fewbit.saved_bytes(model, sample).total <= budget
+        model.zero_grad()
+        loss_of(model(*inputs[i % len(inputs)])).backward()
+    assert fewbit.saved_bytes(model, sample).total > 0.6 * budget
+
+
+def test_a_sample_without_tensors_to_choose_for():
+    model = mlp().eval()
+    with pytest.raises(fewbit.errors.InputError, match="in training mode"):
+        fewbit.compress_(model, fewbit.Budget("6 GiB"), sample=normal((8, 64)), verbose=False)
+
+
+def test_softmax_and_its_logarithm_are_two_slots():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.body(x)
+            return torch.softmax(y, 1) + torch.log_softmax(2 * y, 1) + F.softmax(y, 1)
+
+    model = Two()
+    controller = compressed(model)
+    for _ in range(3):
+        step(model, normal((8, 64), scale=1.0))
+    assert {":softmax", ":log_softmax"} <= names(controller)
+
+
+def test_layers_made_as_ours_are_left_without_the_context():
+    model = nn.Sequential(fewbit.nn.Linear(64, 64), nn.Linear(64, 8))
+    compressed(model)
+    fewbit.restore_(model)
+    assert model[0].quantizer.context is None

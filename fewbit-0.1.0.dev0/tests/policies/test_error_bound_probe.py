@@ -1,0 +1,539 @@
+"""A probe of AC-GC's bounds in whole models and odd passes: activations, the monitor, cost, and clean-up."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from composed import Composed
+from layers import LAYERS, fresh, ids
+from layouts import LAYOUTS, InLayout
+from probed_models import (
+    MODELS,
+    Attention,
+    Fixed,
+    Twice,
+    converted,
+    gradient,
+    loss_of,
+)
+from samples import normal, same_sums
+from test_error_models import monitored_of, observed
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+from fewbit.policies.error_bound.probe import ErrorBoundProbe
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+
+
+X = normal((8, 64), scale=1.0)
+
+
+# -- the step is the same ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", **ids(LAYERS))
+def test_every_layer(device, layer):
+    """Results and torch's random state are those of a step without a probe, also if exact values are saved."""
+    model, _ = layer.pair(4, device)
+    model = nn.Sequential(model)
+    x = nn.Parameter(layer.input(device))
+    controller = converted(model)
+    controller.context.policy = Fixed()
+    expected, state = gradient(fresh(model), x), torch.get_rng_state()
+    grad_x, x.grad = x.grad, None
+    seen = observed(model, controller, x, run=gradient, monitored={("0", 0)})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same_sums(x.grad, grad_x)
+    again = torch.cat(
+        [x.new_empty(0), *(parameter.grad.flatten() for parameter in model.parameters())]
+    )
+    assert same_sums(again, expected)
+    assert seen.slots["0", 0].constraints and seen.slots["0", 0].monitored
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_whole_models(name, is_checkpointed):
+    """The step is the same. A checkpointed region, which is rounded with other seeds, has a similar result."""
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = make(), normal(shape, scale=1.0)
+    controller = converted(model)
+    gradients = []
+
+    def run(model, x, seed=0, is_checkpointed=is_checkpointed):
+        torch.manual_seed(3)
+        model.zero_grad()
+        y = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+        loss_of(y).backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+
+    controller.context.policy = Fixed()
+    run(model, x)
+    found = observed(model, controller, x, run=run, monitored={("0", 0), ("9", 0), ("4", 0)})
+    assert torch.equal(*gradients)
+    plain = observed(model, controller, x, run=lambda *of: run(*of, is_checkpointed=False))
+    assert found.slots.keys() == plain.slots.keys()
+    assert found.activations.keys() == plain.activations.keys() and len(found.activations) >= 2
+    assert monitored_of(found).keys() == {("0", 0), ("9", 0), ("4", 0)} & found.slots.keys()
+    for name, slot in plain.slots.items():
+        ours = found.slots[name]
+        assert slot.is_known and slot.samples == shape[0]
+        assert (ours.elements, ours.is_known) == (slot.elements, True)
+        assert (
+            {one.label for one in ours.constraints}
+            == {one.label for one in slot.constraints}
+            != set()
+        )
+        for one, other in zip(ours.constraints, slot.constraints, strict=True):
+            assert one.v2 == pytest.approx(other.v2, rel=0.2)
+            assert one.first == pytest.approx(other.first, rel=0.4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize("is_inside", [False, True], ids=["of results", "within"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, is_inside):
+    """Nothing raises, and the step is the same."""
+    _, _, is_measured = LAYOUTS[name]
+    model = InLayout(name, is_inside)
+    controller = converted(model)
+    gradients = []
+
+    def run(model, x, seed=0):
+        torch.manual_seed(0)
+        model.zero_grad()
+        model.loss(x).backward()
+        gradients.append(model.a.weight.grad)
+
+    controller.context.policy = Fixed()
+    run(model, X)
+    found = observed(model, controller, X, run=run, monitored={("a", 0)})
+    assert torch.equal(*gradients)
+    if is_measured:
+        assert all(slot.constraints for slot in found.slots.values())
+    elif found is not None:
+        for slot in found.slots.values():
+            assert slot.constraints or not slot.is_known
+
+
+# -- activations -------------------------------------------------------------------------------------------
+
+
+class Activations(nn.Module):
+    """A model with activations as modules, as a called function, and as a function that a module of torch has."""
+
+    def __init__(self, is_checkpointed=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16), nn.SiLU())
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
+        self.last, self.is_checkpointed = nn.Linear(16, 16), is_checkpointed
+
+    def called(self, x):
+        return F.gelu(F.gelu(self.last(x)))
+
+    def forward(self, x):
+        if self.is_checkpointed:
+            x = checkpoint(self.first, x, use_reentrant=False)
+        else:
+            x = self.first(x)
+        return self.called(self.layer(x))
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_names_of_activations(is_checkpointed):
+    model = Activations(is_checkpointed)
+    found = observed(model, converted(model), normal((4, 6, 16), scale=1.0), run=gradient)
+    assert {name: activation.function for name, activation in found.activations.items()} == {
+        "first.1": "silu",
+        "first.3": "silu",
+        "layer.activation": "gelu",
+        ":gelu": "gelu",
+    }
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gradients_at_activations(device, inplace):
+    """The result has squared norms of the gradients of its output and of its input, the latter by the table."""
+
+    x = nn.Parameter(normal((8, 64), scale=1.0).to(device))
+    y = x.detach().requires_grad_()
+    inner = F.silu(y)
+    outer = F.silu(inner * 2.0)
+    at_outer = torch.autograd.grad(loss_of(outer), [outer, inner, y], retain_graph=True)
+    model = Composed(
+        lambda model, x: model.act(model.act(x * 1.0) * 2.0), act=nn.SiLU(inplace=inplace)
+    )
+    controller = converted(model, layers={"activation_bits": 8})
+    found = observed(model, controller, x, run=gradient).activations["act"]
+    squares = [float(gradient.square().sum()) for gradient in at_outer]
+    assert found.grad2 == pytest.approx(squares[0] + squares[1], rel=1e-2)
+    assert found.v2 == pytest.approx(squares[1] / 4 + squares[2], rel=1e-2)
+    assert found.function == "silu" and found.parameters == ()
+
+
+def test_parameters_of_activations():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ELU(1.5), nn.Linear(64, 64), nn.GELU("tanh"))
+    found = observed(model, converted(model), X, run=gradient).activations
+    assert (found["1"].function, found["1"].parameters) == ("elu", (1.5,))
+    assert (found["3"].function, found["3"].parameters) == ("gelu_tanh", ())
+
+
+def test_a_restored_model_has_no_names():
+    model = mlp()
+    converted(model)
+    assert "_fewbit_path" in vars(model[1])
+    fewbit.restore_(model)
+    assert "_fewbit_path" not in vars(model[1])
+
+
+# -- the monitor -------------------------------------------------------------------------------------------
+
+
+def test_the_truth_about_a_linear_layer(device):
+    """g^ is the gradient of the step, g is torch's own from the same gradient of the result."""
+    torch.manual_seed(0)
+    theirs = nn.Linear(64, 8).to(device)
+    x = X.to(device)
+    expected = gradient(theirs, x)[: 64 * 8].square().sum()
+    model = nn.Sequential(theirs)
+    found = observed(model, converted(model, 1), x, run=gradient, monitored={("0", 0)})
+    ((label, hat2, exact2),) = found.slots["0", 0].monitored
+    assert label == "weight"
+    assert hat2 == pytest.approx(float(model[0].weight.grad.square().sum()), rel=1e-5)
+    assert exact2 == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_truth_about_a_norm_and_what_shares_its_copy():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.a, self.b = nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(64, 8)
+
+        def forward(self, x):
+            x = self.norm(x)
+            return torch.cat([self.a(x), self.b(x)], 1)
+
+    x = nn.Parameter(X)
+    model = Model()
+    gradient(model, x)
+    expected = {
+        "input": x.grad,
+        "weight": model.norm.weight.grad,
+        "a: weight": model.a.weight.grad,
+        "b: weight": model.b.weight.grad,
+    }
+    expected = {label: float(gradient.square().sum()) for label, gradient in expected.items()}
+    x.grad = None
+    found = observed(model, converted(model, 2), x, run=gradient, monitored={("norm", 0)})
+    exact = {label: square for label, _, square in found.slots["norm", 0].monitored}
+    assert exact == pytest.approx(expected, rel=1e-4)
+    hat = {label: item for label, item, _ in found.slots["norm", 0].monitored}
+    assert hat["input"] == pytest.approx(float(x.grad.square().sum()), rel=1e-4)
+    assert hat["a: weight"] == pytest.approx(float(model.a.weight.grad.square().sum()), rel=1e-4)
+
+
+def test_the_truth_about_attention():
+    """q, k and v are exact together if all are monitored. A slot has labels of the gradients that depend on it."""
+
+    class Model(Attention):
+        def forward(self, x):
+            self.before = self.qkv(x)
+            self.before.retain_grad()
+            heads = [part.unflatten(2, (4, 8)).transpose(1, 2) for part in self.before.chunk(3, 2)]
+            return F.scaled_dot_product_attention(*heads)
+
+    torch.manual_seed(0)
+    model, x = Model(), normal((4, 8, 32), scale=1.0)
+    loss_of(model(x)).backward()
+    of = dict(zip(("query", "key", "value"), model.before.grad.chunk(3, 2), strict=True))
+    expected = {label: float(grad.square().sum()) for label, grad in of.items()}
+    controller = converted(model, 2)
+    name = ":scaled_dot_product_attention"
+    all_of_it = {(name, slot) for slot in range(3)}
+
+    def run(model, x, seed=0):
+        loss_of(model(x)).backward()
+
+    found = monitored_of(observed(model, controller, x, run=run, monitored=all_of_it))
+    assert found.keys() == all_of_it
+    for slot, labels in enumerate([expected, expected, ("query", "key")]):
+        exact = {label: square for label, _, square in found[name, slot]}
+        assert exact == pytest.approx({label: expected[label] for label in labels}, rel=1e-4)
+    (_, hat2, exact2), *_ = found[name, 0]
+    assert hat2 != pytest.approx(exact2, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_exact_values_are_freed(is_checkpointed, monkeypatch):
+    """Only exact values of monitored slots are held, and none after the backward pass."""
+    held = []
+    record_rounding = ErrorBoundProbe.record_rounding
+
+    def noting(self, slot, record):
+        tensor = record_rounding(self, slot, record)
+        held.append((slot.name, tensor.exact is not None))
+        if tensor.exact is not None:
+            noting.exact = weakref.ref(tensor.exact)
+        return tensor
+
+    monkeypatch.setattr(ErrorBoundProbe, "record_rounding", noting)
+    model = mlp()
+    controller = converted(model)
+    probe = ErrorBoundProbe(0, {("2", 0)})
+    controller.context.policy = Fixed(probe=probe)
+    y = checkpoint(model, X, use_reentrant=False) if is_checkpointed else model(X)
+    assert dict(held) == {("0", 0): False, ("2", 0): True}
+    assert noting.exact() is not None
+    loss = loss_of(y)
+    loss.backward()
+    gc.collect()
+    assert noting.exact() is None
+    probe.send()
+    assert monitored_of(probe.results()).keys() == {("2", 0)}
+
+
+@pytest.mark.slow
+def test_exact_values_go_with_the_graph():
+    """If an exception comes between the forward and the backward pass, nothing else frees the values."""
+    probe = ErrorBoundProbe(0, {("0", 0)})
+    model = mlp()
+    converted(model).context.policy = Fixed(probe=probe)
+    y = model(X)
+    (rounding,) = probe._exact
+    exact = weakref.ref(rounding.exact)
+    del rounding
+    assert exact() is not None
+    del y
+    gc.collect()
+    assert exact() is None
+    y = model(X)
+    assert any(rounding.exact is not None for rounding in probe._exact)
+    probe.end()
+    assert all(rounding.exact is None for rounding in probe._exact)
+    loss_of(y).backward()  # which finds nothing, and raises nothing
+
+
+@pytest.mark.slow
+def test_a_backward_pass_that_fails():
+    """Exact values are freed although the graph exists. A later backward pass still has a result."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if Fails.fails:
+                raise RuntimeError("not this time")
+            return grad
+
+    torch.manual_seed(0)
+
+    probe = ErrorBoundProbe(0, {("a", 0), ("b", 0)})
+    model = Composed(
+        lambda model, x: model.b(Fails.apply(model.a(x))), a=nn.Linear(64, 64), b=nn.Linear(64, 8)
+    )
+    converted(model).context.policy = Fixed(probe=probe)
+    loss = loss_of(model(X))
+    exact = [weakref.ref(rounding.exact) for rounding in probe._exact]
+    Fails.fails = True
+    with pytest.raises(RuntimeError, match="not this time"):
+        loss.backward(retain_graph=True)
+    gc.collect()
+    assert len(exact) == 2 and not any(gradient() is not None for gradient in exact)
+    assert not probe.runs() and not probe.has_run()
+    Fails.fails = False
+    loss.backward()
+    assert probe.has_run()
+    probe.send()
+    found = probe.results()
+    assert all(found.slots[name].constraints for name in (("a", 0), ("b", 0)))
+    assert not monitored_of(found)  # by then there was nothing to compare with
+
+
+# -- cost --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("monitored", [frozenset(), {("1", 0)}])
+def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
+    """They run it more often only to measure, or if exact values are saved."""
+    runs = []
+    original = ErrorBoundProbe.probe
+
+    def probe(self, number, backward, context, *rest):
+        def counting(context, *grads):
+            runs.append(context._forward_cls.__name__)
+            return backward(context, *grads)
+
+        return original(self, number, counting, context, *rest)
+
+    monkeypatch.setattr(ErrorBoundProbe, "probe", probe)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 8, 3), nn.GroupNorm(2, 8)
+    )
+    model.extend([nn.PReLU(), nn.Flatten(), nn.Linear(512, 64), nn.LayerNorm(64), nn.RMSNorm(64)])
+    model.append(nn.Softmax(1))
+    found = observed(
+        model, converted(model), normal((4, 3, 8, 8)), run=gradient, monitored=monitored
+    )
+    assert len(found.slots) >= 7
+    expected = ["_Softmax", *(["_BatchNorm", "_Convolution"] if monitored else [])]
+    assert sorted(runs) == sorted(expected)
+
+
+def test_what_comes_to_the_host_is_small():
+    """Single numbers, and one for each channel, are copied to the host, but none for each row."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    probe = ErrorBoundProbe(0)
+    converted(model).context.policy = Fixed(probe=probe)
+    gradient(model, normal((2000, 64)))
+    assert sum(item.numel() for item in probe._measured()) < 100
+
+
+# -- odd passes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_gradients_that_are_not_finite_say_nothing(value):
+    model = mlp()
+
+    def run(model, x, seed):
+        (model(x) * value).sum().backward()
+
+    assert observed(model, converted(model), X, run=run) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0), (3.0, 3.0)])
+def test_each_call_of_a_layer(scales, is_checkpointed):
+    """Squares add up. D is that of both calls, with the errors of each, and agrees with sampling."""
+    model, x = Twice(scales, is_checkpointed), normal((16, 64), scale=1.0)
+    controller = converted(model, 4)
+    ((_, seen),) = observed(model, controller, x, run=gradient).slots.items()
+    assert seen.elements == 2 * 16 * 64
+    (demand,) = seen.constraints
+    controller.context.policy = Fixed()
+    draws = torch.stack([gradient(model, x, seed) for seed in range(60)])
+    assert demand.first**2 * seen.error2 == pytest.approx(float(draws.var(0).sum()), rel=0.2)
+    grads = normal((16, 64), scale=1.0, seed=9)
+    squares = [
+        float((grads.t() @ (scale * item)).square().sum())
+        for scale, item in zip(scales, (x, x.flip(0)), strict=True)
+    ]
+    assert demand.v2 == pytest.approx(sum(squares), rel=0.05)
+
+
+def test_skipped_and_frozen_layers():
+    torch.manual_seed(0)
+    a, b, skipped = (nn.Linear(64, 64) for _ in range(3))
+    model = Composed(
+        lambda model, x: model.norm(model.b(model.a(x))),
+        a=a,
+        b=b,
+        skipped=skipped,
+        norm=nn.LayerNorm(64).requires_grad_(False),
+    )
+    b.weight.requires_grad_(False)
+
+    def run(model, x, seed):
+        loss_of(model(x)).backward()
+
+    found = observed(model, converted(model), X, run=run).slots
+    assert found.keys() == {("a", 0), ("norm", 0)}
+    assert [constraint.label for constraint in found["norm", 0].constraints] == ["input"]
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype, is_autocast):
+    x = normal((32, 64), scale=1.0)
+    model = mlp()
+    expected = observed(model, converted(model), x, run=gradient)
+
+    def run(model, x, seed=0):
+        torch.manual_seed(seed)
+        with torch.autocast("cpu", dtype, enabled=is_autocast and dtype.itemsize == 2):
+            y = model(x)
+        loss_of(y).backward()
+
+    if not is_autocast:
+        model, x = mlp().to(dtype), x.to(dtype)
+    found = observed(model, converted(model), x, run=run)
+    assert is_autocast or found.slots["0", 0].dtype_bytes == dtype.itemsize
+    for name in (("0", 0), ("2", 0)):
+        ours = {constraint.label: constraint for constraint in found.slots[name].constraints}
+        assert ours
+        for constraint in expected.slots[name].constraints:
+            if constraint.label in ours:
+                same = ours[constraint.label]
+                assert same.v2 == pytest.approx(constraint.v2, rel=0.1)
+                assert same.first == pytest.approx(constraint.first, rel=0.1)
+    assert found.activations["1"].v2 == pytest.approx(expected.activations["1"].v2, rel=0.1)
+
+
+def test_a_loss_scale_scales_squares_alike():
+    model = mlp()
+    controller = converted(model)
+    expected = observed(model, controller, X, run=gradient)
+
+    def run(model, x, seed=0):
+        torch.manual_seed(seed)
+        (1024 * loss_of(model(x))).backward()
+
+    found = observed(model, controller, X, run=run)
+    for name, slot in expected.slots.items():
+        for one, scaled in zip(slot.constraints, found.slots[name].constraints, strict=True):
+            assert scaled.v2 == pytest.approx(2**20 * one.v2, rel=1e-3)
+            assert scaled.first == pytest.approx(2**10 * one.first, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_constant_inputs(value):
+    """They have no errors at any bits, so the formula depends on the gradient alone."""
+    model = nn.Sequential(nn.Linear(64, 8))
+    x = torch.full((8, 64), value)
+    (seen,) = observed(model, converted(model), x, run=gradient).slots.values()
+    assert seen.error2 == 0 and not any(seen.squares)
+    (demand,) = seen.constraints
+    grad2 = float(normal((8, 8), scale=1.0, seed=9).square().sum())
+    assert demand.first**2 == pytest.approx(64 * grad2, rel=1e-5)
+    assert demand.v2 == pytest.approx(float(model[0].weight.grad.square().sum()), rel=1e-5)
+
+
+def test_bits_that_samples_do_not_share():
+    """A tensor whose samples are not known has one square for the whole."""
+
+    model = Composed(lambda model, x: model.a(x[:5]), a=nn.Linear(64, 8))
+    (seen,) = observed(model, converted(model), X, run=gradient).slots.values()
+    squares = (X[:5] - X[:5].mean(1, keepdim=True)).square().sum()
+    assert seen.samples == 0 and not any(seen.squares[1:])
+    assert seen.squares[0] == pytest.approx(float(squares), rel=1e-4)
+
+
+def test_snapshot_goes_on():
+    probe = ErrorBoundProbe(0)
+    model = mlp()
+    converted(model).context.policy = Fixed(probe=probe)
+    y = model(X)
+    assert probe.snapshot() is None and not probe.has_run()
+    loss_of(y).backward()
+    found = probe.snapshot()
+    assert probe.has_run() and not probe.runs()
+    probe.send()
+    assert probe.is_there() and probe.results() == found

@@ -1,0 +1,104 @@
+"""Resumed training continues as if it had never stopped, bit for bit."""
+
+import io
+import json
+
+import pytest
+import torch
+from odd_models import ODD, OPTIONS
+from probed_models import MODELS
+from torch import nn
+
+import fewbit
+from fewbit.runtime.backends import reference
+
+CONFIGS = [
+    fewbit.FixedBits(2),
+    fewbit.SampleBits(2),
+    fewbit.AdaptiveBits(2, interval=3),
+    fewbit.ErrorBound(interval=3),
+]
+
+
+def check(make, shape, config, stops, steps, **options):
+    """Check that runs which resume at each of the stops have the same steps as one run without a stop."""
+
+    def start():
+        torch.manual_seed(0)
+        model = make()
+        controller = fewbit.compress_(model, config, verbose=False, **options)
+        return model, controller, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+
+    def step(model, controller, optimizer):
+        """Run a step, and return everything that could differ after it."""
+        optimizer.zero_grad()
+        loss = getattr(model, "parts", model)(torch.randn(shape)).square().mean()
+        loss.backward()
+        optimizer.step()
+        parameters = [parameter.tolist() for parameter in model.parameters()]
+        return loss.item(), parameters, controller.allocation, controller.bounds
+
+    running, states, expected = start(), {}, []
+    for done in range(steps):
+        if done in stops:
+            states[done] = saved(*running)
+        expected.append(step(*running))
+    for stop, state in states.items():
+        model, controller, optimizer = start()
+        state = torch.load(io.BytesIO(state), weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        controller.load_state_dict(state["controller"])
+        torch.set_rng_state(state["random"])
+        found = [step(model, controller, optimizer) for _ in range(stop, steps)]
+        assert found == expected[stop:], f"stopped after {stop}"
+
+
+def saved(model, controller, optimizer) -> bytes:
+    file, state = io.BytesIO(), controller.state_dict()
+    json.dumps(state)
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "controller": state,
+            "random": torch.get_rng_state(),
+        },
+        file,
+    )
+    return file.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+@pytest.mark.parametrize("name", MODELS)
+def test_resumed_training_is_the_same(config, name):
+    make, shape = MODELS[name]
+    check(lambda: nn.Sequential(make(), nn.Dropout(0.1)), shape, config, (1, 2, 5), 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        fewbit.ErrorBound(codec="quant+zvc", interval=3),
+        fewbit.ErrorBound(by_channel=True, window="max", interval=3),
+    ],
+    ids=repr,
+)
+def test_also_with_codecs_and_channels(config):
+    make, shape = MODELS["convnet"]
+    check(make, shape, config, (1, 2, 5), 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+def test_also_of_odd_models(config, name, kernels, choice, monkeypatch):
+    """It does not matter which results an activation quantized too, in which forward and for which layer."""
+    stops, steps = (1, 2, 5), 7
+    if kernels == "reference":  # which is slow
+        monkeypatch.setitem(choice, torch.device("cpu"), reference)
+        stops, steps = (2,), 4
+    check(ODD[name], (6, 8), config, stops, steps, **OPTIONS.get(name, {}))

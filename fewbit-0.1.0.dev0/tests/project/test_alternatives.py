@@ -1,0 +1,195 @@
+"""The page docs/results/alternatives.md agrees with the measurements, which count what they say."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from torch import nn
+
+import fewbit
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results" / "alternatives.json"
+
+
+@pytest.fixture(autouse=True)
+def paths(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_the_page_shows_the_stored_results():
+    import alternatives_page
+
+    rows = json.loads(RESULTS.read_text())["rows"]
+    page = alternatives_page.PAGE.read_text(encoding="utf-8")
+    assert set(alternatives_page.MARKER.findall(page)) == set(alternatives_page.tables(rows))
+    assert alternatives_page.with_tables(page, rows) == page, (
+        "run python benchmarks/alternatives.py --page"
+    )
+
+
+README = {
+    "exact": "exact",
+    "`torch.compile`, activation memory budget 0.5": "torch.compile, budget 0.5",
+    "checkpointing of each block": "checkpointing",
+    "hooks that save 8-bit integers": "int8 hooks",
+    "fewbit, 4 bits": "fewbit, 4 bits",
+    "fewbit, 2 bits": "fewbit, 2 bits",
+    "fewbit, `AdaptiveBits(1.75)`": "fewbit, AdaptiveBits(1.75)",
+    "`fewbit.compile`, 2 bits": "fewbit.compile, 2 bits",
+    "fewbit, 2 bits, and `fewbit.checkpoint` of each block": "fewbit.checkpoint, fewbit, 2 bits",
+}
+
+
+def test_the_readme_shows_the_stored_results():
+    rows = json.loads(RESULTS.read_text())["rows"]
+    rows = {row["arm"]: row for row in rows if row["network"] == "GPT-2"}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.split("| option | saved, MiB | peak, MiB | time | error |\n")[1].split("\n\n")[0]
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert [name for name, *_ in shown[1:]] == list(README)
+    for name, saved, peak, ratio, error in shown[1:]:
+        row = rows[README[name]]
+        assert float(saved) == round(row["saved_bytes"] / 2**20, 1), name
+        assert float(peak) == round(row["peak_bytes"] / 2**20, 1), name
+        assert float(ratio) == (1 if name == "exact" else round(row["ratio"], 2)), name
+        measured = row["error"] if row["error"] >= 5e-4 else 0
+        assert float(error.rstrip("%")) == round(100 * measured, 1), name
+
+
+def test_cells_of_a_table():
+    import alternatives_page
+
+    exact = {"network": "net", "arm": "exact", "saved_bytes": 4 * 2**20, "peak_bytes": 2**23}
+    exact |= {"bfloat16_saved_bytes": 2**21, "ratio": 1.01, "error": 0.0, "loss": [1.0, 2.0]}
+    few = {"network": "net", "arm": "few", "saved_bytes": 2**20, "peak_bytes": 2**22}
+    few |= {"bfloat16_saved_bytes": 2**20, "ratio": 1.25, "low": 1.2, "high": 1.5}
+    few |= {"error": 0.123, "loss": [1.5, 2.25]}
+    more = few | {
+        "arm": "more",
+        "saved_bytes": 8 * 2**20,
+        "bfloat16_saved_bytes": 2**21,
+        "error": 4e-4,
+    }
+    del more["loss"]
+    diverged = few | {"arm": "diverged", "error": None, "loss": [None, 1.0]}
+    broken = {"network": "net", "arm": "broken", "failure": "RuntimeError: a | b"}
+    (table,) = alternatives_page.tables([exact, few, more, diverged, broken]).values()
+    # The differences of the runs with the same seed are .5 and .25.
+    assert table.splitlines()[2:] == [
+        "| exact | 4.0 | 2.0 | 8.0 | 1 | 0 | 1.5000 ± 0.7071 |",
+        "| few | 1.0 (4.0x less) | 1.0 (2.0x less) | 4.0 | 1.25 (1.20 .. 1.50) | 12.3% | +0.3750 ± 0.1768 |",
+        "| more | 8.0 (2.0x more) | 2.0 | 4.0 | 1.25 (1.20 .. 1.50) | 0 | as exact |",
+        "| diverged | 1.0 (4.0x less) | 1.0 (2.0x less) | 4.0 | 1.25 (1.20 .. 1.50) | not finite | not finite in 1 of 2 runs |",
+        "| broken | RuntimeError: a / b |  |  |  |  |  |",
+    ]
+
+
+def distinct_bytes(run, x):
+    """Return the bytes of all storages that autograd saves, counted in a hook. Parameters and x are left out."""
+    found = {}
+
+    def pack(saved):
+        found[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes(), saved
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        loss = run(x)
+    known = {p.data_ptr() for p in run.parameters()} | {x.data_ptr()}
+    total = sum(size for address, (size, _) in found.items() if address not in known)
+    del loss
+    return total
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+
+    def forward(self, x):
+        """Return a loss whose graph saves the result of the body."""
+        return self.body(x).square().sum()
+
+
+@pytest.mark.slow
+def test_saved_bytes_are_those_that_hooks_see():
+    from alternatives_memory import step_bytes
+
+    torch.manual_seed(0)
+    model, x = Squares(), torch.randn(512, 256)
+    model(x).backward()
+    saved, peak = step_bytes(model, model, (x,))
+    hidden, result = 4 * 512 * 512, 4 * 512 * 256
+    assert distinct_bytes(model, x) == 2 * hidden + result
+    assert 0 <= saved - (2 * hidden + result) <= 64  # the loss itself
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    assert peak >= max(saved, gradients)
+
+
+@pytest.mark.slow
+def test_saved_bytes_of_a_compressed_model_are_those_of_the_meter():
+    from alternatives_memory import step_bytes
+
+    torch.manual_seed(0)
+    model, x = Squares(), torch.randn(512, 256)
+    fewbit.compress_(model, bits=2, verbose=False)
+    model(x).backward()
+    saved, _ = step_bytes(model, model, (x,))
+    metered = fewbit.saved_bytes(model, x).total
+    assert saved == pytest.approx(metered, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_hooks_save_rows_of_8_bits():
+    from alternatives_hooks import int8_hooks
+    from alternatives_memory import step_bytes
+
+    torch.manual_seed(0)
+    first, second = nn.Linear(256, 32, bias=False), nn.Linear(256, 32, bias=False)
+    model = nn.ModuleList([first, second])
+    x = torch.randn(512, 256).mul_(torch.logspace(-3, 3, 512)[:, None])
+    weights = torch.randn(2, 512, 32)  # too small to be quantized
+
+    def run(x):
+        with torch.autograd.graph.saved_tensors_hooks(*int8_hooks(model)):
+            return sum((layer(x) * g).sum() for layer, g in zip(model, weights, strict=True))
+
+    run(x).backward()
+    # In float64, and one element at a time: the nearest multiple of a 127th of the largest element of the row.
+    step = x.double().abs().max(1).values[:, None] / 127
+    restored = torch.floor(x.double() / step + 0.5) * step
+    for layer, g in zip(model, weights, strict=True):
+        torch.testing.assert_close(
+            layer.weight.grad.double(), g.double().T @ restored, rtol=1e-4, atol=1e-2
+        )
+    saved, _ = step_bytes(model, run, (x,))
+    one_copy = 512 * 256 + 4 * 512
+    assert one_copy <= saved < one_copy + 2048, "both layers share one copy"
+
+
+@pytest.mark.slow
+def test_two_arms_run(tmp_path):
+    arms = ["exact", "fewbit, 2 bits", "save_on_cpu"]
+    command = [sys.executable, str(BENCHMARKS / "alternatives.py"), "--quick"]
+    command += ["--networks", "GPT-2", "--arms", *arms]
+    environment = os.environ | {"OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "alternatives_quick.json").read_text())
+    assert document["machine"]["torch"] == torch.__version__
+    rows = {row["arm"]: row for row in document["rows"]}
+    assert set(rows) == set(arms)
+    exact, few = rows["exact"], rows["fewbit, 2 bits"]
+    assert exact["error"] == 0 and 0.02 < few["error"] < 0.6
+    assert exact["saved_bytes"] > 5 * few["saved_bytes"] > 0
+    for field in ("loss", "held_out"):
+        assert few[field] != exact[field] and few[field] == pytest.approx(exact[field], rel=0.1)
+    assert "on a CPU" in rows["save_on_cpu"]["failure"]
+    assert "| fewbit, 2 bits |" in done.stdout

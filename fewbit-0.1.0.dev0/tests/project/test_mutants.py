@@ -1,0 +1,249 @@
+"""The tool of `make mutants`: the changes that it makes, its sample, and its runs."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutants import cpp_code, python_code, reach, sample
+
+TOOL = Path(python_code.__file__).parent
+CHANGED = {
+    "a <= b < c": ["comparison: a < b < c", "comparison: a <= b <= c"],
+    "a is not None": ["comparison: a is None"],
+    "a + b": ["arithmetic: a - b"],
+    "'text' + b": [],
+    "f'{a + 1}'": [],
+    "-a": ["arithmetic: a"],
+    "not a": ["not: a"],
+    "a and b": ["and or: a or b"],
+    "7": ["constant: 8", "constant: 6"],
+    "0.5": ["constant: 1.5", "constant: -0.5"],
+    "True": ["constant: False"],
+    "'text'": [],
+    "b if a else c": ["not: not a"],
+    "f(a, b, c)": ["swapped arguments: f(b, a, c)"],
+    "max(a, b)": [],
+    "f(*a, b)": [],
+}
+STATEMENTS = {
+    "return a": ["return value: return None"],
+    "return None": [],
+    "raise ValueError('at least', 1)": ["deleted statement: pass"],
+    "f()": ["deleted statement: pass"],
+    "a.b = c": ["deleted statement: pass"],
+    "a = b": [],
+    "a += 1": ["arithmetic: a -= 1", "constant: 2", "constant: 0", "deleted statement: pass"],
+    "if a: pass": ["not: not a"],
+    "assert a < b, g(c, 1)": ["comparison: a <= b"],
+    "logger.info(a, 1)": [],
+    "warnings.warn(g(a, 1))": ["deleted statement: pass"],
+}
+DEFINITIONS = {
+    "def f(a: Literal[1] = 2, *, b=True) -> Literal[3]: ...": ["default: 3", "default: 1", "default: False"],
+    "class A:\n    a: Literal[1] = 5": ["constant: 6", "constant: 4"],
+    "@cache\ndef f(): ...": ["decorator: "],
+    "@overload\ndef f(a=1): ...": [],
+    '"""Text."""\n__all__ = ["a", *b(c, 1)]': [],
+    "def __repr__(self): return g(1, 2)": [],
+    "from a import b\nif TYPE_CHECKING:\n    a = 1": [],
+}  # fmt: skip
+CPP = {
+    "if (a <= b && c) {": ["comparison: if (a < b && c) {", "and or: if (a <= b || c) {"],
+    "x = a * b->c;": ["arithmetic: x = a / b->c;"],
+    "int* p = &a; vector<int> v;": [],
+    "n = 0x1Fu; m = 2.5f;": [
+        "constant: n = 32u; m = 2.5f;", "constant: n = 30u; m = 2.5f;",
+        "constant: n = 0x1Fu; m = 3.5f;", "constant: n = 0x1Fu; m = 1.5f;",
+    ],
+    "int32_t a = 0;": ["constant: int32_t a = 1;"],
+    '// a < 1\n/* 2\n 3 */ f("a < 4"); #': [],
+    "#define A 1\nstatic_assert(sizeof(a) == 4, \"4\");": [],
+    "template <int N = 3>\nvoid f() { return true; }": ["constant: void f() { return false; }"],
+}  # fmt: skip
+
+
+def texts(mutations):
+    return [f"{mutation.kind}: {mutation.after}" for mutation in mutations]
+
+
+@pytest.mark.parametrize("source", [*CHANGED, *STATEMENTS, *DEFINITIONS])
+def test_mutations_of_python(source):
+    expected = (CHANGED | STATEMENTS | DEFINITIONS)[source]
+    whole = source
+    if source in CHANGED:
+        whole = f"x = (\n    {source}\n)"
+    elif source in STATEMENTS:
+        whole = f"def f(a, b, c):\n    {source}"
+    found = python_code.mutations(whole)
+    assert sorted(texts(found)) == sorted(expected)
+    for mutation in found:
+        mutant = mutation.applied(whole)
+        pairs = python_code.changed(compile(whole, "a", "exec"), compile(mutant, "a", "exec"))
+        assert pairs
+        assert mutant.count("\n") == whole.count("\n")
+
+
+@pytest.mark.parametrize("source", CPP)
+def test_mutations_of_cpp(source):
+    found = cpp_code.mutations(source)
+    assert sorted(texts(found)) == sorted(CPP[source])
+    for mutation in found:
+        lines = mutation.applied(source).split("\n")
+        assert " ".join(lines[mutation.line - 1].split()) == mutation.after
+
+
+def test_a_mutation_of_several_lines_keeps_their_number():
+    source = "def f(a, b):\n    return g(\n        a,\n        b < 1,\n    )\n"
+    for mutation in python_code.mutations(source):
+        assert mutation.applied(source).count("\n") == 5
+
+
+def test_a_mutation_after_letters_of_two_bytes():
+    source = "a = 'äö' if b < c else 'é'\n"
+    comparison = python_code.mutations(source)[0]
+    assert comparison.applied(source) == "a = 'äö' if (b <= c) else 'é'\n"
+
+
+def test_mutants_of_this_package_compile():
+    """Each mutant of a few real files compiles, and changes code."""
+    root = TOOL.parents[1]
+    for file in ("fewbit/sizes.py", "fewbit/extras.py"):
+        mutants = sample.all_of(root, file)
+        assert len(mutants) > 5
+        for mutant in mutants:
+            compile(mutant.mutation.applied((root / file).read_text()), file, "exec")
+
+
+SMALL = '''
+"""A module."""
+
+LIMIT = 3
+
+
+def clipped(x, most=LIMIT):
+    return min(x, most)
+
+
+def shifted(x, by=1):
+    return sum([x, by])
+
+
+def twice(x):
+    return x * 2
+
+
+def ignored(x):
+    return x + 1
+
+
+def unused(x):
+    return x - 1
+'''
+TESTS = """
+from fewbit.folder import small
+
+def test_clipped():
+    assert small.clipped(9) == 3
+
+def test_shifted():
+    assert small.shifted(5) == 6
+
+def test_twice():
+    assert small.twice(3) == 6
+
+def test_ignored():
+    small.ignored(3)
+
+def test_fails():
+    assert small.twice(3) == 7
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project of one module, with tests, and with this tool."""
+    (tmp_path / "fewbit" / "folder").mkdir(parents=True)
+    (tmp_path / "fewbit" / "folder" / "__init__.py").touch()
+    (tmp_path / "fewbit" / "folder" / "small.py").write_text(SMALL)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_small.py").write_text(TESTS)
+    return tmp_path
+
+
+def test_one_seed_draws_one_sample(project):
+    drawn = [[mutant.name for mutant in sample.draw(project, 5, seed)] for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 5
+    assert len({name.split(":")[1] for name in drawn[0]}) == 5
+    assert not sample.draw(project, 5, 3, only="csrc/*")
+
+
+@pytest.mark.parametrize(
+    "sizes, number, expected",
+    [
+        ({"a": 10, "b": 990}, 100, {"a": 4, "b": 96}),
+        ({"a": 1, "b": 1, "c": 1}, 7, {"a": 2, "b": 2, "c": 3}),
+        ({"a": 1, "b": 99}, 2, {"a": 0, "b": 2}),
+        ({}, 5, {}),
+    ],
+)
+def test_the_shares_of_folders(sizes, number, expected):
+    assert sample.allotted(sizes, number) == expected
+
+
+def test_mutants_are_found_where_lines_have_moved(project):
+    names = [mutant.name for mutant in sample.draw(project, 20, 0)]
+    path = project / "fewbit" / "folder" / "small.py"
+    path.write_text("\n\n" + SMALL.replace("x * 2", "x + x"))
+    found, gone = sample.found_again(project, names)
+    assert gone == [name for name in names if ":16:" in name]
+    lines = [int(name.split(":")[1]) + 2 for name in names if name not in gone]
+    assert [mutant.mutation.line for mutant in found] == lines
+
+
+def test_tests_of_a_mutant():
+    """Tests of the fastest file come first, and of each file the first cases."""
+    key = "fewbit/a.py:1:f"
+    tests = {
+        "b.py::test[1]": ["passed", 0.1, [key]],
+        "b.py::test[2]": ["passed", 0.2, [key]],
+        "b.py::other": ["passed", 0.3, [key]],
+        "a.py::slow": ["passed", 9.0, [key]],
+        "a.py::fails": ["failed", 0.0, [key]],
+        "a.py::elsewhere": ["passed", 0.0, ["fewbit/b.py:1:f"]],
+    }
+    found = reach.Reach([], tests)
+    order = ["b.py::test[1]", "b.py::other", "b.py::test[2]", "a.py::slow"]
+    assert found.ordered(found.by_key[key]) == order
+
+
+@pytest.mark.slow
+def test_a_run(project):
+    """Mutants are killed in functions and in modules imported anew; results are kept, continued and compared."""
+    shutil.copytree(TOOL, project / "tests" / "mutants")
+    subprocess.run(["git", "init", "--quiet", project], check=True)
+
+    def run(*arguments, code=0):
+        command = [sys.executable, "tests/mutants", "--processes", "1", *arguments]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    output = run("--number", "20", "--output", "before.json")
+    assert "fail in a copy: 1\ntests/test_small.py::test_fails\n" in output
+    before = json.loads((project / "before.json").read_text())["mutants"]
+    statuses = {int(name.split(":")[1]): found["status"] for name, found in before.items()}
+    expected = {4: "killed", 8: "killed", 11: "killed", 12: "killed", 16: "killed"}
+    assert statuses == {**expected, 20: "survived", 24: "not reached"}
+    assert not list(project.glob("*.part"))
+
+    tests = project / "tests" / "test_small.py"
+    tests.write_text(TESTS.replace("assert small.twice(3) == 6", "small.twice(3)"))
+    arguments = "--base", "before.json", "--output", "after.json"
+    assert run(*arguments, code=1).count("was killed by tests/test_small.py::test_twice") == 1
+    assert "exists: expected a new file" in subprocess.run(
+        [sys.executable, "tests/mutants", *arguments], cwd=project, capture_output=True, text=True
+    ).stderr  # fmt: skip

@@ -1,0 +1,271 @@
+"""The variance of rounding by the number of bits: predicted from sums of squares, and measured on random roundings."""
+
+import itertools
+
+import pytest
+import torch
+from samples import normal
+
+from fewbit.catalog.normal_levels import normal_error, unbiased_levels
+from fewbit.catalog.quantizers import unbiased_error
+from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNBIASED, UNIFORM
+from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
+from fewbit.runtime.format.bit_sharing import share_bits
+from fewbit.runtime.format.distortion import (
+    BITS,
+    distortion,
+    largest_distortion,
+    relative_distortion,
+)
+from fewbit.runtime.quantizers.spec import QuantizationRecord, QuantizedTensorSpec
+
+
+def errors2(x, bits, group_size, kind, draws=1, normalize=None):
+    """Return the squared errors of the elements of x, averaged over roundings: float64 in the shape of x."""
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    exact = x if normalize is None else (x - normalize[0]) * normalize[1]
+    for seed in range(draws):
+        found = restored(x, bits, group_size, kind, seed, normalize)
+        if kind in (MASKED, MASKED_UNBIASED):
+            found *= x != 0  # the mask, which a layer has anyway
+        total += (found - exact).double().square()
+    return total / draws
+
+
+def restored(x, bits, group_size, kind, seed, normalize=None):
+    """Return the values of a copy of x."""
+    settings = group_size, False, None, None, normalize, kind
+    made = quantize(x, torch.tensor([seed]), bits, *settings)
+    out = torch.empty_like(x)
+    dequantize(made.packed, made.ranges, bits, group_size, out, kind=kind)
+    return out
+
+
+def ratio(x, bits, group_size, kind, draws=1):
+    """Return the measured variance of rounding, divided by the predicted one."""
+    predicted = distortion(kind, bits) * squares(x, group_size, kind=kind).double().sum()
+    return float(errors2(x, bits, group_size, kind, draws).sum() / predicted)
+
+
+def evenly(rows, columns, seed=0):
+    """Return random numbers that are spread evenly from 0 to 1."""
+    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+# -- against measurements ----------------------------------------------------------------------------------
+
+
+def check_normal_numbers(found, bits, length):
+    """Check the ratio of 2^15 normal numbers in groups of this length.
+
+    A group of n numbers has up to 4.5 / n less variance than predicted, because it has shorter tails. With many bits, much
+    of the error is that of the few numbers beyond the outermost level, and the ratio of one sample differs from the mean
+    by up to .1.
+    """
+    scatter = 0.04 if bits < 6 else 0.11
+    assert 1 - 4.5 / length - scatter < found < 1 + scatter
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 256])
+@pytest.mark.parametrize("bits", BITS)
+def test_rotated_copies_of_normal_numbers(bits, group_size):
+    x = normal((2**15 // group_size, group_size), scale=1.0, seed=bits)
+    check_normal_numbers(ratio(x, bits, group_size, ROTATED), bits, group_size)
+
+
+@pytest.mark.parametrize("features", [100, 65, 300, 256 + 32])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_rotated_copies_with_short_groups(bits, features):
+    x = normal((2**15 // features, features), scale=1.0, seed=features)
+    check_normal_numbers(ratio(x, bits, 256, ROTATED), bits, min(features, 256))
+
+
+def _one_hot(rows):
+    x = torch.zeros(rows, 256)
+    x[torch.arange(rows), torch.arange(rows) % 256] = 5.0
+    return x
+
+
+DATA = {
+    "even": lambda: evenly(128, 256),
+    "relu": lambda: normal((128, 256), scale=1.0).relu(),
+    "products": lambda: normal((128, 256), scale=1.0) * normal((128, 256), scale=1.0, seed=1) ** 3,
+    "far from 0": lambda: 4 + normal((128, 256), scale=1.0),
+    "one hot": lambda: _one_hot(128),
+    "one channel": lambda: normal((128, 256), scale=1.0) + 16 * torch.eye(256)[7],
+    "samples that differ": lambda: (
+        normal((128, 256)) * 2.0 ** torch.arange(128).sub(64).div(4)[:, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6])
+def test_rotated_copies_of_other_data(bits, name):
+    """The prediction does not depend on the distribution. Elements of few values differ from it by a few percent."""
+    x = DATA[name]()
+    if name == "samples that differ":
+        each = errors2(x, bits, 256, ROTATED, 3).sum(1) / (
+            distortion(ROTATED, bits) * squares(x, 256, kind=ROTATED).double()
+        )
+        assert 0.9 < float(each.mean()) < 1.05 and 0.5 < float(each.min()) < float(each.max()) < 2
+        return
+    assert 0.93 < ratio(x, bits, 256, ROTATED, 2) < 1.05
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_masked_copies(bits):
+    """The errors of masked elements do not count."""
+    x = normal((128, 256), scale=1.0).relu()
+    assert 0.95 < ratio(x, bits, 256, MASKED, 2) < 1.05
+    assert 0.8 < ratio(x, bits, 256, MASKED_UNBIASED, 2) < 1.05
+    assert ratio(x, bits, 256, ROTATED, 2) == pytest.approx(1, abs=0.05)
+    assert squares(x, 256, kind=MASKED).sum() < 0.3 * squares(x, 256, kind=ROTATED).sum()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_unbiased_copies_of_normal_numbers(bits):
+    """With many bits, the distortion is lower by 2 %: the scale is rounded up, so fewer numbers are near the code's limit."""
+    x = normal((2**9, 256), scale=1.0, seed=bits)
+    assert 0.96 < ratio(x, bits, 256, UNBIASED, 2) < 1.02
+
+
+@pytest.mark.parametrize("name", [name for name in DATA if name != "samples that differ"])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_unbiased_copies_of_other_data(bits, name):
+    assert 0.7 < ratio(DATA[name](), bits, 256, UNBIASED, 2) < 1.04
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 256, 1024])
+@pytest.mark.parametrize("bits", BITS)
+def test_uniform_copies_of_evenly_spread_numbers(bits, group_size):
+    x = evenly(2**15 // group_size, group_size, bits)
+    # The least and the greatest number of a group have no error. Ranges in bfloat16 are up to 2^-6 longer.
+    assert 1 - 2 / group_size - 0.03 < ratio(x, bits, group_size, UNIFORM) < 1.06
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_largest_distortion_of_uniform_copies(bits):
+    """It is reached midway between two codes, and no data is above it."""
+    top = 2**bits - 1
+    middle = (torch.arange(256.0) % top + 0.5) / top
+    middle[0], middle[1] = 0.0, 1.0
+    limit = largest_distortion(UNIFORM, bits)
+    x = middle.expand(64, 256).contiguous()
+    for data, least in ((x, 0.97), (evenly(64, 256), 0.0), (normal((64, 256), scale=1.0), 0.0)):
+        found = errors2(data, bits, 256, UNIFORM, 2).sum() / squares(data, 256).double().sum()
+        assert least < float(found) / limit < 1.03
+    assert largest_distortion(UNIFORM, bits) == pytest.approx(1.5 * distortion(UNIFORM, bits))
+    assert largest_distortion(ROTATED, bits) == distortion(ROTATED, bits)
+
+
+# -- the numbers -------------------------------------------------------------------------------------------
+
+
+def test_rotated_distortions():
+    """D / (1 - D) with D of the normal table. At 1 bit D = 1 - 2 / pi. The rounding of scales counts from 7 bits on."""
+    found = [distortion(ROTATED, bits) for bits in BITS]
+    assert found[0] == pytest.approx(torch.pi / 2 - 1, rel=1e-4)
+    assert found[:4] == pytest.approx([0.5708, 0.1331, 0.0358, 0.0096], abs=5e-5)
+    limits = [normal_error(bits) / (1 - normal_error(bits)) for bits in BITS]
+    excess = [value - limit for value, limit in zip(found, limits, strict=True)]
+    assert excess == pytest.approx([5.5e-6] * 8, rel=0.01)
+    assert excess[6] > 0.03 * limits[6]
+
+
+@pytest.mark.slow
+def test_unbiased_distortions():
+    pytest.importorskip("scipy")
+    expected = [unbiased_error(unbiased_levels(bits)) for bits in BITS]
+    assert [distortion(UNBIASED, bits) for bits in BITS] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, MASKED, UNBIASED, MASKED_UNBIASED])
+def test_each_bit_gains_less_than_the_bit_before(kind):
+    """The division of bits needs this."""
+    values = [distortion(kind, bits) for bits in BITS]
+    gains = [a - b for a, b in itertools.pairwise(values)]
+    assert all(a > b > 0 for a, b in itertools.pairwise(gains))
+    assert (
+        relative_distortion(kind, 1) == 1 and relative_distortion(kind, 8) == values[7] / values[0]
+    )
+
+
+def test_averages_that_are_not_whole():
+    """Half of the samples have one bit more."""
+    for kind in (UNIFORM, ROTATED, UNBIASED):
+        assert distortion(kind, 2.5) == pytest.approx(
+            (distortion(kind, 2) + distortion(kind, 3)) / 2
+        )
+        assert distortion(kind, 8.0) == distortion(kind, 8)
+    x = normal((128, 256), scale=1.0)
+    found = torch.cat([errors2(x[:64], 2, 256, ROTATED), errors2(x[64:], 3, 256, ROTATED)]).sum()
+    predicted = distortion(ROTATED, 2.5) * squares(x, 256, kind=ROTATED).double().sum()
+    assert float(found / predicted) == pytest.approx(1, abs=0.05)
+
+
+# -- shares of samples -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("total", [4, 5, 7, 9, 12, 16, 21])
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, UNBIASED])
+def test_shares_have_the_least_measured_variance(kind, total):
+    """Four samples of different size, against all divisions of the bits. The data is spread evenly for both kinds."""
+    x = evenly(4 * 16, 256) * torch.tensor([1.0, 2.0, 5.0, 0.3]).repeat_interleave(16)[:, None]
+    x = x.view(4, -1)
+    by_bits = torch.stack([errors2(x, bits, 256, kind, 2).sum(1) for bits in BITS], 1)
+    widths = share_bits(squares(x, 256, kind=kind), total, kind)
+    assert widths.sum() == total
+
+    def variance(bits):
+        return float(sum(by_bits[i, b - 1] for i, b in enumerate(bits)))
+
+    choices = (bits for bits in itertools.product(BITS, repeat=4) if sum(bits) == total)
+    assert variance(widths.tolist()) <= 1.02 * min(map(variance, choices))
+
+
+def test_kinds_share_differently():
+    """A third bit gains a tenth of what the second bit gains in uniform copies, and a fifth in rotated copies."""
+    numbers = torch.tensor([1.0, 6.0])
+    assert share_bits(numbers, 4, UNIFORM).tolist() == [2, 2]
+    assert share_bits(numbers, 4, ROTATED).tolist() == [1, 3]
+
+
+# -- the record of a copy ----------------------------------------------------------------------------------
+
+
+def record_of(x, kind, group_size=256, samples=None, normalize=None):
+    spec = QuantizedTensorSpec(
+        2, group_size, tuple(x.shape), x.stride(), x.dtype, samples, kind=kind
+    )
+    return QuantizationRecord(x, (), spec, group_size, False, normalize)
+
+
+def variance_of(record, bits):
+    generator = torch.Generator().manual_seed(0)
+    return record.variance(bits, lambda device: generator).double()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 5])
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, UNBIASED])
+@pytest.mark.parametrize("shape, samples", [((8, 2048), None), ((8, 2048), 4), ((1024, 10), None)])
+def test_the_variance_of_a_record(shape, samples, kind, bits):
+    """The mean variance of an element of each sample; groups run across samples of 10 elements."""
+    x = normal(shape, scale=1.0) * torch.arange(1, shape[0] + 1)[:, None].sqrt()
+    found = variance_of(record_of(x, kind, samples=samples), bits)
+    rows = x.view(samples or len(x), -1)
+    expected = errors2(x, bits, 256, kind, 4).view(rows.shape).mean(1)
+    assert found.shape == expected.shape
+    if shape[1] == 10:
+        assert float(found.mean() / expected.mean()) == pytest.approx(1, abs=0.15)
+    else:
+        assert (found / expected).tolist() == pytest.approx([1.0] * len(rows), abs=0.25)
+
+
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, UNBIASED])
+def test_the_variance_of_a_normalized_tensor(kind):
+    x = 3 + normal((64, 256), scale=1.0) * 7
+    normalize = x.mean().view(1), 1 / x.std().view(1), x.numel()
+    found = variance_of(record_of(x, kind, normalize=normalize), 2).mean()
+    expected = errors2(x, 2, 256, kind, 2, normalize).mean()
+    assert float(found / expected) == pytest.approx(1, abs=0.06)

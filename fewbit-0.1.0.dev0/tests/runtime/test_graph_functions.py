@@ -1,0 +1,160 @@
+"""Compression of what a user's autograd Functions save (`autograd_functions`)."""
+
+import copy
+import json
+
+import pytest
+import torch
+from expectation import drawn, pooled_z
+from test_graph_compressor import Block, flat, gradients, inputs, saved
+from torch import nn
+from torch.autograd import Function
+
+import fewbit
+from fewbit.errors import InputError
+
+
+class Product(Function):
+    """The function a * b + 1/c, whose gradients are linear in a and b, but not in c."""
+
+    @staticmethod
+    def forward(ctx, a, b, c):
+        ctx.save_for_backward(
+            a + 0, b, None, c
+        )  # `a + 0` is made in the forward and needs no gradient
+        return a * b + 1 / c
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b, _, c = ctx.saved_tensors
+        return grad * b, grad * a, -grad / c**2
+
+
+class Result(Function):
+    """The exponential, which saves its own result."""
+
+    @staticmethod
+    def forward(x):
+        return x.exp()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+def product(x, y):
+    return Product.apply(x, y, 3 + (x - y).abs())
+
+
+def compressed(model, functions, bits=8, **layers):
+    model = copy.deepcopy(model)
+    layers |= {"everything": True, "functional": False, "autograd_functions": functions}
+    fewbit.compress_(model, bits=bits, layers=layers, verbose=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "positions", "packed"),
+    [(product, Product, [0, 1], 2), (product, Product, [1], 1), (lambda x, y: Result.apply(x), Result, [0], 1)],
+)  # fmt: skip
+def test_named_tensors_are_quantized(function, name, positions, packed):
+    model = Block(function)
+    exact = gradients(model, inputs())
+    found = gradients(compressed(model, {name: positions}), inputs())
+    assert 0 < (flat(found) - flat(exact)).norm() / flat(exact).norm() < 0.02
+    after = saved(compressed(model, {name: positions}, 2), inputs())
+    before = saved(compressed(model, None, 2), inputs())
+    assert after["packed"] - before.get("packed", 0) == packed * 3072 * 2 // 8
+    assert before["activation"] - after.get("activation", 0) == packed * 3072 * 4
+
+
+def test_gradients_are_exact_in_the_mean():
+    model, x = Block(product), inputs()
+    few = compressed(model, {Product: [0, 1]}, 2, quantizer="uniform")
+    exact, seeds = gradients(model, x)[:-1], iter(range(100, 1000))
+    samples = drawn(lambda: gradients(few, x, next(seeds))[:-1], 60)
+    for found, grad in zip(samples, exact, strict=True):
+        assert abs(pooled_z(found, grad, 1e-5, independent=24)) < 5
+
+
+def test_functions_without_a_name_stay_exact():
+    model = Block(lambda x, y: Result.apply(x))
+    found = gradients(compressed(model, {Product: [0, 1]}, 1), inputs())
+    assert all(a is b or torch.equal(a, b) for a, b in zip(found, gradients(model, inputs()), strict=True))  # fmt: skip
+
+
+def test_parameters_and_inputs_stay():
+    """They are in memory anyway."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(16, 24))
+
+        def forward(self, x):
+            return Save.apply(x, self.w.t()).sum() + (x.t() @ x).sum()
+
+    class Save(Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w.t().repeat(4, 1)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad * w.t().repeat(4, 1), (grad * x).view(4, 16, 24).sum(0).t()
+
+    model, x = Model(), torch.randn(64, 24)
+    few = compressed(model, {Save: [0, 1]}, 1)
+    assert all(map(torch.equal, gradients(few, x), gradients(model, x)))
+
+
+def test_overrides_give_functions_to_some_modules():
+    model = nn.Sequential(Block(product), Block(product))
+    few = copy.deepcopy(model)
+    change = {"everything": True, "functional": False, "autograd_functions": {Product: [0, 1]}}
+    fewbit.compress_(few, layers={"functional": False}, overrides={"1": change}, verbose=False)
+    paths = {e.module for e in fewbit.saved_bytes(few, inputs()).entries if e.kind == "packed"}
+    assert paths == {"1"}
+
+
+def test_settings_are_plain_json():
+    settings = fewbit.LayerSettings(everything=True, autograd_functions={Product: (0, 1)})
+    assert settings.autograd_functions == {f"{__name__}.Product": [0, 1]}
+    text = json.dumps(settings.to_dict())
+    assert fewbit.LayerSettings.from_dict(json.loads(text)) == settings
+    assert eval(repr(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"nowhere.Product": [0]}, "does not exist or is not imported"),
+        ({nn.Linear: [0]}, "expected the name of a torch.autograd.Function"),
+        ({Product: []}, "lists of positions"),
+        ({Product: [-1]}, "lists of positions"),
+        ({Product: 0}, "lists of positions"),
+        ([Product], "expected a mapping"),
+        ({"fewbit.functional.products._Mul": [0]}, "expected Functions that fewbit does not define"),
+    ],
+)  # fmt: skip
+def test_refuses(functions, message):
+    with pytest.raises(InputError, match=message):
+        compressed(Block(product), functions)
+
+
+def test_refuses_functions_without_everything():
+    layers = {"autograd_functions": {Product: [0]}}
+    with pytest.raises(InputError, match="expected everything=True with autograd_functions"):
+        fewbit.compress_(Block(product), layers=layers, verbose=False)
+
+
+def test_refuses_a_position_without_tensor():
+    model = compressed(Block(product), {Product: [1, 4]})
+    with pytest.raises(InputError, match="expected positions below 4 for .*Product, which saves 4"):
+        model(inputs())

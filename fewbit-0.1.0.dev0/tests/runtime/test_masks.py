@@ -1,0 +1,684 @@
+"""Masked copies: layers after a ReLU leave its zeros out of their copies, and restore them from the ReLU's own codes."""
+
+import contextlib
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from expectation import drawn, pooled_z
+from layers import bytes_by, relative, saved_by
+from samples import normal
+from torch import nn
+from torch.nn import functional as torch_f
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+from fewbit.runtime.format import fingerprint
+from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.format.fingerprint import Content
+from fewbit.runtime.format.groups import quantized_bytes
+from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.ops.activation_ops import is_masking
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.quantizers.spec import QuantizationRecord
+from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.cache import SavedTensorCache
+from fewbit.runtime.saved.checkpoints import CheckpointRegions
+
+
+class Layers(nn.Module):
+    """A ReLU, a function of its result, and layers that save the function's result.
+
+    Attributes:
+        inputs: copies of the layers' inputs in the last forward.
+        nodes: the autograd nodes of the layers in the last forward, which have the layers' saved tensors.
+    """
+
+    def __init__(self, *layers, relu=torch_f.relu, between=None):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.relu, self.between = relu, between
+
+    def forward(self, x):
+        y = self.relu(x)
+        y = self.between(y, x) if self.between else y
+        self.inputs, results = [], []
+        for layer in self.layers:
+            self.inputs.append(y.detach().clone())
+            results.append(layer(y))
+        self.nodes = [result.grad_fn for result in results]
+        return tuple(results)
+
+
+RELUS = {
+    "module": nn.ReLU(),
+    "module in place": nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)),
+    "F.relu": torch_f.relu,
+    "F.relu in place": lambda x: torch_f.relu(x, inplace=True),
+    "torch.relu": torch.relu,
+    "method": lambda x: x.relu(),
+}
+UNCONVERTED = {"torch.relu_": torch.relu_, "method in place": lambda x: x.relu_()}
+"""Functions that stay torch's own. torch saves their results, not codes."""
+
+
+def compressed(model, bits=2, **options):
+    fewbit.compress_(model, bits, verbose=False, **options)
+    return model
+
+
+def run(model, x):
+    """Run the model, whose input is a tensor with a gradient that may be overwritten. Return its results."""
+    return model(x.clone().requires_grad_() * 1.0)
+
+
+def is_masked(node) -> bool:
+    spec = node.spec
+    return getattr(spec, "inner", spec).has_mask
+
+
+def restored(node, dtype=torch.float32):
+    """Return the values that the backward of a linear layer or a convolution dequantizes."""
+    _, *tensors = node.saved_tensors
+    return node.spec.dequantize(tensors, dtype)
+
+
+def check_masked(model, limit, dtype=torch.float32):
+    """Check that all layers have masked copies, with zeros where the ReLU's results have them and nowhere else."""
+    for node, x in zip(model.nodes, model.inputs, strict=True):
+        values = restored(node, dtype)
+        assert is_masked(node)
+        assert values.shape == x.shape
+        assert not values[x == 0].any()
+        assert relative(values, x) < limit
+
+
+def check_not_masked(model, limit):
+    for node, x in zip(model.nodes, model.inputs, strict=True):
+        assert not is_masked(node)
+        assert relative(restored(node), x) < limit
+
+
+def data(shape, dtype=torch.float32):
+    """Return normal numbers with zeros of both signs and tiny numbers among them."""
+    x = normal(shape, dtype, scale=1.0)
+    flat = x.view(-1)
+    flat[::7], flat[3::11], flat[5::23] = 0.0, -0.0, torch.finfo(dtype).tiny
+    return x
+
+
+# -- which layers have masked copies ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("relu", RELUS)
+def test_zeros_are_exact(relu, dtype):
+    """In the first forward the layer makes its copy. In later ones the ReLU makes it, unless it works in place."""
+    model = Layers(nn.Linear(300, 4), relu=copy.deepcopy(RELUS[relu]))
+    compressed(model.to(dtype), 4)
+    for _ in range(2):
+        run(model, data((6, 300), dtype))
+        check_masked(model, 0.1, dtype)
+
+
+@pytest.mark.parametrize("relu", UNCONVERTED)
+def test_a_relu_without_codes_has_no_mask(relu):
+    model = compressed(Layers(nn.Linear(300, 4), relu=UNCONVERTED[relu]), 4)
+    run(model, data((6, 300)))
+    check_not_masked(model, 0.2)
+
+
+LAST = torch.channels_last
+ORDERS = {  # {how a ReLU's input lies in memory: (shape, view of a tensor of this shape, whether there is a mask)}
+    "contiguous": ((4, 6, 8, 5), lambda x: x, True),
+    "channels last": ((4, 6, 8, 5), lambda x: x.contiguous(memory_format=LAST), True),
+    "one pixel": ((4, 6, 1, 1), lambda x: x.contiguous(memory_format=LAST), True),
+    "one sample": ((1, 6, 8, 5), lambda x: x.contiguous(memory_format=LAST), True),
+    "samples not outermost": ((6, 4, 8, 5), lambda x: x.permute(1, 0, 2, 3), True),
+    "reversed": ((5, 8, 6, 4), lambda x: x.permute(3, 2, 1, 0), True),
+    "rows": ((9, 6, 8, 5), lambda x: x[2:6], True),
+    "columns": ((4, 6, 8, 9), lambda x: x[..., 2:7], False),
+    "every second row": ((8, 6, 8, 5), lambda x: x[::2], False),
+    "columns, transposed": ((4, 6, 9, 8), lambda x: x[..., 2:7, :].mT, False),
+    "expanded": ((1, 6, 1, 5), lambda x: x.expand(4, 6, 8, 5), False),
+}
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["", "in place"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_the_mask_is_that_of_the_copy(order, is_in_place):
+    """The codes are in the order of the input's memory, if the input is dense. Otherwise there is no mask."""
+    shape, view, expected = ORDERS[order]
+    if order == "expanded" and is_in_place:
+        pytest.skip("elements that share memory must not be overwritten")
+    x = view(data(shape))
+    layers = nn.Conv2d(x.shape[1], 3, 1), nn.Linear(x.shape[-1], 3)
+    model = Layers(*layers, relu=lambda x: torch_f.relu(view(x), inplace=is_in_place))
+    compressed(model, 8, overrides={"layers.1": 6})
+    for _ in range(2):
+        run(model, data(shape))
+        if expected:
+            check_masked(model, 0.05)
+        else:
+            check_not_masked(model, 0.05)
+
+
+VIEWS = {  # {what is between a ReLU and a layer: (function of the result of shape (8, 4, 64), whether there is a mask)}
+    "view": (lambda y, x: y.view(4, 8, 64), True),
+    "flatten": (lambda y, x: y.flatten(1), True),
+    "reshape": (lambda y, x: y.reshape(-1, 32), True),
+    "unflatten": (lambda y, x: y.unflatten(2, (2, 32)), True),
+    "short samples": (lambda y, x: y.reshape(-1, 8), True),
+    "one row": (lambda y, x: y.view(-1), True),
+    "transpose": (lambda y, x: y.transpose(0, 1), True),
+    "unsqueeze": (lambda y, x: y.unsqueeze(0), True),
+    "detach": (lambda y, x: y.detach(), True),
+    "a reshape that copies": (lambda y, x: y.transpose(0, 1).reshape(4, 512), False),
+    "clone": (lambda y, x: y.clone(), False),
+    "a part": (lambda y, x: y[1:], False),
+    "all but the last row": (lambda y, x: y[:-1], False),
+    "sum": (lambda y, x: y + x, False),
+    "sum in place": (lambda y, x: y.add_(x), False),
+    "shift in place": (lambda y, x: y.sub_(0.25), False),
+    "shift of a view": (lambda y, x: (y.view(-1).sub_(0.25), y)[1], False),
+    "dropout": (lambda y, x: torch_f.dropout(y, 0.5), False),
+    "pooling": (lambda y, x: torch_f.max_pool1d(y, 2), False),
+}
+
+
+@pytest.mark.parametrize("between", VIEWS)
+def test_between_the_relu_and_the_layer(between):
+    function, expected = VIEWS[between]
+    width = function(data((8, 4, 64)), data((8, 4, 64))).shape[-1]
+    model = compressed(Layers(nn.Linear(width, 3), between=function), 4)
+    for _ in range(2):
+        run(model, data((8, 4, 64)))
+        if expected:
+            check_masked(model, 0.12)
+        else:
+            check_not_masked(model, 0.25)
+
+
+@pytest.mark.parametrize(
+    "between", [name for name in VIEWS if "in place" in name or "view" in name]
+)
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["", "in place"])
+def test_versions_alone_show_changes(between, is_in_place, monkeypatch):
+    """On a GPU there are no checksums, because they would have to wait for the device."""
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda x: None)
+    function, expected = VIEWS[between]
+    width = function(data((8, 4, 64)), data((8, 4, 64))).shape[-1]
+    relu = lambda x: torch_f.relu(x, inplace=is_in_place)  # noqa: E731
+    model = compressed(Layers(nn.Linear(width, 3), relu=relu, between=function), 4)
+    for _ in range(2):
+        x = data((8, 4, 64)).requires_grad_()
+        model(x * 1.0)
+        assert is_masked(model.nodes[0]) == expected
+        assert relative(restored(model.nodes[0]), model.inputs[0]) < 0.25
+
+
+def data_(y, x):
+    y.data.sub_(0.5)
+    return y
+
+
+def numpy_(y, x):
+    array = y.detach().numpy()
+    array -= 0.5
+    return y
+
+
+def roll_(y, x):
+    y.data.copy_(y.data.roll(1, 0))
+    return y
+
+
+@pytest.mark.parametrize("write", [data_, numpy_, roll_], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["", "in place"])
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_write_that_autograd_does_not_see(write, is_in_place, functional):
+    """Checksums show it, and before them the mode that replaces functions."""
+    model = Layers(nn.Linear(64, 3), relu=nn.ReLU(inplace=is_in_place), between=write)
+    compressed(model, 8, layers={"functional": functional})
+    for _ in range(2):
+        run(model, data((8, 64)))
+        check_not_masked(model, 0.05)
+
+
+def test_a_result_that_is_used_twice():
+    """The sum of the result and something else has no mask, the result has."""
+    model = Layers(nn.Linear(64, 64), nn.Linear(64, 64))
+    model.forward = lambda x, own=model: twice(own, x)
+    compressed(model, 4)
+    for _ in range(2):
+        run(model, data((8, 64)))
+        assert [is_masked(node) for node in model.nodes] == [True, False]
+        for node, x in zip(model.nodes, model.inputs, strict=True):
+            assert relative(restored(node), x) < 0.2
+
+
+def twice(model, x):
+    y = torch_f.relu(x)
+    first = model.layers[0](y)
+    second = model.layers[1](y + first)
+    model.inputs = [y.detach(), (y + first).detach()]
+    model.nodes = [first.grad_fn, second.grad_fn]
+    return second
+
+
+# -- the gradients -------------------------------------------------------------------------------------------
+
+
+def weight_gradients(kind, bits, x, grad, draws=1, config=None):
+    """Return draws of the gradient of a layer's weight, stacked, and the exact gradient."""
+    layer = nn.Linear(x.shape[1], grad.shape[1])
+    model = compressed(
+        Layers(layer), bits if config is None else config, layers={"quantizer": kind}
+    )
+
+    def gradients():
+        (y,) = run(model, x)
+        return list(torch.autograd.grad(y, [layer.weight], grad))
+
+    torch.manual_seed(0)
+    return drawn(gradients, draws)[0], grad.t().double() @ x.relu().double()
+
+
+@pytest.mark.parametrize("shape", [(8, 200), (30, 48)], ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_gradients_are_exact_in_expectation(bits, shape):
+    """Also for groups that cross samples, and for an element that has much of the energy."""
+    x = data(shape)
+    x[3, 5] = 12.0
+    found, exact = weight_gradients("rotated", bits, x, normal((shape[0], 3), seed=1), 150)
+    # A gradient's entries have only as many independent errors as there are groups, times the rank.
+    assert abs(pooled_z(found.flatten(1), exact.flatten(), 1e-6)) < 5
+    assert not found[:, :, (x <= 0).all(0)].any()
+
+
+@pytest.mark.parametrize(("bits", "factor"), [(1, 12.0), (2, 5.0), (4, 2.0)])
+def test_the_error_beside_that_of_a_uniform_copy(bits, factor):
+    """The mean squared error is many times smaller."""
+    x, grad = normal((64, 512), scale=1.0), normal((64, 3), seed=1)
+    errors = {}
+    for kind in ("rotated", "uniform"):
+        found, exact = weight_gradients(kind, bits, x, grad, 8)
+        errors[kind] = float((found - exact).square().sum())
+    assert errors["rotated"] * factor < errors["uniform"]
+
+
+def test_gradients_of_the_first_and_of_later_forwards_are_the_same(backend):
+    """In later forwards, one pass computes the ReLU, its codes and the copy."""
+    model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 4)).to(backend.device)
+    compressed(model)
+    x, found = normal((6, 8)).to(backend.device), []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for first, later in zip(*found, strict=True):
+        assert torch.equal(first, later)
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(8, 300), (8, 4, 40), (30, 7)], ids=str)
+def test_the_mask_takes_no_bytes(shape):
+    x = data(shape)
+    model = compressed(Layers(nn.Linear(shape[-1], 3), between=lambda y, x: y.flatten(0, -2)))
+    codes = 4 * (-(-x.numel() // 32))
+    copied = quantized_bytes(x.flatten(0, -2).shape, 2, kind="rotated")
+    x.requires_grad_()
+    for _ in range(2):
+        assert bytes_by(model, x) == codes + copied
+        assert fewbit.saved_bytes(model, x).total == codes + copied
+
+
+def test_consumers_share_copies_and_the_mask():
+    x = data((8, 300)).requires_grad_()
+    model = Layers(*(nn.Linear(300, 3) for _ in range(4)))
+    compressed(model, 2, overrides={"layers.2": 4, "layers.3": {"quantizer": "uniform"}})
+    sizes = [quantized_bytes(x.shape, bits, kind="rotated") for bits in (2, 4)]
+    uniform = quantized_bytes(x.shape, 2, kind="uniform")
+    for _ in range(2):
+        assert bytes_by(model, x) == 4 * 75 + sum(sizes) + uniform
+        model(x)
+        assert [is_masked(node) for node in model.nodes] == [True, True, True, False]
+        for node, exact in zip(model.nodes[:3], model.inputs, strict=False):
+            assert not restored(node)[exact == 0].any()
+        masks = [node.saved_tensors[-1].data_ptr() for node in model.nodes[:3]]
+        assert len(set(masks)) == 1
+
+
+def test_masks_are_forgotten_when_the_forward_ends():
+    model = compressed(Layers(nn.Linear(64, 3)))
+    run(model, data((8, 64)))
+    assert is_masked(model.nodes[0])
+    copies = model.layers[0].quantizer.context.cache
+    assert copies.get_mask(Content(data((8, 64)))) is None and not copies._local.masks
+
+
+def test_an_offload_does_not_leave_masks_on_the_device(monkeypatch):
+    """While tensors move to the host, the cache drops the masks of results that no longer exist."""
+    monkeypatch.setattr(offload, "is_active", lambda: True)
+    copies = SavedTensorCache(CheckpointRegions())
+    copies.begin()
+    results = [data((8, 64)).relu() for _ in range(3)]
+    for y in results:
+        copies.put_mask(Content(y), torch.zeros(16, dtype=torch.int32), False)
+    assert all(copies.get_mask(Content(y)) is not None for y in results)
+    kept, more = results[1], torch.ones(5)
+    del results, y
+    copies.put_mask(Content(more), torch.zeros(1, dtype=torch.int32), False)
+    assert len(copies._local.masks) == 2
+    assert copies.get_mask(Content(kept)) is not None
+    assert copies.get_mask(Content(more)) is not None
+
+
+# -- tables and dtypes without masks -------------------------------------------------------------------------
+
+STEP = Encoding(1, np.array([0.0, 1.0]), np.zeros(1), np.array([0, 1]), ("right",))
+OTHERS = {
+    "one level": Encoding(1, np.array([1.0]), np.zeros(0), np.array([0]), ()),
+    "0 belongs to the right": Encoding(1, STEP.levels, STEP.breaks, STEP.codes, ("left",)),
+    "another break": Encoding(1, STEP.levels, np.array([0.5]), STEP.codes, ("right",)),
+    "other levels": Encoding(1, np.array([0.1, 0.9]), STEP.breaks, STEP.codes, ("right",)),
+    "falling": Encoding(1, STEP.levels, STEP.breaks, np.array([1, 0]), ("right",)),
+    "a code of 1 stands for 0": Encoding(
+        1, np.array([1.0, 0.0]), STEP.breaks, np.array([1, 0]), ("right",)
+    ),
+}
+
+
+def test_only_a_step_at_zero_is_a_mask():
+    assert STEP.is_step_at_zero
+    assert not any(other.is_step_at_zero for other in OTHERS.values())
+    for text in ("relu", "leaky_relu"):
+        assert is_masking(text, STEP, torch.float32) == (text == "relu")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"domain": (1, 10)}, {"objective": "unbiased"}], ids=["one level", "unbiased"]
+)
+def test_a_table_of_the_user_that_is_no_mask(settings):
+    """With one level, the codes do not say where the result is 0."""
+    relu = fewbit.ReLU(table=fewbit.solve("relu", bits=1, **settings))
+    model = compressed(Layers(nn.Linear(64, 3), relu=relu), 4)
+    for _ in range(2):
+        run(model, data((8, 64)))
+        check_not_masked(model, 0.2)
+
+
+def test_a_table_of_more_bits_is_a_mask():
+    model = compressed(Layers(nn.Linear(64, 3), relu=fewbit.ReLU(bits=3)), 4)
+    for _ in range(2):
+        run(model, data((8, 64)))
+        check_masked(model, 0.12)
+
+
+@pytest.mark.parametrize("relu", [torch_f.relu, torch_f.relu6, torch_f.leaky_relu, torch_f.gelu])
+def test_other_functions_have_no_masks(relu):
+    model = compressed(Layers(nn.Linear(64, 3), relu=relu), 4)
+    for _ in range(2):
+        run(model, data((8, 64)))
+        assert is_masked(model.nodes[0]) == (relu is torch_f.relu)
+
+
+def test_float64_has_no_masks():
+    """Positive numbers that are 0 in float32 would be left out, but not restored as 0."""
+    model = compressed(Layers(nn.Linear(64, 3).double()), 4)
+    for _ in range(2):
+        run(model, data((8, 64), torch.float64))
+        assert not is_masked(model.nodes[0])
+        assert relative(restored(model.nodes[0], torch.float64), model.inputs[0]) < 0.2
+
+
+@pytest.mark.parametrize("settings", [{"quantizer": "uniform"}, {"group_size": 512}], ids=str)
+def test_uniform_copies_have_no_masks(settings):
+    """Groups that are too large for rotations have uniform copies."""
+    model = compressed(Layers(nn.Linear(64, 3)), 4, layers=settings)
+    for _ in range(2):
+        run(model, data((8, 64)))
+        check_not_masked(model, 0.2)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_nan(value):
+    model = compressed(Layers(nn.Linear(64, 3)))
+    for _ in range(2):
+        x = data((8, 64))
+        x[2, 5] = value
+        run(model, x)
+        assert is_masked(model.nodes[0])
+        values = restored(model.nodes[0])
+        assert values[2, 5].isnan() and values[[0, 1, *range(3, 8)]].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (8, 0, 64)], ids=str)
+def test_empty_tensors(shape):
+    model = compressed(Layers(nn.Linear(64, 3)))
+    for _ in range(2):
+        (y,) = run(model, torch.zeros(shape))
+        assert restored(model.nodes[0]).shape == shape
+        y.sum().backward()
+
+
+def test_nothing_is_positive():
+    model = compressed(Layers(nn.Linear(64, 3)))
+    for _ in range(2):
+        run(model, -data((8, 64)).abs())
+        assert not restored(model.nodes[0]).any()
+
+
+# -- modes ---------------------------------------------------------------------------------------------------
+
+
+def test_autocast():
+    model = compressed(Layers(nn.Linear(300, 3), relu=nn.Sequential(nn.Linear(8, 300), nn.ReLU())))
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            (y,) = run(model, data((6, 8)))
+        assert model.inputs[0].dtype == torch.bfloat16
+        check_masked(model, 0.3, torch.bfloat16)
+        y.float().square().sum().backward()
+
+
+class Checkpointed(nn.Module):
+    """A ReLU between linear layers, of which some are in a checkpointed region."""
+
+    def __init__(self, reentrant, region):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.after = nn.Linear(64, 300), nn.Linear(300, 3)
+        self.reentrant, self.region = reentrant, region
+
+    def forward(self, x):
+        run = lambda function, x: checkpoint(function, x, use_reentrant=self.reentrant)  # noqa: E731
+        if self.region == "both":
+            return run(lambda x: self.after(self.before(x).relu()), x)
+        if self.region == "layer":
+            return run(self.after, self.before(x).relu())
+        if self.region == "relu":
+            return self.after(run(lambda x: self.before(x).relu(), x))
+        return self.after(self.before(x).relu())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("region", ["both", "layer", "relu"])
+def test_checkpoints(reentrant, region):
+    """The gradients are about those without a checkpoint, in every step."""
+    model, exact = Checkpointed(reentrant, region), Checkpointed(reentrant, None)
+    compressed(model, 8)
+    x = data((8, 64)).requires_grad_()
+    for _ in range(2):
+        for tested in (model, exact):
+            tested.zero_grad()
+            tested(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            assert relative(ours.grad, theirs.grad) < 0.02
+
+
+TORCHS_OWN_WARNINGS = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch.*", "ignore:The .grad attribute"
+)
+
+
+@pytest.mark.inductor
+@TORCHS_OWN_WARNINGS
+def test_compiled_layers_have_no_masks():
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 3))
+    exact = copy.deepcopy(model)
+    compressed(model, 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = data((8, 64))
+    for _ in range(2):
+        for tested in (compiled, exact):
+            tested.zero_grad()
+            torch.manual_seed(0)
+            tested(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            assert relative(ours.grad, theirs.grad) < 0.02
+    words = [8 * -(-8 * size // 32) for size in (64, 300)]
+    mask = -(-8 * 300 // 32)
+    codes = [tensor.numel() for tensor in saved_by(compiled, x)[1] if tensor.dtype == torch.int32]
+    assert sorted(codes) == sorted([*words, mask])
+
+
+@pytest.mark.inductor
+@TORCHS_OWN_WARNINGS
+def test_a_compiled_layer_after_an_eager_relu_has_no_mask():
+    torch.compiler.reset()
+    model = compressed(nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 3)), 8)
+    model[2].compile(backend="aot_eager")
+    x = data((8, 64))
+    hidden = model[0](x).relu().detach()
+    (found,) = torch.autograd.grad(model(x).sum(), model[2].weight)
+    assert relative(found[0], hidden.sum(0)) < 0.02
+
+
+@pytest.mark.parametrize("hooks", ["save_on_cpu", "bytes"])
+def test_hooks_on_saved_tensors(hooks):
+    pack, unpack = (
+        lambda x: pickle.dumps(x.numpy()),
+        lambda data: torch.from_numpy(pickle.loads(data)),
+    )
+    x = data((8, 300))
+    model = compressed(Layers(nn.Linear(300, 3)))
+
+    def gradient(context):
+        torch.manual_seed(1)
+        with context:
+            (y,) = run(model, x)
+        return torch.autograd.grad(y.square().sum(), model.layers[0].weight)[0]
+
+    class Bytes(torch.autograd.graph.saved_tensors_hooks):
+        """Saves tensors as bytes. bfloat16 tensors, which NumPy lacks, stay as they are."""
+
+        def __init__(self):
+            is_known = lambda x: x.dtype != torch.bfloat16 and not x.requires_grad  # noqa: E731
+            super().__init__(
+                lambda x: pack(x) if is_known(x) else x,
+                lambda kept: unpack(kept) if isinstance(kept, bytes) else kept,
+            )
+
+    kept = {"save_on_cpu": torch.autograd.graph.save_on_cpu, "bytes": Bytes}[hooks]
+    assert torch.equal(gradient(kept()), gradient(contextlib.nullcontext()))
+
+
+@pytest.mark.parametrize("moved", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model(moved):
+    model = compressed(Layers(nn.Linear(300, 3)))
+    run(model, data((6, 300)))
+    model.nodes = model.inputs = None
+    other = moved(model)
+    for tested in (other, model):
+        run(tested, data((6, 300)))
+        check_masked(tested, 0.3)
+
+
+def test_evaluation_and_no_grad():
+    model = compressed(Layers(nn.Linear(300, 3)))
+    with torch.no_grad():
+        model(data((6, 300)))
+    model.eval()
+    (y,) = run(model, data((6, 300)))
+    (found,) = torch.autograd.grad(y.sum(), model.layers[0].weight)
+    assert relative(found[0], data((6, 300)).relu().sum(0)) < 1e-5
+
+
+def test_batched_gradients():
+    model = compressed(Layers(nn.Linear(64, 3)), 4)
+    (y,) = run(model, data((8, 64)))
+    weight, grads = model.layers[0].weight, normal((5, 8, 3))
+    (found,) = torch.autograd.grad(y, weight, grads, is_grads_batched=True, retain_graph=True)
+    for one, grad in zip(found, grads, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(y, weight, grad, retain_graph=True)[0])
+
+
+# -- policies ------------------------------------------------------------------------------------------------
+
+
+CONFIGS = {
+    "samples": fewbit.SampleBits(2.5),
+    "adaptive": fewbit.AdaptiveBits(2),
+    "error bound": fewbit.ErrorBound(e2=0.3),
+}
+
+
+@pytest.mark.parametrize("shape", [(16, 128), (40, 24)], ids=str)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_policies(config, shape):
+    """Copies are masked in all steps: in observed ones, in others, and if groups cross samples of several widths."""
+    torch.manual_seed(0)
+    width = shape[1]
+    before = nn.Sequential(nn.Linear(8, width), nn.ReLU())
+    model = Layers(nn.Linear(width, width), nn.Linear(width, 3), relu=before)
+    model = nn.ModuleDict({"body": model})
+    model.forward = lambda x: model["body"](x)
+    compressed(model, CONFIGS[config])
+    body = model["body"]
+    for step in range(5):
+        torch.manual_seed(step)
+        x = normal((shape[0], 8), seed=step)
+        first, second = model.forward(x)
+        for node, exact in zip(body.nodes, body.inputs, strict=True):
+            assert is_masked(node)
+            values = restored(node)
+            assert not values[exact == 0].any()
+            assert relative(values, exact) < 0.8
+        (first.square().sum() + second.square().sum()).backward()
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_the_variance_that_probes_expect(bits):
+    """A record's variance is that of the restored values, whose zeros have none."""
+    x = data((16, 512)).relu()
+    x[:4, 100:] = 0.0
+    quantizer = Quantizer(bits)
+    mask = activation_ops.encode(x, STEP, None)
+    saved = [quantizer._quantize(x, x.dtype, mask=mask) for _ in range(200)]
+    values = torch.stack([copy.spec.dequantize(copy.tensors) for copy in saved])
+    record = QuantizationRecord(x, saved[0].tensors, saved[0].spec, 256, None, None)
+    found = (values - x).square().mean((0, 2))
+    expected = record.variance(bits, None)
+    torch.testing.assert_close(found, expected, rtol=0.12, atol=0.0)
+
+
+def test_the_variance_profile():
+    """Deferred copies are masked too: the profile of the layer after the ReLU has the error of masked copies."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 256, bias=False), nn.ReLU(), nn.Linear(256, 3))
+    x = normal((32, 16), scale=1.0)
+    share = {}
+    for kind in ("rotated", "uniform"):
+        settings = {"layers": {"quantizer": kind}, "draws": 20, "chunks": 4}
+        profile = fewbit.variance_profile(
+            model, x, lambda m, x: m(x).square().mean(), bits=1, **settings
+        )
+        share[kind] = float(profile.quantization[-1])
+    assert share["rotated"] * 8 < share["uniform"]

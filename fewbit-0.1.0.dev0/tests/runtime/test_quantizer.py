@@ -1,0 +1,259 @@
+"""The group quantizer of every backend, bit for bit against NumPy, for uniform, rotated and masked copies."""
+
+import functools
+import math
+import mmap
+
+import naive_quantizer as naive
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from quantized import (
+    DATA,
+    DTYPES,
+    ISAS,
+    SEED,
+    check,
+    compiled,
+    dequantize,
+    dtypes,
+    inputs,
+    kinds,
+    mixed,
+    possible_sizes,
+    quantize,
+    same,
+)
+
+from fewbit.runtime import backends
+from fewbit.runtime.backends import reference, reference_quantizer
+from fewbit.runtime.ops import quantizer_ops
+
+if ISAS:
+    from fewbit.runtime.backends import native
+
+
+@kinds
+@pytest.mark.parametrize("first", range(0, 71, 3))
+def test_every_small_size(backend, first, kind):
+    for features in range(first, min(first + 3, 71)):
+        bits, group_size, fp32_min = (
+            1 + features % 8,
+            (32, 64, 256)[features % 3],
+            features % 2 == 1,
+        )
+        for samples in (1, 3):
+            x = inputs((samples, features), DTYPES[features % 3], DATA[features % 8])
+            check(backend, x, bits, group_size, fp32_min, kind=kind)
+            check(backend, x, 0, group_size, fp32_min, mixed(samples), kind=kind)
+
+
+@kinds
+@dtypes
+@pytest.mark.parametrize("data", DATA)
+def test_every_width(backend, dtype, data, kind):
+    for bits in range(1, 9):
+        check(
+            backend, inputs((2, 321), dtype, data, seed=bits), bits, 256, bits % 2 == 1, kind=kind
+        )
+
+
+SIZES = [
+    (kind, size)
+    for kind in ("uniform", "rotated", "masked", "unbiased", "masked-unbiased")
+    for size in possible_sizes(kind, 32, 64, 96, 224, 256, 288, 1024)
+]
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "shape", [(2, 1321), (1, 2048), (40, 31), (0, 70), (5, 0), (3, 257)], ids=str
+)
+@pytest.mark.parametrize("kind, group_size", SIZES)
+def test_group_sizes(backend, group_size, kind, shape, dtype):
+    x = inputs(shape, dtype, seed=group_size)
+    check(backend, x, 3, group_size, False, kind=kind)
+    check(backend, x, 0, group_size, True, mixed(shape[0]), kind=kind)
+
+
+@kinds
+@dtypes
+@pytest.mark.parametrize(
+    "features, data", [(31, "normal"), (32, "offset"), (63, "relu"), (7, "sparse")]
+)
+def test_groups_that_run_across_samples(backend, features, data, dtype, kind):
+    """Samples of several widths have less than 64 features each, and each width has several full groups."""
+    x = inputs((4500 // features, features), dtype, data)
+    check(backend, x, 0, 256, False, mixed(len(x)), kind=kind)
+
+
+def test_the_largest_group(backend):
+    x = inputs((1, 65536 + 100), torch.float32)
+    check(backend, x, 2, 65536, False, kind="uniform")
+
+
+@kinds
+def test_shapes(backend, kind):
+    """Samples are along dimension 0. A scalar is one sample of one feature."""
+    for shape in ((), (5,), (3, 4, 5), (2, 3, 7, 11), (0, 3), (3, 0, 2)):
+        x = inputs((math.prod(shape),), torch.float32).reshape(shape)
+        packed, ranges, _ = quantize(backend, x, kind=kind)
+        expected = quantize(reference, x, kind=kind)
+        assert np.array_equal(packed, expected[0]) and np.array_equal(ranges, expected[1])
+        out = dequantize(backend, packed, ranges, x, kind=kind)
+        assert same(out, dequantize(reference, packed, ranges, x, kind=kind))
+
+
+@kinds
+def test_channels_last(backend, kind):
+    """A dense tensor whose samples are outermost is quantized and dequantized in storage order."""
+    x = inputs((2, 3, 8, 9), torch.float32).to(memory_format=torch.channels_last)
+    flat = x.permute(0, 2, 3, 1).reshape(2, -1)
+    kept = check(backend, flat, 2, 64, False, kind=kind)
+    packed, ranges, _ = quantize(backend, x, 2, 64, kind=kind)
+    assert np.array_equal(packed, kept[0]) and np.array_equal(ranges, kept[1])
+    out = dequantize(backend, packed, ranges, x, 2, 64, kind=kind)
+    assert out.stride() == x.stride()
+    restored = naive.dequantize(packed, ranges, (2, 216), [2, 2], 64, kind)
+    assert torch.equal(out.permute(0, 2, 3, 1).reshape(2, -1), torch.from_numpy(restored))
+
+
+@functools.cache
+def shared_words(shape, dtype, several, kind):
+    """Return groups that begin inside a word, enough for several threads, and the reference's result."""
+    x, widths = inputs(shape, dtype, "specials"), mixed(shape[0]) if several else None
+    kept = quantize(reference, x, 3, 256, False, widths, kind=kind)
+    return x, widths, kept, dequantize(reference, *kept[:2], x, 3, 256, widths, kind=kind)
+
+
+@compiled
+@kinds
+@pytest.mark.parametrize("shape", [(1201, 67), (1, 150_001), (2, 65_537), (7001, 11)], ids=str)
+def test_threads_that_share_words(backend, shape, threads, kind):
+    for several in (False, True):
+        x, widths, kept, restored = shared_words(shape, DTYPES[shape[1] % 3], several, kind)
+        made = quantize(backend, x, 3, 256, False, widths, kind=kind)
+        assert np.array_equal(made[0], kept[0]) and np.array_equal(made[1], kept[1])
+        if made[2] is not None:
+            np.testing.assert_array_equal(made[2], kept[2])
+        out = dequantize(backend, *kept[:2], x, 3, 256, widths, kind=kind)
+        assert same(out, restored)
+
+
+def cpu_backends():
+    return [reference, *(native.cpu(isa) for isa in ISAS)]
+
+
+@pytest.mark.slow
+@kinds
+@settings(max_examples=40)
+@given(
+    samples=st.integers(0, 9),
+    features=st.integers(0, 330),
+    group_size=st.sampled_from([32, 64, 96, 256, 320]),
+    bits=st.integers(0, 8),
+    fp32_min=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    data=st.sampled_from(DATA),
+    seed=st.integers(0, 2**32),
+)
+def test_anything(kind, samples, features, group_size, bits, fp32_min, dtype, data, seed):
+    assume(possible_sizes(kind, group_size))
+    x = inputs((samples, features), dtype, data, seed)
+    widths = None if bits else mixed(samples, seed)
+    for kernels in cpu_backends():
+        check(kernels, x, bits, group_size, fp32_min, widths, kind=kind)
+
+
+@kinds
+def test_room_beyond_the_codes_is_zero(backend, kind):
+    x, widths = inputs((6, 70), torch.float32), mixed(6)
+    exact, ranges, _ = quantize(backend, x, 0, widths=widths, kind=kind)
+    seed = torch.tensor([SEED], device=backend.device)
+    packed, again, _ = backend.kernels.quantize(
+        x.to(backend.device),
+        seed,
+        0,
+        256,
+        False,
+        widths.to(backend.device),
+        len(exact) + 9,
+        None,
+        kind,
+    )
+    packed = packed.cpu().numpy().view(np.uint32)
+    assert np.array_equal(packed[: len(exact)], exact) and not packed[len(exact) :].any()
+    assert np.array_equal(again.cpu().view(torch.int16).numpy().view(np.uint16), ranges)
+
+
+FEATURES, SAMPLES = 256, (1 << 23) + 5  # more elements than an int counts
+
+
+@pytest.mark.slow
+@compiled
+@kinds
+def test_more_elements_than_an_int_counts(kind):
+    """In memory that exists only where it is touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        space = mmap.mmap(-1, 2 * SAMPLES * FEATURES, flags=flags)
+    except OSError:
+        pytest.skip("no address space for 4 GB")
+    x = torch.frombuffer(space, dtype=torch.bfloat16).view(SAMPLES, FEATURES)
+    check_last_groups(native.cpu(), x, 1, kind)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits", (2, 5))
+@kinds
+def test_more_elements_than_an_int_counts_on_a_gpu(kind, bits):
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GB of GPU memory")
+    x = torch.zeros(SAMPLES, FEATURES, dtype=torch.bfloat16, device="cuda")
+    packed, ranges = check_last_groups(backends.of(x), x, bits, kind)
+    x.fill_(1)
+    backends.of(x).dequantize(packed, ranges, bits, FEATURES, x, None, None, kind)
+    assert not x[:-9].any()
+    last = packed[-9 * FEATURES // 32 * bits :].cpu(), ranges[: len(x)][-9:].cpu()
+    seed = None if kind == "uniform" else torch.tensor([SEED])
+    of = bits, FEATURES, 9, FEATURES, kind, seed, len(x) - 9
+    same(x[-9:].cpu(), reference_quantizer._restored(*last, *of).to(x.dtype))
+
+
+def check_last_groups(kernels, x, bits, kind):
+    """Put nine groups at the end of zeros, quantize all, and compare the codes and ranges of these groups with NumPy's."""
+    last = inputs((9, FEATURES), x.dtype)
+    x[-9:] = last.to(x.device)
+    seed = torch.tensor([SEED], device=x.device)
+    packed, ranges, _ = kernels.quantize(x, seed, bits, FEATURES, False, None, None, None, kind)
+    words = packed[-9 * FEATURES // 32 * bits :].cpu().numpy().view(np.uint32).reshape(9, -1)
+    rows = ranges[: len(x)].view(torch.int16)
+    last_rows = rows[-9:].cpu().numpy().view(np.uint16).tolist()
+    for i in range(9):
+        given = SEED, len(x) - 9 + i, bits, FEATURES, False
+        codes, row = naive.GROUP_OF[kind](last[i].to(torch.float32).numpy(), *given)
+        assert np.array_equal(naive._planes(codes, bits), words[i])
+        assert last_rows[i] == row
+    assert not packed[: -9 * FEATURES // 32 * bits].any() and not rows[:-9].any()
+    return packed, ranges
+
+
+@kinds
+def test_float64_is_quantized_as_float32(kind):
+    """The result of rounding to float32 is quantized, and the dequantized values are those in float32."""
+    x = inputs((6, 300), torch.float64)
+    assert not torch.equal(x, x.float().double())
+    settings = 7, 3, 256, None
+    made = quantizer_ops.quantize(x, *settings, kind=kind)
+    for ours, expected in zip(
+        made, quantizer_ops.quantize(x.float(), *settings, kind=kind), strict=True
+    ):
+        assert torch.equal(ours, expected)
+    place = 3, 256, (6, 300), (300, 1)
+    narrow = quantizer_ops.dequantize(*made, *place, torch.float32, kind=kind)
+    wide = quantizer_ops.dequantize(*made, *place, torch.float64, kind=kind)
+    assert wide.dtype == torch.float64 and torch.equal(wide, narrow.double())
+    squares = quantizer_ops.squares(x, 256, kind=kind)
+    assert torch.equal(squares, quantizer_ops.squares(x.float(), 256, kind=kind))

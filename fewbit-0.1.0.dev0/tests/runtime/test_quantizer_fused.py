@@ -1,0 +1,119 @@
+"""An activation and the copy of its result in one pass, and the arguments that CUDA kernels get."""
+
+import numpy as np
+import pytest
+import torch
+from quantized import ISAS, SEED, SHAPES, compiled, inputs, kinds, possible_sizes, same
+
+from fewbit.config import MASKED
+from fewbit.runtime.backends import reference
+from fewbit.runtime.format.encoding import Encoding
+
+if ISAS:
+    from fewbit.runtime.backends import native
+
+ENCODING = Encoding(2, np.arange(4.0), np.array([-1.0, 0.0, 1.0]), np.arange(4), ("right",) * 3)
+
+
+def compare_forward_quantized(
+    kernels, x, bits, group_size, fp32_min=False, in_place=False, *, kind
+):
+    """Check bit-equality with forward and then quantize. Return False if the kernels decline."""
+    seed, y = torch.tensor([SEED]), torch.empty_like(x)
+    codes = kernels.forward(x, "silu", (), ENCODING, None, y)
+    expected = kernels.quantize(y, seed, bits, group_size, fp32_min, None, None, None, kind)
+    before = x.clone()
+    out = before if in_place else torch.empty_like(x)
+    made = kernels.forward_quantized(
+        before, "silu", (), ENCODING, None, out, seed, bits, group_size, fp32_min, kind
+    )
+    if made is None:
+        assert in_place or same(before, x)
+        return False
+    assert same(out, y) and torch.equal(made.codes, codes)
+    packed, ranges, spread = made.result
+    assert torch.equal(packed, expected[0])
+    assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16))
+    np.testing.assert_array_equal(spread, expected[2])
+    return True
+
+
+@compiled
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_forward_quantized(dtype, kind):
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for isa in ISAS:
+            kernels = native.cpu(isa)
+            for i, shape in enumerate([*SHAPES, (), (3, 40_001), (900, 257), (70, 1024)]):
+                x = inputs(shape, dtype, "specials" if i % 3 == 0 and shape else "normal")
+                for group_size in possible_sizes(kind, 32, 96, 256, 512, 65536):
+                    bits, fp32_min, in_place = 1 + i % 8, i % 2 == 0, i % 3 == 1
+                    assert compare_forward_quantized(
+                        kernels, x, bits, group_size, fp32_min, in_place, kind=kind
+                    )
+    finally:
+        torch.set_num_threads(torch_threads)
+
+
+@compiled
+@kinds
+@pytest.mark.parametrize(
+    ("shape", "group_size", "taken"),
+    [
+        ((300, 1024), 256, True),
+        ((9000, 33), 96, True),
+        ((1, 1 << 17), 256, True),
+        ((2048, 65), 256, True),  # 512 samples are whole chunks
+        ((600, 257), 256, False),
+        ((1, 100_003), 256, False),
+    ],
+    ids=str,
+)
+def test_forward_quantized_on_threads(shape, group_size, taken, kind):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        x = inputs(shape, torch.float32, "specials")
+        assert compare_forward_quantized(native.cpu(), x, 3, group_size, kind=kind) == taken
+    finally:
+        torch.set_num_threads(before)
+
+
+STEP = Encoding(1, np.array([0.0, 1.0]), np.zeros(1), np.array([0, 1]), ("right",))
+
+
+@pytest.mark.parametrize("shape", [(3, 512), (1, 256), (65, 768), (45, 32), (4, 64, 8, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_relu_and_the_masked_copy_of_its_result(backend, dtype, shape):
+    """All kernels have this pass for full groups of 256 elements, in any order of dimensions. Some groups have spikes."""
+    x = inputs(shape, dtype)
+    x.view(-1)[::301] = 30.0
+    if x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    x = x.to(backend.device)
+    for bits in (1, 2, 3, 4):
+        y, settings = torch.empty_like(x), (bits, 256, bits % 2 == 0)
+        made = backend.kernels.forward_quantized(x, "relu", (), STEP, None, y, 7, *settings, MASKED)
+        if made is None:
+            assert backend.name.startswith("reference")
+            return
+        assert torch.equal(y, x.relu()) and y.stride() == x.stride()
+        assert torch.equal(made.codes.cpu(), reference.encode(x.cpu(), STEP, None))
+        expected = reference.quantize(x.cpu().relu(), 7, *settings, kind=MASKED)
+        assert torch.equal(made.result.packed.cpu(), expected.packed)
+        ranges = made.result.ranges.cpu().view(torch.int16)
+        assert torch.equal(ranges, expected.ranges.view(torch.int16))
+
+
+@kinds
+def test_forward_quantized_where_nothing_is_fused(backend, kind):
+    x, seed = torch.ones(3, 100, device=backend.device), torch.tensor([1], device=backend.device)
+    rest = seed, 2, 256, False, kind
+    assert backend.kernels.forward_quantized(x, "strange", (), ENCODING, None, x, *rest) is None
+    wide = x.double()
+    assert backend.kernels.forward_quantized(wide, "silu", (), ENCODING, None, wide, *rest) is None
+    if backend.name not in ISAS:
+        assert backend.kernels.forward_quantized(x, "silu", (), ENCODING, None, x, *rest) is None

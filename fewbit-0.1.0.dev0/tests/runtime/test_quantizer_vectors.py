@@ -1,0 +1,309 @@
+"""Normalization before quantizing, affine maps after dequantizing, and the numbers by which bits are shared."""
+
+import naive_quantizer as naive
+import numpy as np
+import pytest
+import torch
+from quantized import (
+    SEED,
+    SHAPES,
+    check_saved,
+    compiled,
+    dequantize,
+    dtypes,
+    inputs,
+    kinds,
+    mixed,
+    or_none,
+    possible_sizes,
+    quantize,
+    same,
+    vectors,
+)
+from samples import normal
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fewbit
+from fewbit.runtime.backends import reference
+from fewbit.runtime.format import groups
+from fewbit.runtime.quantizers.quantizer import Quantizer
+
+
+@kinds
+@dtypes
+@pytest.mark.parametrize("shapes", [SHAPES[i::4] for i in range(4)], ids=range(4))
+def test_normalized_on_load(backend, dtype, kind, shapes):
+    sizes = possible_sizes(kind, 32, 256, 320)
+    for shape in shapes:
+        x = inputs(shape, dtype, "specials" if shape[0] == 6 else "offset")
+        rows = x.to(torch.float32).numpy().reshape(groups.samples_of(shape))
+        for i, (mean, rstd, inner) in enumerate(vectors(x.numel(), 0)):
+            mean = None if i % 3 == 0 else mean
+            widths = mixed(shape[0]) if i % 2 else None
+            bits_of_samples = [3] * shape[0] if widths is None else widths.tolist()
+            group_size, fp32_min = sizes[i % len(sizes)], i % 4 == 0
+            expected = naive.normalized(rows, or_none(mean), rstd.numpy(), inner)
+            settings = group_size, fp32_min
+            saved = naive.quantize(expected, SEED, bits_of_samples, *settings, kind)
+            normalize = mean, rstd, inner
+            made = quantize(backend, x, 3, *settings, widths, normalize=normalize, kind=kind)
+            check_saved(made, saved, kind, (shape, inner, len(rstd)))
+            if made[2] is not None and x.numel():
+                np.testing.assert_array_equal(made[2], (expected.min(), expected.max()))
+
+
+@kinds
+@dtypes
+def test_mapped_on_store(backend, dtype, kind):
+    for shape in SHAPES:
+        x = inputs(shape, torch.float32)
+        packed, ranges, _ = quantize(reference, x, 3, kind=kind)
+        place = groups.samples_of(shape), [3] * shape[0], 256
+        values = naive.dequantize(packed, ranges, *place, kind)
+        for i, (scale, shift, inner) in enumerate(vectors(x.numel(), 1)):
+            scale, shift = ((scale, shift), (None, shift), (scale, None))[i % 3]
+            expected = naive.mapped(values, or_none(scale), or_none(shift), inner).reshape(shape)
+            out = torch.empty(shape, dtype=dtype)
+            affine = scale, shift, inner
+            made = dequantize(backend, packed, ranges, out, 3, affine=affine, kind=kind)
+            assert same(made, torch.from_numpy(expected).to(dtype)), (shape, inner)
+
+
+@kinds
+@pytest.mark.parametrize("inner", [1, 3, 24, 300])
+def test_a_scale_without_a_shift_keeps_the_sign_of_zeros(backend, inner, kind):
+    x = torch.zeros(2, 300)
+    scale = torch.tensor([-1.0, 2.0]).repeat(600 // inner)[: 600 // inner]
+    packed, ranges, _ = quantize(backend, x, kind=kind)
+    out = dequantize(backend, packed, ranges, x, affine=(scale, None, inner), kind=kind)
+    assert same(out, (x.view(-1, inner) * scale[:, None]).view(x.shape))
+
+
+@pytest.mark.slow
+@compiled
+@kinds
+@pytest.mark.parametrize("inner", [1, 7, 49, 67 * 8])
+def test_threads_that_share_vectors(backend, threads, inner, kind):
+    x = inputs((20, 67 * 49 * 8), torch.bfloat16)
+    count = x.shape[1] // inner * (20 if inner > 100 else 1)
+    rng = np.random.default_rng(inner)
+    mean, rstd = (torch.from_numpy(rng.normal(1, 1, count)).float() for _ in range(2))
+    given = mean, rstd, inner
+    packed, ranges, _ = quantize(reference, x, normalize=given, kind=kind)
+    made = quantize(backend, x, normalize=given, kind=kind)
+    assert np.array_equal(made[0], packed) and np.array_equal(made[1], ranges)
+    expected = dequantize(reference, packed, ranges, x, affine=given, kind=kind)
+    made = dequantize(backend, packed, ranges, x, affine=given, kind=kind)
+    assert same(made, expected)
+
+
+@kinds
+def test_channels_last_normalized(backend, kind):
+    """The index is that of storage order: with channels last, neighbors have neighboring entries."""
+    x = inputs((2, 3, 8, 9), torch.float32).to(memory_format=torch.channels_last)
+    mean, rstd = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 2.0, 3.0])
+    normalized = (x - mean.view(1, 3, 1, 1)) * rstd.view(1, 3, 1, 1)
+    expected = quantize(reference, normalized, kind=kind)
+    made = quantize(backend, x, normalize=(mean, rstd, 1), kind=kind)
+    assert np.array_equal(made[0], expected[0]) and np.array_equal(made[1], expected[1])
+
+
+@kinds
+def test_vectors_that_do_not_fit(backend, kind):
+    x, one = inputs((4, 6), torch.float32), torch.ones(1)
+    packed, ranges, _ = quantize(reference, x, kind=kind)
+    for pair, inner, message in (
+        ((one, one.double()), 1, "1-D contiguous float32"),
+        ((None, torch.ones(2, 2)), 1, "1-D contiguous float32"),
+        ((None, torch.ones(4, device=backend.device)[::2]), 1, "1-D contiguous float32"),
+        ((one, torch.ones(2)), 1, "one length"),
+        ((None, None), 1, "expected"),
+        ((None, torch.ones(5)), 1, r"divide the number of elements, 24, got 5 \* 1"),
+        ((None, torch.ones(4)), 12, "divide"),
+        ((None, one), 0, "divide"),
+        ((None, torch.ones(0)), 1, "divide"),
+    ):
+        given = *pair, inner
+        with pytest.raises(ValueError, match=message):
+            quantize(backend, x, normalize=given, kind=kind)
+        with pytest.raises(ValueError, match=message):
+            dequantize(backend, packed, ranges, x, affine=given, kind=kind)
+    with pytest.raises(ValueError, match="expected"):
+        quantize(backend, x, normalize=(one, None, 1), kind=kind)
+    widths = torch.full((4,), 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="short samples of several widths"):
+        dequantize(backend, packed, ranges, x, 0, 256, widths, affine=(one, None, 1), kind=kind)
+
+
+def energy(cut):
+    """Return the sum of the squares of numbers minus their mean; 0 if there are no numbers."""
+    return ((cut - cut.mean()) ** 2).sum() if len(cut) else 0.0
+
+
+def masked_energy(cut):
+    """Return the energy of the numbers that are not 0, times the share of these numbers."""
+    return energy(cut[cut != 0]) * (cut != 0).sum() / len(cut)
+
+
+def squares(rows, group_size, kind):
+    """Return the sum over the groups of each row, in float64: of length * range^2, or of energies in a rotated copy.
+
+    In a masked copy, the energy is multiplied by the share of elements that are not 0.
+    """
+    of_group = {
+        "uniform": lambda cut: len(cut) * (cut.max() - cut.min()) ** 2,
+        "rotated": energy,
+        "unbiased": energy,
+        "masked": masked_energy,
+        "masked-unbiased": masked_energy,
+    }[kind]
+    result = []
+    for row in rows.astype(np.float64):
+        cuts = [row[at : at + group_size] for at in range(0, len(row), group_size)]
+        result.append(sum(map(of_group, cuts)))
+    return np.array(result)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 700), (3, 64), (4, 63), (2, 3, 1000), (1, 256), (9,), (0, 70), (3, 0)], ids=str
+)
+def test_squares(backend, shape, dtype, kind):
+    x = (10.0 + normal(shape, dtype, scale=3.0)).clamp_(min=8.0).to(backend.device)
+    x[x == 8.0] = 0.0  # a masked copy leaves these elements out
+    for group_size in possible_sizes(kind, 32, 256, 512):
+        found = backend.kernels.squares(x, group_size, None, kind)
+        rows = x.reshape(groups.samples_of(shape)).float().cpu().numpy()
+        expected = squares(rows, group_size, kind)
+        assert found.dtype == torch.float32 and found.shape == (len(rows),)
+        np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=1e-5, atol=1e-9)
+        if kind == "uniform" and 0 < rows.shape[1] <= group_size:  # nothing is summed up
+            extent = rows.max(1) - rows.min(1)
+            assert np.array_equal(found.cpu().numpy(), rows.shape[1] * (extent * extent))
+
+
+@kinds
+def test_squares_of_what_is_normalized_or_not_finite(backend, kind):
+    x = normal((3, 4, 64)).to(backend.device)
+    mean, rstd = (
+        normal((12,), seed=1).to(backend.device),
+        2.0 + normal((12,), seed=2).to(backend.device),
+    )
+    normalized = (x - mean.view(3, 4, 1)) * rstd.view(3, 4, 1)
+    found = backend.kernels.squares(x, 96, (mean, rstd, 64), kind)
+    torch.testing.assert_close(found, backend.kernels.squares(normalized, 96, None, kind))
+    for bad in (torch.nan, torch.inf):
+        x[1, 2, 3] = bad
+        found = backend.kernels.squares(x, 96, None, kind)
+        assert found.isfinite().tolist() == [True, False, True]
+
+
+@kinds
+def test_squares_are_of_groups_in_storage_order(backend, kind):
+    x = normal((3, 8, 4, 5)).to(backend.device, memory_format=torch.channels_last)
+    found = backend.kernels.squares(x, 32, None, kind)
+    expected = squares(x.permute(0, 2, 3, 1).reshape(3, 160).cpu().numpy(), 32, kind)
+    np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """A mode that records the number of elements of the largest tensor that torch's operations make."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.elements = max(self.elements, result.numel())
+        return result
+
+
+@kinds
+def test_squares_of_kernels_copy_nothing(backend, kind):
+    if "reference" in backend.name:
+        pytest.skip("makes float32 copies")
+    x = normal((3, 640), torch.bfloat16).to(backend.device)
+    mean, rstd = torch.ones(2, 3, device=backend.device)
+    for normalize in (None, (mean, rstd, 640)):
+        with LargestTensor() as largest:
+            backend.kernels.squares(x, 256, normalize, kind)
+        assert largest.elements == 9  # a number a group
+
+
+@kinds
+@pytest.mark.parametrize("features", [64, 300])
+def test_an_affine_map_of_samples_of_several_widths(backend, features, kind):
+    x = normal((6, features))
+    widths = torch.tensor([3, 1, 8, 3, 2, 1], dtype=torch.uint8)
+    packed, ranges, _ = quantize(backend, x, widths=widths, kind=kind)
+    place = backend, packed, ranges, x, 0, 256, widths
+    plain = dequantize(*place, kind=kind)
+    scale, shift = normal((6,), seed=1), normal((6,), seed=2)
+    mapped = dequantize(*place, affine=(scale, shift, features), kind=kind)
+    assert torch.equal(mapped, plain * scale[:, None] + shift[:, None])
+
+
+@pytest.mark.parametrize("kind", ["uniform", "rotated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("statistics", [(6, 1, 1, 1), (1, 70, 1, 1), (6, 70, 1, 1)], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+def test_kept_and_restored_by_kernels(backend, dtype, statistics, last, kind):
+    """Quantizer and QuantizedTensorSpec compute the same by a kernel, if there is an index, as by torch's operations."""
+    format = torch.channels_last if last else torch.contiguous_format
+    x = inputs((6, 70, 3, 3), dtype).to(backend.device, memory_format=format)
+    of_sample, of_channel = statistics[0] > 1, statistics[1] > 1
+    inner = 9 if of_channel else 630
+    if last:
+        inner = None if of_sample and of_channel else 1 if of_channel else 630
+    wide = torch.promote_types(dtype, torch.float32)
+    mean, rstd = (inputs(statistics, wide, seed=i).to(backend.device) for i in (1, 2))
+    quantizer = Quantizer(3, kind=kind)
+    made = []
+    for index in (inner, None):
+        torch.manual_seed(5)
+        kept = quantizer.quantize_normalized(x, mean, rstd, index)
+        restored = [
+            kept.spec.dequantize(kept.tensors, torch.bfloat16, (scale, shift, index))
+            for scale, shift in ((rstd, mean), (None, mean), (rstd, None), (None, None))
+        ]
+        made.append((kept, restored))
+    (fused, values), (plain, expected) = made
+    assert fused.spec == plain.spec and fused.spec.stride == x.stride()
+    for a, b in zip(fused.tensors, plain.tensors, strict=True):
+        assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+    for a, b in zip(values, expected, strict=True):
+        assert a.stride() == x.stride() and same(a.cpu(), b.cpu())
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+def test_a_norm_needs_no_other_pass(backend, last, monkeypatch):
+    """The kernels get the norm's statistics, weight and bias."""
+    indices = []
+
+    def spy(name, place):
+        real = getattr(backend.kernels, name)
+
+        def call(*arguments):
+            indices.append(arguments[place] and arguments[place][2])
+            return real(*arguments)
+
+        monkeypatch.setattr(backend.kernels, name, call)
+
+    spy("quantize", 7)
+    spy("dequantize", 6)
+    format = torch.channels_last if last else torch.contiguous_format
+    x = inputs((4, 8, 5, 5), torch.float32).to(backend.device, memory_format=format)
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.Conv2d(8, 2, 1))
+    fewbit.compress_(model.to(backend.device), verbose=False)
+    model(x.requires_grad_()).sum().backward()
+    index = 1 if last else 25
+    # The norm's input is quantized; the convolution's is dequantized, and the norm's, whose values need no map, unless the kernels
+    # compute the norm's gradients from the copy.
+    is_fused = last and backend.kernels.can_compute_batch_norm(2, 256, x.shape)
+    assert indices == [index, index, *([] if is_fused else [None])]
+    if not last:
+        del indices[:]
+        model = torch.nn.Sequential(torch.nn.LayerNorm(70), torch.nn.Linear(70, 3))
+        fewbit.compress_(model.to(backend.device), verbose=False)
+        model(inputs((9, 70), torch.float32).to(backend.device)).sum().backward()
+        assert indices == [70, 1, 70]

@@ -1,0 +1,714 @@
+"""An input that several layers save is quantized once, and only the same tensor counts as the same."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from layers import relative, saved_by
+from samples import normal
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import fewbit
+from fewbit.runtime import backends
+from fewbit.runtime.format.fingerprint import fingerprint
+from fewbit.runtime.format.groups import quantized_bytes
+
+
+class Branches(nn.Module):
+    """A model of `count` linear layers with one input. `between` changes the input before the last layer."""
+
+    def __init__(self, count=3, between=lambda x: x, features=96):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(features, 8) for _ in range(count))
+        self.between = between
+
+    def forward(self, x):
+        x = x * 1.0
+        parts = [layer(x) for layer in self.layers[:-1]]
+        return sum(parts) + self.layers[-1](self.between(x))
+
+
+def compressed(model, bits=8, **options):
+    layers = {"functional": False, **options.pop("layers", {})}
+    fewbit.compress_(model, bits, layers=layers, verbose=False, **options)
+    return model
+
+
+def copies(model, x) -> int:
+    """Return the number of quantized tensors that a forward saves."""
+    return sum(tensor.dtype == torch.int32 for tensor in saved_by(model, x)[1])
+
+
+def check_gradients(model, exact, x, limit=0.02):
+    for tested in (model, exact):
+        tested.zero_grad()
+        torch.manual_seed(0)
+        tested(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert relative(ours.grad, theirs.grad) < limit
+
+
+X = normal((5, 96))
+
+
+def double_(x):
+    with torch.no_grad():
+        x.mul_(2.0)
+    return x
+
+
+SAME = {  # {case: (what is done to the input before the last layer, quantized tensors)}
+    "same": (lambda x: x, 1),
+    "view of the same memory, seen the same way": (lambda x: x.view(x.shape), 1),
+    "detached": (lambda x: x.detach(), 1),
+    "transposed, which lies in memory as it is": (lambda x: x.transpose(0, 1), 1),
+    "transposed copy": (lambda x: x.transpose(0, 1).contiguous(), 2),
+    "repeated row": (lambda x: x.as_strided((96, 96), (0, 1)), 2),
+    "changed in place": (double_, 2),
+    "copy": (lambda x: x.clone(), 2),
+    "part": (lambda x: x[:60].repeat(2, 1)[:96], 2),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_what_counts_as_the_same(case, device):
+    between, expected = SAME[case]
+    model = Branches(between=between).to(device)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    x = normal((96, 96), device=device)
+    _, saved = saved_by(model, x)
+    assert sum(tensor.nbytes for tensor in saved) == expected * quantized_bytes(x.shape, 8)
+    if between is not double_:  # torch refuses to go back through a changed input
+        check_gradients(model, exact, x)
+
+
+def data_(x):
+    x.data.mul_(-3.0)
+    return x
+
+
+def numpy_(x):
+    x.detach().numpy()[:] *= -3.0
+    return x
+
+
+def one_entry_(x):
+    x.data[4, 95] += 2.0
+    return x
+
+
+def rows_(x):
+    x.data.copy_(x.data.flip(0))
+    return x
+
+
+def signs_(x):
+    x.data.neg_()
+    return x
+
+
+@pytest.mark.parametrize(
+    "write", [data_, numpy_, one_entry_, rows_, signs_], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("shape", [(5, 96), (2, 96), (700, 96)], ids=str)
+@pytest.mark.parametrize("activation", [False, True])
+def test_a_write_that_autograd_does_not_see(write, shape, activation):
+    """Each layer uses its input as it was when the layer ran."""
+    torch.manual_seed(0)
+    if write is one_entry_ and shape[0] < 5:
+        shape = (5, 96)
+    first = nn.GELU() if activation else nn.Identity()
+    model = nn.Sequential(first, Branches(2, write))
+    model[1].forward = lambda x, own=model[1]: own.layers[0](x) + own.layers[1](write(x))
+    compressed(model)
+    for _ in range(2):  # in the second forward the activation makes the copy itself
+        x = normal(shape, scale=1.0)
+        seen = []
+        hooks = [
+            layer.register_forward_pre_hook(
+                lambda _, inputs, seen=seen: seen.append(inputs[0].detach().clone())
+            )
+            for layer in model[1].layers
+        ]
+        grads = torch.autograd.grad(model(x).sum(), [layer.weight for layer in model[1].layers])
+        for hook in hooks:
+            hook.remove()
+        for grad, kept in zip(grads, seen, strict=True):
+            assert relative(grad, kept.sum(0).expand(8, -1)) < 0.02
+
+
+def test_a_write_where_contents_are_not_compared(monkeypatch):
+    """Without fingerprints, as on a GPU, compressed functions notice calls that give access to memory."""
+    monkeypatch.setattr("fewbit.runtime.format.fingerprint.fingerprint", lambda x: None)
+    model = Branches(2, data_)
+    fewbit.compress_(model, 8, verbose=False)
+    x = normal((5, 96), scale=1.0)
+    grad = torch.autograd.grad(model(x).sum(), model.layers[1].weight)[0]
+    assert relative(grad, (-3 * x).sum(0).expand(8, -1)) < 0.02
+    model.between = lambda x: x
+    assert copies(model, x) == 1
+
+
+class Logging(Branches):
+    """A model that reads values of freed tensors before the shared input is made, if possible at the address of one."""
+
+    def forward(self, x):
+        freed = [torch.ones(x.shape) for _ in range(50)]
+        for tensor in freed:
+            tensor.numpy()
+        addresses = set(map(self.address, freed))
+        del freed, tensor
+        tensors = [x.clone() for _ in range(100)]
+        again = [tensor for tensor in tensors if self.address(tensor) in addresses]
+        x = (again or tensors)[0]
+        parts = [layer(x) for layer in self.layers]
+        return sum(parts)
+
+    @staticmethod
+    def address(x):
+        with torch._C.DisableTorchFunction():
+            return x.untyped_storage()._cdata
+
+
+def test_an_access_to_the_memory_of_a_freed_tensor_changes_nothing():
+    model = Logging(3)
+    fewbit.compress_(model, 8, verbose=False)
+    assert copies(model, normal((5, 96), scale=1.0)) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fingerprints(seed):
+    """Equal contents have equal fingerprints. One changed entry or another order changes the fingerprint."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = torch.randint(1, 80, (3,), generator=generator).tolist()
+    x = torch.randn(shape, generator=generator)
+    if seed % 3 == 1:
+        x = x.to(torch.float16)
+    if seed % 3 == 2:
+        x = x.transpose(0, 2)
+    found = fingerprint(x)
+    assert fingerprint(x.clone()) == found
+    assert fingerprint(x) == found
+    changes = [-x, 2 * x, x + 0.5]
+    for dim in range(3):
+        if x.shape[dim] > 1:
+            changes += [x.flip(dim), x.roll(1, dim)]
+    one = x.clone(memory_format=torch.preserve_format)
+    place = tuple(int(torch.randint(size, (), generator=generator)) for size in x.shape)
+    one[place] += 0.25
+    changes.append(one)
+    for other in changes:
+        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(other)
+        assert fingerprint(y) != found
+
+
+@pytest.mark.parametrize("columns", [61, 122, 128, 305, 1021, 2042])
+@pytest.mark.parametrize("rows", [2, 16, 122, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fingerprints_of_even_layouts(rows, columns, dtype):
+    """Rows are multiples of the sums' columns, and one bit of every number changes."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, columns, dtype=dtype)
+    found = fingerprint(x)
+    for other in (-x, 2 * x, x.flip(0), x.flip(1), x.roll(1, 0)):
+        assert fingerprint(other) != found
+
+
+@pytest.mark.parametrize("place", [0, 2**18 - 1, 2**18, 2**19 + 5, 2**19 + 255])
+def test_fingerprints_of_several_parts(place, monkeypatch):
+    """The kernel divides large tensors among threads. Their number does not change the fingerprint."""
+    x = normal((2**19 + 256,))
+    found = fingerprint(x)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert fingerprint(x) == found
+    x[place] += 1
+    assert fingerprint(x) != found
+
+
+def test_an_address_that_is_used_again_is_another_tensor():
+    """Each temporary of the forward has the address of the one before it."""
+    memory = np.empty((5, 96), np.float32)  # an allocator might not give an address back at once
+
+    class Reuse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(96, 2) for _ in range(20))
+            self.last = lambda: None
+
+        def forward(self, x):
+            total = 0.0
+            for i, layer in enumerate(self.layers):
+                assert self.last() is None  # nothing keeps the tensor before it
+                np.multiply(x.numpy(), i + 1, out=memory)
+                scaled = torch.from_numpy(memory)
+                self.last = weakref.ref(scaled)
+                total = total + layer(scaled)
+                del scaled
+            return total
+
+    model = compressed(Reuse())
+    x = normal((5, 96))
+    model(x).sum().backward()
+    for i, layer in enumerate(model.layers):
+        expected = (i + 1.0) * x.sum(0).expand(2, -1)
+        assert relative(layer.weight.grad, expected) < 0.02
+
+
+def test_layers_with_other_settings_have_their_own_copy():
+    model = Branches()
+    compressed(model, overrides={"layers.1": 4})
+    assert copies(model, X) == 2
+
+
+def test_autocast_shares_as_well():
+    """The copy is made from the tensor before any cast, so the cast does not matter to it."""
+    model = Branches()
+    exact = copy.deepcopy(model)
+    compressed(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert copies(model, X) == 1
+        check_gradients(model, exact, X, limit=0.05)
+
+
+def test_nothing_outlives_a_forward():
+    model = compressed(Branches())
+    x = X.clone()
+    y = model(x)
+    context = model.layers[0].quantizer.context
+    assert y.requires_grad and not context.cache.is_open
+    # The same input again, while the first graph is alive: a copy of its own.
+    a, b = saved_by(model, X)[1], saved_by(model, X)[1]
+    assert {t.data_ptr() for t in a}.isdisjoint(t.data_ptr() for t in b)
+
+
+@pytest.mark.slow
+def test_an_entry_does_not_hold_the_tensor():
+    class Watch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(96, 4)
+
+        def forward(self, x):
+            x = x * 1.0
+            alive = weakref.ref(x.untyped_storage())
+            y = self.layer(x)
+            del x
+            gc.collect()
+            self.alive = alive() is not None
+            return y
+
+    model = compressed(Watch())
+    model(X)
+    assert not model.alive
+
+
+class Watched(Branches):
+    """A model that calls `watch` when backward has each layer's gradient, and then when it has the shared input's."""
+
+    def forward(self, x):
+        x = x * 1.0
+        x.register_hook(self.watch)
+        parts = [layer(x) for layer in self.layers]
+        for part in parts:
+            part.register_hook(self.watch)
+        return sum(parts)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_the_copy_is_freed_when_the_last_layer_has_used_it(retain):
+    """It is freed neither earlier nor only at the end of backward. With retain_graph it stays."""
+    model = compressed(Watched())
+    kept, seen = [], []
+    model.watch = lambda grad: seen.append([reference() is not None for reference in kept])
+
+    def pack(tensor):
+        if tensor.dtype in (torch.int32, torch.bfloat16):
+            kept.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(X.clone().requires_grad_())
+    assert (
+        len({reference().data_ptr() for reference in kept}) == 2
+    )  # codes and ranges, that every layer holds
+    y.sum().backward(retain_graph=retain)
+    there, gone = [True] * len(kept), [retain] * len(kept)
+    assert seen == [there, there, there, gone]
+
+
+def test_two_models_share_nothing():
+    a, b = compressed(Branches()), compressed(Branches())
+
+    class Both(nn.Module):
+        def forward(self, x):
+            return a(x) + b(x)
+
+    x = (X * 1.0).requires_grad_()
+    assert copies(Both(), x) == 2
+    twin = copy.deepcopy(a)
+    assert twin.layers[0].quantizer.context is twin.layers[1].quantizer.context
+    assert twin.layers[0].quantizer.context is not a.layers[0].quantizer.context
+    assert (
+        copies(twin, X)
+        == copies(pickle.loads(pickle.dumps(nn.Sequential(nn.Identity(), a.layers[0]))), X)
+        == 1
+    )
+
+
+class Twice(nn.Module):
+    """One layer that is used twice, or two layers with one weight. The second use gets `between` of the input."""
+
+    def __init__(self, layer, between, is_tied=False):
+        super().__init__()
+        self.layer, self.between = layer, between
+        self.other = copy.deepcopy(layer) if is_tied else layer
+        self.other.weight = layer.weight
+
+    def forward(self, x):
+        x = x * 1.0
+        return self.layer(x) + self.other(self.between(x))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    "layer, between, copies, vectors",
+    [
+        (nn.Linear(96, 8), lambda x: x, 1, 0),
+        (nn.Linear(96, 8), lambda x: x.flip(0), 2, 0),
+        (nn.LayerNorm(96), lambda x: x.flip(0), 2, 2 * 5),
+    ],
+    ids=["linear, same input", "linear, other input", "norm, other input"],
+)
+def test_a_layer_that_is_used_twice_keeps_each_input_once(layer, between, copies, vectors, is_tied):
+    model = Twice(copy.deepcopy(layer), between, is_tied)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    assert model.layer.weight is model.other.weight
+    kept = fewbit.saved_bytes(model, X.clone().requires_grad_())
+    assert kept.total == copies * quantized_bytes(X.shape, 8) + 4 * vectors
+    check_gradients(model, exact, X)
+
+
+# -- a norm and the layers after it -----------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.q, self.k = norm, nn.Linear(96, 8), nn.Linear(96, 8)
+
+    def forward(self, x):
+        y = self.norm(x * 1.0)
+        return self.q(y) * self.k(y)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(96), nn.LayerNorm(96, bias=False), nn.RMSNorm(96)])
+def test_a_norm_and_the_linear_layers_after_it_keep_one_copy(device, norm):
+    model = Normed(copy.deepcopy(norm)).to(device)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(normal(parameter.shape, device=device, scale=0.3, seed=number))
+    exact = copy.deepcopy(model)
+    compressed(model)
+    x = X.to(device)
+    codes = [tensor for tensor in saved_by(model, x)[1] if tensor.dtype == torch.int32]
+    assert sum(tensor.nbytes for tensor in codes) == 4 * 8 * (5 * 96 // 32)
+    check_gradients(model, exact, x)
+
+
+def test_what_a_norm_offers_is_exact_in_expectation():
+    torch.manual_seed(0)
+    model = Normed(nn.LayerNorm(96)).double()
+    nn.init.normal_(model.norm.weight)
+    nn.init.normal_(model.norm.bias)
+    exact = copy.deepcopy(model)
+    compressed(model, bits=2)
+    x, grad = normal((5, 96), torch.float64) + 10.0, normal((5, 8), torch.float64, seed=3)
+    draws = torch.stack(
+        [torch.autograd.grad(model(x), model.q.weight, grad)[0] for _ in range(100)]
+    )
+    wanted = torch.autograd.grad(exact(x), exact.q.weight, grad)[0]
+    z = (draws.mean(0) - wanted) / (draws.std(0) / 100**0.5)
+    # (Five errors make the eight entries of a column: they are correlated.)
+    assert abs(float(z.square().mean()) - 1) < 5 * 2 * (2 / z.numel()) ** 0.5
+    assert abs(float(z.mean())) < 5 * 2 / z.numel() ** 0.5
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Blocks of a norm, two linear layers of its result, and dropout. Backward recomputes each block."""
+
+    def __init__(self, reentrant, as_function):
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed(nn.LayerNorm(96)) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(8, 96) for _ in range(2))
+        self.dropout = nn.Dropout(0.5)
+        self.reentrant, self.as_function, self.seen = reentrant, as_function, []
+
+    def forward(self, x):
+        x = x * 1.0
+        for block, up in zip(self.blocks, self.up, strict=True):
+
+            def region(x, block=block, up=up):
+                y = block.norm(x)
+                y = block.q(y) * block.k(y) if self.as_function else block(x)
+                y = self.dropout(up(y))
+                self.seen.append((y == 0).detach())
+                return x + y
+
+            x = checkpoint(region, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant, as_function):
+    """The recomputation draws the dropout of the first forward, and gradients are those of the exact model."""
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant, as_function)
+    exact = copy.deepcopy(model)
+    compressed(model)
+    assert copies(model, X.clone().requires_grad_()) == 0  # only the regions' inputs
+    model.seen.clear()
+    torch.manual_seed(1)
+    x = X.clone().requires_grad_()
+    with set_checkpoint_early_stop(False):  # to see the whole second forward
+        model(x).square().sum().backward()
+    first, second = model.seen[:2], model.seen[2:]
+    assert all(torch.equal(a, b) for a, b in zip(first, reversed(second), strict=True))
+    assert model.blocks[0].norm.weight.grad is not None
+    regions = model.blocks[0].q.quantizer.context.checkpoints._local.regions
+    gc.collect()
+    assert not len(regions)
+    # Exact in place of few-bit, with the same masks:
+    masks = iter(first)
+    exact.dropout = type(
+        "Masked", (nn.Module,), {"forward": lambda self, x: x * ~next(masks) * 2}
+    )()
+    exact.reentrant = None
+    for block, up in zip(exact.blocks, exact.up, strict=True):
+        block.up = up
+    y = X.clone().requires_grad_()
+    z = y * 1.0
+    for block in exact.blocks:
+        z = z + exact.dropout(block.up(block(z)))
+    z.square().sum().backward()
+    assert relative(x.grad, y.grad) < 0.02
+
+
+def living() -> int:
+    """Return the number of tensors of codes that exist."""
+    gc.collect()
+    return sum(
+        type(found) is torch.Tensor and found.dtype == torch.int32 for found in gc.get_objects()
+    )
+
+
+class Regions(nn.Module):
+    """A model of units in checkpointed regions: each in its own, as a module or in a function, or two nested."""
+
+    def __init__(self, made, how):
+        super().__init__()
+        self.units = nn.ModuleList(made() for _ in range(4))
+        self.how = how
+
+    def forward(self, x):
+        for first, second in zip(self.units[::2], self.units[1::2], strict=True):
+            if self.how == "nested":
+                x = region(lambda x, a=first, b=second: a(x) + region(b, x) + a(x), x)
+            elif self.how == "functions":
+                x = region(lambda x, a=first, b=second: a(x) + b(x), x)
+            else:
+                x = region(second, region(first, x))
+        return x
+
+
+def region(run, x):
+    return checkpoint(run, x, use_reentrant=False)
+
+
+def unit():
+    return nn.Sequential(nn.LayerNorm(96), nn.ReLU(), nn.Linear(96, 96))
+
+
+def block():
+    return fewbit.nn.PreActivation(nn.LayerNorm(96), nn.Linear(96, 96), bits=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, fewbit.PreActivationBits()], ids=repr)
+@pytest.mark.parametrize("how", ["modules", "functions", "nested", "whole", "apart", "blocks"])
+def test_nothing_of_a_region_lives_on_after_the_forward(how, bits):
+    """The hooks of a checkpoint live as long as the graph. The tensors saved within it must not."""
+    model = Regions(block if how == "blocks" else unit, how)
+    for part in model.units if how == "apart" else [model]:
+        compressed(part, bits)
+    run = (lambda x: region(lambda x: model(x) + model(x), x)) if how == "whole" else model
+    x, before = X.clone().requires_grad_(), living()
+    y = run(x)
+    assert living() == before
+    y.square().sum().backward()  # and is made again as it was, else torch complains
+    del y
+    assert x.grad.abs().sum() > 0 and living() == before
+
+
+def test_hooks_of_others_do_not_split_a_copy():
+    """With save_on_cpu or the meter around a forward there is still one copy, and nothing is held afterwards."""
+    model = compressed(Branches())
+    with torch.autograd.graph.save_on_cpu():
+        model(X).sum().backward()
+    assert fewbit.saved_bytes(model, X).by_kind()["packed"] == 4 * 8 * (5 * 96 // 32)
+
+
+# -- an activation and the layer after it ----------------------------------------------------------------------
+
+
+class Followed(nn.Module):
+    def __init__(self, activation, width=256):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, width), activation, nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+@pytest.fixture
+def one_pass(monkeypatch):
+    """Return how many times an activation also quantized its result."""
+    backend = backends.of(torch.empty(0))
+    if not hasattr(backend, "_kernels"):
+        pytest.skip("the reference backend has no such pass")
+    calls, original = [], type(backend).forward_quantized
+
+    def counted(self, *arguments):
+        made = original(self, *arguments)
+        calls.append(made is not None)
+        return made
+
+    monkeypatch.setattr(type(backend), "forward_quantized", counted)
+    return calls
+
+
+IN_PLACE = nn.ReLU(inplace=True), nn.SiLU(inplace=True)
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.SiLU(), *IN_PLACE], ids=str)
+def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation):
+    """They are so from the second forward on, with the bytes and gradients of the first."""
+    model = Followed(copy.deepcopy(activation))
+    exact = copy.deepcopy(model)
+    compressed(model, layers={"activation_bits": 8})
+    x = normal((6, 8), scale=1.0)
+    first = fewbit.saved_bytes(model, x).total
+    assert not one_pass
+    assert fewbit.saved_bytes(model, x).total == first and one_pass == [True]
+    check_gradients(model, exact, x)
+    assert one_pass == [True, True]
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.ReLU(), *IN_PLACE], ids=str)
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_images_of_both_orders_are_one_pass(one_pass, activation, format):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(activation), nn.Conv2d(8, 4, 3))
+    model = model.to(memory_format=format)
+    exact = copy.deepcopy(model)
+    compressed(model, bits=8, layers={"activation_bits": 8})
+    x = normal((5, 3, 12, 12), scale=1.0).to(memory_format=format)
+    hidden = []
+    model[1].register_forward_hook(lambda module, inputs, y: hidden.append(y.stride()))
+    for _ in range(2):
+        check_gradients(model, exact, x)
+    assert one_pass == [True]
+    assert set(hidden) == {exact[1](exact[0](x)).stride()}
+
+
+def test_an_activation_that_no_layer_follows_any_more(one_pass):
+    model = compressed(Followed(nn.GELU()))
+    x = normal((6, 8))
+    model(x), model(x)
+    assert one_pass == [True]
+    model.down.requires_grad_(False)
+    model(x)  # made in vain
+    model(x)
+    assert one_pass == [True, True]
+
+
+def test_other_shapes_are_learned_anew(one_pass):
+    model = compressed(Followed(nn.GELU()))
+    for rows in (6, 6, 7, 7, 6):
+        model(normal((rows, 8))).sum().backward()
+    assert one_pass == [True, True, True]
+
+
+def test_a_large_offset_is_left_to_the_layer(one_pass):
+    model = compressed(Followed(nn.GELU()))
+    with torch.no_grad():
+        model.up.bias.fill_(1000.0)
+    x = normal((6, 8), scale=0.01)
+    model(x)
+    kept = fewbit.saved_bytes(model, x)
+    assert one_pass == [True]
+    assert {entry.shape[1] for entry in kept.kept if entry.kind == "range"} == {2, 3}
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+@pytest.mark.parametrize("activation", [nn.GELU(), *IN_PLACE], ids=str)
+def test_in_one_pass_or_not_the_draws_are_the_same(backend, activation, offset):
+    """A resumed training, whose first forward has no such pass, therefore continues as if never stopped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Followed(copy.deepcopy(activation)) for _ in range(2)))
+    compressed(model.to(backend.device))
+    with torch.no_grad():
+        model[0].up.bias.fill_(offset)
+    x = normal((6, 8)).to(backend.device)
+
+    def gradients():
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    if backend.device == "cuda":  # the dtype of minimums depends on an earlier tensor
+        gradients()
+        torch.cuda.synchronize()
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Factors(nn.Module):
+    """A product of one tensor with itself, computed by `function`."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.before = nn.Linear(8, 16)
+
+    def forward(self, x):
+        x = self.before(x)
+        return self.function(x, x)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, y: torch.nn.functional.scaled_dot_product_attention(x, y, y),
+    lambda x, y: fewbit.functional.swiglu(x, y),
+    lambda x, y: fewbit.functional.bilinear(x, y, torch.ones(3, 16, 16)),
+], ids=["attention", "swiglu", "bilinear"])  # fmt: skip
+def test_factors_of_one_product_are_rounded_apart(function):
+    """Otherwise the square of a rounding error would bias the gradient."""
+    model = Factors(function)
+    fewbit.compress_(model, bits=2, verbose=False)
+    x = normal((2, 3, 7, 8))
+    codes = [tensor for tensor in saved_by(model, x)[1] if tensor.dtype == torch.int32]
+    of_factors = [tensor for tensor in codes if tensor.numel() == codes[-1].numel()]
+    assert len(of_factors) >= 2
+    for i, factor in enumerate(of_factors):
+        assert not any(torch.equal(factor, other) for other in of_factors[:i])

@@ -1,0 +1,437 @@
+"""Races between CUDA streams: random schedules of training on a fake device, which knows what happens before what.
+
+The schedules do what torch demands of users: a stream waits for another one before it uses its results, and tensors are
+recorded for the streams that use them. All races that are left are fewbit's own.
+"""
+
+import gc
+import random
+from contextlib import nullcontext
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from fake_cuda import DEVICE, FakeCuda  # noqa: E402
+from fake_streams import Event  # noqa: E402
+from torch import nn  # noqa: E402
+
+import fewbit  # noqa: E402
+from fewbit.policies import probing  # noqa: E402
+from fewbit.runtime.format import fingerprint  # noqa: E402
+from fewbit.runtime.graph import compressor  # noqa: E402
+from fewbit.runtime.interop import cuda_streams  # noqa: E402
+from fewbit.runtime.probes import variance_probe  # noqa: E402
+from fewbit.runtime.quantizers import normalized  # noqa: E402
+from fewbit.runtime.saved import assignment  # noqa: E402
+from fewbit.runtime.saved.offload import Offload  # noqa: E402
+from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes  # noqa: E402
+from fewbit.runtime.saved.transfers import CudaTransfers  # noqa: E402
+
+
+class Branches(nn.Module):
+    """A model with a branch that runs in another stream. In each forward pass, chance decides in which, and when."""
+
+    def __init__(self, chance: random.Random, streams: list):
+        super().__init__()
+        self.chance, self.streams = chance, streams
+        self.stem = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+        self.both = nn.Linear(64, 64)
+        image = nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        pooled = nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        self.left = nn.Sequential(nn.Linear(64, 64), *image, *pooled, self.both)
+        self.right = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.SiLU(), self.both)
+        self.first, self.second = nn.Linear(64, 8), nn.Linear(64, 8)
+
+    def forward(self, x):
+        main, other = torch.cuda.current_stream(), self.chance.choice(self.streams)
+        if self.chance.random() < 0.5:
+            x = self.stem(x)
+        other.wait_stream(main)
+        x.record_stream(other)
+        is_left_first = self.chance.random() < 0.5
+        if is_left_first:
+            left = self.left(x)
+        with torch.cuda.stream(other):
+            right = self.right(x)
+            # fewbit replaces sigmoid, but not sigmoid_, so the graph's compressor replaces what the latter saves.
+            gated = right * right.sin().sigmoid_()
+        if not is_left_first:
+            left = self.left(x)
+        main.wait_stream(other)
+        right.record_stream(main)
+        gated.record_stream(main)
+        return self.first(left + gated) + self.second(right)
+
+
+class Training:
+    """A training of one model, whose parts run in streams that chance chooses."""
+
+    def __init__(self, cuda, chance, streams, settings):
+        settings = dict(settings)
+        self.cuda, self.chance, self.streams = cuda, chance, streams
+        self.has_numbers = settings.pop("numbers", False)
+        self.captures = settings.pop("captures", False)
+        ahead = settings.pop("ahead", None)
+        self.around = nullcontext() if ahead is None else Offload(least=1, ahead=ahead)
+        self.model = Branches(chance, streams).to(DEVICE)
+        self.controller = fewbit.compress_(self.model, verbose=False, **settings)
+        self.x = torch.randn(32, 64, device=DEVICE)
+        self.outputs = []
+        self.last = cuda.recorder.default  # the stream of the latest action
+        self.is_warm = False  # a capture needs constants that fewbit makes in the first pass
+
+    def act(self) -> None:
+        """Do something in some stream, after what was done before."""
+        stream = self.chance.choice(self.streams)
+        stream.wait_stream(self.last)
+        self.last = stream
+        actions = [self.forward, self.forward, self.backward, self.backward]
+        actions += [self.look, self.drop, self.update, self.save]
+        if self.captures and self.is_warm:
+            actions += [self.captured, self.captured]
+        with torch.cuda.stream(stream):
+            self.chance.choice(actions)(stream)
+
+    def forward(self, stream) -> None:
+        if len(self.outputs) == 3:
+            return
+        if self.has_numbers:
+            self.controller.number_samples(torch.arange(32))
+        self.x.record_stream(stream)
+        with self.around:
+            self.outputs.append(self.model(self.x))
+
+    def _pop(self, stream):
+        y = self.outputs.pop(self.chance.randrange(len(self.outputs)))
+        y.record_stream(stream)
+        return y
+
+    def backward(self, stream) -> None:
+        if self.outputs:
+            self.cuda.backward(self._pop(stream))
+            self.is_warm = True
+
+    def drop(self, stream) -> None:
+        if self.outputs:
+            self._pop(stream)
+
+    def look(self, stream) -> None:
+        """Read what a layer has saved, in a stream that is not the layer's."""
+        if self.outputs and isinstance(self.around, Offload):
+            node = self.chance.choice(self.outputs).grad_fn.next_functions[0][0]
+            for tensor in node.saved_tensors:
+                if tensor.dtype == torch.int32:  # packed codes
+                    tensor.clone()
+
+    def update(self, stream) -> None:
+        if self.outputs:
+            return
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.record_stream(stream)
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=1e-3)
+                    parameter.grad.record_stream(stream)
+                    parameter.grad = None
+
+    def end(self) -> None:
+        """Drop everything, and let the default stream wait, so that the parameters can be freed."""
+        self.outputs.clear()
+        self.cuda.recorder.graphs.clear()
+        self.cuda.recorder.default.wait_stream(self.last)
+        with torch.cuda.stream(self.last):
+            self.update(self.last)
+
+    def save(self, stream) -> None:
+        """Wait for measurements that are not on the host yet, or forget them."""
+        state = self.controller.state_dict()
+        if self.chance.random() < 0.5:
+            self.controller.load_state_dict(state)
+
+    def captured(self, stream) -> None:
+        """Capture a forward and a backward pass, and drop what an earlier forward pass has saved."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.record_stream(stream)
+                parameter.grad = None  # the graph makes gradients in its own memory
+        with self.cuda.capture():
+            if self.outputs:
+                self.outputs.pop()
+            with self.around:
+                y = self.model(self.x)
+            self.cuda.backward(y)
+
+
+def faults_of(seed: int, steps: int, inject=None, **settings) -> list[str]:
+    """Return the faults in a schedule of two trainings that share streams, but do not wait for one another."""
+    with pytest.MonkeyPatch.context() as patch:
+        cuda, chance = FakeCuda(patch, seed), random.Random(seed)
+        if inject is not None:
+            inject(patch)
+        with cuda:
+            torch.manual_seed(seed)
+            streams = [torch.cuda.Stream() for _ in range(3)]
+            trainings = [Training(cuda, chance, streams, settings) for _ in range(2)]
+            for _ in range(steps):
+                chance.choice(trainings).act()
+            for training in trainings:
+                training.end()
+            del training
+            trainings.clear()
+            gc.collect()
+            for stream in streams:  # these allocations may get what was freed
+                with torch.cuda.stream(stream):
+                    torch.empty(1, device=DEVICE)
+        return cuda.faults
+
+
+ADAPTIVE = {"bits": fewbit.AdaptiveBits(2, interval=1)}
+SETTINGS = {
+    "fixed": {},
+    "everything": {"layers": fewbit.LayerSettings(everything=True)},
+    "samples": {"bits": fewbit.SampleBits(2), "numbers": True},
+    "adaptive": ADAPTIVE,
+    "bound": {"bits": fewbit.ErrorBound(interval=1, by_channel=True)},
+    "codec": {"bits": fewbit.ErrorBound(interval=1, codec="jpeg")},
+    "offload": {"ahead": 2},
+    "offload at once": {"ahead": 0},
+    "captures": {"captures": True},
+    "all": ADAPTIVE | {"layers": fewbit.LayerSettings(everything=True), "numbers": True, "ahead": 1, "captures": True},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_races(name):
+    assert faults_of(7, 20, **SETTINGS[name]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_races_in_long_schedules(name):
+    for seed in range(5):
+        assert faults_of(seed, 100, **SETTINGS[name]) == []
+
+
+# -- Races that must be found ------------------------------------------------------------------------------
+
+
+def _without(owner, name, result=None):
+    """Return a function that makes calls of owner.name do nothing."""
+    return lambda patch: patch.setattr(owner, name, lambda *args, **options: result)
+
+
+def _side_does_not_wait(patch):
+    def init(self, device):
+        original(self, device)
+        self.side.wait_stream = lambda stream: None
+
+    original = CudaTransfers.__init__
+    patch.setattr(CudaTransfers, "__init__", init)
+
+
+def _holds_only_for_side(patch):
+    def hold(self, memory, stream=None):
+        if stream is None:
+            original(self, memory)
+
+    original = CudaTransfers.hold
+    patch.setattr(CudaTransfers, "hold", hold)
+
+
+_no_capture = _without(torch.cuda, "is_current_stream_capturing", False)
+REMOVED = {
+    "wait for a transfer": (SETTINGS["offload"], 0, _without(CudaTransfers, "wait")),
+    "wait of the side stream": (SETTINGS["offload"], 0, _side_does_not_wait),
+    "hold of transfers": (SETTINGS["offload"], 0, _without(CudaTransfers, "hold")),
+    "hold of transfers for another stream": (SETTINGS["offload"], 0, _holds_only_for_side),
+    "hold of what torch has saved": (
+        SETTINGS["everything"],
+        3,
+        _without(compressor, "hold_for_stream"),
+    ),
+    "hold of noise": (SETTINGS["adaptive"], 3, _without(variance_probe, "hold_for_stream")),
+    "wait for measurements": (SETTINGS["adaptive"], 4, _without(Event, "synchronize")),
+    "wait for magnitudes": (
+        SETTINGS["samples"],
+        0,
+        _without(GradientMagnitudes, "_wait_for_last_use"),
+    ),
+    "hold of channel weights": (SETTINGS["bound"], 8, _without(assignment, "hold_for_stream")),
+    "stream of samples' numbers": (SETTINGS["samples"], 3, _without(assignment, "stream_of", 0)),
+    "stream of shared copies": (SETTINGS["fixed"], 7, _without(fingerprint, "stream_of", 0)),
+    "answer of queries": (SETTINGS["fixed"], 0, _without(Event, "query", True)),
+    "test for a capture in Offload": (
+        {"ahead": 1, "captures": True},
+        0,
+        _without(CudaTransfers, "is_capturing", False),
+    ),
+    "test for a capture in policies": (
+        ADAPTIVE | {"captures": True},
+        1,
+        _without(probing, "is_capturing", False),
+    ),
+    "test for a capture": (SETTINGS["captures"], 0, _no_capture),
+}
+"""{name: (settings, seed of a schedule in which the fault should be found, a function that injects it)}."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("removed", REMOVED)
+def test_a_removed_call_is_found(removed):
+    settings, first, inject = REMOVED[removed]
+    assert any(faults_of(first + i, 30, inject, **settings) for i in range(10))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    with FakeCuda(monkeypatch) as cuda:
+        yield cuda
+
+
+def zeros():
+    return torch.zeros(8, device=DEVICE)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_copy_to_the_host_that_is_dropped(cuda, monkeypatch, holds):
+    """Numbers of another stream are read until the copy is complete, even if nobody waits for it."""
+    if not holds:
+        monkeypatch.setattr(cuda_streams, "hold_for_stream", lambda tensors: None)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        numbers = zeros()
+    torch.cuda.current_stream().wait_stream(side)
+    copy = cuda_streams.AsyncHostCopy([numbers])
+    del numbers, copy
+    with torch.cuda.stream(side):
+        zeros()
+    assert (cuda.faults == []) == holds
+
+
+@pytest.mark.parametrize("by_stream", [True, False])
+def test_constants_that_backward_passes_share(cuda, monkeypatch, by_stream):
+    if not by_stream:
+        monkeypatch.setattr(normalized, "stream_of", lambda x: 0)
+    found = []
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            found += [normalized.constant_like(zeros(), 1.0) for _ in range(2)]
+            found[-1].clone()
+    assert found[0] is found[1] and (found[1] is not found[2]) == by_stream
+    assert (cuda.faults == []) == by_stream
+
+
+def test_large_constants_are_not_shared(cuda):
+    x = torch.zeros(normalized.MOST_SHARED + 1, device=DEVICE)
+    assert normalized.constant_like(x, 1.0) is not normalized.constant_like(x, 1.0)
+
+
+def test_a_capture_gets_constants_of_its_own(cuda):
+    x = zeros()
+    shared = normalized.constant_like(x, 1.0)
+    with cuda.capture():
+        own = normalized.constant_like(x, 1.0)
+    assert own is not shared and normalized.constant_like(x, 1.0) is shared
+    assert own.tolist() == shared.tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_stream_that_does_not_wait(cuda, waits):
+    x, side = zeros(), torch.cuda.Stream()
+    if waits:
+        side.wait_event(torch.cuda.current_stream().record_event())
+    with torch.cuda.stream(side):
+        x.clone()
+    assert (cuda.faults == []) == waits
+
+
+def test_two_streams_may_read_but_not_write(cuda):
+    x, streams = zeros(), [torch.cuda.Stream() for _ in range(2)]
+    for operation, faults in ((torch.Tensor.clone, 0), (torch.Tensor.zero_, 3)):
+        for stream in streams:
+            stream.wait_stream(cuda.recorder.default)
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                operation(x)
+        # Each write races with the other stream's read, and the second one also with the first.
+        assert len(cuda.faults) == faults
+
+
+@pytest.mark.parametrize("protects", ["nothing", "record_stream", "wait"])
+def test_memory_is_reused_too_early(cuda, protects):
+    """A freed block can be the next allocation's in its own stream, but in no other stream."""
+    x, main, side = zeros(), torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        x.clone()
+        if protects == "record_stream":
+            x.record_stream(side)
+        del x
+        zeros()
+    assert cuda.faults == []
+    if protects == "wait":
+        main.wait_stream(side)
+    zeros()
+    assert (cuda.faults == []) == (protects != "nothing")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_host_reads_too_early(cuda, waits):
+    host = torch.empty(8, pin_memory=True)
+    host.copy_(zeros(), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    if waits:
+        event.synchronize()
+    assert host.tolist() == [0.0] * 8
+    assert (cuda.faults == []) == waits
+
+
+def test_pinned_memory_is_not_reused_before_its_copy_is_done(cuda):
+    host = torch.empty(8, pin_memory=True)
+    host.copy_(zeros(), non_blocking=True)
+    del host
+    torch.empty(8, pin_memory=True)
+    assert cuda.faults == []
+
+
+@pytest.mark.parametrize("fault", ["nothing", "read", "query", "wait", "unjoined", "freed"])
+def test_what_a_capture_forbids(cuda, fault):
+    main, side, x = torch.cuda.current_stream(), torch.cuda.Stream(), zeros()
+    event = side.record_event()
+    with cuda.capture():
+        y = x + 1
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            y.add_(1)
+        if fault == "read":
+            x[0].item()
+        elif fault == "query":
+            event.query()
+        elif fault == "wait":
+            main.wait_event(event)
+        if fault != "unjoined":
+            main.wait_stream(side)
+    if fault == "freed":
+        del x
+    assert len(cuda.faults) == (fault != "nothing")
+
+
+@pytest.mark.parametrize("home", ["main", "side"])
+def test_gradients_of_two_streams_are_added_in_order(cuda, home):
+    """The engine's part of the fake: gradients cross streams, and are added in the stream of the node that gets them."""
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = zeros().requires_grad_()
+    y = x * 2
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        z = y.exp()
+    with torch.cuda.stream(side if home == "side" else main):
+        total = y.sin() + z if home == "side" else y.sin()
+    main.wait_stream(side)
+    total.record_stream(main)
+    z.record_stream(main)
+    cuda.backward(total if home == "side" else total + z)
+    assert x.grad.tolist() == [4.0] * 8
+    assert cuda.faults == []

@@ -1,0 +1,131 @@
+"""The costs of segments, compared with exact arithmetic."""
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive import spread
+from problems import PROBLEMS, tagged
+
+from fewbit.solver.segments import Items
+
+STEADY = settings(max_examples=150)
+TOLERANCE = Fraction(1, 10**12)
+
+finite = st.floats(-1e6, 1e6, allow_nan=False).map(lambda x: 0.0 if abs(x) < 1e-9 else x)
+masses = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))
+sequences = st.lists(st.tuples(finite, masses), min_size=1, max_size=12)
+
+
+def all_segments(n):
+    return itertools.combinations_with_replacement(range(n + 1), 2)
+
+
+def assert_cost(got, exact):
+    assert abs(Fraction(float(got)) - exact) <= TOLERANCE * exact, (float(got), float(exact))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_segments_of_a_sequence(problem):
+    items = Items(problem.weights, problem.values)
+    segments = list(all_segments(len(items)))
+    if "medium" in problem.tags:
+        segments = np.random.default_rng(1).choice(segments, 60)
+    for start, stop in segments:
+        exact = spread(problem.values[start:stop], problem.weights[start:stop])
+        assert_cost(items.cost(start, stop), exact)
+
+
+@pytest.mark.slow
+@STEADY
+@given(sequences)
+def test_any_sequence(pairs):
+    values, weights = (np.array(column) for column in zip(*pairs, strict=True))
+    items = Items(weights, values)
+    for start, stop in all_segments(len(items)):
+        exact = spread(values[start:stop], weights[start:stop])
+        got = Fraction(float(items.cost(start, stop)))
+        # Values that agree to the last digits leave a spread of rounding errors.
+        noise = sum(map(Fraction, weights[start:stop])) * Fraction(float(np.abs(values).max())) ** 2
+        assert abs(got - exact) <= TOLERANCE * exact + Fraction(1, 10**30) * noise
+
+
+@pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -1e-300])
+@pytest.mark.parametrize("n", [2, 3, 16, 37])
+def test_equal_values_cost_exactly_nothing(n, value):
+    items = Items(np.random.default_rng(3).random(n), np.full(n, value))
+    assert [items.cost(start, stop) for start, stop in all_segments(n)] == [0.0] * (
+        (n + 1) * (n + 2) // 2
+    )
+
+
+def test_an_item_with_a_spread_of_its_own_costs_that_spread():
+    items = Items([1.0, 2.0, 1.0], [0.0, 1.0, 2.0], spread=[0.5, 0.25, 0.0])
+    assert items.cost(0, 1) == 0.5
+    assert items.cost(1, 2) == 0.25
+    assert items.cost(0, 3) == pytest.approx(0.75 + 2.0, rel=1e-15)
+
+
+def test_a_value_is_its_anchor_plus_its_offset():
+    rng = np.random.default_rng(4)
+    offset = 1e-9 * rng.standard_normal(20)  # lost if it were added to the anchor first
+    items = Items(np.ones(20), np.full(20, 1e9), offset)
+    assert_cost(items.cost(3, 17), spread(offset[3:17], np.ones(14)))
+
+
+# --- compressed runs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", tagged("medium"), ids=str)
+def test_compressed_runs_cost_what_their_items_cost(problem):
+    rng = np.random.default_rng(5)
+    n = len(problem.values)
+    nodes = np.unique([0, n, *rng.integers(0, n + 1, 9)])
+    runs = Items(problem.weights, problem.values).compress(nodes)
+    assert len(runs) == len(nodes) - 1
+    assert runs.mass.sum() == pytest.approx(problem.weights.sum(), rel=1e-12)
+    for start, stop in all_segments(len(runs)):
+        a, b = nodes[start], nodes[stop]
+        assert_cost(runs.cost(start, stop), spread(problem.values[a:b], problem.weights[a:b]))
+
+
+def test_a_run_of_no_items_has_no_mass_and_costs_nothing():
+    runs = Items([1.0, 2.0, 3.0], [5.0, 7.0, 9.0]).compress([0, 2, 2, 3])
+    assert runs.mass.tolist() == [3.0, 0.0, 3.0]
+    assert runs.cost(1, 2) == 0.0
+    assert_cost(runs.cost(0, 3), spread([5, 7, 9], [1, 2, 3]))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_means_of_segments(problem):
+    n = len(problem.values)
+    breaks = sorted({0, n // 3, n // 2, n})
+    means = Items(problem.weights, problem.values).segment_means(breaks)
+    edges = [0, *breaks, n]
+    for mean, (a, b) in zip(means, itertools.pairwise(edges), strict=True):
+        mass = sum(Fraction(w) for w in problem.weights[a:b].tolist())
+        if mass == 0:
+            assert np.isnan(mean)
+            continue
+        pairs = zip(problem.values[a:b].tolist(), problem.weights[a:b].tolist(), strict=True)
+        exact = sum(Fraction(v) * Fraction(w) for v, w in pairs) / mass
+        size = np.abs(problem.values[a:b][problem.weights[a:b] > 0]).max()
+        assert abs(Fraction(float(mean)) - exact) <= Fraction(float(1e-15 * size))
+
+
+# --- what must not matter -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [-300, -40, 40, 300])
+def test_scaling_by_a_power_of_two_scales_every_bit(power):
+    rng = np.random.default_rng(6)
+    values, weights = rng.standard_normal(21), rng.random(21)
+    scale = 2.0**power
+    items, scaled = Items(weights, values), Items(weights, values * scale)
+    heavier = Items(weights * scale, values)
+    for start, stop in all_segments(21):
+        assert scaled.cost(start, stop) == items.cost(start, stop) * scale * scale
+        assert heavier.cost(start, stop) == items.cost(start, stop) * scale

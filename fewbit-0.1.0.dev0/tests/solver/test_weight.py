@@ -1,0 +1,557 @@
+"""Weights from every kind of specification, and refusals."""
+
+import json
+
+import numpy as np
+import pytest
+from naive import SampledError, normal_density, one, squared_error
+from problems import solved
+
+from fewbit import functions
+from fewbit.errors import SolveError, WeightError
+from fewbit.solver.solve import solve
+from fewbit.solver.weight import make_weight
+from fewbit.table import Table
+
+FORMS = ["levels", "intervals"]
+GELU = functions.get("gelu")
+EDGES = np.array([-4.0, -2.5, -1.0, 0.25, 0.5, 3.0])
+HEIGHTS = np.array([1.0, 2.0, 0.0, 5.0, 0.5])
+
+
+def refusal_of(call, *arguments, **options):
+    with pytest.raises(WeightError) as refusal:
+        call(*arguments, **options)
+    message = str(refusal.value)
+    assert message and "\n" not in message
+    return message
+
+
+def mixture(n=200_000, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.where(rng.random(n) < 0.7, rng.normal(-1.0, 0.5, n), rng.normal(1.5, 1.0, n))
+
+
+def mixture_density(x):
+    return 0.7 * normal_density(-1.0, 0.5)(x) + 0.3 * normal_density(1.5, 1.0)(x)
+
+
+# --- densities ----------------------------------------------------------------------------------
+
+
+def test_uniform_is_one():
+    weight = make_weight("uniform")
+    assert weight.density(np.array([-100.0, 0.0, 3.0])).tolist() == [1.0, 1.0, 1.0]
+    assert make_weight(None).document() == weight.document() == {"kind": "uniform"}
+
+
+@pytest.mark.parametrize(
+    ("text", "mean", "std"),
+    [("normal", 0.0, 1.0), ("normal:1.5,0.25", 1.5, 0.25), ("normal:-3,2e1", -3.0, 20.0)],
+)
+def test_normal_is_the_density(text, mean, std):
+    weight = make_weight(text)
+    x = np.linspace(mean - 5 * std, mean + 5 * std, 101)
+    assert weight.density(x) == pytest.approx(normal_density(mean, std)(x), rel=1e-14)
+    assert weight.document() == {"kind": "normal", "mean": mean, "std": std}
+
+
+def test_a_histogram_is_its_heights_normalized():
+    weight = make_weight((EDGES, HEIGHTS))
+    total = (HEIGHTS * np.diff(EDGES)).sum()
+    middles = 0.5 * (EDGES[1:] + EDGES[:-1])
+    assert weight.density(middles) == pytest.approx(HEIGHTS / total, rel=1e-15)
+    assert weight.density(np.array([-4.5, 3.5])).tolist() == [0.0, 0.0]
+    assert weight.domain == (-4.0, 3.0)
+
+
+def test_the_domain_of_a_histogram_is_where_it_has_mass():
+    assert make_weight(([0.0, 1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 0.0])).domain == (1.0, 2.0)
+
+
+def test_a_weight_is_itself():
+    weight = make_weight((EDGES, HEIGHTS))
+    assert make_weight(weight) is weight
+
+
+# --- samples ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 100, 10_000])
+def test_samples_become_a_density_over_their_range(n):
+    samples = np.random.default_rng(n).standard_normal(n)
+    weight = make_weight(samples)
+    assert weight.domain == (samples.min(), samples.max())
+    edges = np.array(weight.document()["edges"])
+    density = weight.density(0.5 * (edges[1:] + edges[:-1]))
+    assert (density * np.diff(edges)).sum() == pytest.approx(1.0, rel=1e-12)
+    counts = np.histogram(samples, edges)[0]
+    assert density * np.diff(edges) * n == pytest.approx(counts, rel=1e-9)
+
+
+def test_the_shape_and_type_of_samples_do_not_matter():
+    samples = np.random.default_rng(1).standard_normal(600).astype(np.float16)
+    expected = make_weight(samples.astype(np.float64)).document()
+    assert make_weight(samples.reshape(10, 3, 20)).document() == expected
+    assert make_weight(samples.astype(float).tolist()).document() == expected
+    assert make_weight(np.random.default_rng(2).permutation(samples)).document() == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gelu", "selu", "tanh"])
+def test_a_table_for_samples_serves_the_density_they_came_from(name, form):
+    f = functions.get(name)
+    best = solve(name, 3, weight=mixture_density, form=form)
+    fitted = solve(name, 3, weight=mixture(), form=form)
+    assert fitted.error == pytest.approx(best.error, rel=0.05)
+    error = squared_error(
+        fitted, f, lambda x: mixture_density(x) * (abs(x) < 10), np.linspace(-10, 10, 41)
+    )
+    assert best.error * (1 - 1e-3) <= error <= best.error * 1.01
+
+
+def test_samples_with_a_heap_at_one_value():
+    """Half of the values are exactly 0, as after a ReLU, so q is accurate there."""
+    table = solve("gelu", 3, weight=np.maximum(mixture(), 0.0))
+    assert abs(table(np.array(0.0)) - 0.5) < 0.01
+
+
+@pytest.mark.parametrize("outlier", [1e2, 1e4, 1e6])
+def test_one_outlier_does_not_ruin_a_table(outlier):
+    samples = np.random.default_rng(3).standard_normal(100_000)
+    table = solve("gelu", 3, weight=np.append(samples, outlier))
+    sample = SampledError(GELU, (-8.0, 8.0), normal_density())
+    error = float(np.sum(sample.mass * (sample.value - table(sample.x)) ** 2))
+    assert error <= 1.01 * solved("gelu", 3, weight="normal").error
+
+
+# --- any Python density -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_callable_density_is_that_density(form):
+    named = solve("gelu", 3, weight="normal:0.5,1.5", domain=(-10, 10), form=form)
+    own = solve("gelu", 3, weight=normal_density(0.5, 1.5), form=form)
+    assert own.error == pytest.approx(named.error, rel=1e-9)
+    assert own.levels == pytest.approx(named.levels, abs=1e-8)
+    assert own.weight["kind"] == "callable"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_callable_density_that_jumps(form):
+    low, high = 0.1 - 1.2345, 0.1 + 1.2345
+
+    def box(x):
+        return ((x > low) & (x < high)) / (high - low)
+
+    expected = solve("gelu", 3, weight=([low, high], [1.0]), form=form)
+    table = solve("gelu", 3, weight=box, form=form)
+    assert table.error == pytest.approx(expected.error, rel=1e-6)
+    assert table.lower_bound <= expected.error * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("density", "expected"),
+    [
+        (lambda x: x, "expected finite values >= 0, got -"),
+        (lambda x: np.full_like(x, np.nan), "nan"),
+        (lambda x: 1.0, "shape"),
+        (lambda x: x[:1], "shape"),
+        (lambda x: 1 / 0, "expected a function of float64 arrays, but it raised ZeroDivisionError"),
+    ],
+)
+def test_a_density_that_is_none(density, expected):
+    assert expected in refusal_of(solve, "gelu", 2, weight=density)
+
+
+# --- documents ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["uniform", "normal:0.25,3", (EDGES, HEIGHTS), mixture(5_000)],
+    ids=["uniform", "normal", "histogram", "samples"],
+)
+def test_documents_round_trip(spec):
+    weight = make_weight(spec)
+    document = json.loads(json.dumps(weight.document()))
+    assert make_weight(document).document() == weight.document()
+    x = np.linspace(-5, 5, 101)
+    assert (make_weight(document).density(x) == weight.density(x)).all()
+
+
+def test_a_callable_does_not_come_back_from_a_document():
+    """A document may come from an untrusted file, so a name in it is never imported."""
+    document = make_weight(normal_density).document()
+    assert document == {"kind": "callable", "name": "naive:normal_density"}
+    assert "expected the callable naive:normal_density itself" in refusal_of(make_weight, document)
+
+
+def test_a_table_is_solved_again_from_its_own_document(tmp_path):
+    table = solve("gelu", 2, weight=mixture(5_000))
+    table.save(tmp_path / "table.json")
+    loaded = Table.load(tmp_path / "table.json")
+    assert solve("gelu", 2, weight=loaded.weight, domain=loaded.domain) == table
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"kind": "cauchy"},
+        {"kind": "normal", "mean": "zero"},
+        {"kind": "normal", "mean": 0.0, "std": -1.0},
+        {"kind": "histogram"},
+        {"kind": "histogram", "edges": [0.0, 1.0]},
+        {"kind": "histogram", "edges": "ab", "density": [1.0]},
+        {"kind": "callable"},
+    ],
+    ids=str,
+)
+def test_documents_that_are_none(document):
+    refusal_of(make_weight, document)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+SAMPLES = mixture(1_000).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "spec"),
+    [
+        ("samples.npy", lambda path: np.save(path, SAMPLES.reshape(10, 100)), SAMPLES),
+        ("samples.npz", lambda path: np.savez_compressed(path, activations=SAMPLES), SAMPLES),
+        (
+            "density.npz",
+            lambda path: np.savez(path, edges=EDGES, density=HEIGHTS),
+            (EDGES, HEIGHTS),
+        ),
+        (
+            "counts.npz",
+            lambda path: np.savez(path, edges=EDGES, counts=HEIGHTS * np.diff(EDGES)),
+            (EDGES, HEIGHTS),
+        ),
+    ],
+)
+def test_a_weight_from_a_file(tmp_path, name, save, spec):
+    save(tmp_path / name)
+    expected = make_weight(spec).document()
+    for path in (tmp_path / name, str(tmp_path / name)):
+        document = make_weight(path).document()
+        assert document["edges"] == expected["edges"]
+        assert document["density"] == pytest.approx(expected["density"], rel=1e-15)
+
+
+def test_a_table_from_a_file(tmp_path):
+    np.savez(tmp_path / "weight.npz", edges=EDGES, density=HEIGHTS)
+    assert solve("gelu", 2, weight=tmp_path / "weight.npz") == solve(
+        "gelu", 2, weight=(EDGES, HEIGHTS)
+    )
+
+
+def _npz(**arrays):
+    return lambda path: np.savez(path, **arrays)
+
+
+def _bytes(content):
+    return lambda path: path.write_bytes(content)
+
+
+def _truncated(path):
+    np.savez(path, edges=EDGES, density=HEIGHTS)
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+FILES = {
+    "empty.npy": _bytes(b""),
+    "empty.npz": _bytes(b""),
+    "text.npy": _bytes(b"1.0 2.0\n3.0 4.0\n"),
+    "text.npz": _bytes(b"edges,counts\n"),
+    "zeros.npy": _bytes(b"\x93NUMPY\x01\x00" + bytes(100)),
+    "truncated.npz": _truncated,
+    "short.npy": lambda path: (
+        np.save(path, mixture(100)),
+        path.write_bytes(path.read_bytes()[:200]),
+    ),
+    "pickled.npy": lambda path: np.save(path, np.array([{"a": 1}, None], dtype=object)),
+    "pickled.npz": _npz(samples=np.array([{"a": 1}, None], dtype=object)),
+    "strings.npy": lambda path: np.save(path, np.array(["a", "b"])),
+    "records.npy": lambda path: np.save(path, np.zeros(3, dtype=[("a", "f8"), ("b", "i4")])),
+    "nan.npy": lambda path: np.save(path, np.array([1.0, np.nan, 2.0])),
+    "one.npy": lambda path: np.save(path, np.array([1.0])),
+    "nothing.npy": lambda path: np.save(path, np.array([])),
+    "constant.npy": lambda path: np.save(path, np.full(100, 3.0)),
+    "complex.npy": lambda path: np.save(path, np.array([1 + 2j, 3.0])),
+    "names.npz": _npz(a=EDGES, b=HEIGHTS),
+    "none.npz": _npz(),
+    "lengths.npz": _npz(edges=EDGES, counts=np.ones(3)),
+    "scalar.npz": _npz(edges=np.array(1.0), counts=np.ones(3)),
+    "descending.npz": _npz(edges=EDGES[::-1], counts=HEIGHTS),
+    "repeated.npz": _npz(edges=np.array([0.0, 1.0, 1.0, 2.0]), counts=np.ones(3)),
+    "negative.npz": _npz(edges=EDGES, counts=-HEIGHTS),
+    "massless.npz": _npz(edges=EDGES, counts=0 * HEIGHTS),
+    "infinite.npz": _npz(edges=EDGES, density=np.full(5, np.inf)),
+    "missing.npy": lambda path: None,
+    "folder.npz": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_hold_no_weight(tmp_path, name):
+    with np.errstate(invalid="ignore"):
+        FILES[name](tmp_path / name)
+    assert name in refusal_of(make_weight, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "norm",
+        "normal:",
+        "normal:1",
+        "normal:1,2,3",
+        "normal:a,b",
+        "normal:0,0",
+        "normal:0,-1",
+        "normal:nan,1",
+        "normal:0,inf",
+        "weights.txt",
+        5,
+        [],
+        [1.0],
+        [2.0, 2.0],
+        [1.0, float("inf")],
+        ["a", "b"],
+        [[1.0, 2.0], [3.0]],
+        ([0.0, 1.0], [1.0, 2.0]),
+        ([1.0, 0.0], [1.0]),
+        ([0.0, 1.0], [0.0]),
+        ([0.0, 1.0], [-1.0]),
+        ("a", "b"),
+        np.array([1 + 2j, 3.0]),
+        np.array([True, False]),
+    ],
+    ids=repr,
+)
+def test_specifications_that_are_none(spec):
+    refusal_of(make_weight, spec)
+
+
+# --- weights near the ends of float64 -----------------------------------------------------------
+
+
+def ripple(x):
+    """A density whose integral over [-10, 10] is 0.59, so that it is not scaled."""
+    return 0.03 + 0.01 * np.cos(x)
+
+
+OBJECTIVES = {
+    "levels": {},
+    "intervals": {"form": "intervals"},
+    "unrefined": {"refine": False},
+    "pinned": {"tails": "pinned"},
+    "minimax": {"objective": "minimax"},
+    "unbiased": {"objective": "unbiased"},
+    "shared": {"objective": "shared", "shared_bits": 1, "refine": False},
+}
+
+
+@pytest.mark.parametrize("power", [1026, -1000])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "shared")) for k in OBJECTIVES]
+)
+def test_a_weight_times_a_power_of_two_has_the_same_table(kind, power):
+    """The largest value is 1.4e307, so its integral overflows. The smallest error, 1e-305, is barely normal."""
+    options = {"levels": 3, **OBJECTIVES[kind]}
+    plain = solve("gelu", weight=ripple, **options)
+    scaled = solve("gelu", weight=lambda x: np.ldexp(ripple(x), power), **options)
+    for name in ("levels", "breaks", "codes"):
+        assert (getattr(scaled, name) == getattr(plain, name)).all()
+    assert scaled.relative_error == plain.relative_error > 0
+    assert scaled.solver["status"] == plain.solver["status"]
+    factor = 0 if kind == "minimax" else power
+    assert scaled.error == np.ldexp(plain.error, factor)
+    assert scaled.lower_bound == np.ldexp(plain.lower_bound, factor) > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("factor", [1e-320, 1e-300, 1e300, 1e308])
+def test_a_histogram_of_counts_near_the_ends_of_float64(tmp_path, factor, form):
+    counts = np.array([1.0, 0.0, 1.0, 1.0]) * factor
+    np.savez(tmp_path / "counts.npz", edges=[-4.0, -2.0, 0.0, 1.0, 3.0], counts=counts)
+    expected = ([-4.0, -2.0, 0.0, 1.0, 3.0], [0.5, 0.0, 1.0, 0.5])
+    for weight in (tmp_path / "counts.npz", (expected[0], np.array(expected[1]) * factor)):
+        document = make_weight(weight).document()
+        assert document == make_weight(expected).document()
+    assert solve("gelu", 1, form=form, weight=weight).weight == document
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        (lambda x: 1e-320 + 0 * x, "error that float64 can represent, got about 1e-32"),
+        (lambda x: 1e-310 * np.exp(-x * x), "error that float64 can represent, got about 1e-31"),
+        (([-5, 0, 5], [1e308, 1e-308]), "heights that float64 can divide by their integral"),
+        (([-1e300, 1e300], [1.0]), "histogram edges: expected numbers within 1e\\+30"),
+        ("normal:0,1e-310", "expected STD from 1e-30 to 1e\\+30 for MEAN 0, got 1e-310$"),
+        ("normal:1e20,1", "expected STD from 1e\\+08 to 1e\\+30 for MEAN 1e\\+20, got 1$"),
+        ("normal:1e300,1", "expected MEAN within 1e\\+30, got 1e\\+300$"),
+        ("normal:0,1e30", "domain of .*: expected numbers within 1e\\+30, got -8e\\+30 to 8e\\+30"),
+        (np.linspace(-1, 1, 99) * 1.7e308, "samples: expected numbers within 1e\\+30"),
+        (np.linspace(-1, 1, 99) * 1e-310, "samples: expected a range that is at least 1.18e-38"),
+        (1 + 1e-12 * np.arange(99), "samples: expected a range that is at least 1e-09 wide"),
+    ],
+)
+@pytest.mark.parametrize("objective", ["mse", "unbiased"])
+def test_weights_beyond_the_range_of_float64(weight, expected, objective):
+    with pytest.raises((WeightError, SolveError), match=expected) as refusal:
+        solve("gelu", 1, weight=weight, objective=objective)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_error_of_zero_does_not_ignore_negligible_parts_of_the_weight():
+    """One level is exact on the left, and wrong on the right, where the products of the weight underflow."""
+    with pytest.raises(SolveError, match="integrate together, got positive values at x = [0-9]"):
+        solve("relu", 1, weight=lambda x: np.where(x < 0, 1e308, 1e-320))
+    table = solve("relu", 1, weight=lambda x: np.where(x < 0, 1e308, 0.0))
+    assert table.exact and table.levels.tolist() == [0.0]
+
+
+# --- supports and narrow peaks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weight", "half"),
+    [
+        (lambda x: np.maximum(0.0, 1 - x * x), 1.0),
+        (lambda x: 1e-300 * np.maximum(0.0, 1 - x * x), 1.0),
+        (lambda x: np.where(x < 0, 1e308, 1e-320), 10.0),
+        ("normal:0,0.2", 10.0),
+        (([-3.0, -1.0, 1.0, 3.0], [0.0, 1.0, 0.0]), 1.0),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_minimax_counts_every_x_with_a_positive_weight(weight, half, form):
+    """The derivative x on [-h, h] has the least largest error h / 4 with four levels."""
+    table = solve("value", 2, weight=weight, domain=(-10, 10), objective="minimax", form=form)
+    assert table.error == pytest.approx(half / 4, rel=1e-12)
+    assert table.lower_bound == pytest.approx(half / 4, rel=1e-12)
+
+
+@pytest.mark.parametrize("floor", [0.0, 1.0])
+def test_a_peak_between_the_first_sample_points(floor):
+    """The first points of the mesh are 0 and 0.0049."""
+    peak = (0.002, 0.003)
+    table = solve("gelu", 2, weight=lambda x: floor + 1e4 * ((x > peak[0]) & (x < peak[1])))
+    if floor:
+        edges, heights = [-10.0, *peak, 10.0], [1.0, 1e4 + 1, 1.0]
+    else:
+        edges, heights = peak, [1e4]
+    expected = solve("gelu", 2, weight=(edges, heights), domain=(-10, 10))
+    mass = np.dot(heights, np.diff(edges))
+    assert table.error == pytest.approx(mass * expected.error, rel=1e-5)
+    assert table.relative_error == pytest.approx(expected.relative_error, rel=1e-5)
+
+
+# --- through the solver -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": (EDGES, 3 * HEIGHTS)},
+        {"weight": (EDGES, 1000 * HEIGHTS)},
+        {"domain": (-50, 50)},
+    ],
+    ids=["times 3", "times 1000", "wider domain"],
+)
+def test_a_histogram_that_is_scaled_or_on_a_wider_domain_has_the_same_table(change, form):
+    table = solve("gelu", 3, weight=(EDGES, HEIGHTS), form=form)
+    other = solve("gelu", 3, **{"weight": (EDGES, HEIGHTS), "form": form, **change})
+    assert other.error == pytest.approx(table.error, rel=1e-9)
+    assert other.levels == pytest.approx(table.levels, abs=1e-7)
+    assert other.breaks == pytest.approx(table.breaks, abs=1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("edges", "middle"),
+    [([-4.0, -2.0, 2.0, 4.0], 0.0), ([-4.0, -1.0, 3.0, 5.0], 1.0), ([-2.0, -1.5, 2.0, 9.0], 0.25)],
+)
+def test_where_the_weight_is_zero_q_continues_to_the_middle(edges, middle, form):
+    table = solve("gelu", 1, weight=(edges, [1.0, 0.0, 1.0]), form=form)
+    assert table.breaks.tolist() == [middle]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("weight", ["uniform", "normal:1,0.5", (EDGES, HEIGHTS)], ids=str)
+def test_outside_the_domain_q_continues_the_outermost_piece(weight, form):
+    for domain in ((-3.5, 2.0), (-100.0, 100.0)):
+        table = solve("gelu", 3, weight=weight, form=form, domain=domain)
+        ends = table(np.array(domain))
+        assert table(np.array([-1e9, 1e9])).tolist() == ends.tolist()
+        inside = (table.breaks > domain[0]) & (table.breaks < domain[1])
+        assert inside.all()
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [(0.0, 1e-3), (3.0, 1e-3), (-2.5, 0.1), (14.0, 3.0), (1.0, 40.0)]
+)
+def test_the_error_under_normal_weights_far_from_the_usual(mean, std):
+    marks = np.concatenate([mean + std * np.linspace(-9, 9, 61), np.linspace(-10, 10, 41)])
+    low, high = check_error("silu", f"normal:{mean},{std}", normal_density(mean, std), marks)
+    assert low <= mean - 8 * std and high >= mean + 8 * std
+
+
+def check_error(name, weight, density, marks, **options):
+    """Check a table's error by adaptive quadrature; return its domain."""
+    table = solve(name, 3, weight=weight, **options)
+    expected = squared_error(table, functions.get(name), density, marks)
+    assert table.error == pytest.approx(expected, rel=1e-6)
+    assert table.gap < 1e-3
+    return table.domain
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gelu", "elu", "softsign"])
+def test_the_error_under_a_histogram(name, form):
+    density = make_weight((EDGES, HEIGHTS)).density
+    assert check_error(name, (EDGES, HEIGHTS), density, EDGES, form=form) == (-4.0, 3.0)
+
+
+def test_a_normal_weight_where_the_derivative_is_constant():
+    table = solve("gelu", 3, weight="normal:1000,1")
+    assert (table.error, table.levels.tolist()) == (0.0, [1.0])
+
+
+@pytest.mark.parametrize(
+    ("weight", "domain"),
+    [
+        (([0.0, 1.0], [1.0]), (2.0, 3.0)),
+        (([0.0, 1.0], [1.0]), (1.0, 2.0)),
+        (([0.0, 1.0], [1.0]), (-1.0, 0.0)),
+        (([-6.0, 1.0, 4.0], [0.0, 1.0]), (-1.0, 1.0)),
+        ("normal:0,0.01", (5.0, 6.0)),
+        (lambda x: 0.0 * x, None),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_no_mass_on_the_domain(weight, domain, form):
+    with pytest.raises(SolveError, match="mass") as refusal:
+        solve("gelu", 2, weight=weight, domain=domain, form=form)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_uniform_weight_is_a_flat_histogram_times_the_length(form):
+    flat = solve("mish", 3, weight=([-10.0, 10.0], [1.0]), form=form)
+    uniform = solved("mish", 3, form=form)
+    assert 20 * flat.error == pytest.approx(uniform.error, rel=1e-9)
+    assert flat.error == pytest.approx(
+        squared_error(flat, functions.get("mish"), one) / 20, rel=1e-6
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,32 +126,14 @@ def _of_folder(root, files, count, draw) -> list[Mutant]:
             lines.setdefault((file, mutant.mutation.line), []).append(mutant)
     places = sorted(lines)
     draw.shuffle(places)
-    drawn, compiled = [], {}
-    for place in places:
-        if len(drawn) == count:
-            break
-        mutant = draw.choice(lines[place])
-        if mutant.file.endswith(".py") and not changes(root, mutant, compiled):
-            continue
-        drawn.append(mutant)
-    return drawn
+    drawn = (draw.choice(lines[place]) for place in places)
+    return [*islice((mutant for mutant in drawn if _compiles(root, mutant)), count)]
 
 
-def changes(root: Path, mutant: Mutant, compiled: dict | None = None) -> list:
-    """Return the pairs of code objects that a mutant of Python code changes; none if it does not compile or changes none.
-
-    Args:
-        root: the root of the repository.
-        mutant: the mutant.
-        compiled: a dict that keeps the compiled files from one call to the next.
-    """
-    compiled = {} if compiled is None else compiled
-    path = root / mutant.file
-    source = path.read_text(encoding="utf-8")
-    if mutant.file not in compiled:
-        compiled[mutant.file] = compile(source, str(path), "exec", dont_inherit=True)
-    try:
-        after = compile(mutant.mutation.applied(source), str(path), "exec", dont_inherit=True)
-    except SyntaxError:
-        return []
-    return python_code.changed(compiled[mutant.file], after)
+def _compiles(root, mutant) -> bool:
+    if mutant.file.endswith(".py"):
+        try:
+            compile(mutant.mutation.applied((root / mutant.file).read_text("utf-8")), "", "exec")
+        except SyntaxError:
+            return False
+    return True

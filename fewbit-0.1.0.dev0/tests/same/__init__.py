@@ -1,1 +1,0 @@
-"""Comparison of the results of two versions of fewbit: see `__main__.py`."""

@@ -117,9 +117,11 @@ def in_child(work) -> dict:
     _kill_group(child)
     died = -os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _kill_group(child)
-    how = "timeout" if died == signal.SIGPROF else f"signal {died}"
+    if "status" not in found:
+        how = "timeout" if died == signal.SIGPROF else f"signal {died}"
+        found |= {"status": "killed", "how": how}
     shutil.rmtree(folder, ignore_errors=True)
-    return {"status": "killed", "how": how} | found
+    return found
 
 
 def die_with_parent() -> None:

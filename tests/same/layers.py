@@ -84,6 +84,7 @@ def _results(module, inputs):
     torch.manual_seed(1)
     _, found = gradients(module, *inputs)
     answer = {"gradients": found, "next draw": torch.rand(1), "buffers": module.buffers()}
-    answer["bytes"] = bytes_by(module, *(x.detach() for x in inputs))
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    answer["bytes"] = bytes_by(module, *leaves)
     answer["results"] = module(*inputs)
     return answer | {"evaluated": module.eval()(*inputs)}

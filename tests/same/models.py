@@ -155,13 +155,14 @@ def _made(make):
 def _steps(case):
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(case.model.parameters(), 0.01, momentum=0.9)
-    losses, first = [], []
+    losses = []
     for batch in case.batches:
         optimizer.zero_grad()
         loss = case.loss(case.model, batch)
         loss.backward()
-        first = first or [parameter.grad for parameter in case.model.parameters()]
-        first = [None if gradient is None else gradient.clone() for gradient in first]
+        if not losses:
+            grads = [parameter.grad for parameter in case.model.parameters()]
+            first = [None if grad is None else grad.clone() for grad in grads]
         optimizer.step()
         losses.append(loss.item())
     names = [name for name, _ in case.model.named_parameters()]

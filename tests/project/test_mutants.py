@@ -160,19 +160,6 @@ def test_one_seed_draws_one_sample(project):
     assert not sample.draw(project, 5, 3, only="csrc/*")
 
 
-@pytest.mark.parametrize(
-    "sizes, number, expected",
-    [
-        ({"a": 10, "b": 990}, 100, {"a": 4, "b": 96}),
-        ({"a": 1, "b": 1, "c": 1}, 7, {"a": 2, "b": 2, "c": 3}),
-        ({"a": 1, "b": 99}, 2, {"a": 0, "b": 2}),
-        ({}, 5, {}),
-    ],
-)
-def test_the_shares_of_folders(sizes, number, expected):
-    assert sample.allotted(sizes, number) == expected
-
-
 def test_mutants_are_found_where_lines_have_moved(project):
     names = [mutant.name for mutant in sample.draw(project, 20, 0)]
     path = project / "fewbit" / "folder" / "small.py"

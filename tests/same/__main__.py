@@ -90,7 +90,7 @@ def asked(tree: Path, only: str) -> subprocess.Popen:
     # The helpers of an earlier commit serve if those of this tree use what its fewbit does not have.
     helpers = dict.fromkeys(str(root / "tests" / "helpers") for root in (ROOT, tree))
     command = [sys.executable, str(script), only, *helpers]
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONHASHSEED": "0"}
     return subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from click.testing import CliRunner
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
-SLOW = re.compile("demo --all|--seeds|resnet50|densenet121")
+SLOW = re.compile("demo --all|--seeds|--output short|resnet50|densenet121|policy fixed|plan.html")
 UNSTEADY = re.compile(r"^solver .*|[\d.]+ (?:s|ms|seconds)\b", re.MULTILINE)
 """Parts of the output that differ from run to run."""
 

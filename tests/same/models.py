@@ -144,7 +144,8 @@ def _trained(make, options):
     fewbit.compress_(resumed.model, verbose=False, **options).load_state_dict(state)
     found["resumed"] = _steps(resumed)
     fewbit.restore_(case.model)
-    return found | {"restored": {type(module).__module__ for module in case.model.modules()}}
+    modules = {type(module).__module__ for module in case.model.modules()}
+    return found | {"restored": sorted(modules)}
 
 
 def _made(make):

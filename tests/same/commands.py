@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -36,9 +37,9 @@ def _run(line, lines):
         for other in lines:  # which write the files that the line names
             made = re.search(r"-o (\S+\.json)", other)
             if made and made[1] in line.split() and other != line:
-                runner.invoke(app, other.split()[1:], prog_name="fewbit")
+                runner.invoke(app, shlex.split(other)[1:], prog_name="fewbit")
         before = set(os.listdir())
-        result = runner.invoke(app, line.split()[1:], prog_name="fewbit")
+        result = runner.invoke(app, shlex.split(line)[1:], prog_name="fewbit")
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         files = [path for path in Path().rglob("*") if path.is_file() and path.name not in before]

@@ -1,9 +1,9 @@
-"""Run the tests with other kernels of BLAS, NumPy, torch and fewbit, other numbers of threads and in other orders.
+"""Run numerical tests with other kernels of BLAS, NumPy, torch and fewbit, other numbers of threads and in other orders.
 
-`make dispatch` runs the fast tier. Arguments go to pytest, such as ``-m "slow or not slow"`` for every test. The
-environment variable FEWBIT_DISPATCH_RUNS is the number of settings to run, the first ones of RUNS; by default all. The script
-prints one line for each run, with the failures below it, and exits with 1 if a run failed. It reports and skips settings
-that this processor cannot run. A run fails if a library does not follow its setting.
+`make dispatch` runs the fast tests in FOLDERS. Arguments go to pytest, such as ``-m "slow or not slow"``, or ``tests`` for
+the tests of all folders. The environment variable FEWBIT_DISPATCH_RUNS is the number of settings to run, the first ones of
+RUNS; by default all. The script prints one line for each run, with the failures below it, and exits with 1 if a run failed.
+It reports and skips settings that this processor cannot run. A run fails if a library does not follow its setting.
 """
 
 import json
@@ -63,6 +63,8 @@ class Setting:
         return f"BLAS {self.blas}, {numpy}, {aten}, fewbit {self.fewbit}, {threads}, order {self.order}"
 
 
+FOLDERS = "backends", "functions", "layers", "runtime", "solver"
+"""The folders whose tests compute by the kernels that a Setting selects."""
 ALL = ("X86_V3", "X86_V4", "AVX", "FMA3", "F16C")  # and all names that begin with these
 RUNS = (
     Setting("Haswell", "avx2", ("X86_V4", "AVX512"), "avx2", "avx2", 1, 1),
@@ -133,20 +135,10 @@ def run(setting: Setting, arguments: list[str]) -> bool:
     if wrong:
         print(f"{setting}: failed, {'; '.join(wrong)}\n{probed.stderr}", flush=True)
         return False
-    tests = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--numprocesses=logical",
-        "--maxprocesses=8",
-        "--dist=worksteal",
-    ]
-    tests += [
-        f"--threads={setting.threads}",
-        f"--shuffle={setting.order}",
-        "--color=no",
-        *arguments,
-    ]
+    tests = [sys.executable, "-m", "pytest", "--color=no"]
+    tests += ["--numprocesses=logical", "--maxprocesses=8", "--dist=worksteal"]
+    tests += [f"--threads={setting.threads}", f"--shuffle={setting.order}"]
+    tests += [*(f"tests/{folder}" for folder in FOLDERS), *arguments]
     # Inductor's usual cache may have code for other instruction sets, which does not compile here.
     with tempfile.TemporaryDirectory() as cache:
         environment["TORCHINDUCTOR_CACHE_DIR"] = cache

@@ -6,8 +6,7 @@
 
 A mutant is one small change of the sources, such as `<` to `<=`. It is killed if a test fails. Mutants are tried in copies
 of the working tree. First the tests run once, to find the functions that each of them enters; this map is kept in
-build/mutants for as long as no file changes. The results of a run that was interrupted are kept in FILE.json.part, and the
-same command goes on from there.
+build/mutants for as long as no file changes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import queue
 import signal
 import subprocess
@@ -25,18 +23,18 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from importlib.metadata import version
 from multiprocessing import Pipe
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from mutants import reach, sample, trees  # noqa: E402
+import tiers  # noqa: E402
+
+from mutants import sample, trees  # noqa: E402
+from mutants.reach import Reach  # noqa: E402
 
 FOLDER = ROOT / "build" / "mutants"
-SAVED_EVERY = 30
-"""The seconds between two versions of a file that grows."""
 STATUSES = "killed", "survived", "not reached", "does not compile"
 
 
@@ -44,30 +42,25 @@ def main(arguments=None) -> int:
     """Run the command line. Return 1 if a mutant survives that an earlier run killed."""
     options = _parsed(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the workers
-    base = json.loads(options.base.read_text()) if options.base else None
-    gone = []
-    if base:
-        chosen, gone = sample.found_again(ROOT, list(base["mutants"]))
+    base, gone = {}, []
+    if options.base:
+        base = json.loads(options.base.read_text())["mutants"]
+        chosen, gone = sample.found_again(ROOT, list(base))
     else:
         chosen = sample.draw(ROOT, options.number, options.seed, options.only)
     if options.list:
         print(*(mutant.name for mutant in chosen), sep="\n")
         return 0
-    if options.output.exists() and not options.force:
-        sys.exit(f"{options.output} exists: expected a new file, or --force")
-    files = trees.files_of(ROOT)
-    others = [file for file in files if not file.startswith("tests/mutants/")]
-    results = _Results(options, trees.digest_of(ROOT, others), gone)
-    left = [mutant for mutant in chosen if mutant.name not in results.record["mutants"]]
-    if left:
-        _run(options, files, left, results)
-    results.finish(options.output)
-    print(table(results.record["mutants"]))
-    for name, found in results.record["mutants"].items():
+    if options.output.exists():
+        sys.exit(f"{options.output} exists: expected a new file")
+    results = _run(options, chosen)
+    write(options.output, {"mutants": {mutant.name: results[mutant.name] for mutant in chosen}})
+    print(table(results))
+    for name, found in results.items():
         if found["status"] == "survived":
             capped = ", stopped at the cap" if found.get("capped") else ""
             print(f"survived ({found['tests']} tests{capped}): {name}")
-    lost = compared(base["mutants"], results.record["mutants"]) if base else []
+    lost = compared(base, results)
     for line in [f"no longer there: {name}" for name in gone] + lost:
         print(line)
     return 1 if lost else 0
@@ -86,67 +79,24 @@ def _parsed(arguments):
     add("--output", type=Path, default=FOLDER / "results.json", metavar="FILE.json")
     add("--base", type=Path, metavar="FILE.json", help="try its mutants, and compare")
     add("--list", action="store_true", help="show the mutants, and run nothing")
-    add("--force", action="store_true", help="overwrite the results, and start anew")
     return parser.parse_args(arguments)
 
 
 # -- results ---------------------------------------------------------------------------------------------
 
 
-class _Results:
-    """The record of a run, which is saved while it grows."""
-
-    def __init__(self, options, digest: str, gone: list[str]):
-        self.part = options.output.with_name(f"{options.output.name}.part")
-        settings = {
-            name: getattr(options, name)
-            for name in ("seed", "number", "only", "tier", "tests", "cap")
-        }
-        settings["base"] = options.base and str(options.base)
-        self.record = {
-            "commit": _commit(),
-            "tree": digest,
-            "versions": {"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "numpy", "pytest")},
-            "settings": settings,
-            "gone": gone,
-            "mutants": {},
-        }
-        if self.part.exists() and not options.force:
-            before = json.loads(self.part.read_text())
-            changed = [name for name in self.record if name != "mutants"]
-            changed = [name for name in changed if before[name] != self.record[name]]
-            if changed:
-                sys.exit(f"{self.part} is of another run ({', '.join(changed)}): use --force")
-            self.record = before
-
-    def add(self, name: str, found: dict) -> None:
-        """Add the result of a mutant."""
-        self.record["mutants"][name] = found
-        write(self.part, self.record)
-
-    def finish(self, output: Path) -> None:
-        """Write the results, sorted by place, and delete the part."""
-        mutants = self.record["mutants"]
-        order = sorted(
-            mutants, key=lambda name: (name.split(":")[0], int(name.split(":")[1]), name)
-        )
-        self.record["mutants"] = {name: mutants[name] for name in order}
-        write(output, self.record)
-        self.part.unlink(missing_ok=True)
-
-
 def table(mutants: dict[str, dict]) -> str:
     """Return a table of the numbers of mutants by folder and status."""
     counts = Counter(
-        (sample.folder_of(name.split(":")[0]), m["status"]) for name, m in mutants.items()
+        (folder, found["status"])
+        for name, found in mutants.items()
+        for folder in (sample.folder_of(name.split(":")[0]), "all")
     )
-    folders = sorted({folder for folder, _ in counts})
+    folders = [*sorted({folder for folder, _ in counts} - {"all"}), "all"]
     lines = [f"{'folder':<24}" + "".join(f"{status:>18}" for status in STATUSES)]
     for folder in folders:
         lines.append(f"{folder:<24}" + "".join(f"{counts[folder, s]:>18}" for s in STATUSES))
-    sums = [sum(counts[folder, status] for folder in folders) for status in STATUSES]
-    return "\n".join([*lines, f"{'all':<24}" + "".join(f"{number:>18}" for number in sums)])
+    return "\n".join(lines)
 
 
 def compared(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
@@ -173,38 +123,36 @@ def write(path: Path, content) -> None:
     os.replace(temporary, path)
 
 
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
 # -- running ---------------------------------------------------------------------------------------------
 
 
-def _run(options, files, mutants, results) -> None:
+def _run(options, mutants) -> dict[str, dict]:
+    """Try mutants, and return {name: result}. FILE.json.part has the results until all are there."""
+    files, results, kernels = trees.files_of(ROOT), {}, None
+    part = options.output.with_name(f"{options.output.name}.part")
     with tempfile.TemporaryDirectory(prefix="fewbit-mutants-") as scratch:
-        scratch = Path(scratch)
-        kernels = None
         if any(mutant.file.startswith("csrc") for mutant in mutants):
             print("compiling the kernels that mutants are compared with", flush=True)
             kernels = trees.built_kernels(ROOT, files, FOLDER)
-        with _workers(options, files, scratch) as workers:
-            found = workers[0].found
-            tests = _map(options, workers, results.record["tree"])
+        with _workers(options, files, Path(scratch)) as workers:
+            tests = _map(options, files, workers)
             broken = [name for name, (outcome, *_) in tests.items() if outcome == "failed"]
             print(f"{len(tests)} tests; left out, because they fail in a copy: {len(broken)}")
             print(*broken, sep="\n", end="\n" if broken else "")
-            entered = reach.Reach(found["imported"], tests)
-            for number, (mutant, result) in enumerate(
-                _each(workers, mutants, lambda w, m: _tried(options, w, m, entered, kernels)), 1
+            reach = Reach(tests)
+            for mutant, result in _each(
+                workers, mutants, lambda w, m: _tried(options, w, m, reach, kernels)
             ):
-                results.add(mutant.name, result)
+                results[mutant.name] = result
+                write(part, {"mutants": results})
                 how = f", {result['how']}" if result.get("how", "failed") != "failed" else ""
                 print(
-                    f"{number}/{len(mutants)} {result['status']}{how}, {result['tests']} tests, "
+                    f"{len(results)}/{len(mutants)} {result['status']}{how}, {result['tests']} tests, "
                     f"{result['seconds']:.1f} s: {mutant.name}",
                     flush=True,
                 )
+    part.unlink(missing_ok=True)
+    return results
 
 
 class _Worker:
@@ -215,23 +163,19 @@ class _Worker:
         trees.copy(ROOT, files, self.tree)
         self.connection, other = Pipe()
         tier = ["-m", "slow or not slow"] if options.tier == "all" else []
-        given = {"tree": str(self.tree), "tests": options.tests, "options": tier}
         script = str(ROOT / "tests" / "mutants" / "worker.py")
-        command = [sys.executable, script, str(other.fileno()), json.dumps(given)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, script, str(other.fileno()), json.dumps(tier)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, cwd=self.tree, env=environment, pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                command, cwd=self.tree, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         other.close()
-        self.found = None
 
-    def do(self, task: dict) -> dict:
-        self.connection.send(task)
-        return self.receive()
-
-    def receive(self) -> dict:
+    def do(self, names, *, files=None, usual=None, cap=float("inf"), all=False, reach=False):
+        """Run a task (see worker.py), and return what its last message says."""
+        task = {"names": names, "files": files or {}, "usual": usual or {}, "cap": cap}
+        self.connection.send(task | {"all": all, "reach": reach})
         try:
             return self.connection.recv()
         except EOFError:
@@ -241,21 +185,17 @@ class _Worker:
 
 @contextmanager
 def _workers(options, files, scratch: Path):
-    """Start the workers, which collect the tests at the same time, and end them at the end."""
+    """Start the workers, and end them at the end."""
     workers = []
     try:
         for number in range(options.processes):
             folder = scratch / str(number)
             folder.mkdir()
             workers.append(_Worker(options, files, folder))
-        print(f"collecting tests in {len(workers)} processes", flush=True)
-        for worker in workers:
-            worker.found = worker.receive()
         yield workers
     finally:
         for worker in workers:
             worker.process.kill()  # with which its forks end
-        for worker in workers:
             worker.process.wait()
 
 
@@ -284,81 +224,80 @@ def _each(workers, things, do):
         yield thing, result
 
 
-def _map(options, workers, digest: str) -> dict[str, list]:
-    """Run every test, and return {node id: [outcome, seconds, keys of the functions that it enters]}."""
+def _map(options, files, workers) -> dict[str, list]:
+    """Run every test, and return {node id: [outcome, seconds, functions that it enters]}."""
     path = FOLDER / f"reach-{options.tier}.json"
+    digest = trees.digest_of(ROOT, [f for f in files if not f.startswith("tests/mutants/")])
     known = json.loads(path.read_text()) if path.exists() else {}
-    tests = known["tests"] if known.get("tree") == digest else {}
-    files = workers[0].found["files"]
-    left = [file for file, names in files.items() if any(name not in tests for name in names)]
-    saved = time.monotonic()
-    for number, (file, run) in enumerate(
-        _each(workers, left, lambda worker, file: _entered(worker, files[file])), 1
-    ):
-        tests |= run
-        print(f"{number}/{len(left)} files of tests, {len(run)} tests: {file}", flush=True)
-        if number == len(left) or time.monotonic() - saved > SAVED_EVERY:
-            write(path, {"tree": digest, "tests": tests})
-            saved = time.monotonic()
-    names = {name for file in files.values() for name in file}
-    return {name: found for name, found in tests.items() if name in names}
+    found = known["files"] if known.get("tree") == digest else {}
+    wanted = _files_of_tests(options, files)
+    left = [file for file in wanted if file not in found]
+    for number, (file, tests) in enumerate(_each(workers, left, _entered), 1):
+        found[file] = tests
+        print(f"{number}/{len(left)} files of tests, {len(tests)} tests: {file}", flush=True)
+        write(path, {"tree": digest, "files": found})
+    return {name: test for file in wanted for name, test in found[file].items()}
 
 
-def _entered(worker, names: list[str]) -> dict[str, list]:
+def _files_of_tests(options, files) -> list[str]:
+    """Return the files below the given paths. Folders of other tiers than the fast one must be given by themselves."""
+    found = []
+    for given in options.tests:
+        for file in files:
+            is_below = Path(given) in (Path(file), *Path(file).parents)
+            tier = tiers.of_folder(ROOT / file)
+            is_wanted = options.tier == "all" or tier is None or tiers.of_folder(ROOT / given)
+            if is_below and is_wanted and Path(file).match("test_*.py"):
+                found.append(file)
+    return list(dict.fromkeys(found))
+
+
+def _entered(worker, file: str) -> dict[str, list]:
     """Run the tests of a file. Those that fail run again without a record of functions, which may have disturbed them."""
-    task = {"names": names, "usual": {}, "cap": float("inf"), "all": True}
-    run = {
-        name: list(found)
-        for name, found in worker.do(task | {"reach": True}).get("run", {}).items()
-    }
-    again = [name for name in names if run.get(name, ["failed"])[0] == "failed"]
-    if again:
-        for name, found in worker.do(task | {"names": again}).get("run", {}).items():
-            run[name] = [*found[:2], run[name][2] if name in run else []]
-    return {name: run.get(name, ["failed", 0.0, []]) for name in names}
+    run = worker.do([file], all=True, reach=True).get("run", {})
+    again = [name for name, (outcome, *_) in run.items() if outcome == "failed"] if run else [file]
+    for name, found in worker.do(again, all=True).get("run", {}).items() if again else ():
+        run[name] = *found[:2], run[name][2] if name in run else []
+    return {name: list(found) for name, found in run.items()}
 
 
-def _tried(options, worker, mutant, entered: reach.Reach, kernels: Path | None) -> dict:
+def _tried(options, worker, mutant, reach: Reach, kernels: Path | None) -> dict:
     """Try a mutant, and return its result."""
-    trial = entered.trial(ROOT, mutant)
-    started = time.monotonic()
+    names, started = reach.tests_of(ROOT, mutant), time.monotonic()
     result = {"status": "not reached", "tests": 0, "seconds": 0.0}
-    if not trial.names:
+    if not names:
         return result
     source = mutant.mutation.applied((ROOT / mutant.file).read_text(encoding="utf-8"))
     files = {mutant.file: source.encode()}
-    if kernels:
-        if mutant.file.startswith("csrc"):
-            try:
-                library = trees.mutated_kernels(
-                    kernels, mutant.file, source, worker.tree.parent / "k"
-                )
-            except trees.CompileError as error:
-                return result | {"status": "does not compile", "how": str(error)[-200:]}
-            files[trees.KERNELS] = library
-    task = {
-        "names": trial.names, "usual": entered.usual(trial.names), "cap": options.cap, "files": files,
-        "codes": trial.codes, "anew": not trial.codes, "numba": "njit" in source,
-    }  # fmt: skip
-    while unfit := _failing_anyway(worker, task, found := worker.do(task)):
+    if mutant.file.startswith("csrc"):
+        try:
+            target = worker.tree.parent / "kernels"
+            files[trees.KERNELS] = trees.mutated_kernels(kernels, mutant.file, source, target)
+        except trees.CompileError as error:
+            return result | {"status": "does not compile", "how": str(error)[-200:]}
+    usual = {name: reach.tests[name][1] for name in names}
+    while True:
+        found = worker.do(names, files=files, usual=usual, cap=options.cap)
+        unfit = _failing_anyway(worker, names, usual, found)
+        if not unfit:
+            break
         print("left out for a mutant, because they also fail without it:", *unfit, sep="\n")
-        task["names"] = [name for name in task["names"] if name not in unfit]
-    result |= {key: value for key, value in found.items() if key != "files"}
-    result["seconds"] = round(time.monotonic() - started, 1)
+        names = [name for name in names if name not in unfit]
+    result |= {key: value for key, value in found.items() if key not in ("files", "run")}
     if result["status"] == "survived":
         result.pop("test", None)
-    return result
+    return result | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def _failing_anyway(worker, task: dict, found: dict) -> list[str]:
+def _failing_anyway(worker, names: list[str], usual: dict, found: dict) -> list[str]:
     """Return the tests that killed a mutant, if they also fail in the same way without it: then they prove nothing."""
     if found["status"] == "survived":
         return []
-    names = [found["test"]] if "test" in found else []
-    for file in () if names else found.get("files", ()):  # whose collection failed
-        names.append(next(name for name in task["names"] if name.split("::")[0] == file))
-    same = worker.do(task | {"names": names, "files": {}, "codes": [], "cap": float("inf")})
-    return [] if same["status"] == "survived" else names
+    killing = [found["test"]] if "test" in found else []
+    for file in () if killing else found.get("files", ()):  # whose collection failed
+        killing.append(next(name for name in names if name.split("::")[0] == file))
+    same = worker.do(killing, usual=usual)
+    return [] if same["status"] == "survived" else killing
 
 
 if __name__ == "__main__":

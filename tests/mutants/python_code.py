@@ -1,11 +1,9 @@
-"""Mutations of Python code, and the functions that a mutation changes."""
+"""Mutations of Python code."""
 
 from __future__ import annotations
 
 import ast
 import copy
-import inspect
-from types import CodeType
 from typing import NamedTuple
 
 COMPARISONS = {
@@ -22,7 +20,6 @@ ORDER_FREE = {"min", "max", "isinstance", "issubclass", "zip", "isclose", "gcd",
 TEXT_METHODS = {"__repr__", "__str__", "extra_repr"}
 LOGS = {"logging", "logger", "log"}
 TYPING = {"overload", "override", "final", "abstractmethod"}
-DELETED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break, ast.Delete)
 
 
 class Mutation(NamedTuple):
@@ -266,35 +263,3 @@ def _is_text(node) -> bool:
 def _logs(node) -> bool:
     name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     return "." in name and name.split(".")[0].lstrip("_") in LOGS
-
-
-# -- the code objects that a mutation changes ------------------------------------------------------------
-
-
-def changed(before: CodeType, after: CodeType) -> list[tuple[CodeType, CodeType]]:
-    """Return the pairs of code objects that differ apart from the code objects inside them, outer ones first.
-
-    Args:
-        before, after: the compiled files.
-    """
-    found = [(before, after)] if _own(before) != _own(after) else []
-    for inner in zip(inner_codes(before), inner_codes(after), strict=False):
-        found += changed(*inner)
-    return found
-
-
-def is_function(code: CodeType) -> bool:
-    """Return whether the code is that of a function, and not of a module or the body of a class."""
-    return bool(code.co_flags & inspect.CO_OPTIMIZED)
-
-
-def inner_codes(code: CodeType) -> list[CodeType]:
-    """Return the code objects directly inside a code object."""
-    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-
-
-def _own(code: CodeType) -> tuple:
-    constants = [repr(value) for value in code.co_consts if not isinstance(value, CodeType)]
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    names += ([inner.co_qualname for inner in inner_codes(code)],)
-    return code.co_code, constants, names, code.co_flags, code.co_exceptiontable

@@ -1,9 +1,10 @@
-"""The sample of mutants: seeded, and stratified by folder."""
+"""The sample of mutants."""
 
 from __future__ import annotations
 
 import random
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +13,6 @@ from mutants.python_code import Mutation
 
 CSRC = "common", "cpu", "bindings"
 """The folders of csrc/. The CUDA kernels are left out, because their tests compile them for minutes."""
-FEWEST = 4
-"""The smallest number of mutants of a folder, if the sample is large enough."""
 CSRC_SHARE = 0.5
 """C++ mutants are drawn half as often for their lines as those of Python, because each must be compiled."""
 
@@ -31,11 +30,6 @@ class Mutant(NamedTuple):
         change = f"{mutation.kind}: {mutation.before} -> {mutation.after or 'nothing'}"
         return f"{self.file}:{mutation.line}:{mutation.column}: {change}"
 
-    @property
-    def folder(self) -> str:
-        """The folder of fewbit/ or csrc/ to which the mutant is counted."""
-        return folder_of(self.file)
-
 
 def folder_of(file: str) -> str:
     """Return the first two parts of a path, or "fewbit" for a file directly in it."""
@@ -46,40 +40,29 @@ def folder_of(file: str) -> str:
 def draw(root: Path, number: int, seed: int, only: str = "*") -> list[Mutant]:
     """Draw a sample of mutants.
 
+    Each line has a random number of its own, so that a change of one line leaves the mutants of the others as they are.
+
     Args:
         root: the root of the repository.
-        number: the number of mutants. Fewer are drawn if there are not as many changed lines.
+        number: the number of mutants. Fewer are drawn if there are not as many lines that can be changed.
         seed: of the draw.
         only: a glob; files that it does not match have no mutants.
 
     Returns:
         Mutants, sorted by place, no two of which change the same line.
     """
-    folders, sizes = {}, {}
+    ranked = []
     for file in _files(root):
-        if fnmatchcase(file, only):
-            folders.setdefault(folder_of(file), []).append(file)
-            lines = sum(bool(line.strip()) for line in (root / file).read_text().splitlines())
-            size = lines * (CSRC_SHARE if file.startswith("csrc") else 1)
-            sizes[folder_of(file)] = sizes.get(folder_of(file), 0) + size
-    drawn = []
-    for folder, count in allotted(sizes, number).items():
-        # Each folder has its own draw, so that a change in one leaves the mutants of the others as they are.
-        drawn += _of_folder(root, folders[folder], count, random.Random(f"{seed} {folder}"))
-    return sorted(drawn)
-
-
-def allotted(sizes: dict[str, float], number: int) -> dict[str, int]:
-    """Share a number among folders in proportion to their sizes, with at least FEWEST for each if `number` allows that."""
-    fewest = min(FEWEST, number // (2 * len(sizes))) if sizes else 0
-    share = {folder: number * size / sum(sizes.values()) for folder, size in sizes.items()}
-    counts = {folder: max(fewest, int(exact)) for folder, exact in share.items()}
-    while (missing := number - sum(counts.values())) and counts:
-        step = 1 if missing > 0 else -1
-        free = [folder for folder in counts if step > 0 or counts[folder] > fewest]
-        chosen = max(free, key=lambda folder: (step * (share[folder] - counts[folder]), folder))
-        counts[chosen] += step
-    return counts
+        lines = {}
+        for mutant in all_of(root, file) if fnmatchcase(file, only) else ():
+            lines.setdefault(mutant.mutation.line, []).append(mutant)
+        for mutants in lines.values():
+            first = mutants[0].mutation
+            draw = random.Random(f"{seed} {file} {first.scope} {first.before}")
+            rank = draw.random() / (CSRC_SHARE if file.startswith("csrc") else 1)
+            ranked.append((rank, draw.choice(mutants)))
+    compiling = (mutant for _, mutant in sorted(ranked) if _compiles(root, mutant))
+    return sorted(islice(compiling, number))
 
 
 def all_of(root: Path, file: str) -> list[Mutant]:
@@ -118,39 +101,10 @@ def _files(root: Path) -> list[str]:
     return [name for name in names if name != "csrc/bindings/cuda.cpp"]
 
 
-def _of_folder(root, files, count, draw) -> list[Mutant]:
-    lines = {}
-    for file in files if count else ():
-        for mutant in all_of(root, file):
-            lines.setdefault((file, mutant.mutation.line), []).append(mutant)
-    places = sorted(lines)
-    draw.shuffle(places)
-    drawn, compiled = [], {}
-    for place in places:
-        if len(drawn) == count:
-            break
-        mutant = draw.choice(lines[place])
-        if mutant.file.endswith(".py") and not changes(root, mutant, compiled):
-            continue
-        drawn.append(mutant)
-    return drawn
-
-
-def changes(root: Path, mutant: Mutant, compiled: dict | None = None) -> list:
-    """Return the pairs of code objects that a mutant of Python code changes; none if it does not compile or changes none.
-
-    Args:
-        root: the root of the repository.
-        mutant: the mutant.
-        compiled: a dict that keeps the compiled files from one call to the next.
-    """
-    compiled = {} if compiled is None else compiled
-    path = root / mutant.file
-    source = path.read_text(encoding="utf-8")
-    if mutant.file not in compiled:
-        compiled[mutant.file] = compile(source, str(path), "exec", dont_inherit=True)
-    try:
-        after = compile(mutant.mutation.applied(source), str(path), "exec", dont_inherit=True)
-    except SyntaxError:
-        return []
-    return python_code.changed(compiled[mutant.file], after)
+def _compiles(root, mutant) -> bool:
+    if mutant.file.endswith(".py"):
+        try:
+            compile(mutant.mutation.applied((root / mutant.file).read_text("utf-8")), "", "exec")
+        except SyntaxError:
+            return False
+    return True

@@ -1,7 +1,7 @@
 """Build the sdist and the wheel, and use each in a new environment in which there is no compiler.
 
-`make package-test` runs this file. Arguments: the folder for the built files, which must be new or empty; by default a
-temporary one. torch is not installed into the environments: they see that of this Python, by a .pth file.
+`make package-test` runs this file. Only the wheel's environment gets the packages that fewbit requires. What else is needed,
+such as torch, the environments find in this Python, by a .pth file.
 """
 
 from __future__ import annotations
@@ -60,17 +60,20 @@ assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.1, losses
 def main():
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        built = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else work / "dist"
-        built.mkdir(parents=True, exist_ok=True)
-        sdist, wheel = build(built)
+        sdist, wheel = build(work)
         check_contents(sdist, wheel)
-        use("wheel", wheel, work / "of-wheel", reference=False)
-        use("sdist", sdist, work / "of-sdist", reference=True)
+        use_wheel(wheel, work / "of-wheel")
+        use_sdist(sdist, work / "of-sdist")
 
 
-def build(target):
+def build(work):
     """Build both files in isolated environments, the wheel from the sdist. Return their paths."""
-    run("build", [sys.executable, "-m", "build", "--outdir", target, ROOT], FEWBIT_CUDA="0")
+    # Optimization takes most of the time of a compilation; the build of this checkout has it.
+    compiler, target = work / "c++", work / "dist"
+    compiler.write_text('#!/bin/sh\nexec c++ "$@" -O1\n')
+    compiler.chmod(0o755)
+    command = [sys.executable, "-m", "build", "--outdir", target, ROOT]
+    run("build", command, FEWBIT_CUDA="0", FEWBIT_KERNELS="1", CXX=str(compiler))
     (sdist,), (wheel,) = target.glob("*.tar.gz"), target.glob("*.whl")
     run("twine check", [sys.executable, "-m", "twine", "check", "--strict", sdist, wheel])
     return sdist, wheel
@@ -104,53 +107,57 @@ def check_contents(sdist, wheel):
     print(f"{sdist.name}: {sdist.stat().st_size:,} bytes, {len(names)} files", flush=True)
 
 
-def use(what, package, place, reference):
-    """Install a file into a new environment without a compiler, and run fewbit there.
+def use_wheel(wheel, place):
+    """Install the wheel into a new environment, and use fewbit without torch, then with torch and transformers."""
+    python, alone, output = installed("wheel", wheel, place)
+    assert "fewbit is installed without compiled kernels" not in output, output
+    fewbit = place / "bin" / "fewbit"
+    solved = run("solve", [fewbit, "solve", "gelu", "--bits", "3"], **alone)
+    assert "gelu, 3 bits: 8 levels" in solved, solved
+    # A command whose extra is not installed says so in one line.
+    done = subprocess.run(
+        [fewbit, "plot", "gelu", "--bits", "3", "-o", "gelu.png"],
+        capture_output=True, text=True, env=os.environ | alone, cwd=place,
+    )  # fmt: skip
+    expected = "fewbit: error: fewbit plot needs matplotlib: pip install 'fewbit[plot]'\n"
+    assert (done.returncode, done.stderr) == (2, expected), done.stderr
+    share_packages(place)
+    output = run("README, wheel", readme(python, place, "False"), **alone)
+    assert "modules converted" in output and "slower reference backend" not in output, output
+    run("Trainer, wheel", [python, "-c", TRAINER], **alone)
 
-    Args:
-        what: The name of the file in the output.
-        package: The sdist or the wheel.
-        place: The folder of the environment.
-        reference: Whether the slower reference backend is expected.
-    """
+
+def use_sdist(sdist, place):
+    """Install the sdist into a new environment, where nothing can compile its kernels, and use the reference backend."""
+    python, alone, output = installed("sdist", sdist, place, "--no-deps")
+    assert "fewbit is installed without compiled kernels (no C++ compiler was found" in output
+    share_packages(place)
+    output = run("README, sdist", readme(python, place, "True"), **alone)
+    assert "modules converted" in output and "slower reference backend" in output, output
+
+
+def installed(what, package, place, *options):
+    """Install a file into a new environment. Return its Python, the variables of the environment and pip's output."""
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
     alone = {"PATH": str(place / "bin"), "PYTHONPATH": "", "HOME": str(place)}
-    install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
-    output = run(f"install the {what}", [*install, "--verbose", package], **alone)
-    warned = "fewbit is installed without compiled kernels (no C++ compiler was found" in output
-    assert warned is reference, output
-    solved = run(
-        f"solve, {what}", [place / "bin" / "fewbit", "solve", "gelu", "--bits", "3"], **alone
+    command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
+    return (
+        python,
+        alone,
+        run(f"install the {what}", [*command, "--verbose", *options, package], **alone),
     )
-    assert "GELU" in solved or "gelu" in solved, solved
-    check_missing_extra(place / "bin" / "fewbit", alone)
-    share_packages(python, place)
+
+
+def readme(python, place, reference):
+    """Return the command that runs README."""
     code = README.format(reference=reference, prefix=str(place.resolve()))
-    output = run(f"README, {what}", [python, "-W", "default", "-c", code], **alone)
-    assert "modules converted" in output
-    assert ("slower reference backend" in output) is reference, output
-    if not reference:
-        run(f"Trainer, {what}", [python, "-c", TRAINER], **alone)
+    return [python, "-W", "default", "-c", code]
 
 
-def check_missing_extra(fewbit, environment):
-    """Check that a command whose extra is not installed says so in one line."""
-    done = subprocess.run(
-        [fewbit, "plot", "gelu", "--bits", "3", "-o", "gelu.png"],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        cwd=tempfile.gettempdir(),
-    )
-    expected = "fewbit: error: fewbit plot needs matplotlib: pip install 'fewbit[plot]'\n"
-    assert (done.returncode, done.stderr) == (2, expected), done.stderr
-
-
-def share_packages(python, place):
+def share_packages(place):
     """Make the packages of this Python importable in the environment, after the environment's own."""
-    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    (site,) = place.glob("lib/python*/site-packages")
     Path(site, "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 

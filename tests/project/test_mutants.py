@@ -1,5 +1,6 @@
 """The tool of `make mutants`: the changes that it makes, its sample, and its runs."""
 
+import ast
 import json
 import shutil
 import subprocess
@@ -71,18 +72,18 @@ def texts(mutations):
 
 @pytest.mark.parametrize("source", [*CHANGED, *STATEMENTS, *DEFINITIONS])
 def test_mutations_of_python(source):
+    """They have as many lines as the source, and compile."""
     expected = (CHANGED | STATEMENTS | DEFINITIONS)[source]
     whole = source
     if source in CHANGED:
-        whole = f"x = (\n    {source}\n)"
+        whole = f"x = 'äö', (\n    {source}\n)"
     elif source in STATEMENTS:
         whole = f"def f(a, b, c):\n    {source}"
     found = python_code.mutations(whole)
     assert sorted(texts(found)) == sorted(expected)
     for mutation in found:
         mutant = mutation.applied(whole)
-        pairs = python_code.changed(compile(whole, "a", "exec"), compile(mutant, "a", "exec"))
-        assert pairs
+        assert ast.dump(ast.parse(mutant)) != ast.dump(ast.parse(whole))
         assert mutant.count("\n") == whole.count("\n")
 
 
@@ -93,28 +94,6 @@ def test_mutations_of_cpp(source):
     for mutation in found:
         lines = mutation.applied(source).split("\n")
         assert " ".join(lines[mutation.line - 1].split()) == mutation.after
-
-
-def test_a_mutation_of_several_lines_keeps_their_number():
-    source = "def f(a, b):\n    return g(\n        a,\n        b < 1,\n    )\n"
-    for mutation in python_code.mutations(source):
-        assert mutation.applied(source).count("\n") == 5
-
-
-def test_a_mutation_after_letters_of_two_bytes():
-    source = "a = 'äö' if b < c else 'é'\n"
-    comparison = python_code.mutations(source)[0]
-    assert comparison.applied(source) == "a = 'äö' if (b <= c) else 'é'\n"
-
-
-def test_mutants_of_this_package_compile():
-    """Each mutant of a few real files compiles, and changes code."""
-    root = TOOL.parents[1]
-    for file in ("fewbit/sizes.py", "fewbit/extras.py"):
-        mutants = sample.all_of(root, file)
-        assert len(mutants) > 5
-        for mutant in mutants:
-            compile(mutant.mutation.applied((root / file).read_text()), file, "exec")
 
 
 SMALL = '''
@@ -181,19 +160,6 @@ def test_one_seed_draws_one_sample(project):
     assert not sample.draw(project, 5, 3, only="csrc/*")
 
 
-@pytest.mark.parametrize(
-    "sizes, number, expected",
-    [
-        ({"a": 10, "b": 990}, 100, {"a": 4, "b": 96}),
-        ({"a": 1, "b": 1, "c": 1}, 7, {"a": 2, "b": 2, "c": 3}),
-        ({"a": 1, "b": 99}, 2, {"a": 0, "b": 2}),
-        ({}, 5, {}),
-    ],
-)
-def test_the_shares_of_folders(sizes, number, expected):
-    assert sample.allotted(sizes, number) == expected
-
-
 def test_mutants_are_found_where_lines_have_moved(project):
     names = [mutant.name for mutant in sample.draw(project, 20, 0)]
     path = project / "fewbit" / "folder" / "small.py"
@@ -204,46 +170,45 @@ def test_mutants_are_found_where_lines_have_moved(project):
     assert [mutant.mutation.line for mutant in found] == lines
 
 
-def test_tests_of_a_mutant():
+def test_the_order_of_tests():
     """Tests of the fastest file come first, and of each file the first cases."""
-    key = "fewbit/a.py:1:f"
+    key = "fewbit/a.py:f"
     tests = {
         "b.py::test[1]": ["passed", 0.1, [key]],
         "b.py::test[2]": ["passed", 0.2, [key]],
         "b.py::other": ["passed", 0.3, [key]],
         "a.py::slow": ["passed", 9.0, [key]],
         "a.py::fails": ["failed", 0.0, [key]],
-        "a.py::elsewhere": ["passed", 0.0, ["fewbit/b.py:1:f"]],
+        "a.py::elsewhere": ["passed", 0.0, ["fewbit/b.py:f"]],
     }
-    found = reach.Reach([], tests)
+    found = reach.Reach(tests)
     order = ["b.py::test[1]", "b.py::other", "b.py::test[2]", "a.py::slow"]
     assert found.ordered(found.by_key[key]) == order
 
 
 @pytest.mark.slow
 def test_a_run(project):
-    """Mutants are killed in functions and in modules imported anew; results are kept, continued and compared."""
+    """Mutants are killed wherever they are in a module; results are kept and compared."""
     shutil.copytree(TOOL, project / "tests" / "mutants")
+    shutil.copy(TOOL.parent / "tiers.py", project / "tests")
     subprocess.run(["git", "init", "--quiet", project], check=True)
 
     def run(*arguments, code=0):
         command = [sys.executable, "tests/mutants", "--processes", "1", *arguments]
-        done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=600)
         assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout
+        return done.stdout + done.stderr
 
     output = run("--number", "20", "--output", "before.json")
     assert "fail in a copy: 1\ntests/test_small.py::test_fails\n" in output
     before = json.loads((project / "before.json").read_text())["mutants"]
     statuses = {int(name.split(":")[1]): found["status"] for name, found in before.items()}
     expected = {4: "killed", 8: "killed", 11: "killed", 12: "killed", 16: "killed"}
-    assert statuses == {**expected, 20: "survived", 24: "not reached"}
+    assert statuses == {**expected, 20: "survived", 24: "survived"}
     assert not list(project.glob("*.part"))
 
     tests = project / "tests" / "test_small.py"
     tests.write_text(TESTS.replace("assert small.twice(3) == 6", "small.twice(3)"))
     arguments = "--base", "before.json", "--output", "after.json"
     assert run(*arguments, code=1).count("was killed by tests/test_small.py::test_twice") == 1
-    assert "exists: expected a new file" in subprocess.run(
-        [sys.executable, "tests/mutants", *arguments], cwd=project, capture_output=True, text=True
-    ).stderr  # fmt: skip
+    assert "exists: expected a new file" in run(*arguments, code=1)

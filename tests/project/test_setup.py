@@ -43,9 +43,8 @@ def build(monkeypatch):
     """The names that setup.py defines, without a build."""
     setuptools = pytest.importorskip("setuptools")
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
-    monkeypatch.delenv("FEWBIT_CUDA", raising=False)
-    monkeypatch.delenv("FEWBIT_CUDA_ARCHITECTURES", raising=False)
-    monkeypatch.delenv("FEWBIT_LOCAL_VERSION", raising=False)
+    for name in ("FEWBIT_CUDA", "FEWBIT_CUDA_ARCHITECTURES", "FEWBIT_LOCAL_VERSION"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(SETUP.parent)
     return runpy.run_path(str(SETUP))
 
@@ -54,14 +53,13 @@ def build(monkeypatch):
 def nvcc(tmp_path):
     """An nvcc that knows these architectures and cannot do anything else."""
     path = tmp_path / "nvcc"
-    known = " ".join(
-        f"compute_{architecture}" for architecture in (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)
-    )
+    known = " ".join(f"compute_{number}" for number in (75, 80, 86, 87, 89, 90, 100, 103, 120, 121))
     path.write_text(f"#!/bin/sh\nprintf '%s\\n' {known}\n")
     path.chmod(0o755)
     return str(path)
 
 
+NAME = "FEWBIT_CUDA_ARCHITECTURES"
 ALL = [75, 80, 86, 89, 90, 100, 120]
 
 
@@ -73,24 +71,15 @@ ALL = [75, 80, 86, 89, 90, 100, 120]
         (None, None, (90, 75), ([75, 90], 90)),
         (None, None, (87,), ([87], 87)),
         (None, None, (110,), ([103], 103)),  # newer than anything that nvcc knows of its kind
-        (None, None, (130,), ([121], 121)),
         (None, None, (61,), ([], 75)),  # too old for any kernel
         (None, None, (61, 80), ([80], 80)),
         (None, "all", (80,), (ALL, 120)),
-        (
-            None,
-            "",
-            (80,),
-            r"FEWBIT_CUDA_ARCHITECTURES: expected all, or numbers that nvcc knows \(.*\), got ''$",
-        ),
+        (None, "", (80,), f"{NAME}: expected all, or numbers that nvcc knows \\(.*\\), got ''$"),
         (None, "89 100", (80,), ([89, 100], 100)),
-        ("auto", "8.0", (), "FEWBIT_CUDA_ARCHITECTURES: expected all, or numbers .* got '8.0'"),
-        ("auto", "80 sm_90", (), "FEWBIT_CUDA_ARCHITECTURES: .* got '80 sm_90'"),
-        ("auto", "80 all", (), "FEWBIT_CUDA_ARCHITECTURES: .* got '80 all'"),
-        ("auto", "80 99", (), "FEWBIT_CUDA_ARCHITECTURES: .* got '80 99'"),
-        ("1", None, (), (ALL, 120)),
+        ("auto", "8.0", (), f"{NAME}: .* got '8.0'"),
+        ("auto", "80 all", (), f"{NAME}: .* got '80 all'"),
+        ("auto", "80 99", (), f"{NAME}: .* got '80 99'"),
         ("1", None, (80,), (ALL, 120)),
-        ("1", "", (80,), "FEWBIT_CUDA_ARCHITECTURES: .* got ''$"),
         ("1", "75,90", (), ([75, 90], 90)),
     ],
 )
@@ -111,20 +100,15 @@ def test_what_cuda_is_built_for(build, nvcc, monkeypatch, mode, named, gpus, exp
     assert [target for target in code if target.startswith("compute")] == [f"compute_{expected[1]}"]
 
 
-@pytest.mark.parametrize(
-    ("label", "expected"), [(None, ""), ("", ""), ("cu13", "+cu13"), ("cu13.rc1", "+cu13.rc1")]
-)
-def test_a_label_becomes_the_local_part_of_the_version(build, monkeypatch, label, expected):
-    if label is not None:
+def test_a_label_becomes_the_local_part_of_the_version(build, monkeypatch):
+    assert build["local_version"]() == ""
+    for label, expected in (("", ""), ("cu13", "+cu13"), ("cu13.rc1", "+cu13.rc1")):
         monkeypatch.setenv("FEWBIT_LOCAL_VERSION", label)
-    assert build["local_version"]() == expected
-
-
-@pytest.mark.parametrize("label", ["+cu13", "cu-13", "cu13.", "CU13", "cu 13"])
-def test_a_label_that_no_version_may_have_is_refused(build, monkeypatch, label):
-    monkeypatch.setenv("FEWBIT_LOCAL_VERSION", label)
-    with pytest.raises(Exception, match="FEWBIT_LOCAL_VERSION: expected letters and digits"):
-        build["local_version"]()
+        assert build["local_version"]() == expected
+    for label in ("+cu13", "cu-13", "cu13.", "CU13", "cu 13"):
+        monkeypatch.setenv("FEWBIT_LOCAL_VERSION", label)
+        with pytest.raises(Exception, match="FEWBIT_LOCAL_VERSION: expected letters and digits"):
+            build["local_version"]()
 
 
 def test_cuda_is_linked_statically_with_the_libraries_beside_nvcc(build, monkeypatch, tmp_path):

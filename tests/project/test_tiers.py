@@ -1,4 +1,4 @@
-"""The choice of the tests that `make test` runs."""
+"""The choice of the tests that `make test` and `make dispatch` run."""
 
 import os
 import subprocess
@@ -32,11 +32,12 @@ def test_slow(): pass
 @pytest.mark.parametrize("n", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_case(n): pass
 """
-
-
 TIMES = """
 import time
+import budget
 import pytest
+
+budget.SECONDS, budget.FIXTURE_SECONDS = 0.05, 5
 
 def work(seconds):
     end = time.process_time() + seconds
@@ -45,71 +46,109 @@ def work(seconds):
 
 @pytest.fixture
 def own():
-    work(2)
+    work(0.5)
 
 @pytest.fixture(scope="module")
 def shared():
-    work(1)
+    work(0.5)
 
 runs = []
 
-def test_waits(): time.sleep(1)
+def test_waits(): time.sleep(0.5)
 
 def test_shares(shared): pass
 
 def test_has_a_first_run():
     runs.append(0)
-    work(5 / len(runs) ** 9)
+    work(0.5 / len(runs) ** 9)
 
-def test_works(): work(2)
+def test_works(): work(0.5)
 
 def test_has_an_expensive_fixture(own): pass
 
 def test_fails(): assert False, "as expected"
 
 @pytest.mark.slow
-def test_slow(): work(2)
+def test_slow(): work(0.5)
+"""
+RUNS = {
+    "fast": [],
+    "slow": ["-m", "slow"],
+    "all": ["-m", "slow or not slow"],
+    "one test": ["test_sample.py::test_slow"],
+    "one case": ["test_sample.py::test_one_case[1]"],
+    "every case": ["test_sample.py::test_sweep"],
+    "two tests": ["test_sample.py::test_said", "test_sample.py::test_slow"],
+    "order 1": ["--shuffle", "1"],
+    "order 2": ["--shuffle", "2"],
+    "order 1 again": ["--shuffle", "1"],
+}
+SCRIPT = """
+import sys
+import pytest
+
+for arguments in {runs!r}:
+    print("run", flush=True)
+    code = pytest.main(["-q", "-p", "no:randomly", "-p", "conftest", *arguments])
+    assert code in (0, 1), code
 """
 
 
-def pytest_in(folder, sample, *arguments):
-    """Return the output of pytest with this project's settings, for a file of tests in a new folder."""
+def pytest_in(folder, sample, *runs):
+    """Return the lines that runs of pytest print, with this project's settings, for a file of tests in a folder."""
     (folder / "test_sample.py").write_text(sample)
     markers = "".join(f"    {name}\n" for name in ("fast", "cuda", *tiers.TIERS))
     (folder / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{markers}")
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "conftest", *arguments],
+        [sys.executable, "-c", SCRIPT.format(runs=runs)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
-    assert done.returncode in (0, 1, 5), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
-
-
-@pytest.fixture(scope="module")
-def collected(tmp_path_factory):
-    """A function of arguments to pytest: the names of the tests that it would run, in order."""
-    folder = tmp_path_factory.mktemp("sample")
-
-    def collect(*arguments):
-        lines = pytest_in(folder, SAMPLE, "--collect-only", *arguments)
-        return [line.split("::")[1] for line in lines if "::" in line]
-
-    return collect
 
 
 @pytest.mark.processes
 def test_the_budget(tmp_path):
     """Only a test that works for too long twice fails. Waiting, shared fixtures and first runs do not count."""
-    lines = pytest_in(tmp_path, TIMES, "--budget", "-m", "slow or not slow", "-rf")
+    lines = pytest_in(tmp_path, TIMES, ["--budget", "-m", "slow or not slow", "-rf"])
     failed = {line.split("::")[1].split(" - ")[0] for line in lines if line.startswith("FAILED")}
     assert failed == {"test_works", "test_has_an_expensive_fixture", "test_fails"}
     assert sum("s of processor time, expected at most" in line for line in lines) >= 2
     assert lines[-1].startswith("3 failed, 4 passed")
+
+
+@pytest.mark.processes
+def test_the_tests_of_a_run(tmp_path):
+    collected = []
+    runs = [["--collect-only", *arguments] for arguments in RUNS.values()]
+    for line in pytest_in(tmp_path, SAMPLE, *runs):
+        if line == "run":
+            collected.append([])
+        elif "::" in line:
+            collected[-1].append(line.split("::")[1])
+    names = dict(zip(RUNS, collected, strict=True))
+    fast, slow = names["fast"], names["slow"]
+    # Every test is in one tier.
+    assert len(fast) + len(slow) == len({*fast, *slow}) == len(names["all"]) == 30 + 8 + 5 + 1 + 2
+    assert "test_slow" in slow and "test_one_case[1]" in slow and "test_one_case[0]" in fast
+    assert sum(name.startswith("test_few") for name in fast) == 8
+    assert sum(name.startswith("test_said") for name in fast) == 2
+    sweep = [name[len("test_sweep[") : -1].split("-") for name in fast if "sweep" in name]
+    assert {kind for kind, _ in sweep} == set("abc")
+    assert {bits for _, bits in sweep} == set(map(str, range(10)))
+    assert len(sweep) <= 12
+    # A test that is named runs, whatever its tier.
+    assert names["one test"] == ["test_slow"] and names["one case"] == ["test_one_case[1]"]
+    assert len(names["every case"]) == 30 and len(names["two tests"]) == 6
+    # An order is that of its seed.
+    one, two = names["order 1"], names["order 2"]
+    assert sorted(one) == sorted(two) == sorted(fast)
+    assert one != fast and one != two and one == names["order 1 again"]
 
 
 def test_folders_of_one_tier():
@@ -134,46 +173,6 @@ def test_what_has_a_budget_of_its_own_exists():
         path, _, function = name.partition("::")
         assert f"def {function}(" in (TESTS.parent / path).read_text(), name
         assert seconds > budget.SECONDS and reason
-
-
-@pytest.mark.processes
-def test_every_test_is_in_one_tier(collected):
-    fast, slow = collected(), collected("-m", "slow")
-    assert len(fast) + len(slow) == len({*fast, *slow}) == 30 + 8 + 5 + 1 + 2
-    assert "test_slow" in slow and "test_one_case[1]" in slow and "test_one_case[0]" in fast
-    assert sum(name.startswith("test_few") for name in fast) == 8
-    assert sum(name.startswith("test_said") for name in fast) == 2
-    sweep = [name[len("test_sweep[") : -1].split("-") for name in fast if "sweep" in name]
-    assert {kind for kind, _ in sweep} == set("abc")
-    assert {bits for _, bits in sweep} == set(map(str, range(10)))
-    assert len(sweep) <= 12
-    assert fast == collected()
-
-
-@pytest.mark.processes
-def test_what_is_named_runs(collected):
-    assert collected("test_sample.py::test_slow") == ["test_slow"]
-    assert len(collected("test_sample.py::test_sweep")) == 30
-    assert collected("test_sample.py::test_one_case[1]") == ["test_one_case[1]"]
-    assert len(collected("test_sample.py::test_said", "test_sample.py::test_slow")) == 6
-    assert len(collected("-m", "slow or not slow")) == 46
-
-
-@pytest.mark.processes
-def test_an_order_is_that_of_its_seed(collected):
-    plain, one, two = collected(), collected("--shuffle", "1"), collected("--shuffle", "2")
-    assert sorted(one) == sorted(two) == sorted(plain)
-    assert one != plain and one != two and one == collected("--shuffle", "1")
-
-
-def test_every_value_of_dispatch_is_covered():
-    runs = dispatch.RUNS
-    assert {run.blas for run in runs} == {"Haswell", "SkylakeX", "Zen", "Sandybridge", "Prescott"}
-    assert {run.aten for run in runs} >= {"default", "avx2"}
-    assert {run.fewbit for run in runs} == {"avx512", "avx2", "baseline"}
-    assert {run.threads for run in runs} == {1, 4}
-    assert len({run.order for run in runs}) == len(runs)
-    assert {bool(run.numpy) for run in runs} == {True, False}
 
 
 def test_a_setting_that_is_not_followed_is_noticed():

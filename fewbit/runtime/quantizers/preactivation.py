@@ -70,11 +70,15 @@ class FixedPointSpec(NamedTuple):
 
     def masked(self, grad, tensors, slope: float) -> torch.Tensor:
         """Return the gradient of LeakyReLU: for each element grad if y > 0, and grad * slope otherwise."""
+        if is_eager(grad):
+            return self._masked(grad, tensors, slope)
+        # A gradient with a batch dimension, as with is_grads_batched=True, cannot be given to the kernels.
+        ones = torch.ones(self.size, dtype=grad.dtype, device=tensors[0].device)
+        below = grad * slope if slope else torch.zeros_like(grad)
+        return torch.where(self._masked(ones, tensors, 0.0) > 0, grad, below)
+
+    def _masked(self, grad, tensors, slope):
         packed, weight, bias = tensors
-        if not is_eager(grad):  # is_grads_batched=True
-            ones = torch.ones(self.size, dtype=grad.dtype, device=packed.device)
-            below = grad * slope if slope else torch.zeros_like(grad)
-            return torch.where(self.masked(ones, tensors, 0.0) > 0, grad, below)
         grid = fixed_point.grid_of(weight, bias, self.bits, packed.device)
         grad = layout.bring_to(grad, self.stride)
         return fixed_point.mask(grad, packed, grid, self.bits, self.inner, slope)

@@ -98,12 +98,14 @@ def differences(before: dict, after: dict) -> tuple[list[str], list[str]]:
     """Compare two mappings {key: {name of a value: value}}, in which {"raised": message} says that there is no answer.
 
     Returns:
-        (a line for each value that differs, a line for each question that the earlier version cannot answer).
+        (a line for each value that differs or is lost, a line for each other question that the earlier version cannot answer).
     """
     differing, unknown = [], []
     for key in dict.fromkeys([*before, *after]):
         old, new = before.get(key, {"raised": "not asked"}), after.get(key, {"raised": "not asked"})
-        if "raised" in new:
+        if "raised" in new and old == new:
+            unknown.append(f"{key}: {new['raised']}")
+        elif "raised" in new:
             differing.append(f"{key}: cannot be answered: {new['raised']}")
         elif "raised" in old:
             unknown.append(f"{key}: not known before: {old['raised']}")

@@ -1,5 +1,6 @@
 """Settings and fixtures that every test shares."""
 
+import gc
 import os
 import sys
 from types import SimpleNamespace
@@ -100,6 +101,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in gone]
     if config.option.shuffle is not None:
         items[:] = tiers.shuffled(items, config.option.shuffle)
+
+
+def pytest_collection_finish():
+    """Keep what collection has made out of later garbage collections, which would walk through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -88,6 +88,7 @@ def strides(functions, call, x):
     return y.stride(), gradient.stride()
 
 
+@pytest.mark.fast(10)
 @halves
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name, shapes):
@@ -189,6 +190,7 @@ CALLS = {  # {name: (numbers of dimensions, or None for any but 0, call)}
 }  # fmt: skip
 
 
+@pytest.mark.fast(14)
 @halves
 @pytest.mark.parametrize("name", CALLS)
 def test_other_functions(name, shapes):

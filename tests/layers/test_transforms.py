@@ -242,6 +242,7 @@ def _loaded():
         torch.func.linearize(grad(torch.sin), torch.ones(()))
 
 
+@pytest.mark.fast(40)
 @pytest.mark.parametrize("case", CASES)
 def test_first_derivatives_work(case):
     made, wrong = CASES[case](), {}
@@ -261,6 +262,7 @@ def test_first_derivatives_work(case):
     assert not wrong
 
 
+@pytest.mark.fast(24)
 @pytest.mark.parametrize("case", one_of_each_class())
 def test_other_derivatives_are_refused(case):
     made, wrong = CASES[case](), {}

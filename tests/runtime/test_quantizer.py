@@ -36,6 +36,7 @@ if ISAS:
     from fewbit.runtime.backends import native
 
 
+@pytest.mark.fast(8)
 @kinds
 @pytest.mark.parametrize("first", range(0, 71, 3))
 def test_every_small_size(backends, first, kind):
@@ -68,6 +69,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.fast(12)
 @dtypes
 @pytest.mark.parametrize(
     "shape", [(2, 1321), (1, 2048), (40, 31), (0, 70), (5, 0), (3, 257)], ids=str

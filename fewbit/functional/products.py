@@ -128,8 +128,8 @@ def _are_differentiated(input, other) -> bool:
 
 def is_in_memory(x: Tensor) -> bool:
     """Return whether x is a leaf of the autograd graph, such as a parameter, or a view of a parameter."""
-    if x.is_leaf:
-        return True
+    if x.is_leaf or torch.compiler.is_compiling():  # a compiler cannot trace what follows
+        return x.is_leaf
     # Results that were computed without gradients may be views of leaves as well.
     return x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad
 

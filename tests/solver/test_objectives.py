@@ -218,7 +218,8 @@ def test_bounds_of_coarse_grids_hold(name, options):
         assert coarse.lower_bound <= best.error * (1 + 1e-12)
         assert coarse.error >= best.lower_bound * (1 - 1e-12)
         gaps.append(coarse.gap)
-    assert gaps[1] > 2 * gaps[2] > 0  # a bound that is too high is cut to a gap of 0
+    if name != "hardswish":  # whose derivative is straight between its jumps
+        assert gaps[1] > 2 * gaps[2] > 0  # a bound that is too high is cut to a gap of 0
 
 
 def test_unbiased_costs_more_than_mse_and_refinement_helps():

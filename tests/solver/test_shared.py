@@ -187,11 +187,11 @@ def test_the_error_falls_with_shared_bits_to_the_bound(bits):
 def test_one_bit_reaches_the_limit_of_unlimited_shared_randomness():
     """With one bit the limit has a closed form: t has Student's distribution with 2 degrees of freedom."""
     u = (np.arange(2_000_000) + 0.5) / 2_000_000
-    mass = mass_of(WIDE)
-    z = ndtri(ndtr(-WIDE) + mass * u)
+    mass = mass_of(LIMIT)
+    z = ndtri(ndtr(-LIMIT) + mass * u)
     student = (2 * u - 1) / (2 * np.sqrt(u * (1 - u)))
     limit = mass * (np.mean(z * student) ** 2 - np.mean(z * z))
-    table = code(1, 6, limit=WIDE)
+    table = code(1, 6)
     assert 0.97 * limit <= table.lower_bound <= limit * (1 + 1e-3)
     assert limit < table.error < 1.02 * limit
 

@@ -25,7 +25,7 @@ import torch
 
 import fewbit
 
-CASE, STEPS = "gpt2", 10
+CASE, STEPS = "gpt2", {"cuda": 10, "cpu": 1}
 ARMS = {
     "exact": lambda model, backend: model,
     "torch.compile": torch.compile,
@@ -62,7 +62,7 @@ def measure(arm, settings, device, exact):
     with memory.peak() as peaks:
         training.step()
     row["peak_bytes"] = peaks["allocated"]
-    times = memory.seconds(training.step, STEPS)
+    times = memory.seconds(training.step, STEPS[device])
     row |= {"step_ms": 1e3 * statistics.median(times), "step_least_ms": 1e3 * times[0]}
     return row | {"step_most_ms": 1e3 * times[-1]}, gradient
 

@@ -57,7 +57,7 @@ CASES = {
 }
 TINY = {
     "resnet50": {"model": "resnet18", "size": 64, "classes": 10, "batch": 8, "most": 32},
-    "gpt2": {"context": 64, "depth": 2, "vocabulary": 512, "batch": 4, "most": 16},
+    "gpt2": {"context": 16, "depth": 1, "vocabulary": 64, "batch": 4, "most": 16},
 }
 SMALL = {"resnet50": 8, "gpt2": 1}  # the batch size of `check`
 WIDTH, HEADS = 768, 12

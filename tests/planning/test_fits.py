@@ -161,7 +161,9 @@ def test_the_peak_is_the_measured_one(name, setting):
     (row,) = fits(model, batch, loss, settings=[setting]).rows
     if setting != "exact":
         fewbit.compress_(model, setting, verbose=False)
-    assert row.peak == pytest.approx(measured_peak(model, batch, loss), rel=0.1)
+    # The scratch memory of convolutions depends on the processor.
+    tolerance = 0.2 if name == "resnet18" else 0.1
+    assert row.peak == pytest.approx(measured_peak(model, batch, loss), rel=tolerance)
 
 
 @pytest.mark.parametrize("checkpoint", [None, 4])

@@ -118,7 +118,7 @@ def test_resumed_training_ends_with_the_same_weights(bits, tmp_path):
     [
         {"stop": 4, "max_steps": 7},  # the end of an epoch
         {"gradient_accumulation_steps": 2, "data": 32},
-        {"bf16": True, "stop": 5, "max_steps": 7},
+        {"bf16": True, "stop": 5, "max_steps": 9},
         {"gradient_checkpointing": True},
         {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2},
     ],

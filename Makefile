@@ -64,7 +64,6 @@ ASAN_TESTS := tests/backends/test_buffers.py tests/backends/test_ops.py tests/ru
 	tests/convert/test_compiled_transformers.py::test_a_llama_of_mixed_bits
 sanitize: $(VENV)/installed-tests
 	$(MAKE) --directory csrc/tests
-	$(BIN)/python -m pip install --quiet setuptools pybind11
 	mkdir -p $(ASAN)
 	cp -r setup.py pyproject.toml README.md fewbit csrc tables $(ASAN)
 	printf '#!/bin/sh\nexec %s "$$@" %s\n' "$(CXX)" "$(ASAN_FLAGS)" > $(ASAN)/c++
@@ -151,13 +150,18 @@ $(VENV)/build-packages: | $(BIN)/python
 	@echo "installing what fewbit is built with"
 	@$(call install,build)
 
-# The kernels need neither torch nor pip, which would hide the progress of the build.
-$(VENV)/kernels: setup.py $(KERNELS) | $(VENV)/build-packages
+# Only one pip runs at a time, so each file that pip makes comes after the one before. The kernels are not built by pip, which
+# would hide the progress.
+$(VENV)/fewbit: pyproject.toml setup.py | $(VENV)/build-packages
+	@echo "installing fewbit"
+	@FEWBIT_KERNELS=0 $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/kernels: $(KERNELS) $(VENV)/fewbit
 	@$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
-# Only one pip runs at a time, so each of these files is made after the one before.
-$(VENV)/packages: pyproject.toml | $(VENV)/build-packages
+$(VENV)/packages: $(VENV)/fewbit
 	@echo "installing $(TORCH) and what fewbit needs"
 	@$(PIP) $(TORCH)
 	@$(call install,fewbit plot numerics)
@@ -171,8 +175,6 @@ $(VENV)/all-test-packages: $(VENV)/test-packages
 	@$(call install,test-all)
 
 $(VENV)/installed: $(VENV)/kernels $(VENV)/packages
-	@echo "installing fewbit"
-	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/installed-tests: $(VENV)/installed $(VENV)/test-packages

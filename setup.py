@@ -32,7 +32,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 CSRC = Path("csrc")
-SLOWEST = "rotated_quantize", "module"
+SLOWEST = "rotated_quantize", "rotated", "cpu", "module"
 """The sources that take longest to compile, by far."""
 COMMON_FLAGS = [
     "-std=c++17",

@@ -16,9 +16,11 @@ def requirements(name):
     found = []
     for requirement in PROJECT["project"]["optional-dependencies"][name]:
         extras = re.fullmatch(r"fewbit\[(.*)\]", requirement)
-        found += (
-            [r for n in extras[1].split(",") for r in requirements(n)] if extras else [requirement]
-        )
+        if extras:
+            for extra in extras[1].split(","):
+                found += requirements(extra)
+        else:
+            found.append(requirement)
     return found
 
 

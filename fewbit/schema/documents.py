@@ -40,7 +40,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(path, flags)
-    except ValueError as error:  # the path contains a null character
+    except (TypeError, ValueError) as error:  # it is no path, or contains a null character
         raise OSError(str(error)) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -65,13 +65,11 @@ def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -
         FewbitError: The file cannot be read, is too large or is not UTF-8. The class of the exception is `error`, and
             the message is one line that starts with the path.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise error(f"expected the path of a file, got {path!r}")
     try:
         with open_regular(path) as file:
             data = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as failure:  # a ValueError if the path has a null character
-        reason = getattr(failure, "strerror", None) or failure
+    except OSError as failure:
+        reason = failure.strerror or failure
         raise error(f"{path}: expected a readable file, got: {reason}") from None
     if len(data) > MOST_BYTES:
         raise error(

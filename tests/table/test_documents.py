@@ -104,6 +104,14 @@ def test_files(name, tmp_path):
         read_text(tmp_path / name)
 
 
+@pytest.mark.parametrize("path", [None, 1.5])
+def test_what_is_no_path(path):
+    with pytest.raises(
+        FewbitError, match=f"{path}: expected a readable file, got: .* not {type(path).__name__}"
+    ):
+        read_text(path)
+
+
 def test_a_file_behind_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     (tmp_path / "target").write_text("é")

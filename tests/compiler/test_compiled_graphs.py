@@ -20,6 +20,7 @@ BACKENDS = pytest.mark.parametrize(
 )
 
 
+AVERAGED = ["attention", "gated", "functions", "scan"]
 # Other tests compile the operations of "gated" and "experts" by Inductor.
 COMPILED = ["attention", "attention written out", "convolutions", "scan", "functions"]
 
@@ -45,7 +46,17 @@ def test_gradients_and_saved_bytes(name, backend):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", ["attention", "gated", "functions", "scan"])
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - set(AVERAGED)))
+def test_copies_of_2_bits_are_small(name):
+    model, x = made(name)
+    compiled = fewbit.compile(model, 2, backend="aot_eager")
+    compiled(x)
+    report = compiled.partitioner.report
+    assert sum(row.exact_bytes for row in report.rows) > 8 * report.saved_bytes
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", AVERAGED)
 def test_the_mean_of_gradients_is_exact(name):
     """The product of two independent means has the expected value of the squared bias."""
     model, x = made(name)

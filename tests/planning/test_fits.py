@@ -149,6 +149,7 @@ def resnet():
     return model, batch, loss
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 @pytest.mark.parametrize("setting", ["exact", 4])
 @pytest.mark.parametrize(
     "name",
@@ -161,9 +162,10 @@ def test_the_peak_is_the_measured_one(name, setting):
     (row,) = fits(model, batch, loss, settings=[setting]).rows
     if setting != "exact":
         fewbit.compress_(model, setting, verbose=False)
-    # The scratch memory of convolutions depends on the processor.
-    tolerance = 0.2 if name == "resnet18" else 0.1
-    assert row.peak == pytest.approx(measured_peak(model, batch, loss), rel=tolerance)
+    # Convolutions of oneDNN copy tensors into other layouts, which depend on the processor.
+    with torch.backends.mkldnn.flags(enabled=False):
+        measured = measured_peak(model, batch, loss)
+    assert row.peak == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("checkpoint", [None, 4])

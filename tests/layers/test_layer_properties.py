@@ -21,6 +21,7 @@ from layers import (
     LAST,
     LAST_3D,
     LOSSES,
+    OPERATIONS,
     PRE_ACTIVATION,
     ROWS,
     bytes_by,
@@ -54,6 +55,7 @@ every_class = pytest.mark.parametrize("layer", **ids(EVERY_CLASS))
 with_copies = pytest.mark.parametrize(
     "layer", **ids([layer for layer in EVERY_CLASS if layer.has_copies])
 )
+PRODUCTS = [layer for layer in OPERATIONS if layer.name in ("matmul", "mul")]
 EPS = 10
 """The rounding errors of gradients from exact copies, at most, in units of the dtype's eps."""
 
@@ -453,7 +455,14 @@ def test_tensors_without_memory(layer):
     **ids(
         [
             layer
-            for layer in (*EVERY, *ATTENTION, *LOSSES[:1], *EMBEDDINGS[:1], PRE_ACTIVATION)
+            for layer in (
+                *EVERY,
+                *ATTENTION,
+                *PRODUCTS,
+                *LOSSES[:1],
+                *EMBEDDINGS[:1],
+                PRE_ACTIVATION,
+            )
             # Compiled code draws masks of its own, and takes no average over all batches.
             if not re.search("ropout", layer.id) and layer.options.get("momentum", 0.1) is not None
         ]

@@ -74,7 +74,7 @@ def main():
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("expected a CUDA device, found none; --device cpu runs a tiny model")
     cases = gpu_training.CASES if device == "cuda" else gpu_training.TINY
-    settings = cases[CASE] | {"depth": 4 if device == "cuda" else 1}
+    settings = cases[CASE] | ({"depth": 4} if device == "cuda" else {})
     rows, exact = [], None
     for arm in ARMS:
         row, gradient = measure(arm, settings, device, exact)

@@ -17,6 +17,7 @@ from torch import nn
 import fewbit
 import fewbit.nn
 from fewbit import functions
+from same.layers import ARGUMENTS
 
 STEPS = 3
 FIXED = {"bits": 2}
@@ -183,7 +184,7 @@ def _compiled(name):
 
 
 def _activation(name):
-    return getattr(nn, name)(*((0.1, 20.0) if name == "Threshold" else ()))
+    return getattr(nn, name)(*ARGUMENTS.get(name, ()))
 
 
 def _matrix():

@@ -1,5 +1,5 @@
-// What the extension module of tests/helpers/cuda_emulation.py has besides csrc/bindings and the kernels of csrc/cuda: the
-// settings of the emulated device, and nothing in place of the kernels for the CPU.
+// This file joins csrc/bindings and the kernels of csrc/cuda in the extension module of tests/helpers/cuda_emulation.py. It
+// contains the settings of the emulated device, and nothing in place of the kernels for the CPU.
 
 #include <cuda_runtime.h>
 

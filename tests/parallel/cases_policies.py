@@ -1,4 +1,4 @@
-"""What data parallelism saves, and policies that choose bits in two processes."""
+"""Saved bytes under data parallelism, and policies that choose bits in two processes."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""What a plan recommends and shows: titles, tables, files and pictures, of made-up numbers."""
+"""The recommendation of a plan, and its titles, tables, files and pictures, from made-up numbers."""
 
 import itertools
 import json

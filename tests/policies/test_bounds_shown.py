@@ -122,7 +122,7 @@ def test_layers_of_modules_that_are_called_one_by_one_are_all_named():
 
 
 def test_layers_without_samples_are_not_named():
-    """Of two experts, the second gets no samples."""
+    """The second of two experts gets no samples."""
     model = Composed(
         lambda model, x: (
             checkpoint(model.a, x, use_reentrant=False).sum()

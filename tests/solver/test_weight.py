@@ -442,7 +442,7 @@ def test_the_error_under_normal_weights_far_from_the_usual(mean, std):
     marks = np.concatenate([mean + std * np.linspace(-9, 9, 61), np.linspace(-10, 10, 41)])
     low, high = check_error("silu", f"normal:{mean},{std}", normal_density(mean, std), marks)
     assert low <= mean - 8 * std and high >= mean + 8 * std
-    # Where the derivative is constant, one level is exact.
+    # One level is exact where the derivative is constant.
     table = solved("gelu", 3, weight="normal:1000,1")
     assert (table.error, table.levels.tolist()) == (0.0, [1.0])
 

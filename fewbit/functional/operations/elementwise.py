@@ -190,7 +190,8 @@ class _Clamp(Function):
     def forward(ctx, x, least, greatest):
         is_inside = torch.ones_like(x, dtype=torch.bool) if least is None else x >= least
         if greatest is not None:
-            is_inside &= x <= greatest
+            # Not in place, because selective checkpointing keeps the results of operations.
+            is_inside = is_inside & (x <= greatest)
         saved = integers.pack(is_inside, 2)
         return copies.save(ctx, torch.clamp(x, least, greatest), (saved,))
 

@@ -192,7 +192,7 @@ class Inside(OneBit):
         """Return a packed bit for each element."""
         is_inside = torch.ones_like(x, dtype=torch.bool) if self.least is None else x >= self.least
         if self.greatest is not None:
-            is_inside &= x <= self.greatest
+            is_inside = is_inside & (x <= self.greatest)
         tensors, spec, _ = integers.pack(is_inside, 2)
         inside = self.greatest if self.least is None else self.least
         return SavedTensors(

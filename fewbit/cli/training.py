@@ -45,7 +45,7 @@ _FAMILIES = [family.name for family in models.FAMILIES]
     \b
     Examples:
       fewbit memory resnet18
-      fewbit memory resnet18 --fits --device "2 GiB" --batch 64 --image-size 64
+      fewbit memory resnet18 --fits --device "2 GiB" --batch 8 --image-size 64
       fewbit memory vgg16 densenet121 --bits 2 --device-memory 80GB
       fewbit memory resnet50 --activation relu --image-size 224 --json
     """

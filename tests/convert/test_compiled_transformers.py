@@ -91,7 +91,8 @@ def test_a_llama_of_mixed_bits(monkeypatch):
     """An average of 1.75 bits in eager mode, of which each layer keeps 1 bit when compiled; its heap was damaged once."""
     draw_alike(monkeypatch)
     torch.compiler.reset()
-    model, inputs = made("llama", (2, 33), hidden_size=256, intermediate_size=512)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 512}
+    model, inputs = made("llama", (2, 33), **sizes)
     at_one_bit = copy.deepcopy(model)
     fewbit.compress_(at_one_bit, bits=1, layers={"attention_bits": 1}, verbose=False)
     expected = gradients(at_one_bit, at_one_bit, inputs)
@@ -104,17 +105,17 @@ def test_a_llama_of_mixed_bits(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "bits, backend",
+    "name, bits, backend",
     [
-        (2, "inductor"),
-        (4, "aot_eager"),
-        (8, "passes"),
-        (fewbit.AdaptiveBits(2), "passes"),
-        (2, "passes dynamic"),
+        ("llama", 2, "inductor"),
+        ("t5", fewbit.AdaptiveBits(2), "passes"),
+        ("qwen3", 4, "aot_eager"),
+        ("gpt2", 2, "passes dynamic"),
+        ("bert", 2, "passes"),
+        ("mixtral", 8, "passes"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_models(name, bits, backend, monkeypatch):
     """If sizes are symbolic, a second batch is shorter than the first."""
     draw_alike(monkeypatch)

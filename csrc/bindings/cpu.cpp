@@ -226,7 +226,8 @@ class Cpu {
 }  // namespace
 
 void bind_cpu(py::module_& module) {
-  py::class_<Cpu>(module, "Cpu", "The kernels of one instruction set, one of cpu_isas(). They use as many threads as torch.")
+  py::class_<Cpu>(module, "Cpu", py::module_local(),
+                  "The kernels of one instruction set, one of cpu_isas(). They use as many threads as torch.")
       .def(py::init<const std::string&>(), py::arg("isa"))
       .def_property_readonly("isa", &Cpu::isa)
       .def("pack", &Cpu::pack, py::arg("codes"), py::arg("bits"), py::arg("packed"),

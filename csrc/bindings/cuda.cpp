@@ -278,7 +278,7 @@ struct Cuda {
 }  // namespace
 
 void bind_cuda(py::module_& module) {
-  py::class_<Cuda> bound(module, "Cuda",
+  py::class_<Cuda> bound(module, "Cuda", py::module_local(),
                          "The kernels for CUDA devices. Buffers are as for Cpu. A kernel runs in torch's current stream of the "
                          "buffers' device.");
   bound.def_property_readonly_static("runtime_version", [](const py::object&) { return cuda::runtime_version(); })

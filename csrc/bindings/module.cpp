@@ -108,7 +108,8 @@ void bind_common(py::module_& module) {
              "ValueError unless a tensor is dense. threads() returns the number of threads for the CPU. stream(index of a CUDA "
              "device) returns the address of the current stream.");
 
-  py::class_<OwnedTable>(module, "Table", "A table's constants, checked and copied (fewbit.runtime.format.encoding).")
+  py::class_<OwnedTable>(module, "Table", py::module_local(),
+                         "A table's constants, checked and copied (fewbit.runtime.format.encoding).")
       .def(py::init(&make_table), py::arg("bits"), py::arg("initial"), py::arg("breaks32"), py::arg("flips32"),
            py::arg("breaks64"), py::arg("flips64"), py::arg("lut32"), py::arg("lut64"), py::arg("points") = py::none(),
            py::arg("origins") = py::none(), py::arg("values") = py::none(), py::arg("slopes") = py::none(),
@@ -116,7 +117,7 @@ void bind_common(py::module_& module) {
       .def_property_readonly("bits", [](const OwnedTable& table) { return table.get().bits; })
       .def_property_readonly("unbiased", [](const OwnedTable& table) { return table.get().unbiased(); });
 
-  py::class_<CopyShape>(module, "CopyShape",
+  py::class_<CopyShape>(module, "CopyShape", py::module_local(),
                         "The shape of a quantized tensor, as samples and their features, and the settings of its copy. kind: 0 "
                         "(uniform), 1 (rotated), 2 (masked), 3 (unbiased) or 4 (masked, unbiased).")
       .def(py::init(&copy_shape), py::arg("samples"), py::arg("features"), py::arg("group_size"), py::arg("bits"),

@@ -118,7 +118,7 @@ class Emulation:
 def _native_with(library):
     """Return a second instance of the module `native`, which has the kernels of an extension module."""
     # pybind11 keeps one module for each name.
-    spec = importlib.util.spec_from_file_location(f"{library.parent.name}._kernels", library)
+    spec = importlib.util.spec_from_file_location(f"{library.stem}._kernels", library)
     kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernels)
     path = Path(fewbit.__file__).parent / "runtime" / "backends" / "native.py"
@@ -135,26 +135,40 @@ def _native_with(library):
 def emulation_in(folder: Path, has_pairs: bool) -> Emulation:
     """Return the emulation, which the first process that calls this function for a folder compiles there.
 
+    Only the kernels are compiled anew for GPUs without instructions on pairs.
+
     Args:
         folder: a folder that the processes of a test run share.
         has_pairs: whether there are instructions on pairs of 16-bit floats.
     """
     import pybind11
 
-    folder = folder / f"emulation{int(has_pairs)}"
+    folder = folder / "emulation"
     folder.mkdir(exist_ok=True)
-    library = folder / "emulation.so"
+    library = folder / f"emulation{int(has_pairs)}.so"
     includes = CSRC, CSRC / "tests" / "cuda_emulation", pybind11.get_include()
     flags = [f"-I{path}" for path in (*includes, sysconfig.get_path("include"))]
-    # The types of each extension module are registered by themselves.
-    flags += [f'-DPYBIND11_COMPILER_TYPE="emulation{int(has_pairs)}"', "-DFEWBIT_WITH_CUDA"]
-    flags += [f"-DFEWBIT_PAIR_INSTRUCTIONS={int(has_pairs)}", *FLAGS.split()]
+    flags += ["-DFEWBIT_WITH_CUDA", *FLAGS.split()]
 
     def compile_one(source):
-        target = folder / f"{source.stem}{source.suffix}.o"
-        command = [COMPILER, *flags, "-x", "c++", "-c", str(source), "-o", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        target, own_flags = folder / f"{source.name}.o", []
+        if source.suffix == ".cu":
+            target = folder / f"{source.stem}{int(has_pairs)}.o"
+            own_flags = [f"-DFEWBIT_PAIR_INSTRUCTIONS={int(has_pairs)}"]
+        if not target.exists():
+            command = [
+                COMPILER,
+                *flags,
+                *own_flags,
+                "-x",
+                "c++",
+                "-c",
+                str(source),
+                "-o",
+                str(target),
+            ]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
         return str(target)
 
     with filelock.FileLock(folder / "lock"):

@@ -1,5 +1,8 @@
 """Tests of the callback for Lightning: conversion, functions in training_step, metrics, and resumed training."""
 
+import os
+from unittest.mock import patch
+
 import pytest
 import torch
 from composed import names_of_nodes
@@ -232,7 +235,17 @@ def test_distributed_data_parallel(tmp_path):
     module, watch = Functions(), Watch()
     callback = adapter.FewbitCallback(bits=2, verbose=False)
     try:
-        fit(module, list(pairs(2)), [callback, watch], folder=tmp_path, strategy="ddp", devices=1)
+        with patch.dict(
+            os.environ
+        ):  # Lightning sets variables such as RANK, which other frameworks would read
+            fit(
+                module,
+                list(pairs(2)),
+                [callback, watch],
+                folder=tmp_path,
+                strategy="ddp",
+                devices=1,
+            )
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

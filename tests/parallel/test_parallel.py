@@ -22,23 +22,14 @@ FILES = {
     "cases_checkpoint": CHECKPOINT,
     "cases_policies": POLICIES,
 }
-NAMES = [(file, case.__name__) for file, cases in FILES.items() for case in cases]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Return a function of a file that returns {case: the messages of both processes}, () if both were successful.
-
-    Two processes run all cases of a file, because starting them takes longer than a case.
-    """
-    found = {}
-
-    def run(file):
-        if file not in found:
-            found[file] = _run(file, tmp_path_factory.mktemp(file))
-        return found[file]
-
-    return run
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_two_processes(file, tmp_path):
+    """Two processes run all cases of a file, because starting them takes longer than a case."""
+    failed = {name: errors for name, errors in _run(file, tmp_path).items() if errors}
+    assert not failed, "\n".join(f"{name}: {error}" for name in failed for error in failed[name])
 
 
 def _run(file, folder):
@@ -65,10 +56,3 @@ def _run(file, folder):
         case.__name__: [error for error in messages.get(case.__name__, missing) if error]
         for case in FILES[file]
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file, name", NAMES, ids=[name for _, name in NAMES])
-def test_two_processes(file, name, results):
-    errors = results(file)[name]
-    assert not errors, "\n".join(errors)

@@ -204,8 +204,7 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_races_in_long_schedules(name):
-    for seed in range(3):
-        assert faults_of(seed, 100, **SETTINGS[name]) == []
+    assert faults_of(0, 100, **SETTINGS[name]) == []
 
 
 # -- Races that must be found ------------------------------------------------------------------------------

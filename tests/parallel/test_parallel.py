@@ -24,7 +24,7 @@ FILES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("file", FILES)
 def test_two_processes(file, tmp_path):
     """Two processes run all cases of a file, because starting them takes longer than a case."""

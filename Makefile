@@ -16,7 +16,8 @@ export FEWBIT_CUDA ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,0)
 # The sources of the compiled kernels.
 KERNELS := $(wildcard csrc/bindings/* csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-all tiers dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training sanitize mutants same docs clean
+.PHONY: demo test test-all tiers dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training \
+	sanitize sanitize-cpp sanitize-build mutants same docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/fewbit solve gelu --bits 3
@@ -52,18 +53,26 @@ lint: $(VENV)/installed-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# First come the C++ tests of the CPU kernels, under AddressSanitizer and UndefinedBehaviorSanitizer. Then come Python
-# tests of the ops, in eager mode and compiled, under AddressSanitizer: the kernels in $(ASAN) are built with it, and
-# $(ASAN)/c++ adds it to the code that Inductor generates. -O1 saves time, because compilers take most of it. LD_PRELOAD is set
-# because AddressSanitizer's runtime must be loaded first, and detect_leaks=0 because Python and torch never free some of their
+# The C++ tests of the CPU kernels, under AddressSanitizer and UndefinedBehaviorSanitizer, and Python tests of the ops, in
+# eager mode and compiled, under AddressSanitizer: the kernels in $(ASAN) are built with it, and $(ASAN)/c++ adds it to the
+# code that Inductor generates. -O1 saves time, because compilers take most of it. LD_PRELOAD is set because
+# AddressSanitizer's runtime must be loaded first, and detect_leaks=0 because Python and torch never free some of their
 # memory. Takes a few minutes.
 ASAN       := build/asan
 ASAN_FLAGS := -O1 -fsanitize=address -fno-omit-frame-pointer
 ASAN_TESTS := tests/backends/test_buffers.py tests/backends/test_ops.py tests/runtime/test_compile.py \
 	tests/fuzz/test_compiled_models.py::test_compiled_chains \
 	tests/convert/test_compiled_transformers.py::test_a_llama_of_mixed_bits
-sanitize: $(VENV)/installed-tests
+sanitize: sanitize-cpp sanitize-build
+	PYTHONPATH=$(abspath $(ASAN)) PYTHONSAFEPATH=1 ASAN_OPTIONS=detect_leaks=0 FEWBIT_FUZZ_CASES=400 \
+		CXX=$(abspath $(ASAN))/c++ TORCHINDUCTOR_CACHE_DIR=$(abspath $(ASAN))/inductor \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		$(PYTEST) -p no:cacheprovider $(ASAN_TESTS)
+
+sanitize-cpp:
 	$(MAKE) --directory csrc/tests
+
+sanitize-build: $(VENV)/installed-tests
 	mkdir -p $(ASAN)
 	cp -r setup.py pyproject.toml README.md fewbit csrc tables $(ASAN)
 	printf '#!/bin/sh\nexec %s "$$@" %s\n' "$(CXX)" "$(ASAN_FLAGS)" > $(ASAN)/c++
@@ -71,10 +80,6 @@ sanitize: $(VENV)/installed-tests
 	rm -rf $(ASAN)/inductor $(ASAN)/fewbit/_kernels*.so
 	cd $(ASAN) && CXX=$(abspath $(ASAN))/c++ LDFLAGS=-fsanitize=address FEWBIT_KERNELS=1 FEWBIT_CUDA=0 \
 		$(abspath $(BIN))/python setup.py --quiet build_ext --inplace
-	PYTHONPATH=$(abspath $(ASAN)) PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 FEWBIT_FUZZ_CASES=400 \
-		CXX=$(abspath $(ASAN))/c++ TORCHINDUCTOR_CACHE_DIR=$(abspath $(ASAN))/inductor \
-		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		$(BIN)/python -m pytest -p no:cacheprovider $(ASAN_TESTS)
 
 # Which tests notice small changes of the sources: a seeded sample of 300 mutants. Results are in build/mutants. MUTANTS adds
 # options, such as MUTANTS="--base before.json" before tests are deleted; `$(BIN)/python tests/mutants --help` lists them.

@@ -67,11 +67,11 @@ FOLDERS = "backends", "functions", "layers", "runtime", "solver"
 """The folders whose tests compute by the kernels that a Setting selects."""
 ALL = ("X86_V3", "X86_V4", "AVX", "FMA3", "F16C")  # and all names that begin with these
 RUNS = (
+    Setting("Prescott", "baseline", ALL, "default", "baseline", 1, 5),
     Setting("Haswell", "avx2", ("X86_V4", "AVX512"), "avx2", "avx2", 1, 1),
     Setting("SkylakeX", "avx512", (), "", "avx512", 4, 2),
     Setting("Zen", "avx2", (), "avx2", "avx512", 1, 3),
     Setting("Sandybridge", "avx2", ALL, "default", "avx2", 4, 4),
-    Setting("Prescott", "baseline", ALL, "default", "baseline", 1, 5),
 )
 # OpenBLAS's names for the kernels that it uses instead if its build lacks those of the key.
 SAME_KERNELS = {"Zen": {"Zen", "Haswell"}, "Prescott": {"Prescott", "Katmai", "Nehalem"}}

@@ -17,7 +17,7 @@ from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from torch._dynamo import OptimizedModule
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+from torch.utils import _python_dispatch
 
 from fewbit.analysis.recorder import is_fewbit_node
 from fewbit.compiler.partitioner import Partitioner
@@ -198,7 +198,7 @@ def _outside() -> tuple[str, str] | None:
 
     It would also mark the code that it meets as never to be compiled.
     """
-    if is_in_any_mode_without_ignore_compile_internals():
+    if _modes_prevent_compilation():
         return (
             "torch.compile compiles nothing in a TorchDispatchMode, such as FlopCounterMode",
             "call the model outside of the mode",
@@ -211,6 +211,13 @@ def _outside() -> tuple[str, str] | None:
     if torch._dynamo.config.disable:
         return "torch._dynamo.config.disable is set", "do not set it"
     return None
+
+
+def _modes_prevent_compilation() -> bool:
+    """Return whether torch.compile compiles nothing because of a TorchDispatchMode."""
+    if getattr(torch._dynamo.config, "inline_torch_dispatch_torch_compile", False):
+        return _python_dispatch.any_torch_dispatch_mode_on_stack()  # the stack of this thread
+    return _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
 
 
 def _reasons() -> dict[str, int]:

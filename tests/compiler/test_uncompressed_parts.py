@@ -212,6 +212,27 @@ def concurrent():
     assert all(saved(net) < 0.6 * saved(Net()) for net in nets)
 
 
+def beside_a_mode():
+    """Train in this thread while another thread is in a dispatch mode."""
+    is_in, may_leave = threading.Event(), threading.Event()
+
+    def other():
+        with flop_counter():
+            is_in.set()
+            may_leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    is_in.wait(60)
+    try:
+        net = compiled(Net())
+        train(net)
+        assert saved(net) < 0.6 * saved(Net())
+    finally:
+        may_leave.set()
+        thread.join()
+
+
 FEW_BIT = disabled(fewbit.nn.Linear(64, 64, bits=2))
 COMPRESSED = {
     "evaluation mode": lambda: changed(lambda net: train(net.eval())),
@@ -221,6 +242,7 @@ COMPRESSED = {
     "another dtype": lambda: changed(lambda net: train(net.double(), X.double())),
     "autocast": lambda: changed(cast),
     "threads": concurrent,
+    "dispatch mode in another thread": beside_a_mode,
     "break between parts": lambda: train_twice(compiled(Net(Breaking(True)))),
     "small tensors": lambda: train(compiled(with_sigmoid()), X[:2]),
     "exact on purpose": lambda: train_twice(compiled(with_sigmoid(), overrides=EXACT)),

@@ -251,6 +251,26 @@ def test_a_compressed_model_that_is_prepared_warns():
     assert isinstance(quantization.prepare_qat(model)[3], torch.ao.nn.qat.Linear)
 
 
+class Configured(nn.Linear):
+    """A class with an attribute that tracked classes have too."""
+
+    qconfig = None
+
+    def forward(self, x):
+        return super().forward(x) if self.qconfig is None else x
+
+
+def test_an_attribute_of_a_users_class_that_is_named_qconfig():
+    model = nn.Sequential(Configured(64, 64))
+    x = normal((4, 64))
+    expected = model(x)
+    quiet(model)
+    assert torch.equal(model(x), expected) and type(model[0]).qconfig is None
+    with pytest.warns(UserWarning, match=NOT_FOUND):
+        model[0].qconfig = 1
+    assert model(x) is x
+
+
 # -- what is written to the class ----------------------------------------------------------------------------
 
 

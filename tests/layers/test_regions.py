@@ -44,6 +44,23 @@ def drawn(x):
     return TABLE[torch.multinomial(x.detach().softmax(-1), 2)].sum(1) * x.sin()
 
 
+def in_inference_mode(x):
+    with torch.inference_mode():
+        mask = x > 0.3
+    return x.sin() * mask.clone()
+
+
+def changed_array(x):
+    numbers = x.detach().exp().numpy()
+    numbers += 1
+    return x.sin() * torch.tensor(numbers)
+
+
+def changed_lists(x):
+    rows = x.detach().tolist()
+    return x.sin() * torch.tensor([row.pop(0) for row in rows])
+
+
 DECIDING = {
     "topk": over_gates,
     "topk of aten": lambda x: TABLE[torch.ops.aten.topk.default(x, 2)[1]].sum(1) * x.sin(),
@@ -58,6 +75,17 @@ DECIDING = {
     "where": lambda x: torch.where(x > 0.1, x.sin(), -3 * x.sin()),
     "nonzero": lambda x: x.flatten()[x.relu().flatten().nonzero()[:, 0]].sin().cumsum(0),
     "bucketize": lambda x: ROWS[torch.bucketize(x.detach(), torch.linspace(-3, 3, 32))] * x.sin(),
+    "bucketize by name": lambda x: (
+        torch.bucketize(x.detach(), boundaries=torch.linspace(-3, 3, 200)) * x.sin()
+    ),
+    "searchsorted by name": lambda x: (
+        torch.searchsorted(sorted_sequence=torch.linspace(-3, 3, 200), input=x.detach()) * x.sin()
+    ),
+    "bits of numbers": lambda x: x.detach().view(torch.int32).remainder(5) * x.sin(),
+    "uint16": lambda x: (x.detach().abs() * 99).to(torch.uint16).float() * x.sin(),
+    "inference mode": in_inference_mode,
+    "changed array": changed_array,
+    "changed lists": changed_lists,
     "unique": lambda x: x.detach().round().unique().cos().sum() * x.sin(),
     "integers": lambda x: (x * 10).long() * x.sin(),
     "in place": in_place,
@@ -99,7 +127,17 @@ def test_decisions(name):
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
-    "name", ["topk", "mask", "sort", "unique", "gumbel_softmax", "multinomial"]
+    "name",
+    [
+        "topk",
+        "mask",
+        "sort",
+        "unique",
+        "gumbel_softmax",
+        "multinomial",
+        "changed array",
+        "changed lists",
+    ],
 )
 def test_decisions_in_nested_regions_and_twice(name, early):
     """A region in a region decides alike, in every backward pass and with both ways to end the second run."""
@@ -166,6 +204,22 @@ def test_a_region_that_decides_elsewhere_is_refused():
     assert not torch._C._len_torch_function_stack()
 
 
+def test_vmap_in_a_region():
+    """A region may use vmap. A decision within vmap is refused, because it is not of one tensor."""
+    x = normal((WIDTH, WIDTH), scale=1.0).requires_grad_()
+
+    def region(x):
+        return torch.func.vmap(torch.sin)(x) * torch.func.vmap(torch.cos)(TABLE).mean()
+
+    found, wanted = (
+        torch.autograd.grad(run(x).sum(), x)[0]
+        for run in (partial(fewbit.checkpoint, region), region)
+    )
+    assert relative(found, wanted) < 0.03
+    with pytest.raises(GradientError, match="decision within torch.func.vmap .* use torch.utils"):
+        fewbit.checkpoint(torch.func.vmap(lambda row: row.sin() * (row > 0)), x)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("number", [1, 2])
 def test_no_mode_is_left_on(error, number):
@@ -223,6 +277,21 @@ class Queue(nn.Module):
         return y
 
 
+class Custom(nn.Module):
+    """An average that an op changes, whose schema alone says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        ones = torch.ones(WIDTH)
+        torch.ops.aten._native_batch_norm_legit(
+            x.detach(), None, None, self.mean, ones, True, 0.1, 1e-5
+        )
+        return x.sin() * (x - self.mean)
+
+
 class Clamped(nn.Linear):
     """A layer that changes its parameters in the forward."""
 
@@ -243,6 +312,7 @@ STATEFUL = {
     "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "code book": CodeBook,
     "queue": Queue,
+    "op": Custom,
     "clamped": lambda: Clamped(WIDTH, WIDTH),
     "frozen": lambda: nn.BatchNorm1d(WIDTH).eval(),
 }

@@ -63,9 +63,10 @@ class _QConfig:
     """
 
     def __get__(self, module, owner=None):
-        if module is None or "qconfig" not in vars(module):
-            raise AttributeError("qconfig")
-        return vars(module)["qconfig"]
+        if module is not None and "qconfig" in vars(module):
+            return vars(module)["qconfig"]
+        of_class = super(TrackedModule, owner if module is None else module)
+        return of_class.qconfig  # an attribute of the user's class
 
     def __set__(self, module, value):
         self._warn(module)

@@ -20,9 +20,11 @@ _CHOOSES = {
 }  # fmt: skip
 """{name: (position of the argument `dim`, its default)}. With the default None, the function needs `dim` to return indices."""
 _INDICES = "argmax", "argmin", "argsort"
+_SORTED = {"bucketize": (1, "boundaries"), "searchsorted": (0, "sorted_sequence")}
+"""{name: (position of the sorted sequence into which the function sorts its input, its name)}."""
 _RESIZED = frozenset("unique unique_consecutive nonzero argwhere".split())
 """Functions whose results have a size that depends on values. All their results are recorded, also the floating ones."""
-_NEUTRAL = frozenset("broadcast_tensors meshgrid view bernoulli randint".split())
+_NEUTRAL = frozenset("broadcast_tensors meshgrid bernoulli randint".split())
 _NO_WRITES = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
 _IN_PLACE = frozenset(
     f"__i{name}__"
@@ -79,6 +81,25 @@ def _writes_first(function) -> bool:
     return in_place or name in _IN_PLACE
 
 
+@lru_cache(4096)
+def _written_by_schema(function) -> tuple[tuple[int, str], ...]:
+    """Return the position and name of each argument that an op of torch.ops changes; () for other functions."""
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        schemas = function._schemas.values()
+    elif isinstance(function, torch._ops.OpOverload):
+        schemas = [function._schema]
+    else:
+        return ()
+    return tuple(
+        {
+            (number, argument.name): None
+            for schema in schemas
+            for number, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+    )
+
+
 def written(function, args, kwargs) -> list[torch.Tensor]:
     """Return the tensors among the arguments of a call that the call may change."""
     if _writes_first(function):
@@ -93,7 +114,10 @@ def written(function, args, kwargs) -> list[torch.Tensor]:
     elif kwargs and kwargs.get("out") is not None:
         found = [kwargs["out"]]
     else:
-        return []
+        found = [
+            args[number] if number < len(args) else kwargs.get(by_name)
+            for number, by_name in _written_by_schema(function)
+        ]
     return tensors_in(found)
 
 
@@ -124,8 +148,9 @@ def index_count(function, args, kwargs) -> int | None:
     """Return a number that all integers in a call's result are below, or None if it is not known."""
     name = name_of(function)
     x = args[0] if args else kwargs.get("input")
-    if name in ("bucketize", "searchsorted"):
-        sequence = args[1] if name == "bucketize" and len(args) > 1 else x
+    if name in _SORTED:
+        position, by_name = _SORTED[name]
+        sequence = args[position] if len(args) > position else kwargs.get(by_name)
         return sequence.size(-1) + 1 if isinstance(sequence, torch.Tensor) else None
     if name in _INDICES:
         dim = args[1] if len(args) > 1 and type(args[1]) is int else kwargs.get("dim")

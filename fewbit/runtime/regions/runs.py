@@ -23,12 +23,14 @@ from fewbit.runtime.interop.bypass import ReplacingMode, run_outside
 from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
 from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.module_calls import leave_to_interpreter
-from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_plain
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_batched, is_plain
 from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.regions import functions
 
 _WAY_OUT = "; use torch.utils.checkpoint.checkpoint for this region"
+_PACKED = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+"""The dtypes of decisions that are packed into fewer bits."""
 _WRAPPERS = frozenset(
     (
         "torch.overrides torch.nn.functional torch.functional torch._tensor torch._ops fewbit.convert.functions "
@@ -130,7 +132,9 @@ class Run(_RegionMode):
         result = function(*args, **kwargs)
         if kind == functions.READS:
             if self.decides and _decides(args, kwargs):
-                self.decisions.append(Decision(functions.name_of(function), copy.copy(result), 0))
+                self.decisions.append(
+                    Decision(functions.name_of(function), copy.deepcopy(result), 0)
+                )
             return result
         self._note(result, args, kwargs)
         if self.decides:
@@ -147,7 +151,7 @@ class Run(_RegionMode):
             values: the tensors.
             count: a number that all integers are below, or None.
         """
-        with outside_dispatch_modes(), torch._C.DisableTorchFunction():
+        with _recording():
             self._tensors += [_packed(value, count) for value in values]
         self.count += len(values)
         self.decisions.append(Decision(functions.name_of(function), None, len(values)))
@@ -155,7 +159,7 @@ class Run(_RegionMode):
 
     def keep(self, tensor) -> None:
         """Keep a copy of the memory of a tensor that is about to change, if the tensor is older than the region."""
-        with outside_dispatch_modes(), torch._C.DisableTorchFunction():
+        with _recording():
             # A tensor with a `grad_fn` was computed in this step, and a parameter gets no copy.
             if not _has_memory(tensor) or tensor.grad_fn is not None or tensor.requires_grad:
                 return
@@ -232,7 +236,8 @@ class Rerun(_RegionMode):
             return self.draw_one_hot(function, *args, **kwargs)
         result = function(*args, **kwargs)
         if kind == functions.READS:
-            return self._next(function).value if _decides(args, kwargs) else result
+            # A copy, because the region may change it, and the next backward pass needs it too.
+            return copy.deepcopy(self._next(function).value) if _decides(args, kwargs) else result
         values = _decided_values(function, result)
         if not values or not _decides(args, kwargs):
             return result
@@ -280,7 +285,10 @@ class Rerun(_RegionMode):
         changed = [
             x for x in functions.written(function, args, {}) if x.requires_grad and x.is_leaf
         ]
-        return tuple(x.detach().clone() if any(x is y for y in changed) else x for x in args)
+        if not changed:
+            return args
+        with outside_dispatch_modes(), torch._C.DisableTorchFunction():
+            return tuple(x.detach().clone() if any(x is y for y in changed) else x for x in args)
 
     def run_layer(self, function, args, kwargs):
         """Call the forward of a layer of fewbit, args[0], outside of this mode. The layer gets copies of its state."""
@@ -304,6 +312,18 @@ def entered(mode: _RegionMode):
 
     with undo_after(put_back):
         torch._C._push_on_torch_function_stack(mode)
+        yield
+
+
+@contextmanager
+def _recording():
+    """Return a context manager in whose block tensors are made that autograd can save."""
+    with (
+        outside_dispatch_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         yield
 
 
@@ -352,7 +372,7 @@ def _packed(values: Tensor, count: int | None) -> SavedTensors:
         )
     values = values.detach()
     is_small = values.numel() * values.element_size() <= 4
-    if not is_plain(values) or is_small or values.is_floating_point():
+    if not is_plain(values) or is_small or values.dtype not in _PACKED:
         return copies.unquantized(values.clone())
     if values.dtype is torch.bool:
         count = 2
@@ -380,7 +400,9 @@ def _diverged(function, first, second) -> GradientError:
 
 
 def _has_memory(x) -> bool:
-    return type(x) in PLAIN_CLASSES and x.layout is torch.strided and not x.is_meta
+    if type(x) not in PLAIN_CLASSES or x.layout is not torch.strided or x.is_meta:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x) and not is_batched(x)
 
 
 def _bytes_of(storage) -> Tensor:

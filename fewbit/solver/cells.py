@@ -133,7 +133,7 @@ class Landscape:
         """Cut the domain at `nodes(count)`, and return the cells that have mass."""
         nodes = self.nodes(count)
         cells = self.integrate(nodes[:-1], nodes[1:])
-        return cells.take(cells.mass > 0)
+        return self._present(cells.take(cells.mass > 0))
 
     def supporting_cells(self, count):
         """Cut the domain into about `count` cells, and return those on which w is positive, however small it is."""
@@ -142,7 +142,7 @@ class Landscape:
         edges = weight.support_edges(self.domain)
         nodes = np.union1d(self.nodes(count), edges[(edges > low) & (edges < high)])
         cells = self.integrate(nodes[:-1], nodes[1:])
-        return cells.take(weight.support(0.5 * (cells.left + cells.right)))
+        return self._present(cells.take(weight.support(0.5 * (cells.left + cells.right))))
 
     def nodes(self, count):
         """Return about `count` nodes, ascending points.
@@ -164,17 +164,26 @@ class Landscape:
         share = share / share.sum() if share.sum() > 0 else share
         even = np.where(weight > 0, 1.0, 0.0)
         if not even.any():
-            low, high = self.domain
-            raise SolveError(
-                f"weight: expected some mass on the domain [{low:g}, {high:g}], got none"
-                + self.weight.weight.absence()
-            )
+            raise self._without_mass()
         share = (1 - _EVEN_SHARE) * share + _EVEN_SHARE * even / even.sum()
         cumulative = np.concatenate([[0.0], np.cumsum(share)])
         wanted = np.interp(np.linspace(0, cumulative[-1], count + 1)[1:-1], cumulative, mesh)
         nearest = np.clip(np.searchsorted(forced, wanted), 1, len(forced) - 1)
         gap = np.minimum(wanted - forced[nearest - 1], forced[nearest] - wanted)
         return np.union1d(forced, wanted[gap > 1e-12 * (1 + np.abs(wanted))])
+
+    def _present(self, cells):
+        """Return cells, of which there must be one."""
+        if not cells.mass.size:
+            raise self._without_mass()
+        return cells
+
+    def _without_mass(self):
+        low, high = self.domain
+        return SolveError(
+            f"weight: expected some mass on the domain [{low:g}, {high:g}], got none"
+            + self.weight.weight.absence()
+        )
 
     def integrate(self, left, right):
         """Return the n cells with the given ends, and compute their integrals.

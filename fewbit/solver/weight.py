@@ -27,6 +27,7 @@ _SAMPLES_PER_BIN = 32
 _STEEP = 32
 # A density is sampled at 4,097 points, and then at 32,769 points to find peaks that the first ones miss.
 _COARSE, _FINE = 2**12, 2**15
+_MOST_POINTS = 2**24
 # The end of the support of a density is a node of the solver if the density rises beside it to this share of its
 # largest value.
 _NEGLIGIBLE = 1e-12
@@ -316,6 +317,11 @@ class Density(Weight):
             steep &= (mesh[:-1] < middle) & (middle < mesh[1:])
             if not steep.any():
                 break
+            if len(mesh) + steep.sum() > _MOST_POINTS:
+                raise WeightError(
+                    f"density {self._name}: expected a function that jumps at few points, got one that jumps at more than "
+                    f"{int(steep.sum()):,}; does it return random numbers?"
+                )
             at = np.flatnonzero(steep) + 1
             mesh = np.insert(mesh, at, middle[steep])
             value = np.insert(value, at, self.density(middle[steep]))
@@ -324,7 +330,7 @@ class Density(Weight):
     def absence(self):
         """Return the end of the message for a domain on which w has no mass."""
         return (
-            f": density {self._name} is 0 at {_FINE + 1} evenly spaced points; if it has a narrow peak, "
+            f": density {self._name} is 0 at nearly all of {_FINE + 1} evenly spaced points; if it has a narrow peak, "
             "choose a smaller domain around the peak"
         )
 

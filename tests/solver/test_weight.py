@@ -9,6 +9,7 @@ from problems import solved
 
 from fewbit import functions
 from fewbit.errors import SolveError, WeightError
+from fewbit.solver import weight as weight_module
 from fewbit.solver.solve import solve
 from fewbit.solver.weight import make_weight
 from fewbit.table import Table
@@ -16,10 +17,11 @@ from fewbit.table import Table
 FORMS = ["levels", "intervals"]
 EDGES = np.array([-4.0, -2.5, -1.0, 0.25, 0.5, 3.0])
 HEIGHTS = np.array([1.0, 2.0, 0.0, 5.0, 0.5])
+NOISE = np.random.default_rng(0)
 
 
 def refusal_of(call, *arguments, **options):
-    with pytest.raises(WeightError) as refusal:
+    with pytest.raises((WeightError, SolveError)) as refusal:
         call(*arguments, **options)
     message = str(refusal.value)
     assert message and "\n" not in message
@@ -149,9 +151,12 @@ def test_a_callable_density_that_jumps(form):
         (lambda x: 1.0, "shape"),
         (lambda x: x[:1], "shape"),
         (lambda x: 1 / 0, "expected a function of float64 arrays, but it raised ZeroDivisionError"),
+        (lambda x: (x == 0) * 1.0, "expected some mass on the domain [-10, 10], got none"),
+        (lambda x: NOISE.random(x.shape), "does it return random numbers?"),
     ],
 )
-def test_a_density_that_is_none(density, expected):
+def test_a_density_that_is_none(density, expected, monkeypatch):
+    monkeypatch.setattr(weight_module, "_MOST_POINTS", 2**17)
     assert expected in refusal_of(solve, "gelu", 2, weight=density)
 
 

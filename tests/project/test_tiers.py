@@ -176,7 +176,7 @@ def test_what_has_a_budget_of_its_own_exists():
 
 
 def test_a_setting_that_is_not_followed_is_noticed():
-    run = dispatch.RUNS[0]
+    (run,) = (run for run in dispatch.RUNS if run.blas == "Haswell")
     found = {"blas": ["Haswell"], "numpy": ["X86_V2"], "aten": "avx2", "fewbit": "avx2"}
     assert dispatch.not_followed(run, found) == []
     for name, other, words in (
@@ -194,7 +194,7 @@ def test_a_processor_without_an_instruction_set_leaves_runs_out(monkeypatch):
     kernels = pytest.importorskip("fewbit._kernels")
     monkeypatch.setattr(dispatch.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(kernels, "cpu_isas", lambda: ("avx2", "baseline"))
-    left_out = [bool(dispatch.cannot_run(run)) for run in dispatch.RUNS]
-    assert left_out == [False, True, True, False, False]
+    left_out = {run.blas for run in dispatch.RUNS if dispatch.cannot_run(run)}
+    assert left_out == {"SkylakeX", "Zen"}
     monkeypatch.setattr(dispatch.platform, "machine", lambda: "aarch64")
     assert all(map(dispatch.cannot_run, dispatch.RUNS))

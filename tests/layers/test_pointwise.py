@@ -1,11 +1,12 @@
 """fewbit.functional.pointwise: a table that is solved for a callable, and follows its values."""
 
+import contextvars
 import functools
 
 import numpy as np
 import pytest
 import torch
-from layers import bytes_by, saved_by
+from layers import bytes_by, relative, saved_by
 from samples import DTYPES, gradient, load_table, normal, same
 
 import fewbit
@@ -292,3 +293,15 @@ def test_a_callable_of_meta_and_fake_tensors():
         y.sum().backward()
     x = torch.ones(4, device="meta", requires_grad=True)
     assert F.pointwise(x, torch.tanh, bits=1).is_meta
+
+
+SCALE = contextvars.ContextVar("scale", default=1.0)
+
+
+@pytest.mark.slow
+def test_a_callable_that_reads_a_context_variable():
+    token = SCALE.set(2.0)
+    x = normal((32, 64), scale=1.0).requires_grad_()
+    F.pointwise(x, lambda x: torch.tanh(SCALE.get() * x), bits=4).sum().backward()
+    SCALE.reset(token)
+    assert relative(x.grad, 2 * (1 - torch.tanh(2 * x.detach()).square())) < 0.1

@@ -7,6 +7,7 @@ results have changed.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import types
 from collections.abc import Callable
@@ -75,6 +76,7 @@ def _apart(device: torch.device, function, *args):
     """Return function(*args), called without the caller's modes, transforms, hooks on saved tensors and autocast.
 
     torch keeps all of these for each thread, so a new thread has none. On a GPU the function computes in the caller's stream.
+    Context variables are the caller's. Values of threading.local are not, and the thread holds no lock of the caller.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -84,7 +86,7 @@ def _apart(device: torch.device, function, *args):
 
     pool = ThreadPoolExecutor(1)
     try:
-        return pool.submit(call).result()
+        return pool.submit(contextvars.copy_context().run, call).result()
     finally:
         pool.shutdown(wait=False)  # so that Ctrl-C ends the call at once
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
 from fewbit import functions as known
 from fewbit.errors import FewbitError
@@ -147,19 +148,21 @@ def names_of(functions: str | Iterable[str] | None) -> list[str]:
     Args:
         functions: A name or an alias, or several; None for all functions. "package.module:name" is not changed.
     """
-    names = known.names() if functions is None else _as_tuple("functions", functions, str)
+    names = known.names() if functions is None else _as_tuple("functions", functions, str, "str")
     return [name if ":" in name else known.canonical(name) for name in names]
 
 
 def checked_bits(bits: int | Iterable[int]) -> tuple[int, ...]:
     """Return one or several numbers of bits as a tuple. Raise SolveError, before any work, if one is out of range."""
-    return tuple(count_levels(count, None)[1] for count in _as_tuple("bits", bits, int))
+    return tuple(count_levels(count, None)[1] for count in _as_tuple("bits", bits, Integral, "int"))
 
 
-def _as_tuple(argument: str, value, kind: type) -> tuple:
+def _as_tuple(argument: str, value, kind: type, described: str) -> tuple:
     """Return the values as a tuple. A value of type `kind` is a single one, and becomes a tuple of one item."""
     if not isinstance(value, kind | Iterable):
-        raise FewbitError(
-            f"{argument}: expected one or several of type {kind.__name__}, got {value!r}"
-        )
-    return (value,) if isinstance(value, kind) else tuple(value)
+        raise FewbitError(f"{argument}: expected one or several of type {described}, got {value!r}")
+    values = (value,) if isinstance(value, kind) else tuple(value)
+    for item in values:
+        if not isinstance(item, kind):
+            raise FewbitError(f"{argument}: expected values of type {described}, got {item!r}")
+    return values

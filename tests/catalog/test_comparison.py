@@ -131,6 +131,8 @@ def test_compare_reports_its_progress():
         ("gelo", 1, "did you mean gelu"),
         (["gelu", "no_module:f"], 1, "cannot import 'no_module'"),
         (3, 1, "functions: expected one or several of type str, got 3"),
+        ([3], 1, "functions: expected values of type str, got 3"),
+        ("gelu", [2.5], "bits: expected values of type int, got 2.5"),
     ],
 )
 def test_compare_refuses_before_it_solves_anything(functions, bits, expected):

@@ -44,6 +44,11 @@ def drawn(x):
     return TABLE[torch.multinomial(x.detach().softmax(-1), 2)].sum(1) * x.sin()
 
 
+def pooled(x):
+    indices = functional.max_pool2d(x.detach()[None, None], 2, return_indices=True)[1]
+    return x.sin() * indices.remainder(5)[0, 0].repeat(2, 2)
+
+
 def in_inference_mode(x):
     with torch.inference_mode():
         mask = x > 0.3
@@ -86,6 +91,9 @@ DECIDING = {
     "inference mode": in_inference_mode,
     "changed array": changed_array,
     "changed lists": changed_lists,
+    "where of floats": lambda x: x.flatten()[torch.where(x.flatten().relu())[0]].sin().cumsum(0),
+    "indices of pooling": pooled,
+    "frexp": lambda x: torch.frexp(x.detach())[1] * x.sin(),
     "unique": lambda x: x.detach().round().unique().cos().sum() * x.sin(),
     "integers": lambda x: (x * 10).long() * x.sin(),
     "in place": in_place,

@@ -133,8 +133,15 @@ def tensors_in(values) -> list[torch.Tensor]:
 
 
 def is_resized(function) -> bool:
-    """Return whether the size of a function's result depends on values."""
+    """Return whether the size of a function's result depends on values, and all its results are recorded."""
     return name_of(function) in _RESIZED
+
+
+def may_differ_in_size(function) -> bool:
+    """Return whether the recorded tensors of a function may have another size than those that the second run computes."""
+    return (
+        is_resized(function) or name_of(function) == "where"
+    )  # with one argument, `where` is nonzero
 
 
 def chosen_dim(function, args, kwargs) -> int | None:

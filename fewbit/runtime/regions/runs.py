@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -244,7 +245,11 @@ class Rerun(_RegionMode):
         decided = self.decided(function, values, None)
         if any(result is value for value in (*args, *kwargs.values())):
             return result.copy_(decided[0])  # the function has changed an argument
-        return decided[0] if isinstance(result, Tensor) else type(result)(decided)
+        if isinstance(result, Tensor):
+            return decided[0]
+        recorded = iter(decided)
+        is_recorded = partial(_is_recorded, functions.is_resized(function))
+        return type(result)([next(recorded) if is_recorded(x) else x for x in result])
 
     def decided(self, function, values, count):
         """Return what the first run recorded in place of `values`."""
@@ -253,7 +258,7 @@ class Rerun(_RegionMode):
         with outside_dispatch_modes(), torch._C.DisableTorchFunction():
             for _, value in zip(range(decision.count), values, strict=False):
                 recorded = _value(*next(self._tensors))
-                if not functions.is_resized(function) and recorded.shape != value.shape:
+                if recorded.shape != value.shape and not functions.may_differ_in_size(function):
                     raise _diverged(function, tuple(recorded.shape), tuple(value.shape))
                 found.append(recorded)
         return found
@@ -339,17 +344,17 @@ def _decides(args, kwargs) -> bool:
 
 
 def _decided_values(function, result) -> tuple[Tensor, ...]:
-    """Return the tensors in a result that are decisions. Functions that return both kinds of tensors decide nothing."""
-    if isinstance(result, Tensor):
-        is_decision = not (result.is_floating_point() or result.is_complex())
-        return (result,) if is_decision or functions.is_resized(function) else ()
-    if not isinstance(result, list | tuple) or not result:
+    """Return the tensors in a result that are decisions."""
+    results = (result,) if isinstance(result, Tensor) else result
+    if not isinstance(results, list | tuple) or not all(isinstance(x, Tensor) for x in results):
         return ()
-    if not all(isinstance(item, Tensor) for item in result):
-        return ()
-    if functions.is_resized(function):
-        return tuple(result)
-    return () if any(x.is_floating_point() or x.is_complex() for x in result) else tuple(result)
+    is_resized = functions.is_resized(function)
+    return tuple(x for x in results if _is_recorded(is_resized, x))
+
+
+def _is_recorded(is_resized: bool, x: Tensor) -> bool:
+    """Return whether a tensor in the result of a function that decides is a decision."""
+    return is_resized or not (x.is_floating_point() or x.is_complex())
 
 
 class _Recorded(NamedTuple):

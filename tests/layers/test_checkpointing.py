@@ -154,6 +154,16 @@ def test_restored_inputs_have_the_strides_of_the_input(order):
     assert relative(x.grad, x.detach().cos()) < 0.01
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_a_sparse_argument(layout):
+    x = normal((WIDTH, WIDTH), scale=1.0).requires_grad_()
+    matrix = normal((WIDTH, WIDTH), seed=3).relu()
+    sparse = matrix.to_sparse(layout=layout)
+    fewbit.checkpoint(lambda x, sparse: sparse @ x.sin(), x, sparse).sum().backward()
+    assert relative(x.grad, (matrix.T @ torch.ones(WIDTH, WIDTH)) * x.detach().cos()) < 0.03
+
+
 def test_without_gradients_nothing_is_saved():
     model, x = block(), normal((16, WIDTH))
     with torch.no_grad():

@@ -292,10 +292,10 @@ def in_storage_order(x: torch.Tensor, save) -> SavedTensors:
     """Return save(x), in which save gets the dimensions of x in storage order. Dequantizing restores x's strides.
 
     Args:
-        x: a tensor of any shape and strides.
+        x: a tensor of any shape and strides. A sparse tensor, which has no strides, is given to save as it is.
         save: a function of a tensor that returns SavedTensors.
     """
-    order = layout.storage_permutation(x)
+    order = layout.storage_permutation(x) if x.layout is torch.strided else None
     if order is None:
         return save(x)
     saved = save(x.permute(order))

@@ -109,9 +109,7 @@ class CompiledCall:
         self._compresses = partitioner is not None and partitioner.compresses
         self._call = call
         self._compiled = torch.compile(call, **_ISOLATED, **arguments)
-        self._checked = (
-            set()
-        )  # names of the last autograd nodes of results whose graphs were checked
+        self._checked = set()  # sets of the names of all autograd nodes of calls that were checked
         self._told = set()  # reasons that a warning has named
 
     def __call__(self, *args, **kwargs):
@@ -129,10 +127,12 @@ class CompiledCall:
             result = run(*args, **kwargs)
         finally:
             _running.depth -= 1
-        ends = _ends(result)
-        if ends and (ends[0].name() not in self._checked or counters["frames"] != frames):
-            self._checked.add(ends[0].name())
-            saved = self._exact_tensors(ends, start, (args, kwargs))
+        inputs = tensors_in((args, kwargs))
+        nodes, _ = nodes_since(_ends(result), start, {*nodes_of(inputs)})
+        names = frozenset(node.name() for node in nodes)
+        if nodes and (names not in self._checked or counters["frames"] != frames):
+            self._checked.add(names)
+            saved = self._exact_tensors(nodes, inputs)
             if saved:
                 self._warn(saved, outside or _explanation(frames, reasons))
         return result
@@ -146,13 +146,9 @@ class CompiledCall:
                 "pass; call the model outside of that function, or compile only the parts around the model",
             )
 
-    def _exact_tensors(self, ends, start: int, inputs) -> dict[int, tuple[str, int]]:
+    def _exact_tensors(self, nodes, inputs) -> dict[int, tuple[str, int]]:
         """Return {storage: (name of the node, bytes)} of the large tensors that uncompiled code has saved in full."""
-        owned = {
-            _storage(x)
-            for x in (*self._model.parameters(), *self._model.buffers(), *tensors_in(inputs))
-        }
-        nodes, _ = nodes_since(ends, start, {*nodes_of(tensors_in(inputs))})
+        owned = {_storage(x) for x in (*self._model.parameters(), *self._model.buffers(), *inputs)}
         return {
             _storage(x): (node.name(), x.nbytes)
             for node in nodes

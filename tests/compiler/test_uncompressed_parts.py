@@ -35,6 +35,18 @@ class Net(nn.Module):
         return self.middle(torch.tanh(self.first(x))) * len(self.word + "a")
 
 
+class Summed(Net):
+    """A model whose last operation, which saves nothing, is never compiled."""
+
+    def forward(self, x):
+        return total(super().forward(x))
+
+
+@torch.compiler.disable
+def total(x):
+    return x.sum(-1)
+
+
 class Breaking(nn.Module):
     """A module that breaks the graph, in code that torch.compile cannot resume or between compiled parts."""
 
@@ -97,9 +109,9 @@ def train_twice(net):
     train(net)
 
 
-def within(*contexts):
+def within(*contexts, make=Net):
     """Train a model twice in each context, and check that ordinary calls are compressed afterwards."""
-    net = compiled(Net())
+    net = compiled(make())
     for context in contexts:
         with context():
             train_twice(net)
@@ -169,6 +181,7 @@ FALLBACKS = {
     "func.grad": (lambda _: transformed(gradients), r"torch\.func"),
     "stance": (lambda _: within(eager), r"switched off, .*set_stance"),
     "stance later": (lambda _: within(nullcontext, eager), r"switched off, .*set_stance"),
+    "stance later, beside eager code": (lambda _: within(nullcontext, eager, make=Summed), r"switched off, .*set_stance"),
     "switched off": (lambda _: within(lambda: config.patch(disable=True)), r"config\.disable is set"),
     "disable=True": (lambda _: compiled(Net(), disable=True), r"torch\.compile is disabled"),
     "compiled caller": (lambda _: inside(torch.compile), "compiles a function that calls the model"),

@@ -179,6 +179,7 @@ class Landscape:
         return cells
 
     def _without_mass(self):
+        """Return the error of a weight that has no mass on the domain."""
         low, high = self.domain
         return SolveError(
             f"weight: expected some mass on the domain [{low:g}, {high:g}], got none"

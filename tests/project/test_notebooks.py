@@ -22,7 +22,7 @@ SHOWN = {
     "vision": (2, 2),
     "which_bits": (2, 0),
 }
-# What a test replaces, so that a notebook trains for fewer steps.
+# A test replaces these texts, so that a notebook trains for fewer steps.
 SHORTER = {
     "five_minutes": {"steps=150": "steps=10"},
     "lora": {"[:640]": "[:64]", "max_steps=24": "max_steps=4"},

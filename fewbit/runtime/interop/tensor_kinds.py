@@ -27,8 +27,7 @@ def is_plain(x) -> bool:
         not torch.compiler.is_compiling()
         and type(x) in PLAIN_CLASSES
         and torch._C._functorch.maybe_current_level() is None
-        and not torch._C._functorch.is_legacy_batchedtensor(x)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not is_wrapped(x)
         and not (torch._C._len_torch_dispatch_stack() and _has_mode(_FAKE, *_TRACING))
         and not torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         and x.layout is torch.strided
@@ -54,6 +53,12 @@ def is_abstract(x) -> bool:
 def _has_mode(*keys) -> bool:
     """Return whether one of torch's own dispatch modes is active."""
     return any(torch._C._get_dispatch_mode(key) is not None for key in keys)
+
+
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Return whether x stands for other tensors, in a transform of `torch.func` or because of `is_grads_batched=True`."""
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
 def is_batched(x, transforms_only: bool = False) -> bool:

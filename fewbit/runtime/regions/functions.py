@@ -114,11 +114,13 @@ def written(function, args, kwargs) -> list[torch.Tensor]:
     elif kwargs and kwargs.get("out") is not None:
         found = [kwargs["out"]]
     else:
-        found = [
-            args[number] if number < len(args) else kwargs.get(by_name)
-            for number, by_name in _written_by_schema(function)
-        ]
+        found = [_argument(args, kwargs, *place) for place in _written_by_schema(function)]
     return tensors_in(found)
+
+
+def _argument(args, kwargs, position: int, name: str):
+    """Return the argument of a call that stands at a position or has a name; None if it is not given."""
+    return args[position] if len(args) > position else kwargs.get(name)
 
 
 def tensors_in(values) -> list[torch.Tensor]:
@@ -156,8 +158,7 @@ def index_count(function, args, kwargs) -> int | None:
     name = name_of(function)
     x = args[0] if args else kwargs.get("input")
     if name in _SORTED:
-        position, by_name = _SORTED[name]
-        sequence = args[position] if len(args) > position else kwargs.get(by_name)
+        sequence = _argument(args, kwargs, *_SORTED[name])
         return sequence.size(-1) + 1 if isinstance(sequence, torch.Tensor) else None
     if name in _INDICES:
         dim = args[1] if len(args) > 1 and type(args[1]) is int else kwargs.get("dim")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import sys
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from fewbit.runtime.interop.bypass import ReplacingMode, run_outside
 from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
 from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.module_calls import leave_to_interpreter
-from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_batched, is_plain
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_plain, is_wrapped
 from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.regions import functions
@@ -247,9 +246,8 @@ class Rerun(_RegionMode):
             return result.copy_(decided[0])  # the function has changed an argument
         if isinstance(result, Tensor):
             return decided[0]
-        recorded = iter(decided)
-        is_recorded = partial(_is_recorded, functions.is_resized(function))
-        return type(result)([next(recorded) if is_recorded(x) else x for x in result])
+        recorded = {id(value): first for value, first in zip(values, decided, strict=False)}
+        return type(result)([recorded.get(id(x), x) for x in result])
 
     def decided(self, function, values, count):
         """Return what the first run recorded in place of `values`."""
@@ -349,12 +347,7 @@ def _decided_values(function, result) -> tuple[Tensor, ...]:
     if not isinstance(results, list | tuple) or not all(isinstance(x, Tensor) for x in results):
         return ()
     is_resized = functions.is_resized(function)
-    return tuple(x for x in results if _is_recorded(is_resized, x))
-
-
-def _is_recorded(is_resized: bool, x: Tensor) -> bool:
-    """Return whether a tensor in the result of a function that decides is a decision."""
-    return is_resized or not (x.is_floating_point() or x.is_complex())
+    return tuple(x for x in results if is_resized or not (x.is_floating_point() or x.is_complex()))
 
 
 class _Recorded(NamedTuple):
@@ -407,7 +400,7 @@ def _diverged(function, first, second) -> GradientError:
 def _has_memory(x) -> bool:
     if type(x) not in PLAIN_CLASSES or x.layout is not torch.strided or x.is_meta:
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x) and not is_batched(x)
+    return not is_wrapped(x)
 
 
 def _bytes_of(storage) -> Tensor:

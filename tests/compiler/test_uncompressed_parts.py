@@ -266,8 +266,8 @@ COMPRESSED = {
 
 
 SLOW = ["no gradients", "another size", "another dtype", "autocast"]
-SLOW += ["break between parts", "gradient of the input"]
-"""The names of those that are compiled twice."""
+SLOW += ["break between parts", "gradient of the input", "threads", "dispatch mode in another thread"]
+"""The names of those that compile twice."""
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def place(module):
     return PACKAGES[package], RUNTIME[inner[0]] if package == "runtime" and inner else -1
 
 
+@pytest.mark.slow
 def test_imports_point_upwards():
     """Lazy imports count as well."""
     for module, path in MODULES.items():

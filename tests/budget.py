@@ -129,7 +129,8 @@ class Budget:
         self.shared = (
             before + seconds
         )  # shared fixtures that this one uses have been added meanwhile
-        if seconds > FIXTURE_SECONDS and seconds > (limit := FIXTURE_SECONDS * slowness() * TOLERANCE):
+        limit = FIXTURE_SECONDS * TOLERANCE
+        if seconds > limit and seconds > (limit := limit * slowness()):
             message = f"the fixture {fixturedef.argname} {_over(seconds, limit)}"
             pytest.fail(message, pytrace=False)
         return result

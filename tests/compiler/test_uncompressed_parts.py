@@ -266,7 +266,8 @@ COMPRESSED = {
 
 
 SLOW = ["no gradients", "another size", "another dtype", "autocast"]
-SLOW += ["break between parts", "gradient of the input", "threads", "dispatch mode in another thread"]
+SLOW += ["break between parts", "gradient of the input"]
+SLOW += ["threads", "dispatch mode in another thread"]
 """The names of those that compile twice."""
 
 

@@ -108,7 +108,9 @@ def checkpoint(
 
     Raises:
         InputError: `function` cannot be called, or an argument is invalid.
-        GradientError: in the backward pass, if the second run takes other decisions than the first run.
+        GradientError: the region decides in a way that a second run from rounded inputs cannot repeat: it draws according to
+            its input (`rrelu`, `torch.poisson`), decides within vmap or a region of torch's function, or, in the backward
+            pass, decides at other places than in the first run.
     """
     if not callable(function):
         raise InputError(f"function: expected a function or module, got {type(function).__name__}")

@@ -85,13 +85,15 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if tier := tiers.of_folder(item.path):
             item.add_marker(tier)
-    for item in tiers.rest_of_sweeps(items):
+    rest = list(tiers.rest_of_sweeps(items))
+    for item in rest:
         item.add_marker(pytest.mark.slow)
     left_out = [item for item in items if item.get_closest_marker("cuda")]
     if left_out:
         import torch
 
         left_out = [] if torch.cuda.is_available() else left_out
+    left_out += [item for number, item in enumerate(rest) if number % tiers.SHARE]
     if not config.option.markexpr:
         named = tiers.named(config)
         left_out += [item for item in items if not (tiers.is_fast(item) or named(item))]

@@ -1,6 +1,7 @@
 """The choice of tests: the tiers, and the order of a shuffled run. See CONTRIBUTING.md."""
 
 import functools
+import os
 import random
 import zlib
 from collections import defaultdict
@@ -13,6 +14,8 @@ FOLDERS = {"frameworks": "integrations", "fuzz": "fuzz"}
 """The folders whose tests belong to one tier all. A run of the fast tier does not import their files."""
 FEW = 8
 """The number of cases up to which all cases of a test are fast, unless they are marked."""
+SHARE = int(os.environ.get("FEWBIT_SWEEP_SHARE", 1))
+"""The slow tier runs one in so many of the cases that `rest_of_sweeps` yields."""
 
 
 def is_fast(item):

@@ -241,7 +241,11 @@ def _smooth_intervals(table, f, weight):
     # Adaptive quadrature could miss a narrow density without points of the density's own mesh.
     hints = weight.mesh(table.domain)[::20]
     hints = hints[(hints > low) & (hints < high)]
-    return np.unique(np.concatenate([[low, high], inside, hints, np.linspace(low, high, 41)]))
+    # On a wide domain, most of the function's shape is near 0.
+    near = np.geomspace(1e-3, 1e3, 49)
+    near = np.concatenate([-near, near])
+    near = near[(near > low) & (near < high)]
+    return np.unique(np.concatenate([[low, high], inside, hints, near, np.linspace(low, high, 41)]))
 
 
 def _loss(table, f, x):
@@ -275,14 +279,20 @@ def _integral(integrand, ends, slope=1.0):
 
     left, right = ends[:-1], ends[1:]
     # If a break is beside a kink, the interval between them contains few floats: too few for the points of the rule.
-    wide = right - left > 1e-9 * (1 + np.abs(left))
-    thin = ~wide
-    rest = np.sum(integrand(0.5 * (left[thin] + right[thin])) * (right[thin] - left[thin]))
+    wide = right - left > 1e6 * np.spacing(np.maximum(np.abs(left), np.abs(right)))
+    rest = _few_points(integrand, left[~wide], right[~wide])
     left, right = left[wide], right[wide]
     result = tanhsinh(
         inside, left, right, args=(left, right), rtol=1e-9, atol=1e-30 * slope**2, maxlevel=8
     )
     return float(np.sum(result.integral) + rest)
+
+
+def _few_points(integrand, left, right):
+    """Integrate over narrow intervals with a Gauss-Legendre rule of 5 points."""
+    points, weights = np.polynomial.legendre.leggauss(5)
+    x = left[:, None] + 0.5 * (points + 1) * (right - left)[:, None]
+    return np.sum(integrand(x) @ weights * 0.5 * (right - left))
 
 
 def _samples(left, right):

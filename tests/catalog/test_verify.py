@@ -28,6 +28,9 @@ SOLVED = [
     ("sigmoid", {"bits": 2, "objective": "minimax"}),
     ("silu", {"bits": 2, "objective": "unbiased"}),
     ("numpy:arctan", {"bits": 2}),
+    ("gelu", {"bits": 2, "weight": "normal:0,1e9", "objective": "minimax"}),
+    ("silu", {"bits": 2, "weight": "normal:0,1e-10"}),
+    ("tanh", {"bits": 2, "weight": "normal:0,1e-12", "objective": "unbiased"}),
 ]
 
 

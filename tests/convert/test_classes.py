@@ -3,6 +3,7 @@
 import copy
 import pickle
 from abc import ABC, ABCMeta
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -167,8 +168,13 @@ class AbstractDeeper(AbstractFirst):
     pass
 
 
+class GenericFirst(Generic[TypeVar("T")], Block):
+    pass
+
+
 @pytest.mark.parametrize(
-    "cls", [Tagged, Registered, Abstract, PlainAbstract, AbstractFirst, AbstractDeeper]
+    "cls",
+    [Tagged, Registered, Abstract, PlainAbstract, AbstractFirst, AbstractDeeper, GenericFirst],
 )
 def test_metaclasses(cls):
     before = Registering.seen[:]

@@ -2,6 +2,7 @@
 
 import contextvars
 import functools
+import threading
 
 import numpy as np
 import pytest
@@ -108,10 +109,10 @@ class Wide:
 
 
 class Unseen:
-    """A callable with a NumPy array, which has no version counter that shows changes."""
+    """A callable with a NumPy array, which has no version counter that shows changes, and a lock, which has no attributes."""
 
     def __init__(self, beta):
-        self.beta = np.full(1, beta)
+        self.lock, self.beta = threading.RLock(), np.full(1, beta)
 
     def __call__(self, x):
         return x * torch.sigmoid(float(self.beta[0]) * x)

@@ -55,6 +55,16 @@ def in_inference_mode(x):
     return x.sin() * mask.clone()
 
 
+def assigned(x):
+    levels = torch.zeros(x.shape, dtype=torch.long)
+    levels[:, 3:] = x.detach()[:, 3:] * 10
+    return x.sin() * levels
+
+
+def coins(x):
+    return x.sin() * torch.empty_like(x).bernoulli_(x.detach().sigmoid())
+
+
 def changed_array(x):
     numbers = x.detach().exp().numpy()
     numbers += 1
@@ -97,6 +107,9 @@ DECIDING = {
     "unique": lambda x: x.detach().round().unique().cos().sum() * x.sin(),
     "integers": lambda x: (x * 10).long() * x.sin(),
     "in place": in_place,
+    "assigned": assigned,
+    "bernoulli": lambda x: x.sin() * x.detach().sigmoid().bernoulli(),
+    "bernoulli_": coins,
     "out": into_out,
     "gumbel_softmax": lambda x: functional.gumbel_softmax(x, hard=True) @ TABLE * x.sin(),
     "multinomial": drawn,
@@ -228,6 +241,40 @@ def test_vmap_in_a_region():
         fewbit.checkpoint(torch.func.vmap(lambda row: row.sin() * (row > 0)), x)
 
 
+DRAWING = {
+    "rrelu": nn.RReLU(),
+    "poisson": lambda x: x * torch.poisson(x.detach().exp()),
+    "_standard_gamma": lambda x: torch.distributions.Gamma(x.exp(), 1.0).rsample(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_draws_by_value_are_refused(name):
+    x = normal((WIDTH, WIDTH)).requires_grad_()
+    with pytest.raises(GradientError, match=f"{name} draws random numbers .* use torch.utils"):
+        fewbit.checkpoint(DRAWING[name], x)
+    fewbit.checkpoint(nn.RReLU().eval(), x).sum().backward()
+
+
+OTHERS = {
+    "torch": partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    "reentrant": partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_decisions_in_regions_of_torch(name):
+    """A region of torch that decides may be around a region of fewbit, but not within it."""
+    other, x = OTHERS[name], normal((WIDTH, WIDTH), scale=1.0).requires_grad_()
+    y = other(lambda x: fewbit.checkpoint(DECIDING["mask"], x * 1.5), x)
+    assert (
+        torch.autograd.grad(y.sum(), x)[0].isfinite().all() if name == "torch" else y.requires_grad
+    )
+    with pytest.raises(GradientError, match="a decision within torch.utils.checkpoint"):
+        fewbit.checkpoint(lambda x: other(DECIDING["mask"], x * 1.5), x)
+    fewbit.checkpoint(lambda x: other(torch.sin, x * 1.5), x).sum().backward()
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("number", [1, 2])
 def test_no_mode_is_left_on(error, number):
@@ -352,6 +399,54 @@ def test_state_moves_once(name, compresses):
     found_state, found = trained(fewbit.checkpoint)
     assert all(same(found_state[key], value) for key, value in state.items())
     assert relative(found, wanted) < 0.05
+
+
+class Average(nn.Module):
+    """An average of the inputs, which `change` changes."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.change = change
+
+    def forward(self, x):
+        self.change(self, 0.9 * self.mean + 0.1 * x.detach().mean(0))
+        return (x - self.mean).sin()
+
+
+class Holder:
+    def __init__(self, module):
+        self.module = module
+
+    def call(self, x):
+        return self.module(x)
+
+
+REPLACES = {
+    "attribute": lambda module, value: setattr(module, "mean", value),
+    "data": lambda module, value: setattr(module.mean, "data", value),
+    "set_": lambda module, value: module.mean.set_(value),
+}
+HOLDS = {
+    "module": lambda module: module,
+    "closure": lambda module: lambda x: module(x),
+    "keyword": lambda module: partial(lambda x, module: module(x), module=module),
+    "object": lambda module: Holder(module).call,
+    "list": lambda module: partial(lambda modules, x: modules[0](x), [module]),
+}
+
+
+@pytest.mark.parametrize("holds", HOLDS)
+@pytest.mark.parametrize("replaces", REPLACES)
+def test_replaced_buffers_move_once(replaces, holds):
+    module = Average(REPLACES[replaces])
+    x = normal((WIDTH, WIDTH), scale=1.0).requires_grad_()
+    results = [fewbit.checkpoint(HOLDS[holds](module), x) for _ in range(2)]
+    wanted, buffer = 0.19 * x.detach().mean(0), module.mean
+    for y, number in zip(results, (0.1, 0.19), strict=True):
+        found = torch.autograd.grad(y.sum(), x)[0]
+        assert relative(found, (x - number * x.mean(0)).detach().cos()) < 0.03
+    assert module.mean is buffer and torch.allclose(buffer, wanted)
 
 
 def test_bytes_of_state():

@@ -147,7 +147,7 @@ def _object(value, parts):
     if isinstance(value, torch.jit.ScriptModule) or not all(map(_is_transparent, ours)):
         raise _UnseenError
     parts.append(_Same(kind))
-    attributes = vars(value)
+    attributes = getattr(value, "__dict__", {})
     if isinstance(value, torch.nn.Module):
         skipped = _attributes_of_modules()
         attributes = {name: part for name, part in attributes.items() if name not in skipped}
@@ -157,7 +157,9 @@ def _object(value, parts):
 
 def _is_transparent(kind: type) -> bool:
     """Return whether the __dict__ of an instance of the class contains everything that the instance holds."""
-    return bool(kind.__flags__ & _HEAP_TYPE) and not vars(kind).get("__slots__")
+    slots = vars(kind).get("__slots__")
+    is_seen = not slots if slots is not None else kind.__dictoffset__  # a lock has neither
+    return bool(kind.__flags__ & _HEAP_TYPE and is_seen)
 
 
 @functools.cache

@@ -196,7 +196,8 @@ def _layout_of(base: type) -> tuple[type, ...]:
         first = first.__base__
     if first.__base__ is object:
         return ()
-    return (_new_class(type(first.__base__), "_Layout", (first.__base__,), {}),)
+    own = {"__orig_bases__": ()}  # otherwise typing.Generic refuses to be a base without parameters
+    return (_new_class(type(first.__base__), "_Layout", (first.__base__,), own),)
 
 
 def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -> type:

@@ -37,6 +37,13 @@ def is_plain(x) -> bool:
     )
 
 
+def has_memory(x) -> bool:
+    """Return whether x is an ordinary dense tensor with memory, in whatever mode it is used."""
+    if type(x) not in PLAIN_CLASSES or x.layout is not torch.strided or x.is_meta:
+        return False
+    return not is_wrapped(x)
+
+
 def is_abstract(x) -> bool:
     """Return whether x is a meta or fake tensor in ordinary eager mode.
 

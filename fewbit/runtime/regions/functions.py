@@ -7,9 +7,10 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
-NEUTRAL, USUAL, READS, CHOOSES, DRAWS_ONE_HOT = range(5)
+NEUTRAL, USUAL, READS, CHOOSES, DRAWS_ONE_HOT, DRAWS = range(6)
 """The kinds. NEUTRAL: no decision, and no new tensor from values. READS: returns Python numbers. CHOOSES: returns elements
-of its input and their indices. DRAWS_ONE_HOT: `gumbel_softmax`, which chooses without showing an index. USUAL: all others."""
+of its input and their indices. DRAWS_ONE_HOT: `gumbel_softmax`, which chooses without showing an index. DRAWS: may draw as
+many random numbers as the values of its input want. USUAL: all others."""
 
 _READS = frozenset(
     "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__ equal allclose is_nonzero".split()
@@ -24,7 +25,9 @@ _SORTED = {"bucketize": (1, "boundaries"), "searchsorted": (0, "sorted_sequence"
 """{name: (position of the sorted sequence into which the function sorts its input, its name)}."""
 _RESIZED = frozenset("unique unique_consecutive nonzero argwhere".split())
 """Functions whose results have a size that depends on values. All their results are recorded, also the floating ones."""
-_NEUTRAL = frozenset("broadcast_tensors meshgrid bernoulli randint".split())
+_NEUTRAL = frozenset("broadcast_tensors meshgrid randint".split())
+_DRAWS = frozenset("poisson binomial _standard_gamma _sample_dirichlet".split())
+"""Functions for which their input determines how many random numbers they draw, as for `rrelu` in training mode."""
 _NO_WRITES = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
 _IN_PLACE = frozenset(
     f"__i{name}__"
@@ -67,6 +70,8 @@ def kind_of(function) -> int:
         return READS
     if name in _CHOOSES:
         return CHOOSES
+    if name in _DRAWS or name.startswith("rrelu"):
+        return DRAWS
     is_new = name.endswith("_like") or name.startswith("new_")
     if is_new or name in _NEUTRAL or name in ("__get__", "__set__"):
         return NEUTRAL
@@ -134,16 +139,31 @@ def tensors_in(values) -> list[torch.Tensor]:
     return found
 
 
-def is_resized(function) -> bool:
-    """Return whether the size of a function's result depends on values, and all its results are recorded."""
-    return name_of(function) in _RESIZED
+def is_assignment(function) -> bool:
+    """Return whether a function assigns to elements of its first argument, and returns nothing."""
+    return name_of(function) == "__setitem__"
+
+
+def is_all_decided(function, args, kwargs) -> bool:
+    """Return whether all tensors that a call returns are decisions, also the floating ones."""
+    name = name_of(function)
+    if name == "bernoulli":  # of probabilities, unless one is given by itself
+        return len(args) < 2 and "p" not in kwargs
+    if name == "bernoulli_":
+        return isinstance(_argument(args, kwargs, 1, "p"), torch.Tensor)
+    return name in _RESIZED
 
 
 def may_differ_in_size(function) -> bool:
     """Return whether the recorded tensors of a function may have another size than those that the second run computes."""
-    return (
-        is_resized(function) or name_of(function) == "where"
-    )  # with one argument, `where` is nonzero
+    name = name_of(function)
+    return name in _RESIZED or name == "where"  # with one argument, `where` is nonzero
+
+
+def draws_by_value(function, args, kwargs) -> bool:
+    """Return whether a call of kind DRAWS draws random numbers."""
+    is_rrelu = name_of(function).startswith("rrelu")
+    return not is_rrelu or bool(_argument(args, kwargs, 3, "training"))
 
 
 def chosen_dim(function, args, kwargs) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -20,10 +21,14 @@ from torch import Tensor, nn
 
 from fewbit.errors import GradientError
 from fewbit.runtime.interop.bypass import ReplacingMode, run_outside
-from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
+from fewbit.runtime.interop.checkpoint import (
+    checkpoint_hook,
+    outside_dispatch_modes,
+    reentrant_region,
+)
 from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.module_calls import leave_to_interpreter
-from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_plain, is_wrapped
+from fewbit.runtime.interop.tensor_kinds import has_memory, is_plain
 from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.regions import functions
@@ -129,16 +134,16 @@ class Run(_RegionMode):
                     return self.choose(function, dim, args, kwargs)
             elif kind == functions.DRAWS_ONE_HOT:
                 return self.draw_one_hot(function, *args, **kwargs)
+            elif kind == functions.DRAWS and functions.draws_by_value(function, args, kwargs):
+                raise _drawn(function)
         result = function(*args, **kwargs)
         if kind == functions.READS:
             if self.decides and _decides(args, kwargs):
-                self.decisions.append(
-                    Decision(functions.name_of(function), copy.deepcopy(result), 0)
-                )
+                self._add(function, copy.deepcopy(result), 0)
             return result
         self._note(result, args, kwargs)
         if self.decides:
-            values = _decided_values(function, result)
+            values = _decided_values(function, result, args, kwargs)
             if values and _decides(args, kwargs):
                 self.decided(function, values, functions.index_count(function, args, kwargs))
         return result
@@ -154,14 +159,25 @@ class Run(_RegionMode):
         with _recording():
             self._tensors += [_packed(value, count) for value in values]
         self.count += len(values)
-        self.decisions.append(Decision(functions.name_of(function), None, len(values)))
+        self._add(function, None, len(values))
         return values
+
+    def _add(self, function, value, count: int) -> None:
+        """Add a decision."""
+        hook, context = _innermost.region
+        # Other hooks on saved tensors may hide those of the region.
+        if (checkpoint_hook() or hook, reentrant_region()) != (hook, context):
+            raise GradientError(
+                "fewbit.checkpoint: a decision within torch.utils.checkpoint.checkpoint cannot be repeated from rounded "
+                "inputs; use one of the two functions for both regions"
+            )
+        self.decisions.append(Decision(functions.name_of(function), value, count))
 
     def keep(self, tensor) -> None:
         """Keep a copy of the memory of a tensor that is about to change, if the tensor is older than the region."""
         with _recording():
             # A tensor with a `grad_fn` was computed in this step, and a parameter gets no copy.
-            if not _has_memory(tensor) or tensor.grad_fn is not None or tensor.requires_grad:
+            if not has_memory(tensor) or tensor.grad_fn is not None or tensor.requires_grad:
                 return
             storage = tensor.untyped_storage()
             number = storage._cdata
@@ -187,11 +203,11 @@ class Run(_RegionMode):
         if result.requires_grad:
             return
         with torch._C.DisableTorchFunction():
-            if not _has_memory(result):
+            if not has_memory(result):
                 return
             number = result.untyped_storage()._cdata
             given = functions.tensors_in((*args, *kwargs.values()))
-            if all(not _has_memory(x) or x.untyped_storage()._cdata != number for x in given):
+            if all(not has_memory(x) or x.untyped_storage()._cdata != number for x in given):
                 self._made.add(number)
 
     def run_layer(self, function, args, kwargs):
@@ -238,10 +254,13 @@ class Rerun(_RegionMode):
         if kind == functions.READS:
             # A copy, because the region may change it, and the next backward pass needs it too.
             return copy.deepcopy(self._next(function).value) if _decides(args, kwargs) else result
-        values = _decided_values(function, result)
+        values = _decided_values(function, result, args, kwargs)
         if not values or not _decides(args, kwargs):
             return result
         decided = self.decided(function, values, None)
+        if result is None:  # of an assignment to elements
+            args[0].copy_(decided[0])
+            return None
         if any(result is value for value in (*args, *kwargs.values())):
             return result.copy_(decided[0])  # the function has changed an argument
         if isinstance(result, Tensor):
@@ -275,7 +294,7 @@ class Rerun(_RegionMode):
         if not isinstance(value, Tensor):
             return value
         with outside_dispatch_modes(), torch._C.DisableTorchFunction():
-            if value.requires_grad or not _has_memory(value):
+            if value.requires_grad or not has_memory(value):
                 return value
             memory = self._memory.get(value.untyped_storage()._cdata)
             if memory is None:
@@ -304,16 +323,27 @@ class Rerun(_RegionMode):
         return run_outside(function, *args, **kwargs)
 
 
+class _Innermost(threading.local):
+    """The innermost region of fewbit that this thread runs, by what torch calls hook and context; see `checkpoint_hook`."""
+
+    region = None
+
+
+_innermost = _Innermost()
+
+
 @contextmanager
 def entered(mode: _RegionMode):
     """Return a context manager in whose block a mode of this file is on torch's stack of function modes."""
-    depth = torch._C._len_torch_function_stack()
+    depth, outer = torch._C._len_torch_function_stack(), _innermost.region
 
     def put_back():
+        _innermost.region = outer
         while torch._C._len_torch_function_stack() > depth:
             torch._C._pop_torch_function_stack()
 
     with undo_after(put_back):
+        _innermost.region = checkpoint_hook(), reentrant_region()
         torch._C._push_on_torch_function_stack(mode)
         yield
 
@@ -341,13 +371,16 @@ def _decides(args, kwargs) -> bool:
     return not frame.f_globals.get("__name__", "").startswith("fewbit.")
 
 
-def _decided_values(function, result) -> tuple[Tensor, ...]:
-    """Return the tensors in a result that are decisions."""
+def _decided_values(function, result, args, kwargs) -> tuple[Tensor, ...]:
+    """Return the tensors that a call has returned, or to which it has assigned elements, and that are decisions."""
+    if functions.is_assignment(function):
+        result = args[0]
     results = (result,) if isinstance(result, Tensor) else result
     if not isinstance(results, list | tuple) or not all(isinstance(x, Tensor) for x in results):
         return ()
-    is_resized = functions.is_resized(function)
-    return tuple(x for x in results if is_resized or not (x.is_floating_point() or x.is_complex()))
+    if functions.is_all_decided(function, args, kwargs):
+        return tuple(results)
+    return tuple(x for x in results if not (x.is_floating_point() or x.is_complex()))
 
 
 class _Recorded(NamedTuple):
@@ -397,10 +430,12 @@ def _diverged(function, first, second) -> GradientError:
     )
 
 
-def _has_memory(x) -> bool:
-    if type(x) not in PLAIN_CLASSES or x.layout is not torch.strided or x.is_meta:
-        return False
-    return not is_wrapped(x)
+def _drawn(function) -> GradientError:
+    """Return the error of a first run that draws by value."""
+    return GradientError(
+        f"fewbit.checkpoint: torch's function {functions.name_of(function)} draws random numbers according to its input, so "
+        "the second run would draw others from rounded inputs" + _WAY_OUT
+    )
 
 
 def _bytes_of(storage) -> Tensor:

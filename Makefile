@@ -36,10 +36,11 @@ test-all: tiers
 	@if command -v $${CXX:-c++} > /dev/null; then $(MAKE) sanitize; else echo "sanitize: left out, no C++ compiler"; fi
 
 # The tiers besides the fast one, or those in TIERS, as in `make tiers TIERS="fuzz or slow"`. FEWBIT_FUZZ_CASES sets the number
-# of cases of each fuzz test (default 10000).
+# of cases of each fuzz test (default 10000), and SHARE=N runs about one in N of the cases of tests with many.
 TIERS ?= slow or inductor or frameworks or processes or fuzz
+SHARE ?= 1
 tiers: $(VENV)/installed-all-tests
-	$(PYTEST) -m "$(TIERS)"
+	$(PYTEST) -m "$(TIERS)" --share $(SHARE)
 
 # Numerical tests with other BLAS, NumPy, torch and fewbit kernels, with other numbers of threads and in random orders.
 dispatch: $(VENV)/installed-tests
@@ -63,7 +64,7 @@ ASAN_FLAGS := -O1 -fsanitize=address -fno-omit-frame-pointer
 ASAN_TESTS := tests/backends/test_buffers.py tests/backends/test_ops.py tests/runtime/test_compile.py \
 	tests/fuzz/test_compiled_models.py::test_compiled_chains
 sanitize: sanitize-cpp sanitize-build
-	PYTHONPATH=$(abspath $(ASAN)) PYTHONSAFEPATH=1 ASAN_OPTIONS=detect_leaks=0 FEWBIT_FUZZ_CASES=400 \
+	PYTHONPATH=$(abspath $(ASAN)) PYTHONSAFEPATH=1 ASAN_OPTIONS=detect_leaks=0 FEWBIT_FUZZ_CASES=100 \
 		CXX=$(abspath $(ASAN))/c++ TORCHINDUCTOR_CACHE_DIR=$(abspath $(ASAN))/inductor \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		$(PYTEST) -p no:cacheprovider $(ASAN_TESTS)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import json
 import re
 import shutil
@@ -56,6 +57,13 @@ def find_tools() -> tuple[str, str] | None:
 def version(nvcc: str) -> str:
     """Return the release of nvcc, such as "13.0"."""
     return re.search(r"release ([\d.]+)", _run(nvcc, "--version").stdout)[1]
+
+
+def digest() -> str:
+    """Return a hash of the sources of the CUDA kernels."""
+    files = [path for folder in ("common", "cuda") for path in sorted((CSRC / folder).glob("*.*"))]
+    sources = [path.read_bytes() for path in files if path != BUDGETS]
+    return hashlib.sha256(b"\0".join(sources)).hexdigest()
 
 
 def count(architecture: int, tools: tuple[str, str]) -> list[dict]:
@@ -177,7 +185,7 @@ def main():
             for row in rows
             if row["architecture"] == "sm_90"
         }
-        document = {"nvcc": version(tools[0]), "kernels": budgets}
+        document = {"nvcc": version(tools[0]), "sources": digest(), "kernels": budgets}
         BUDGETS.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
 
 

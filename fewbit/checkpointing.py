@@ -108,9 +108,9 @@ def checkpoint(
 
     Raises:
         InputError: `function` cannot be called, or an argument is invalid.
-        GradientError: the region decides in a way that a second run from rounded inputs cannot repeat: it draws according to
-            its input (`rrelu`, `torch.poisson`), decides within vmap or a region of torch's function, or, in the backward
-            pass, decides at other places than in the first run.
+        GradientError: the region decides in a way that a second run from rounded inputs cannot repeat: it calls `rrelu` in
+            training mode, or decides within vmap or within torch.utils.checkpoint.checkpoint, or, in the backward pass,
+            decides at other places than in the first run.
     """
     if not callable(function):
         raise InputError(f"function: expected a function or module, got {type(function).__name__}")
@@ -127,7 +127,7 @@ def checkpoint(
     )
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return torch_checkpoint(function, *args, **options, **kwargs)
-    region = _Region(function, args, bits, group_size)
+    region = _Region(function, args, bits, group_size, preserve_rng_state)
     # torch restores the random states of the devices of the tensors that it is given, and would save the arguments.
     devices = dict.fromkeys(x.device for x in tree_leaves(args) if isinstance(x, Tensor))
     flags = (torch.empty(0, device=device) for device in devices)
@@ -222,7 +222,7 @@ class _Region:
     the dequantized arguments.
     """
 
-    def __init__(self, function, args, bits, group_size):
+    def __init__(self, function, args, bits, group_size, preserves):
         self._function, self._args = function, args
         self._others = [None if isinstance(x, Tensor) else x for x in args]
         tensors = {i: x for i, x in enumerate(args) if isinstance(x, Tensor)}
@@ -233,7 +233,7 @@ class _Region:
         ]
         self._arguments, self._record = _hold(saved), None
         is_rounded = any(not isinstance(copy.spec, copies.UnquantizedSpec) for copy in saved)
-        self._run, self._buffers = Run(is_rounded), Buffers(function)
+        self._run, self._buffers = Run(is_rounded, preserves), Buffers()
         self._has_begun = False
 
     def finish(self) -> None:

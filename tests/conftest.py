@@ -36,6 +36,13 @@ def pytest_addoption(parser):
         help="fail tests of the fast tier that take too much processor time, as tests/budget.py says",
     )
     parser.addoption(
+        "--share",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the cases of sweeps that a short run leaves out (tests/tiers.py), run one in N",
+    )
+    parser.addoption(
         "--threads",
         type=int,
         metavar="N",
@@ -86,14 +93,14 @@ def pytest_collection_modifyitems(config, items):
         if tier := tiers.of_folder(item.path):
             item.add_marker(tier)
     rest = list(tiers.rest_of_sweeps(items))
-    for item in rest:
+    for item in filter(tiers.is_fast, rest):
         item.add_marker(pytest.mark.slow)
     left_out = [item for item in items if item.get_closest_marker("cuda")]
     if left_out:
         import torch
 
         left_out = [] if torch.cuda.is_available() else left_out
-    left_out += [item for number, item in enumerate(rest) if number % tiers.SHARE]
+    left_out += [item for number, item in enumerate(rest) if number % config.option.share]
     if not config.option.markexpr:
         named = tiers.named(config)
         left_out += [item for item in items if not (tiers.is_fast(item) or named(item))]

@@ -1,7 +1,6 @@
 """The choice of tests: the tiers, and the order of a shuffled run. See CONTRIBUTING.md."""
 
 import functools
-import os
 import random
 import zlib
 from collections import defaultdict
@@ -14,8 +13,6 @@ FOLDERS = {"frameworks": "integrations", "fuzz": "fuzz"}
 """The folders whose tests belong to one tier all. A run of the fast tier does not import their files."""
 FEW = 8
 """The number of cases up to which all cases of a test are fast, unless they are marked."""
-SHARE = int(os.environ.get("FEWBIT_SWEEP_SHARE", 1))
-"""The slow tier runs one in so many of the cases that `rest_of_sweeps` yields."""
 
 
 def is_fast(item):
@@ -41,19 +38,22 @@ def skips_folder(path, config):
 
 
 def rest_of_sweeps(items):
-    """Yield the cases of parametrized tests that the fast tier leaves out.
+    """Yield the cases of parametrized tests that a short run leaves out.
 
     The fast tier has enough cases of a test for every value of every parameter to occur, or n cases if the test is marked
-    ``fast(n)``. The choice depends on the names of the cases alone, so that all processes of a run choose alike.
+    ``fast(n)``. Other tiers have at least FEW. The choice depends on the names of the cases alone, so that all processes of a
+    run choose alike.
     """
     cases = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and not any(map(item.get_closest_marker, (*TIERS, "cuda"))):
-            cases[item.nodeid.split("[")[0]].append(item)
-    for sweep in cases.values():
+        if hasattr(item, "callspec") and not item.get_closest_marker("cuda"):
+            cases[item.nodeid.split("[")[0], is_fast(item)].append(item)
+    for (_, fast), sweep in cases.items():
         sweep.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         mark = sweep[0].get_closest_marker("fast")
-        if mark:
+        if not fast:
+            yield from sweep[FEW:]
+        elif mark:
             yield from sweep[mark.args[0] :]
         elif len(sweep) > FEW:
             yield from _with_nothing_new(sweep)

@@ -107,6 +107,7 @@ class CompiledCall:
         call.__code__ = call.__code__.replace(co_name=name)
         self._model = model
         self._compresses = partitioner is not None and partitioner.compresses
+        self._others = [path for path, part in model.named_modules() if path and _is_of_torch(part)]
         self._call = call
         self._compiled = torch.compile(call, **_ISOLATED, **arguments)
         self._checked = set()  # sets of the names of all autograd nodes of calls that were checked
@@ -135,6 +136,12 @@ class CompiledCall:
             saved = self._exact_tensors(nodes, inputs)
             if saved:
                 self._warn(saved, outside or _explanation(frames, reasons))
+            if self._others and sum(node.name() == _COMPILED for node in nodes) > 1:
+                self._tell(
+                    "parts",
+                    f"its graph breaks, and torch.compile has compiled {self._others[0]}, which saves exact tensors if a break "
+                    "is before it; let fewbit.compile alone compile the model",
+                )
         return result
 
     def was_traced(self) -> None:
@@ -178,6 +185,14 @@ class CompiledCall:
                 CompileWarning,
                 stacklevel=4,
             )
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Return whether torch.compile, and not fewbit, has compiled a module."""
+    if isinstance(module, OptimizedModule):
+        return not isinstance(module, CompiledModel)
+    call = module._compiled_call_impl  # of torch's method `Module.compile`
+    return call is not None and not hasattr(call, "is_from_fewbit")
 
 
 class _Running(threading.local):

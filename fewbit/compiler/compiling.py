@@ -135,11 +135,9 @@ def _arguments(
 
     if not isinstance(model, nn.Module):
         raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    compiled = [path for path, module in model.named_modules() if _is_of_torch(module)]
-    if isinstance(model, OptimizedModule) or compiled:
-        part = compiled[0] if compiled and compiled[0] else "the model itself"
+    if isinstance(model, OptimizedModule):
         raise InputError(
-            f"model: expected a model that is not compiled yet, got one of which torch.compile has compiled {part}"
+            "model: expected a model that is not compiled yet, got one of torch.compile"
         )
     if backend not in _BACKENDS:
         raise InputError(
@@ -176,16 +174,6 @@ def _arguments(
         options = {**_of_mode(mode), **(options or {}), "custom_partitioner_fn": partitioner}
         return partitioner, {"options": options, **settings}
     return partitioner, {"backend": _aot_eager(partitioner), **settings}
-
-
-def _is_of_torch(module) -> bool:
-    """Return whether torch.compile, and not fewbit, has compiled a module."""
-    from torch._dynamo import OptimizedModule
-
-    if isinstance(module, OptimizedModule):
-        return not hasattr(module, "partitioner")
-    call = module._compiled_call_impl  # set by torch's method `Module.compile`
-    return call is not None and not hasattr(call, "is_from_fewbit")
 
 
 def _resolved(bits, layers) -> ResolvedSettings:

@@ -561,13 +561,16 @@ def _normalized(density, widths):
 
 
 def _floats(what, values):
-    if hasattr(values, "detach"):  # a torch tensor, on any device, of any dtype
-        values = values.detach().cpu().double().numpy()
     try:
-        array = np.asarray(values)
+        if hasattr(values, "detach"):  # a torch tensor, on any device, of any dtype
+            values = values.detach().cpu().resolve_conj().resolve_neg()
+            is_real = values.is_floating_point()
+            array = (values.double() if is_real else values).numpy()
+        else:
+            array = np.asarray(values)
         # NumPy would drop imaginary parts, and convert True to 1.
         if array.dtype.kind in "cb":
             raise TypeError
         return np.asarray(array, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise WeightError(f"{what}: expected numbers, got {shorten(values)}") from None

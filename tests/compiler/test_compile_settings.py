@@ -135,9 +135,6 @@ def test_partition_fn():
     assert partition.report.rows
 
 
-COMPILED = torch.compile(nn.Linear(4, 4), backend="aot_eager")
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -146,8 +143,7 @@ COMPILED = torch.compile(nn.Linear(4, 4), backend="aot_eager")
         ({"backend": "eager"}, 'expected "inductor" or "aot_eager"'),
         ({"overrides": {"nothing": 2}}, "a glob that matches a module"),
         ({"layers": {"bits": 2}}, "bits"),
-        ({"model": COMPILED}, "not compiled yet, .* compiled the model itself"),
-        ({"model": nn.Sequential(nn.Tanh(), COMPILED)}, "not compiled yet, .* compiled 1"),
+        ({"model": torch.compile(nn.Linear(4, 4), backend="aot_eager")}, "not compiled yet"),
         ({"model": torch.tanh}, "expected a torch.nn.Module, got builtin_function_or_method"),
     ],
 )

@@ -28,7 +28,8 @@ class Net(nn.Module):
 
     def __init__(self, middle=None):
         super().__init__()
-        self.first, self.middle = nn.Linear(64, 64), middle or nn.Identity()
+        self.first = nn.Linear(64, 64)
+        self.middle = nn.Identity() if middle is None else middle
         self.word = ""
 
     def forward(self, x):
@@ -97,6 +98,10 @@ def train(model, x=X):
 
 def saved(model, x=X):
     return fewbit.saved_bytes(model, x).total
+
+
+def part():
+    return torch.compile(Net(), backend="aot_eager")
 
 
 def in_place(model):
@@ -186,6 +191,7 @@ FALLBACKS = {
     "disable=True": (lambda _: compiled(Net(), disable=True), r"torch\.compile is disabled"),
     "compiled caller": (lambda _: inside(torch.compile), "compiles a function that calls the model"),
     "compiled caller in one graph": (lambda _: inside(torch.compile, fullgraph=True), "compiles a function that calls the model"),
+    "compiled part": (lambda _: train_twice(compiled(Net(disabled(nn.Sequential(part()))))), r"has compiled middle\.0"),
 }  # fmt: skip
 
 
@@ -260,6 +266,7 @@ COMPRESSED = {
     "small tensors": lambda: train(compiled(with_sigmoid()), X[:2]),
     "exact on purpose": lambda: train_twice(compiled(with_sigmoid(), overrides=EXACT)),
     "model in a compiled model": lambda: inside(fewbit.compile, bits=2, fullgraph=True),
+    "compiled part": lambda: train(compiled(Net(part()))),
     "few-bit layer": lambda: train_twice(compiled(nn.Sequential(FEW_BIT))),
     "called in uncompiled code": lambda: torch.compiler.disable(train)(compiled(Net())),
 }

@@ -172,9 +172,13 @@ class GenericFirst(Generic[TypeVar("T")], Block):
     pass
 
 
+class OfNumbers(GenericFirst[int]):
+    pass
+
+
 @pytest.mark.parametrize(
     "cls",
-    [Tagged, Registered, Abstract, PlainAbstract, AbstractFirst, AbstractDeeper, GenericFirst],
+    [Tagged, Registered, Abstract, PlainAbstract, AbstractFirst, AbstractDeeper, OfNumbers],
 )
 def test_metaclasses(cls):
     before = Registering.seen[:]
@@ -187,6 +191,8 @@ def test_metaclasses(cls):
     assert not isinstance(other, type(model)) and isinstance(other, cls)
     assert isinstance(model, type(model)) and issubclass(type(model), cls)
     assert type(pickle.loads(pickle.dumps(model))) is type(model)
+    bases = "__orig_bases__"  # which Generic reads
+    assert getattr(type(model), bases, ()) == getattr(cls, bases, ())
     fewbit.restore_(model)
     assert type(model) is cls
     assert before == Registering.seen

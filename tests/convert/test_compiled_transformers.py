@@ -38,11 +38,11 @@ FLOOR = 1e-3
 
 
 def made(name, shape=(4, 24), **changes):
-    """Return a model in training and the inputs of its forward. changes: of the configuration."""
+    """Return a model of one block in training, and the inputs of its forward. changes: of the configuration."""
     torch.manual_seed(0)
     kind, config = MODELS[name]
     config = config()
-    config.update(changes)
+    config.update({"num_hidden_layers": 1, "num_decoder_layers": 1, **changes})
     ids = torch.randint(3, 60, shape)
     return kind(config).train(), {"input_ids": ids, "labels": ids}
 
@@ -77,7 +77,7 @@ def check_equal(found, expected):
 def test_a_llama():
     """Layers draw as they do for users here, so the gradients are compared with the uncompressed model's."""
     torch.compiler.reset()
-    model, inputs = made("llama", num_hidden_layers=1)
+    model, inputs = made("llama")
     exact = gradients(model, model, inputs)
     fewbit.compress_(model, bits=8, verbose=False)
     found = gradients(torch.compile(model, backend=inductor_passes), model, inputs)
@@ -91,7 +91,7 @@ def test_a_llama_of_mixed_bits(monkeypatch):
     """An average of 1.75 bits in eager mode, of which each layer keeps 1 bit when compiled; its heap was damaged once."""
     draw_alike(monkeypatch)
     torch.compiler.reset()
-    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 512}
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
     model, inputs = made("llama", (2, 33), **sizes)
     at_one_bit = copy.deepcopy(model)
     fewbit.compress_(at_one_bit, bits=1, layers={"attention_bits": 1}, verbose=False)

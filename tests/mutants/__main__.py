@@ -35,7 +35,9 @@ from mutants import sample, trees  # noqa: E402
 from mutants.reach import Reach  # noqa: E402
 
 FOLDER = ROOT / "build" / "mutants"
-STATUSES = "killed", "survived", "not reached", "does not compile"
+STATUSES = "killed", "killed slowly", "survived", "not reached", "does not compile"
+"""The results of mutants. "killed slowly": by a test of another tier than the fast one."""
+KILLED = STATUSES[:2]
 
 
 def main(arguments=None) -> int:
@@ -105,7 +107,7 @@ def compared(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
     lines = []
     for name, found in before.items():
         status = now.get(_place_free(name), "killed")
-        if found["status"] == "killed" and status != "killed":
+        if found["status"] in KILLED and status not in KILLED:
             lines.append(f"was killed by {found['test']}, now {status}: {name}")
     return lines
 
@@ -225,7 +227,7 @@ def _each(workers, things, do):
 
 
 def _map(options, files, workers) -> dict[str, list]:
-    """Run every test, and return {node id: [outcome, seconds, functions that it enters]}."""
+    """Run every test, and return {node id: [outcome, seconds, functions that it enters, is in the fast tier]}."""
     path = FOLDER / f"reach-{options.tier}.json"
     digest = trees.digest_of(ROOT, [f for f in files if not f.startswith("tests/mutants/")])
     known = json.loads(path.read_text()) if path.exists() else {}
@@ -257,7 +259,7 @@ def _entered(worker, file: str) -> dict[str, list]:
     run = worker.do([file], all=True, reach=True).get("run", {})
     again = [name for name, (outcome, *_) in run.items() if outcome == "failed"] if run else [file]
     for name, found in worker.do(again, all=True).get("run", {}).items() if again else ():
-        run[name] = *found[:2], run[name][2] if name in run else []
+        run[name] = *found[:2], run[name][2] if name in run else [], found[3]
     return {name: list(found) for name, found in run.items()}
 
 
@@ -286,6 +288,8 @@ def _tried(options, worker, mutant, reach: Reach, kernels: Path | None) -> dict:
     result |= {key: value for key, value in found.items() if key not in ("files", "run")}
     if result["status"] == "survived":
         result.pop("test", None)
+    elif "test" in result and not reach.tests[result["test"]][3]:
+        result["status"] = "killed slowly"
     return result | {"seconds": round(time.monotonic() - started, 1)}
 
 

@@ -16,23 +16,26 @@ class Reach:
     """The tests that enter each function, with their times.
 
     Args:
-        tests: {node id: [outcome, seconds of processor time, ["file:qualified name" of functions]]}.
+        tests: {node id: [outcome, seconds of processor time, ["file:qualified name" of functions], is in the fast tier]}.
     """
 
     def __init__(self, tests: dict[str, list]):
         self.tests = tests
         self.by_key, self.by_file = defaultdict(set), defaultdict(set)
-        for name, (outcome, _, keys) in tests.items():
+        for name, (outcome, _, keys, _) in tests.items():
             for key in keys if outcome == "passed" else ():
                 self.by_key[key].add(name)
                 self.by_file[key.split(":")[0]].add(name)
 
     def tests_of(self, root: Path, mutant: Mutant) -> list[str]:
-        """Return the tests of a mutant, in order.
+        """Return the tests of a mutant, those of the fast tier first.
 
         They are the tests that enter the changed function. If there is no such test, or the changed code is no function's,
         they are those that enter its file; if there is none, those that enter files which import the file.
         """
+        return sorted(self._tests_of(root, mutant), key=lambda name: not self.tests[name][3])
+
+    def _tests_of(self, root: Path, mutant: Mutant) -> list[str]:
         if mutant.file.startswith("csrc/"):
             callers = self.by_file[NATIVE]
             own = {name for name in callers if name.startswith("tests/backends/")}

@@ -19,11 +19,16 @@ import sys
 import tempfile
 import threading
 from contextlib import contextmanager
+from itertools import groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import tiers  # noqa: E402
 
 PACKAGES = "torch._dynamo numba scipy.linalg mpmath hypothesis matplotlib transformers click rich"
 MORE_MEMORY = 8 * 2**30
@@ -139,26 +144,29 @@ def _kill_group(child: int) -> None:
 
 def run(options: list[str], task: dict, send) -> None:
     """Collect and run the tests of a task in this process, first those of one file, then of two more, of four more, ..."""
-    files = {}
-    for name in task["names"]:
-        files.setdefault(name.split("::")[0], []).append(name)
+    groups = [(file, list(own)) for file, own in groupby(task["names"], _file_of)]
     if any(b"njit" in data for data in task["files"].values()):
         # Numba's cache on disk does not see that a function in another file has changed.
         importlib.import_module("numba").config.CACHE_DIR = tempfile.gettempdir()
         os.environ["NUMBA_CACHE_DIR"] = tempfile.gettempdir()
-    left, size = list(files), 1
+    left, size = groups, 1
     while left:
         chunk, left = left[:size], left[size:]
         size *= 2
-        send({"files": chunk})
-        plugin = Chosen([name for file in chunk for name in files[file]], task, send)
-        code = pytest.main([*chunk, *options, "-s", "-p", "no:cacheprovider"], [plugin])
+        files = list(dict.fromkeys(file for file, _ in chunk))
+        send({"files": files})
+        plugin = Chosen([name for _, own in chunk for name in own], task, send)
+        code = pytest.main([*files, *options, "-s", "-p", "no:cacheprovider"], [plugin])
         if plugin.ended:
             return
         if code not in (0, 5) and not task["all"] or not plugin.collected:
             send({"status": "killed", "how": f"pytest's exit code {int(code)}"})
             return
     send({"status": "survived"})
+
+
+def _file_of(name: str) -> str:
+    return name.split("::")[0]
 
 
 class Chosen:
@@ -208,7 +216,7 @@ class Chosen:
         entered = self.reach.stop(item.fixturenames) if self.reach else []
         signal.setitimer(signal.ITIMER_PROF, 0)
         outcome = self.outcomes.get(name, "failed")
-        self.run[name] = outcome, _seconds_used() - started, entered
+        self.run[name] = outcome, _seconds_used() - started, entered, tiers.is_fast(item)
         self.send({"tests": len(self.run), "processor": round(_seconds_used(), 2)})
         return outcome == "failed"
 

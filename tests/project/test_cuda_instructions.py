@@ -102,6 +102,8 @@ def test_kernels_are_within_their_budgets(counting):
     if tools is None:
         pytest.skip("nvcc or nvdisasm is not installed")
     budgets = json.loads(counting.BUDGETS.read_text())
+    if counting.digest() == budgets["sources"]:
+        pytest.skip("the budgets are the numbers of these very sources")
     if counting.version(tools[0]).split(".")[0] != budgets["nvcc"].split(".")[0]:
         pytest.skip(f"the budgets are for nvcc {budgets['nvcc']}")
     rows = {row["kernel"]: row for row in counting.count(90, tools)}

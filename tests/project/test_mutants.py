@@ -122,6 +122,7 @@ def unused(x):
     return x - 1
 '''
 TESTS = """
+import pytest
 from fewbit.folder import small
 
 def test_clipped():
@@ -130,6 +131,7 @@ def test_clipped():
 def test_shifted():
     assert small.shifted(5) == 6
 
+@pytest.mark.slow
 def test_twice():
     assert small.twice(3) == 6
 
@@ -170,20 +172,24 @@ def test_mutants_are_found_where_lines_have_moved(project):
     assert [mutant.mutation.line for mutant in found] == lines
 
 
-def test_the_order_of_tests():
-    """Tests of the fastest file come first, and of each file the first cases."""
+def test_the_order_of_tests(tmp_path):
+    """Fast tests come first, then those of the fastest file, and of each file the first cases."""
+    (tmp_path / "fewbit").mkdir()
+    (tmp_path / "fewbit" / "a.py").write_text("def f(x):\n    return -x\n")
     key = "fewbit/a.py:f"
     tests = {
-        "b.py::test[1]": ["passed", 0.1, [key]],
-        "b.py::test[2]": ["passed", 0.2, [key]],
-        "b.py::other": ["passed", 0.3, [key]],
-        "a.py::slow": ["passed", 9.0, [key]],
-        "a.py::fails": ["failed", 0.0, [key]],
-        "a.py::elsewhere": ["passed", 0.0, ["fewbit/b.py:f"]],
+        "b.py::test[1]": ["passed", 0.1, [key], True],
+        "b.py::test[2]": ["passed", 0.2, [key], True],
+        "b.py::other": ["passed", 0.3, [key], True],
+        "a.py::slow": ["passed", 9.0, [key], True],
+        "a.py::first": ["passed", 0.0, [key], False],
+        "a.py::fails": ["failed", 0.0, [key], True],
+        "a.py::elsewhere": ["passed", 0.0, ["fewbit/b.py:f"], True],
     }
     found = reach.Reach(tests)
-    order = ["b.py::test[1]", "b.py::other", "b.py::test[2]", "a.py::slow"]
-    assert found.ordered(found.by_key[key]) == order
+    order = ["b.py::test[1]", "b.py::other", "b.py::test[2]", "a.py::slow", "a.py::first"]
+    mutant, *_ = [one for one in sample.all_of(tmp_path, "fewbit/a.py") if one.mutation.line == 2]
+    assert found.tests_of(tmp_path, mutant) == order
 
 
 @pytest.mark.slow
@@ -199,16 +205,16 @@ def test_a_run(project):
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    output = run("--number", "20", "--output", "before.json")
+    output = run("--number", "20", "--tier", "all", "--output", "before.json")
     assert "fail in a copy: 1\ntests/test_small.py::test_fails\n" in output
     before = json.loads((project / "before.json").read_text())["mutants"]
     statuses = {int(name.split(":")[1]): found["status"] for name, found in before.items()}
-    expected = {4: "killed", 8: "killed", 11: "killed", 12: "killed", 16: "killed"}
+    expected = {4: "killed", 8: "killed", 11: "killed", 12: "killed", 16: "killed slowly"}
     assert statuses == {**expected, 20: "survived", 24: "survived"}
     assert not list(project.glob("*.part"))
 
     tests = project / "tests" / "test_small.py"
     tests.write_text(TESTS.replace("assert small.twice(3) == 6", "small.twice(3)"))
-    arguments = "--base", "before.json", "--output", "after.json"
+    arguments = "--base", "before.json", "--tier", "all", "--output", "after.json"
     assert run(*arguments, code=1).count("was killed by tests/test_small.py::test_twice") == 1
     assert "exists: expected a new file" in run(*arguments, code=1)

@@ -25,9 +25,9 @@ SHOWN = {
 # A test replaces these texts, so that a notebook trains for fewer steps.
 SHORTER = {
     "five_minutes": {"steps=150": "steps=10"},
-    "lora": {"[:640]": "[:64]", "max_steps=24": "max_steps=4"},
+    "lora": {"[:640]": "[:32]", "max_steps=24": "max_steps=2"},
     "vision": {"epochs=6": "epochs=1"},
-    "which_bits": {"range(100)": "range(20)", "for _ in range(4)": "for _ in range(2)"},
+    "which_bits": {"range(100)": "range(5)", "for _ in range(4)": "for _ in range(1)"},
 }
 NEEDS = {"lora": "trl", "long_context": "transformers"}
 

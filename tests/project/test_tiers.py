@@ -75,6 +75,7 @@ RUNS = {
     "fast": [],
     "slow": ["-m", "slow"],
     "all": ["-m", "slow or not slow"],
+    "third": ["-m", "slow or not slow", "--share", "3"],
     "one test": ["test_sample.py::test_slow"],
     "one case": ["test_sample.py::test_one_case[1]"],
     "every case": ["test_sample.py::test_sweep"],
@@ -142,6 +143,9 @@ def test_the_tests_of_a_run(tmp_path):
     assert {kind for kind, _ in sweep} == set("abc")
     assert {bits for _, bits in sweep} == set(map(str, range(10)))
     assert len(sweep) <= 12
+    # A share leaves no fast test out.
+    rest = len(slow) - 2
+    assert {*fast} < {*names["third"]} and len(names["third"]) == len(fast) + 2 + (rest + 2) // 3
     # A test that is named runs, whatever its tier.
     assert names["one test"] == ["test_slow"] and names["one case"] == ["test_one_case[1]"]
     assert len(names["every case"]) == 30 and len(names["two tests"]) == 6

@@ -107,6 +107,18 @@ def test_a_table_for_samples_serves_the_density_they_came_from(name, form):
     assert best.error * (1 - 1e-3) <= error <= best.error * 1.01
 
 
+def test_samples_that_are_no_real_numbers_are_refused():
+    torch = pytest.importorskip("torch")
+    samples = np.exp(1j * np.arange(99.0))
+    for values in (
+        samples,
+        torch.tensor(samples),
+        samples.real > 0,
+        torch.tensor(samples.real > 0),
+    ):
+        assert "samples: expected numbers, got" in refusal_of(make_weight, values)
+
+
 def test_samples_with_a_heap_at_one_value():
     """Half of the values are exactly 0, as after a ReLU, so q is accurate there."""
     table = solve("gelu", 3, weight=np.maximum(mixture(50_000), 0.0))

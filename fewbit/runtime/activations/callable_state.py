@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from fewbit.runtime.interop.closures import contents
 from fewbit.runtime.interop.tensor_kinds import is_plain
 
 State = list
@@ -63,18 +64,6 @@ def is_same(before: State | None, now: State | None) -> bool:
     if before is None or now is None or len(before) != len(now):
         return False
     return all(type(a) is type(b) and a == b for a, b in zip(before, now, strict=True))
-
-
-def contents(function: types.FunctionType) -> list:
-    """Return the values of the variables that a function encloses. A variable that has no value yet gives None."""
-    return [_content(cell) for cell in function.__closure__ or ()]
-
-
-def _content(cell):
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _visit(value, parts: State, visited: set) -> None:

@@ -18,9 +18,10 @@ import torch
 
 from fewbit.catalog import store
 from fewbit.errors import FunctionError
-from fewbit.runtime.activations.callable_state import State, contents, is_same, state_of
+from fewbit.runtime.activations.callable_state import State, is_same, state_of
 from fewbit.runtime.activations.tables import DEFAULT, text_of
 from fewbit.runtime.interop.bypass import bypass
+from fewbit.runtime.interop.closures import contents
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.tensor_kinds import is_abstract
 from fewbit.table import Table

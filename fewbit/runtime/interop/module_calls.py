@@ -196,8 +196,10 @@ def _layout_of(base: type) -> tuple[type, ...]:
         first = first.__base__
     if first.__base__ is object:
         return ()
-    own = {"__orig_bases__": ()}  # otherwise typing.Generic refuses to be a base without parameters
-    return (_new_class(type(first.__base__), "_Layout", (first.__base__,), own),)
+    # typing.Generic expects this attribute in its direct subclasses, in which it would hide that of `base`.
+    layout = _new_class(type(first.__base__), "_Layout", (first.__base__,), {"__orig_bases__": ()})
+    del layout.__orig_bases__
+    return (layout,)
 
 
 def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -> type:

@@ -1,94 +1,69 @@
-"""Which tensors the modules of a region hold as buffers: the second run leaves these attributes as they were."""
+"""Which buffers of modules a region replaces by other tensors: the second run leaves these attributes as they were."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
 from contextlib import contextmanager
-from functools import partial
-from types import FunctionType, MethodType
 
-import torch
-from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
-from fewbit.runtime.activations.callable_state import contents
-from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
 from fewbit.runtime.interop.interrupts import undo_after
-from fewbit.runtime.interop.tensor_kinds import has_memory
+
+_MISSING = object()
 
 
 class Buffers:
-    """The buffers of a region's modules, some of which the region replaces by other tensors, or gives other memory.
+    """The buffers that a region replaces, by an assignment to the attribute of a module or by `register_buffer`."""
 
-    Args:
-        function: the region.
-    """
-
-    def __init__(self, function):
-        self._modules = [module for module in _modules_of(function) if module._buffers]
-        self._replaced = []  # (module, {name: the buffer before the first run})
+    def __init__(self):
+        self._before = {}  # {(number of a module, name): (the module, the buffer before its first change)}
 
     @contextmanager
     def watched(self):
         """Return a context manager for the first run, which remembers the buffers that the region replaces."""
-        before = [(module, dict(module._buffers)) for module in self._modules]
-        with outside_dispatch_modes(), torch._C.DisableTorchFunction():
-            views = [_views(buffers) for _, buffers in before]
-        yield
-        for (module, buffers), earlier in zip(before, views, strict=True):
-            replaced = {
-                name: earlier[name]
-                for name, value in buffers.items()
-                if module._buffers.get(name) is not value or not _is_same(value, earlier[name])
-            }
-            if replaced:
-                self._replaced.append((module, replaced))
+        outer = _watchers.active
+
+        def end():
+            _watchers.active = outer
+
+        with undo_after(end):
+            _watchers.active = *outer, self
+            yield
 
     @contextmanager
     def earlier(self):
-        """Return a context manager for the second run, in whose block the buffers are those of the first run."""
-        now = [(module, dict(module._buffers)) for module in self._modules]
-
-        def put_back():
-            for module, buffers in now:
-                module._buffers.update(buffers)
-
-        with undo_after(put_back):
-            for module, buffers in self._replaced:
-                module._buffers.update(buffers)
+        """Return a context manager for the second run, in whose block the buffers are those from before the first run."""
+        changed = Buffers()
+        with undo_after(changed._put_back), changed.watched():
+            for (_, name), (module, _) in self._before.items():
+                changed.note(module, name)
+            self._put_back()
             yield
 
+    def note(self, module, name: str) -> None:
+        """Remember a buffer that is about to change, if this is its first change."""
+        self._before.setdefault((id(module), name), (module, module._buffers.get(name, _MISSING)))
 
-def _views(buffers) -> dict:
-    """Return {name: a view of the whole buffer}. The view keeps its memory if the buffer gets another."""
-    return {name: x.detach() if has_memory(x) else x for name, x in buffers.items()}
-
-
-def _is_same(buffer, view) -> bool:
-    """Return whether a buffer has the memory of its earlier view."""
-    if not has_memory(buffer):
-        return True
-    with torch._C.DisableTorchFunction():
-        return buffer.untyped_storage()._cdata == view.untyped_storage()._cdata
+    def _put_back(self) -> None:
+        for (_, name), (module, buffer) in self._before.items():
+            if buffer is _MISSING:
+                module._buffers.pop(name, None)
+            else:
+                module._buffers[name] = buffer
 
 
-def _modules_of(function) -> Iterator[nn.Module]:
-    """Yield the modules that a function is, holds or encloses, or finds among its globals."""
-    waiting, seen = [function], {}
-    while waiting:
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen[id(part)] = part
-        if isinstance(part, nn.Module):
-            yield from part.modules()
-        elif isinstance(part, partial):
-            waiting += [part.func, *part.args, *part.keywords.values()]
-        elif isinstance(part, MethodType):
-            owner = part.__self__
-            waiting += [owner, *getattr(owner, "__dict__", {}).values(), part.__func__]
-        elif isinstance(part, FunctionType):
-            names = [part.__globals__.get(name) for name in part.__code__.co_names]
-            waiting += [value for value in names if isinstance(value, nn.Module)]
-            waiting += [*contents(part), *(part.__defaults__ or ())]
-        elif isinstance(part, list | tuple):
-            waiting += part
+class _Watchers(threading.local):
+    """The objects that watch this thread, one for each region that it runs, the outermost first."""
+
+    active = ()
+
+
+_watchers = _Watchers()
+
+
+def _note(module, name, _) -> None:
+    for watcher in _watchers.active:
+        watcher.note(module, name)
+
+
+register_module_buffer_registration_hook(_note)

@@ -7,10 +7,10 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
-NEUTRAL, USUAL, READS, CHOOSES, DRAWS_ONE_HOT, DRAWS = range(6)
+NEUTRAL, USUAL, READS, CHOOSES, DRAWS_ONE_HOT, DRAWS_SLOPES = range(6)
 """The kinds. NEUTRAL: no decision, and no new tensor from values. READS: returns Python numbers. CHOOSES: returns elements
-of its input and their indices. DRAWS_ONE_HOT: `gumbel_softmax`, which chooses without showing an index. DRAWS: may draw as
-many random numbers as the values of its input want. USUAL: all others."""
+of its input and their indices. DRAWS_ONE_HOT: `gumbel_softmax`, which chooses without showing an index. DRAWS_SLOPES: `rrelu`,
+which draws as many random numbers as its input has negative elements. USUAL: all others."""
 
 _READS = frozenset(
     "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__ equal allclose is_nonzero".split()
@@ -27,7 +27,7 @@ _RESIZED = frozenset("unique unique_consecutive nonzero argwhere".split())
 """Functions whose results have a size that depends on values. All their results are recorded, also the floating ones."""
 _NEUTRAL = frozenset("broadcast_tensors meshgrid randint".split())
 _DRAWS = frozenset("poisson binomial _standard_gamma _sample_dirichlet".split())
-"""Functions for which their input determines how many random numbers they draw, as for `rrelu` in training mode."""
+"""Functions that return random floating tensors, for which they may draw more random numbers or fewer, by their input."""
 _NO_WRITES = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
 _IN_PLACE = frozenset(
     f"__i{name}__"
@@ -70,8 +70,8 @@ def kind_of(function) -> int:
         return READS
     if name in _CHOOSES:
         return CHOOSES
-    if name in _DRAWS or name.startswith("rrelu"):
-        return DRAWS
+    if name.startswith("rrelu"):
+        return DRAWS_SLOPES
     is_new = name.endswith("_like") or name.startswith("new_")
     if is_new or name in _NEUTRAL or name in ("__get__", "__set__"):
         return NEUTRAL
@@ -139,19 +139,32 @@ def tensors_in(values) -> list[torch.Tensor]:
     return found
 
 
-def is_assignment(function) -> bool:
-    """Return whether a function assigns to elements of its first argument, and returns nothing."""
-    return name_of(function) == "__setitem__"
+def assigned(function, args) -> torch.Tensor | None:
+    """Return the tensor to whose elements `x[i] = y` assigns, unless its elements share memory; None for other functions."""
+    if name_of(function) != "__setitem__":
+        return None
+    x = args[0]
+    shares = any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+    return None if shares else x
 
 
 def is_all_decided(function, args, kwargs) -> bool:
     """Return whether all tensors that a call returns are decisions, also the floating ones."""
     name = name_of(function)
-    if name == "bernoulli":  # of probabilities, unless one is given by itself
+    return name in _RESIZED or name in _DRAWS or _is_coin(function, args, kwargs)
+
+
+def _is_coin(function, args, kwargs) -> bool:
+    """Return whether a call draws zeros and ones whose probabilities are a tensor."""
+    name = name_of(function)
+    if name == "bernoulli":
         return len(args) < 2 and "p" not in kwargs
-    if name == "bernoulli_":
-        return isinstance(_argument(args, kwargs, 1, "p"), torch.Tensor)
-    return name in _RESIZED
+    return name == "bernoulli_" and isinstance(_argument(args, kwargs, 1, "p"), torch.Tensor)
+
+
+def draws_by_value(function) -> bool:
+    """Return whether the input of a function determines how many random numbers it draws on a CPU."""
+    return name_of(function) in _DRAWS
 
 
 def may_differ_in_size(function) -> bool:
@@ -160,10 +173,10 @@ def may_differ_in_size(function) -> bool:
     return name in _RESIZED or name == "where"  # with one argument, `where` is nonzero
 
 
-def draws_by_value(function, args, kwargs) -> bool:
-    """Return whether a call of kind DRAWS draws random numbers."""
-    is_rrelu = name_of(function).startswith("rrelu")
-    return not is_rrelu or bool(_argument(args, kwargs, 3, "training"))
+def draws_slopes(function, args, kwargs) -> bool:
+    """Return whether a call of kind DRAWS_SLOPES is in training mode."""
+    position = 4 if "noise" in name_of(function) else 3
+    return bool(_argument(args, kwargs, position, "training"))
 
 
 def chosen_dim(function, args, kwargs) -> int | None:
@@ -177,6 +190,8 @@ def index_count(function, args, kwargs) -> int | None:
     """Return a number that all integers in a call's result are below, or None if it is not known."""
     name = name_of(function)
     x = args[0] if args else kwargs.get("input")
+    if _is_coin(function, args, kwargs):
+        return 2
     if name in _SORTED:
         sequence = _argument(args, kwargs, *_SORTED[name])
         return sequence.size(-1) + 1 if isinstance(sequence, torch.Tensor) else None

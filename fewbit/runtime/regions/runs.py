@@ -50,7 +50,8 @@ class Decision(NamedTuple):
 
     Args:
         name: the name of the function.
-        value: a Python value; None if the function returned tensors.
+        value: a Python value; or, if the function returned tensors that it drew, the state of torch's generator afterwards;
+            or None.
         count: the number of tensors that were recorded.
     """
 
@@ -101,6 +102,7 @@ class Run(_RegionMode):
 
     Args:
         decides: whether decisions are recorded. If no input is rounded, the second run decides alike by itself.
+        preserves: whether the second run draws the random numbers of the first run.
 
     Attributes:
         decides: as the argument.
@@ -109,9 +111,9 @@ class Run(_RegionMode):
         state: {number of a storage that has changed: the storage}. The references keep the numbers from being used again.
     """
 
-    def __init__(self, decides: bool):
+    def __init__(self, decides: bool, preserves: bool):
         super().__init__()
-        self.decides = decides
+        self.decides, self._preserves = decides, preserves
         self.decisions, self.state, self.count = [], {}, 0
         self._tensors, self._earlier = (
             [],
@@ -134,7 +136,7 @@ class Run(_RegionMode):
                     return self.choose(function, dim, args, kwargs)
             elif kind == functions.DRAWS_ONE_HOT:
                 return self.draw_one_hot(function, *args, **kwargs)
-            elif kind == functions.DRAWS and functions.draws_by_value(function, args, kwargs):
+            elif kind == functions.DRAWS_SLOPES and functions.draws_slopes(function, args, kwargs):
                 raise _drawn(function)
         result = function(*args, **kwargs)
         if kind == functions.READS:
@@ -159,17 +161,19 @@ class Run(_RegionMode):
         with _recording():
             self._tensors += [_packed(value, count) for value in values]
         self.count += len(values)
-        self._add(function, None, len(values))
+        on_cpu = self._preserves and values[0].device.type == "cpu"
+        state = torch.get_rng_state() if on_cpu and functions.draws_by_value(function) else None
+        self._add(function, state, len(values))
         return values
 
     def _add(self, function, value, count: int) -> None:
         """Add a decision."""
         hook, context = _innermost.region
-        # Other hooks on saved tensors may hide those of the region.
+        # Within other hooks on saved tensors, which the region may use, `checkpoint_hook` is None.
         if (checkpoint_hook() or hook, reentrant_region()) != (hook, context):
             raise GradientError(
                 "fewbit.checkpoint: a decision within torch.utils.checkpoint.checkpoint cannot be repeated from rounded "
-                "inputs; use one of the two functions for both regions"
+                "inputs; use fewbit.checkpoint for the inner region too, or torch's function for the outer one"
             )
         self.decisions.append(Decision(functions.name_of(function), value, count))
 
@@ -258,11 +262,11 @@ class Rerun(_RegionMode):
         if not values or not _decides(args, kwargs):
             return result
         decided = self.decided(function, values, None)
-        if result is None:  # of an assignment to elements
-            args[0].copy_(decided[0])
-            return None
-        if any(result is value for value in (*args, *kwargs.values())):
-            return result.copy_(decided[0])  # the function has changed an argument
+        is_changed = any(values[0] is value for value in (*args, *kwargs.values()))
+        if is_changed or (values[0].requires_grad and values[0].shape == decided[0].shape):
+            with outside_dispatch_modes(), torch._C.DisableTorchFunction():
+                values[0].data.copy_(decided[0])
+            return result
         if isinstance(result, Tensor):
             return decided[0]
         recorded = {id(value): first for value, first in zip(values, decided, strict=False)}
@@ -278,6 +282,8 @@ class Rerun(_RegionMode):
                 if recorded.shape != value.shape and not functions.may_differ_in_size(function):
                     raise _diverged(function, tuple(recorded.shape), tuple(value.shape))
                 found.append(recorded)
+            if decision.value is not None:
+                torch.set_rng_state(decision.value)
         return found
 
     def _next(self, function) -> Decision:
@@ -373,8 +379,7 @@ def _decides(args, kwargs) -> bool:
 
 def _decided_values(function, result, args, kwargs) -> tuple[Tensor, ...]:
     """Return the tensors that a call has returned, or to which it has assigned elements, and that are decisions."""
-    if functions.is_assignment(function):
-        result = args[0]
+    result = functions.assigned(function, args) if result is None else result
     results = (result,) if isinstance(result, Tensor) else result
     if not isinstance(results, list | tuple) or not all(isinstance(x, Tensor) for x in results):
         return ()
@@ -401,10 +406,12 @@ def _packed(values: Tensor, count: int | None) -> SavedTensors:
             "fewbit.checkpoint: a decision within torch.func.vmap cannot be repeated from rounded inputs"
             + _WAY_OUT
         )
-    values = values.detach()
+    values, dtype = values.detach(), values.dtype
+    if values.is_floating_point() and count == 2:
+        values = values.bool()
     is_small = values.numel() * values.element_size() <= 4
     if not is_plain(values) or is_small or values.dtype not in _PACKED:
-        return copies.unquantized(values.clone())
+        return copies.unquantized(values.to(dtype, copy=True))
     if values.dtype is torch.bool:
         count = 2
     elif count is None and values.device.type == "cpu":  # a GPU would have to wait
@@ -413,7 +420,7 @@ def _packed(values: Tensor, count: int | None) -> SavedTensors:
     if count is None:
         return copies.unquantized(values.clone())
     saved = integers.pack(values, max(count, 2))
-    return SavedTensors(saved.tensors, _Recorded(saved.spec, values.dtype))
+    return SavedTensors(saved.tensors, _Recorded(saved.spec, dtype))
 
 
 def _value(spec, tensors) -> Tensor:
@@ -431,10 +438,10 @@ def _diverged(function, first, second) -> GradientError:
 
 
 def _drawn(function) -> GradientError:
-    """Return the error of a first run that draws by value."""
+    """Return the error of a first run that draws slopes."""
     return GradientError(
-        f"fewbit.checkpoint: torch's function {functions.name_of(function)} draws random numbers according to its input, so "
-        "the second run would draw others from rounded inputs" + _WAY_OUT
+        f"fewbit.checkpoint: torch's function {functions.name_of(function)} draws a random number for each negative element of "
+        "its input, so the second run would draw others from rounded inputs" + _WAY_OUT
     )
 
 

@@ -1,0 +1,17 @@
+"""What functions enclose."""
+
+from __future__ import annotations
+
+from types import FunctionType
+
+
+def contents(function: FunctionType) -> list:
+    """Return the values of the variables that a function encloses. A variable that has no value yet gives None."""
+    return [_content(cell) for cell in function.__closure__ or ()]
+
+
+def _content(cell):
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -129,9 +129,13 @@ def write(path: Path, content) -> None:
 
 
 def _run(options, mutants) -> dict[str, dict]:
-    """Try mutants, and return {name: result}. FILE.json.part has the results until all are there."""
+    """Try mutants, and return {name: result}. FILE.json.part has the results until all are there; a later run goes on."""
     files, results, kernels = trees.files_of(ROOT), {}, None
     part = options.output.with_name(f"{options.output.name}.part")
+    digest = trees.digest_of(ROOT, files)
+    known = json.loads(part.read_text()) if part.exists() else {}
+    if known.get("tree") == digest:
+        results = known["mutants"]
     with tempfile.TemporaryDirectory(prefix="fewbit-mutants-") as scratch:
         if any(mutant.file.startswith("csrc") for mutant in mutants):
             print("compiling the kernels that mutants are compared with", flush=True)
@@ -142,11 +146,12 @@ def _run(options, mutants) -> dict[str, dict]:
             print(f"{len(tests)} tests; left out, because they fail in a copy: {len(broken)}")
             print(*broken, sep="\n", end="\n" if broken else "")
             reach = Reach(tests)
+            left = [mutant for mutant in mutants if mutant.name not in results]
             for mutant, result in _each(
-                workers, mutants, lambda w, m: _tried(options, w, m, reach, kernels)
+                workers, left, lambda w, m: _tried(options, w, m, reach, kernels)
             ):
                 results[mutant.name] = result
-                write(part, {"mutants": results})
+                write(part, {"tree": digest, "mutants": results})
                 how = f", {result['how']}" if result.get("how", "failed") != "failed" else ""
                 print(
                     f"{len(results)}/{len(mutants)} {result['status']}{how}, {result['tests']} tests, "

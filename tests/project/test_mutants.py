@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import cpp_code, python_code, reach, sample
+from mutants import cpp_code, python_code, reach, sample, trees
 
 TOOL = Path(python_code.__file__).parent
 CHANGED = {
@@ -197,6 +197,7 @@ def test_a_run(project):
     """Mutants are killed wherever they are in a module; results are kept and compared."""
     shutil.copytree(TOOL, project / "tests" / "mutants")
     shutil.copy(TOOL.parent / "tiers.py", project / "tests")
+    (project / ".gitignore").write_text("build\n__pycache__\n")
     subprocess.run(["git", "init", "--quiet", project], check=True)
 
     def run(*arguments, code=0):
@@ -205,16 +206,30 @@ def test_a_run(project):
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    output = run("--number", "20", "--tier", "all", "--output", "before.json")
+    output = run("--number", "20", "--tier", "all", "--output", "build/before.json")
     assert "fail in a copy: 1\ntests/test_small.py::test_fails\n" in output
-    before = json.loads((project / "before.json").read_text())["mutants"]
+    before = json.loads((project / "build" / "before.json").read_text())["mutants"]
     statuses = {int(name.split(":")[1]): found["status"] for name, found in before.items()}
     expected = {4: "killed", 8: "killed", 11: "killed", 12: "killed", 16: "killed slowly"}
     assert statuses == {**expected, 20: "survived", 24: "survived"}
-    assert not list(project.glob("*.part"))
+    assert not list(project.glob("build/*.part"))
+
+    # A run that was interrupted goes on.
+    first, *_ = before
+    kept = {"mutants": {first: before[first] | {"seconds": 99.0}}}
+    files = trees.files_of(project)
+    (project / "build" / "again.json.part").write_text(
+        json.dumps(kept | {"tree": trees.digest_of(project, files)})
+    )
+    run("--number", "20", "--tier", "all", "--output", "build/again.json")
+    again = json.loads((project / "build" / "again.json").read_text())["mutants"]
+    assert again[first]["seconds"] == 99.0
+    assert {name: found["status"] for name, found in again.items()} == {
+        name: found["status"] for name, found in before.items()
+    }
 
     tests = project / "tests" / "test_small.py"
     tests.write_text(TESTS.replace("assert small.twice(3) == 6", "small.twice(3)"))
-    arguments = "--base", "before.json", "--tier", "all", "--output", "after.json"
+    arguments = "--base", "build/before.json", "--tier", "all", "--output", "build/after.json"
     assert run(*arguments, code=1).count("was killed by tests/test_small.py::test_twice") == 1
     assert "exists: expected a new file" in run(*arguments, code=1)

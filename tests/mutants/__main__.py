@@ -261,7 +261,10 @@ def _files_of_tests(options, files) -> list[str]:
 
 def _entered(worker, file: str) -> dict[str, list]:
     """Run the tests of a file. Those that fail run again without a record of functions, which may have disturbed them."""
-    run = worker.do([file], all=True, reach=True).get("run", {})
+    first = worker.do([file], all=True, reach=True)
+    if not {"run", "test"} & first.keys():
+        raise RuntimeError(f"{file}: pytest ran no test: {first.get('how', first)}")
+    run = first.get("run", {})
     again = [name for name, (outcome, *_) in run.items() if outcome == "failed"] if run else [file]
     for name, found in worker.do(again, all=True).get("run", {}).items() if again else ():
         run[name] = *found[:2], run[name][2] if name in run else [], found[3]

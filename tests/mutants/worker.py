@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, zip_longest
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,6 +53,8 @@ def main(descriptor: str, options: str) -> None:
     tree, connection = Path.cwd(), Connection(int(descriptor))
     sys.path[0] = str(tree)  # in place of the folder of this script
     os.environ["PYTHONPATH"] = str(tree)  # for processes that tests start
+    # Plugins may be among the packages that are imported before pytest, which would warn.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     compileall.compile_dir("fewbit", quiet=2)
     # Compiled mutants stay out of __pycache__: a mutant can be as large and as old as the next one.
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
@@ -192,7 +194,7 @@ class Chosen:
         items = {item.nodeid: item for item in session.items}
         names = [name for name in self.names if name in items]
         names += [name for name in items if name.split("::")[0] in self.names]
-        for name, following in zip(names, [*names[1:], None], strict=True):
+        for name, following in zip_longest(names, names[1:]):
             if _seconds_used() > self.task["cap"]:
                 self.send({"status": "survived", "capped": True})
                 self.ended = True

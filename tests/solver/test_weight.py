@@ -110,11 +110,15 @@ def test_a_table_for_samples_serves_the_density_they_came_from(name, form):
 def test_samples_that_are_no_real_numbers_are_refused():
     torch = pytest.importorskip("torch")
     samples = np.exp(1j * np.arange(99.0))
+    found = torch.tensor(samples)
     for values in (
         samples,
-        torch.tensor(samples),
+        found,
+        found.conj(),
         samples.real > 0,
-        torch.tensor(samples.real > 0),
+        found.real > 0,
+        found.real.to_sparse(),
+        found.real.to("meta"),
     ):
         assert "samples: expected numbers, got" in refusal_of(make_weight, values)
 

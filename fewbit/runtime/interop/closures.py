@@ -1,4 +1,4 @@
-"""What functions enclose."""
+"""Read the variables that a function encloses."""
 
 from __future__ import annotations
 

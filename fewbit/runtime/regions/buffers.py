@@ -1,4 +1,4 @@
-"""Which buffers of modules a region replaces by other tensors: the second run leaves these attributes as they were."""
+"""Find the buffers of modules that a region replaces by other tensors: the second run leaves these attributes as they were."""
 
 from __future__ import annotations
 

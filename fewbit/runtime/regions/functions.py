@@ -27,7 +27,7 @@ _RESIZED = frozenset("unique unique_consecutive nonzero argwhere".split())
 """Functions whose results have a size that depends on values. All their results are recorded, also the floating ones."""
 _NEUTRAL = frozenset("broadcast_tensors meshgrid randint".split())
 _DRAWS = frozenset("poisson binomial _standard_gamma _sample_dirichlet".split())
-"""Functions that return random floating tensors, for which they may draw more random numbers or fewer, by their input."""
+"""Functions that return random floating tensors. How many random numbers they draw depends on their input."""
 _NO_WRITES = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
 _IN_PLACE = frozenset(
     f"__i{name}__"

@@ -10,8 +10,6 @@ import pytest
 import torch
 from samples import encoded, levels_of, load_table, normal, packed_of, same, scaled
 
-from fewbit import functions
-from fewbit.runtime.backends import reference
 from fewbit.runtime.format.encoding import Encoding, packed_words
 
 kernels = pytest.importorskip("fewbit._kernels", reason="fewbit was installed without kernels")
@@ -45,15 +43,6 @@ PARAMETERS = {
     "hardshrink": (0.625,),
     "softshrink": (0.625,),
 }
-
-
-def test_functions_are_numbered_in_order_and_known():
-    assert [number for number, _ in kernels.FUNCTIONS.values()] == list(
-        range(len(kernels.FUNCTIONS))
-    )
-    for name, (_, n_parameters) in kernels.FUNCTIONS.items():
-        assert len(PARAMETERS.get(name, ())) == n_parameters
-        assert len(functions.get(name).parameters) == n_parameters
 
 
 @pytest.mark.parametrize("name", kernels.FUNCTIONS)
@@ -133,21 +122,6 @@ def test_results_past_the_caches(isa, dtype):
         assert torch.equal(past.view(torch.uint8), through.view(torch.uint8))
     end = x[-last:]
     assert same(results[0][1][-last:], scaled(GELU, levels_of(GELU, end), end))
-
-
-def test_buffers_large_enough_for_huge_pages():
-    x, cpu, encoding = (
-        normal(((1 << 20) + 77,), torch.float64),
-        native.cpu(ISAS[0]),
-        Encoding.of(GELU),
-    )
-    out, expected = torch.empty_like(x), torch.empty_like(x)
-    with torch_threads(2):
-        packed = cpu.encode(x, encoding, None)
-        cpu.decode_mul(x, packed, encoding, out)
-    assert torch.equal(packed, reference.encode(x, encoding, None))
-    reference.decode_mul(x, packed, encoding, expected)
-    assert same(out, expected)
 
 
 SCRIPT = """

@@ -59,19 +59,6 @@ def test_opcheck_of_masks(device, dtype):
     assert torch.equal(activation_ops.unpack_mask_op(packed, 70, dtype=dtype), mask)
 
 
-@pytest.mark.inductor
-def test_opcheck_traced_with_dynamic_sizes():
-    x = normal((5, 7))
-    utilities = ("test_aot_dispatch_dynamic",)
-    packed = activation_ops.encode_op(x, TEXT, [7, 1])
-    torch.library.opcheck(activation_ops.encode_op, (x, TEXT, [7, 1]), test_utils=utilities)
-    torch.library.opcheck(activation_ops.encode_kept_op, (x, TEXT, [7, 1]), test_utils=utilities)
-    torch.library.opcheck(
-        activation_ops.decode_mul_op, (x, packed, TEXT, [7, 1]), test_utils=utilities
-    )
-    torch.library.opcheck(activation_ops.unpack_op, (packed, 3, 35), test_utils=utilities)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fakes_have_the_real_strides(device, name):
     x = laid_out(name, device=device)

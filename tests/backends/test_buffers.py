@@ -57,58 +57,48 @@ def codes(n=N):
 
 def good_calls():
     """Return each entry of the kernels with correct arguments, in which arrays stand for buffers."""
-    fixed = {"grid": floats(7 * CHANNELS), "inner": 25, "bits": BITS}
-    alike = {**SHAPE, "bits": BITS, "fp32_min": False, "kind": UNIFORM_COPY}
-    rounded = alike | {"widths": None}
-    mixed = alike | {"bits": 1, "widths": MIXED}
-    room = {"packed": words(MIXED_WORDS), "ranges": ranges()}
-    vectors = {"mean": floats(CHANNELS), "rstd": floats(CHANNELS), "inner": 25}
-    affine = {"scale": floats(CHANNELS), "shift": floats(CHANNELS), "inner": 25}
-    function = {"function": _kernels.FUNCTIONS["silu"][0], "p0": 0.0, "p1": 0.0}
+    x, out = {"x": floats(N)}, {"out": floats(N)}
+    fixed = dict(grid=floats(7 * CHANNELS), inner=25, bits=BITS)
+    alike = dict(**SHAPE, bits=BITS, fp32_min=False, kind=UNIFORM_COPY)
+    rounded, mixed = alike | {"widths": None}, alike | dict(bits=1, widths=MIXED)
+    copy = dict(packed=words(), ranges=ranges())
+    copy_of_energies, mixed_copy = (
+        copy | {"ranges": ranges(5)},
+        copy | {"packed": words(MIXED_WORDS)},
+    )
+    vectors = dict(mean=floats(CHANNELS), rstd=floats(CHANNELS), inner=25)
+    affine = dict(scale=floats(CHANNELS), shift=floats(CHANNELS), inner=25)
+    by_table, draws = dict(table=TABLE, seed=None), dict(seed=SEED, levels=None)
+    unbiased = dict(kind=UNBIASED_COPY, levels=floats(LEVELS))
+    masked = dict(kind=MASKED_COPY, levels=None, mask=words(packed_words(N, 1)))
+    function = dict(function=_kernels.FUNCTIONS["silu"][0], p0=0.0, p1=0.0, y=floats(N)) | by_table
+    seeds = dict(quantizer_seed=SEED, levels=None)
     return {
-        "pack": {"codes": codes(), "bits": BITS, "packed": words()},
-        "unpack": {"packed": words(), "bits": BITS, "codes": codes()},
-        "encode": {"table": TABLE, "x": floats(N), "packed": words(), "seed": None},
-        "encode drawn": {
-            "table": DRAWN,
-            "x": floats(N),
-            "packed": words(packed_words(N, 2)),
-            "seed": SEED,
-        },
-        "decode_mul": {"table": TABLE, "grad": floats(N), "packed": words(), "out": floats(N)},
-        "forward": function
-        | {"table": TABLE, "x": floats(N), "y": floats(N), "packed": words(), "seed": None},
-        "forward_quantized": function
-        | {"table": TABLE, "x": floats(N), "y": floats(N), "codes": words(), "seed": None}
-        | alike
-        | {"quantizer_seed": SEED, "levels": None}
-        | {"packed": words(), "ranges": ranges()},
-        "quantize": {"x": floats(N), **rounded, "seed": SEED, "levels": None}
-        | {"packed": words(), "ranges": ranges(), **vectors},
-        "quantize mixed": {"x": floats(N), **mixed, "seed": SEED, "levels": None} | room,
-        "quantize unbiased": {"x": floats(N), **rounded, "kind": UNBIASED_COPY}
-        | {"seed": SEED, "levels": floats(LEVELS), "packed": words(), "ranges": ranges(5)},
-        "squares": {"x": floats(N), **alike, "out": floats(3), **vectors},
-        "dequantize": {"packed": words(), "ranges": ranges(), **rounded, "out": floats(N)}
-        | {"levels": None}
-        | affine,
-        "dequantize unbiased": {"packed": words(), "ranges": ranges(5), **rounded}
-        | {"kind": UNBIASED_COPY, "levels": floats(LEVELS), "out": floats(N)},
-        "dequantize masked": {"packed": words(), "ranges": ranges(5), **rounded}
-        | {
-            "kind": MASKED_COPY,
-            "levels": None,
-            "out": floats(N),
-            "mask": words(packed_words(N, 1)),
-        },
-        "dequantize mixed": room | mixed | {"levels": None, "out": floats(N)},
-        "grid_fixed": {"gamma": floats(4), "beta": floats(4), "bits": BITS, "grid": floats(28)},
-        "encode_fixed": {"x": floats(N), "y": floats(N), **fixed, "packed": words()}
-        | {"mean": floats(CHANNELS), "rstd": floats(CHANNELS), "inner_of_entries": 25},
-        "decode_fixed": {"packed": words(), **fixed, "activated": True, "slope": 0.5}
-        | {"out": floats(N), "scale": floats(CHANNELS), "inner_of_entries": 25},
-        "mask_fixed": {"grad": floats(N), "packed": words(), **fixed, "slope": 0.5}
-        | {"out": floats(N)},
+        "pack": dict(codes=codes(), bits=BITS, packed=words()),
+        "unpack": dict(packed=words(), bits=BITS, codes=codes()),
+        "encode": x | by_table | {"packed": words()},
+        "encode drawn": x | dict(table=DRAWN, packed=words(packed_words(N, 2)), seed=SEED),
+        "decode_mul": dict(table=TABLE, grad=floats(N), packed=words()) | out,
+        "forward": x | function | {"packed": words()},
+        "forward_quantized": x | function | {"codes": words()} | alike | seeds | copy,
+        "quantize": x | rounded | draws | copy | vectors,
+        "quantize mixed": x | mixed | draws | mixed_copy,
+        "quantize unbiased": x | rounded | draws | unbiased | copy_of_energies,
+        "squares": x | alike | {"out": floats(3)} | vectors,
+        "dequantize": copy | rounded | {"levels": None} | out | affine,
+        "dequantize unbiased": copy_of_energies | rounded | unbiased | out,
+        "dequantize masked": copy_of_energies | rounded | masked | out,
+        "dequantize mixed": mixed_copy | mixed | {"levels": None} | out,
+        "grid_fixed": dict(gamma=floats(4), beta=floats(4), bits=BITS, grid=floats(28)),
+        "encode_fixed": dict(y=floats(N), packed=words(), mean=floats(CHANNELS))
+        | dict(rstd=floats(CHANNELS), inner_of_entries=25)
+        | x
+        | fixed,
+        "decode_fixed": dict(packed=words(), activated=True, slope=0.5, inner_of_entries=25)
+        | {"scale": floats(CHANNELS)}
+        | fixed
+        | out,
+        "mask_fixed": dict(grad=floats(N), packed=words(), slope=0.5) | fixed | out,
     }
 
 
@@ -179,78 +169,62 @@ def test_wrong_buffers_are_refused(name, key, wrong):
             assert f"{entry}: {key}: expected" in str(raised.value)
 
 
+MASK = words(packed_words(N, 1))
+AT_MOST_256 = "group_size: expected at most 256 unless the copy is uniform, got 288"
+OTHERS = [  # (entry, changes of its arguments, message)
+    (
+        "encode",
+        {"packed": words(WORDS - 1)},
+        "encode: packed: expected 24 int32 .*, got 23 int32 .*",
+    ),
+    ("pack", {"bits": 9}, "bits: expected 1 to 8, got 9"),
+    ("pack", {"codes": (16, -1, 5, -1)}, "n: expected a number of elements, 0 or more, got -1"),
+    ("encode", {"seed": SEED}, "encode: seed: expected none, as the table is not unbiased, .*"),
+    ("encode drawn", {"seed": None}, "encode: seed: expected 1 int64 on the CPU, got none"),
+    ("forward", {"function": 1000}, "function: expected a number below .*, got 1000"),
+    *(
+        (name, {key: np.zeros(N)}, f"{name}: {key}: expected float32, float16 or bfloat16, .*")
+        for name, key in (
+            *((name, "x") for name in ("forward", "quantize", "squares")),
+            ("dequantize", "out"),
+        )
+    ),
+    ("quantize", {"samples": -1}, "samples: expected 0 or more, got -1"),
+    ("quantize", {"features": -1}, "features: expected 0 or more, got -1"),
+    ("quantize", {"samples": 1 << 40, "features": 1 << 40}, ".*can be counted, got .*"),
+    ("quantize", {"samples": 4}, "quantize: x: expected 300 float32 on the CPU, got 225 .*"),
+    ("quantize", {"group_size": 48}, "group_size: expected a multiple of 32 .*, got 48"),
+    ("quantize", {"group_size": 0}, "group_size: expected .*, got 0"),
+    ("quantize", {"group_size": 65568}, "group_size: expected .*, got 65568"),
+    *(
+        (name, {"group_size": 288, "kind": kind}, AT_MOST_256)
+        for name in ("quantize", "squares", "dequantize", "forward_quantized")
+        for kind in (1, 2, 3, 4)
+    ),
+    ("quantize", {"bits": 0}, "bits: expected 1 to 8, got 0"),
+    ("quantize", {"inner": 0}, r"quantize: rstd: expected entries \* inner to divide .*"),
+    ("quantize", {"rstd": None}, "quantize: rstd: expected 3 float32 on the CPU, got none"),
+    ("dequantize", {"bits": 9}, "bits: expected 1 to 8, got 9"),
+    ("dequantize", {"fp32_min": True}, "dequantize: ranges: expected 9 bfloat16 .*, got 6 .*"),
+    ("dequantize", {"kind": 1}, "dequantize: ranges: expected 10 bfloat16 .*, got 6 .*"),
+    ("dequantize", {"mask": MASK}, "dequantize: scale, shift: expected none with a mask, got one"),
+    ("dequantize mixed", {"mask": MASK}, "dequantize: mask: expected None for uniform copies, .*"),
+    ("quantize", {"kind": 5}, "kind: expected 0 .*, got 5"),
+    (
+        "quantize unbiased",
+        {"levels": None},
+        "quantize: levels: expected 24968 float32 .*, got none",
+    ),
+    ("quantize mixed", {"widths": MIXED % 4}, "bits: expected 1 to 8, got 0"),
+    ("dequantize mixed", {"widths": MIXED + 7}, "bits: expected .*, got 9"),
+    ("dequantize mixed", {"widths": MIXED + 1}, "dequantize: packed: .*"),
+    ("encode_fixed", {"inner": 2}, r"encode_fixed: grid: expected entries \* inner .*"),
+    ("mask_fixed", {"bits": 9}, "bits: expected 1 to 8, got 9"),
+]
+
+
 @compiled
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        (
-            "encode",
-            {"packed": words(WORDS - 1)},
-            f"encode: packed: expected {WORDS} int32 on the CPU, got {WORDS - 1} int32 on the CPU",
-        ),
-        ("pack", {"bits": 9}, "bits: expected 1 to 8, got 9"),
-        ("pack", {"codes": (16, -1, 5, -1)}, "n: expected a number of elements, 0 or more, got -1"),
-        ("encode", {"seed": SEED}, "encode: seed: expected none, as the table is not unbiased, .*"),
-        ("encode drawn", {"seed": None}, "encode: seed: expected 1 int64 on the CPU, got none"),
-        ("forward", {"function": 1000}, "function: expected a number below .*, got 1000"),
-        *(
-            (name, {key: np.zeros(N)}, f"{name}: {key}: expected float32, float16 or bfloat16, .*")
-            for name, key in {
-                "forward": "x",
-                "quantize": "x",
-                "squares": "x",
-                "dequantize": "out",
-            }.items()
-        ),
-        ("quantize", {"samples": -1}, "samples: expected 0 or more, got -1"),
-        ("quantize", {"features": -1}, "features: expected 0 or more, got -1"),
-        ("quantize", {"samples": 1 << 40, "features": 1 << 40}, ".*can be counted, got .*"),
-        ("quantize", {"samples": 4}, "quantize: x: expected 300 float32 on the CPU, got 225 .*"),
-        ("quantize", {"group_size": 48}, "group_size: expected a multiple of 32 .*, got 48"),
-        ("quantize", {"group_size": 0}, "group_size: expected .*, got 0"),
-        ("quantize", {"group_size": 65568}, "group_size: expected .*, got 65568"),
-        *(
-            (
-                name,
-                {"group_size": 288, "kind": kind},
-                "group_size: expected at most 256 unless the copy is uniform, got 288",
-            )
-            for name in ("quantize", "squares", "dequantize", "forward_quantized")
-            for kind in (1, 2, 3, 4)
-        ),
-        ("quantize", {"bits": 0}, "bits: expected 1 to 8, got 0"),
-        ("quantize", {"inner": 0}, r"quantize: rstd: expected entries \* inner to divide .*"),
-        ("quantize", {"rstd": None}, "quantize: rstd: expected 3 float32 on the CPU, got none"),
-        ("dequantize", {"bits": 9}, "bits: expected 1 to 8, got 9"),
-        ("dequantize", {"fp32_min": True}, "dequantize: ranges: expected 9 bfloat16 .*, got 6 .*"),
-        ("dequantize", {"kind": 1}, "dequantize: ranges: expected 10 bfloat16 .*, got 6 .*"),
-        (
-            "dequantize",
-            {"mask": words(packed_words(N, 1))},
-            "dequantize: scale, shift: expected none with a mask, got one",
-        ),
-        (
-            "dequantize mixed",
-            {"mask": words(packed_words(N, 1))},
-            "dequantize: mask: expected None for uniform copies, got .*",
-        ),
-        ("quantize", {"kind": 5}, "kind: expected 0 .*, got 5"),
-        (
-            "quantize unbiased",
-            {"levels": None},
-            "quantize: levels: expected 24968 float32 .*, got none",
-        ),
-        (
-            "quantize mixed",
-            {"widths": np.array([2, 0, 1], np.uint8)},
-            "bits: expected 1 to 8, got 0",
-        ),
-        ("dequantize mixed", {"widths": np.array([9, 2, 2], np.uint8)}, "bits: expected .*, got 9"),
-        ("dequantize mixed", {"widths": np.array([4, 5, 5], np.uint8)}, "dequantize: packed: .*"),
-        ("encode_fixed", {"inner": 2}, r"encode_fixed: grid: expected entries \* inner .*"),
-        ("mask_fixed", {"bits": 9}, "bits: expected 1 to 8, got 9"),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "message"), OTHERS)
 def test_other_wrong_arguments_are_refused(name, changes, message):
     for isa in ISAS:
         with pytest.raises(ValueError, match=f"^{message}$"):
@@ -361,30 +335,16 @@ def op_cases():
     packed = activation_ops.encode_op(x, TABLE.text, [80, 1])
     kept, limits, _ = quantizer_ops.quantize_op(x, [80, 1], seed, 3, 256, False, "uniform")
     place = 3, 256, [4, 80], [80, 1], torch.float32, "uniform"
-    yield (
-        activation_ops.encode_op,
-        (x, TABLE.text, [1, 1]),
-        "stride: expected those of a dense tensor",
-    )
-    yield activation_ops.encode_op, (x, TABLE.text, [1]), "stride: expected"
-    yield activation_ops.encode_op, (x, TABLE.text, [80, 1], seed), "seed: expected none"
-    yield activation_ops.encode_op, (x.int(), TABLE.text, [80, 1]), "x: expected float32"
-    yield (
-        activation_ops.decode_mul_op,
-        (x, packed[:-1], TABLE.text, [80, 1]),
-        "packed: expected 30 int32",
-    )
-    yield (
-        activation_ops.decode_mul_op,
-        (x, packed.long(), TABLE.text, [80, 1]),
-        "packed: expected 30 int32",
-    )
-    yield activation_ops.decode_mul_op, (x, packed, TABLE.text, [160, 1]), "stride: expected"
-    yield (
-        activation_ops.decode_mul_op,
-        (x[:1].expand(8, 80), packed, TABLE.text, [80, 1]),
-        "expected 60 int32",
-    )
+    encode, decode = activation_ops.encode_op, activation_ops.decode_mul_op
+    of_table = TABLE.text, [80, 1]
+    yield encode, (x, TABLE.text, [1, 1]), "stride: expected those of a dense tensor"
+    yield encode, (x, TABLE.text, [1]), "stride: expected"
+    yield encode, (x, *of_table, seed), "seed: expected none"
+    yield encode, (x.int(), *of_table), "x: expected float32"
+    yield decode, (x, packed[:-1], *of_table), "packed: expected 30 int32"
+    yield decode, (x, packed.long(), *of_table), "packed: expected 30 int32"
+    yield decode, (x, packed, TABLE.text, [160, 1]), "stride: expected"
+    yield decode, (x[:1].expand(8, 80), packed, *of_table), "expected 60 int32"
     yield activation_ops.unpack_op, (packed[1:], 3, 320), "packed: expected 30 int32"
     yield integers.pack_kept_op, (x > 0, 1, 2, [81, 1]), "stride: expected"
     quantize, restore = quantizer_ops.quantize_op, quantizer_ops.dequantize_op

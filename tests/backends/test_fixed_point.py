@@ -124,7 +124,11 @@ def test_grids_agree_to_the_last_bit(backend, bits, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", (1, 3, 8))
 @pytest.mark.parametrize(
-    "n, channels, inner", [(70, 7, 1), (70, 1, 1), (1400, 7, 5), (4096, 2, 1024), (1530, 510, 1)]
+    "n, channels, inner",
+    [
+        *((70, 7, 1), (70, 1, 1), (1400, 7, 5), (4096, 2, 1024), (1530, 510, 1)),
+        *((200_000, 100, 1), (200_000, 50, 1000)),  # more than one thread is given
+    ],
 )
 def test_backends_agree_to_the_last_bit(backend, n, channels, inner, bits, dtype):
     """This includes statistics with an index of their own, and chunks and runs that end at different places."""
@@ -162,22 +166,6 @@ def test_backends_agree_to_the_last_bit(backend, n, channels, inner, bits, dtype
         reference.mask_fixed(grad, expected, grid, bits, inner, slope, theirs)
         ours = fixed_point.mask(there(grad), packed, there(grid), bits, inner, slope)
         assert torch.equal(ours.cpu(), theirs)
-
-
-@pytest.mark.parametrize("channels, inner", [(100, 1), (50, 1000)])
-def test_threads_share_the_work(backend, channels, inner):
-    """There are more elements than one thread is given."""
-    n, bits = 200_000, 3
-    gamma, beta = normal((channels,), seed=2), normal((channels,), seed=3)
-    x, y = normal((n,), scale=1.0, seed=4), normal((n,), seed=5)
-    grid = fixed_point.grid_of(gamma, beta, bits, "cpu")
-    expected, theirs = reference.encode_fixed(x, y, grid, bits, inner), torch.empty(n)
-    reference.decode_fixed(expected, grid, bits, inner, theirs, 0.0)
-    there = grid.to(backend.device)
-    packed = fixed_point.encode(x.to(backend.device), y.to(backend.device), there, bits, inner)
-    assert torch.equal(packed.cpu(), expected)
-    ours = fixed_point.decode(packed, there, bits, inner, (n,), (1,), torch.float32, 0.0)
-    assert torch.equal(ours.cpu(), theirs)
 
 
 def test_sizes_of_zero(backend):

@@ -20,6 +20,8 @@ SOLVED = [
     ("hardswish", {"bits": 2}),
     ("relu6", {"bits": 1}),
     ("gelu", {"bits": 2, "weight": "normal:1,0.3"}),
+    ("silu", {"bits": 3, "weight": "normal:14,3"}),
+    ("silu", {"bits": 3, "weight": "normal:1,40"}),
     ("tanh", {"bits": 1, "weight": "normal:2,0.001"}),
     ("silu", {"bits": 2, "weight": ([-1.0, 0.5, 2.0, 3.0], [1.0, 0.0, 2.0])}),
     ("softplus", {"bits": 2, "domain": (-3, 1)}),

@@ -1,13 +1,12 @@
 """Slow and obvious computations of the solver's results, as oracles for its tests.
 
-Nothing here imports the solver. Sums are exact (`Fraction`) or in extended precision, and searches are exhaustive.
+Nothing here imports the solver. Sums are exact (`Fraction`), and searches are exhaustive.
 """
 
 import itertools
 from fractions import Fraction
 
 import numpy as np
-from scipy.integrate import quad
 
 # --- sequences ----------------------------------------------------------------------------------
 
@@ -64,29 +63,6 @@ def plain_loop(values, weights, count):
     best = [costs[0][i] for i in range(n + 1)]
     for _ in range(count - 1):
         best = [min(best[j] + costs[j][i] for j in range(i + 1)) for i in range(n + 1)]
-    return best[n]
-
-
-def extended_loop(values, weights, count):
-    """Run the same dynamic program for longer sequences, in `np.longdouble` and without cancellation."""
-    values, weights = np.asarray(values, np.longdouble), np.asarray(weights, np.longdouble)
-    n = len(values)
-    costs = np.full((n + 1, n + 1), np.longdouble(np.inf))  # costs[start, stop]
-    costs[np.arange(n + 1), np.arange(n + 1)] = 0
-    mass, mean, spread_ = np.zeros(
-        (3, n), np.longdouble
-    )  # costs of the segments that end at `stop`
-    for stop in range(n):
-        total = mass[: stop + 1] + weights[stop]
-        share = np.divide(weights[stop], total, out=np.zeros_like(total), where=total > 0)
-        deviation = values[stop] - mean[: stop + 1]
-        spread_[: stop + 1] += deviation**2 * (mass[: stop + 1] * share)
-        mean[: stop + 1] += deviation * share
-        mass[: stop + 1] = total
-        costs[: stop + 1, stop + 1] = spread_[: stop + 1]
-    best = costs[0]
-    for _ in range(count - 1):
-        best = (best[:, None] + costs).min(axis=0)
     return best[n]
 
 
@@ -178,30 +154,6 @@ def parts_of(table, marks=(), pieces=64):
     return np.stack([points[:-1], points[1:]], axis=1)
 
 
-def quadrature(function, parts):
-    """Return the integral of a scalar function over all parts, by adaptive quadrature on each.
-
-    A part that is only a few roundings wide has no room for the quadrature's points: a break that the solver found and
-    a kink that it should equal can differ in the last digits. The midpoint rule is exact enough there.
-    """
-    total = 0.0
-    for a, b in parts:
-        if b - a < 1e-9 * max(1.0, abs(a), abs(b)):
-            total += (b - a) * function(0.5 * (a + b))
-        else:
-            total += quad(function, a, b, epsabs=1e-15, epsrel=1e-10, limit=100)[0]
-    return total
-
-
-def squared_error(table, f, density=one, marks=()):
-    """Return the weighted integral of (f' - q)**2. On each part q has the value that it has in the middle."""
-    total = 0.0
-    for a, b in parts_of(table, [*f.kinks, *marks]):
-        level = table(np.array(0.5 * (a + b)))
-        total += quadrature(lambda x, y=level: (f.derivative(x) - y) ** 2 * density(x), [(a, b)])
-    return total
-
-
 _GAUSS = np.polynomial.legendre.leggauss(24)
 
 
@@ -210,30 +162,6 @@ def fine_integral(function, parts):
     half = 0.5 * (parts[:, 1] - parts[:, 0])[:, None]
     x = 0.5 * (parts[:, 1] + parts[:, 0])[:, None] + half * _GAUSS[0]
     return float(np.sum(function(x) * (half * _GAUSS[1])))
-
-
-def piece_moments(table, f, density=one, marks=()):
-    """Return, for each level, the mass and the integral of f' w over its pieces."""
-    mass, first = np.zeros(len(table.levels)), np.zeros(len(table.levels))
-    for a, b in parts_of(table, [*f.kinks, *marks]):
-        code = table.code(0.5 * (a + b))
-        part = np.array([[a, b]])
-        mass[code] += fine_integral(density, part)
-        first[code] += fine_integral(lambda x: f.derivative(x) * density(x), part)
-    return mass, first
-
-
-def choice_error(table, f, density=one, marks=()):
-    """Return the expected squared error of an unbiased table, from its knots and levels alone."""
-    levels, knots = table.levels, table.knots
-
-    def expected(x):
-        v = np.clip(knots(x), levels[0], levels[-1])
-        upper = np.clip(np.searchsorted(levels, v), 1, len(levels) - 1)
-        variance = (v - levels[upper - 1]) * (levels[upper] - v)
-        return (variance + (f.derivative(x) - v) ** 2) * density(x)
-
-    return fine_integral(expected, parts_of(table, [*f.kinks, *knots.points, *marks]))
 
 
 class SampledError:
@@ -253,12 +181,14 @@ class SampledError:
         nearest = np.searchsorted(0.5 * (levels[1:] + levels[:-1]), self.value)
         return float(np.sum(self.mass * (self.value - levels[nearest]) ** 2))
 
-    def of_breaks(self, breaks, ends=None):
-        """Return the error if every piece gets its mean, or the first and last get the levels `ends`."""
+    def of_table(self, table):
+        return float(np.sum(self.mass * (self.value - table(self.x)) ** 2))
+
+    def of_breaks(self, breaks):
+        """Return the error if every piece gets its mean."""
         piece = np.searchsorted(np.sort(breaks), self.x)
         count = len(breaks) + 1
         mass = np.bincount(piece, self.mass, count)
         mean = np.bincount(piece, self.mass * self.value, count) / np.where(mass > 0, mass, 1.0)
-        if ends is not None:
-            mean[[0, -1]] = ends
+
         return float(np.sum(self.mass * (self.value - mean[piece]) ** 2))

@@ -59,15 +59,6 @@ def test_moments_against_adaptive_quadrature(name, weight):
         assert cells.mean[i] * mass == pytest.approx(first, rel=1e-9, abs=1e-13 * mass)
 
 
-def test_totals_do_not_depend_on_the_number_of_cells():
-    landscape, slope = scape_of("gelu"), functions.get("gelu").derivative
-    few, many = landscape.cells(32), landscape.cells(4096)
-    assert few.mass.sum() == pytest.approx(20, rel=1e-14)
-    assert few.second_moment == pytest.approx(many.second_moment, rel=1e-6)
-    second = sum(quad(lambda x: slope(x) ** 2, a, a + 1)[0] for a in range(-10, 10))
-    assert many.second_moment == pytest.approx(second, rel=1e-12)
-
-
 def test_split_keeps_the_moments():
     landscape = scape_of("silu", Normal())
     cells = landscape.cells(64)

@@ -4,15 +4,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from naive import (
     breaks_cost,
     choice_cost,
     every_choice,
     every_contiguous,
     every_grouping,
-    extended_loop,
     plain_loop,
 )
 from problems import LONG, PROBLEMS, long_sequence, tagged
@@ -24,7 +21,6 @@ from fewbit.solver.dynamic_program import RANDOM_CHOICE, Costs, run_layer
 from fewbit.solver.partition import Effort, LayeredSearch, partition
 from fewbit.solver.segments import Items
 
-STEADY = settings(max_examples=60)
 FORMS = ["levels", "intervals"]
 
 
@@ -64,32 +60,6 @@ def test_against_the_plain_loop(problem, form, prune, always_prune):
     for count in (2, 5):
         found = partition(problem.values, count, problem.weights, form=form, prune=prune)
         assert_cost(found.cost, plain_loop(values, weights, count))
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", LONG)
-def test_hundreds_of_items_against_the_plain_loop(kind, form, always_prune):
-    values, weights = long_sequence(kind, 400)
-    order = np.argsort(values, kind="stable") if form == "levels" else np.arange(400)
-    for count in (2, 9):
-        expected = float(extended_loop(values[order], weights[order], count))
-        found = partition(values, count, weights, form=form)
-        assert found.cost == pytest.approx(expected, rel=1e-9, abs=1e-12 * float(expected > 0))
-
-
-pairs_of_numbers = st.tuples(
-    st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.1, -3.0, 1e9, 1e9 + 1.0]),
-    st.sampled_from([0.0, 1.0, 1.0, 2.0, 1e-6, 1e6]),
-)
-
-
-@STEADY
-@given(st.lists(pairs_of_numbers, min_size=1, max_size=6), st.integers(1, 8), st.sampled_from(FORMS))  # fmt: skip
-def test_any_small_sequence(pairs, count, form):
-    values, weights = (np.array(column) for column in zip(*pairs, strict=True))
-    found = partition(values, count, weights, form=form)
-    order = np.argsort(values, kind="stable") if form == "levels" else np.arange(len(values))
-    assert_cost(found.cost, plain_loop(values[order], weights[order], count))
 
 
 @pytest.mark.parametrize("form", FORMS)

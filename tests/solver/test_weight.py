@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from naive import SampledError, normal_density, squared_error
+from naive import SampledError, normal_density
 from problems import solved
 
 from fewbit import functions
@@ -98,12 +98,7 @@ def test_a_table_for_samples_serves_the_density_they_came_from(name, form):
     best = solve(name, 3, weight=mixture_density, form=form)
     fitted = solve(name, 3, weight=mixture(200_000), form=form)
     assert fitted.error == pytest.approx(best.error, rel=0.05)
-    error = squared_error(
-        fitted,
-        functions.get(name),
-        lambda x: mixture_density(x) * (abs(x) < 10),
-        np.linspace(-10, 10, 41),
-    )
+    error = SampledError(functions.get(name), (-10, 10), mixture_density).of_table(fitted)
     assert best.error * (1 - 1e-3) <= error <= best.error * 1.01
 
 
@@ -133,8 +128,7 @@ def test_samples_with_a_heap_at_one_value():
 def test_one_outlier_does_not_ruin_a_table(outlier):
     samples = np.random.default_rng(3).standard_normal(100_000)
     table = solve("gelu", 3, weight=np.append(samples, outlier))
-    sample = SampledError(functions.get("gelu"), (-8.0, 8.0), normal_density())
-    error = float(np.sum(sample.mass * (sample.value - table(sample.x)) ** 2))
+    error = SampledError(functions.get("gelu"), (-8, 8), normal_density()).of_table(table)
     assert error <= 1.01 * solved("gelu", 3, weight="normal").error
 
 
@@ -449,34 +443,6 @@ def test_where_the_weight_is_zero_q_continues_to_the_middle(form):
     ):
         table = solve("gelu", 1, weight=(edges, [1.0, 0.0, 1.0]), form=form)
         assert table.breaks.tolist() == [middle]
-
-
-def check_error(name, weight, density, marks, **options):
-    """Check a table's error by adaptive quadrature; return its domain."""
-    table = solve(name, 3, weight=weight, **options)
-    expected = squared_error(table, functions.get(name), density, marks)
-    assert table.error == pytest.approx(expected, rel=1e-6)
-    assert table.gap < 1e-3
-    return table.domain
-
-
-@pytest.mark.parametrize(
-    ("mean", "std"), [(0.0, 1e-3), (3.0, 1e-3), (-2.5, 0.1), (14.0, 3.0), (1.0, 40.0)]
-)
-def test_the_error_under_normal_weights_far_from_the_usual(mean, std):
-    marks = np.concatenate([mean + std * np.linspace(-9, 9, 61), np.linspace(-10, 10, 41)])
-    low, high = check_error("silu", f"normal:{mean},{std}", normal_density(mean, std), marks)
-    assert low <= mean - 8 * std and high >= mean + 8 * std
-    # One level is exact where the derivative is constant.
-    table = solved("gelu", 3, weight="normal:1000,1")
-    assert (table.error, table.levels.tolist()) == (0.0, [1.0])
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["gelu", "elu", "softsign"])
-def test_the_error_under_a_histogram(name, form):
-    density = make_weight((EDGES, HEIGHTS)).density
-    assert check_error(name, (EDGES, HEIGHTS), density, EDGES, form=form) == (-4.0, 3.0)
 
 
 @pytest.mark.parametrize(

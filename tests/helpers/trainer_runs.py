@@ -6,6 +6,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fewbit.analysis.step_meter import StepMeter
 
 VOCABULARY = 96
+USUAL = {
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+"""Arguments of all trainers."""
 
 
 def llama(dropout=0.1, seed=0, **changes):
@@ -29,6 +39,11 @@ def texts(count, length=32, seed=1):
 def weights(model):
     """Return all parameters of a model as bytes."""
     return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+
+
+def logged(trainer, name):
+    """Return the values of a metric that a trainer has logged."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def saved_by_step(trainer):

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("pydantic")
 
 from pydantic import BaseModel, ValidationError
-from trainer_runs import llama, texts, weights
+from trainer_runs import USUAL, llama, texts, weights
 from transformers import Trainer, TrainingArguments
 
 import fewbit
@@ -83,15 +83,8 @@ def make_trainer(plugin, cfg, folder, model):
     plugin.post_model_build(cfg, model)
     plugin.post_model_load(cfg, model)
     callbacks = plugin.add_callbacks_pre_trainer(cfg=cfg, model=model)
-    usual = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
     saves = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5}
-    args = TrainingArguments(
-        str(folder),
-        learning_rate=cfg.learning_rate,
-        per_device_train_batch_size=4,
-        **usual,
-        **saves,
-    )
+    args = TrainingArguments(str(folder), **{**USUAL, **saves, "learning_rate": cfg.learning_rate})
     trainer = Trainer(model=model, args=args, train_dataset=texts(16), callbacks=callbacks)
     plugin.post_trainer_create(cfg, trainer)
     for callback in plugin.add_callbacks_post_trainer(cfg, trainer):

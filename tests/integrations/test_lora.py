@@ -9,11 +9,8 @@ import fewbit
 
 pytest.importorskip("peft")
 from peft import LoraConfig, get_peft_model  # noqa: E402
-from trainer_runs import llama  # noqa: E402
 
 SAMPLES, WIDTH, RANK = 8, 256, 8
-SIZES = {"hidden_size": 128, "intermediate_size": 344, "dropout": 0.0}
-"""The sizes of a small Llama."""
 VARIANTS = {
     "lora": {},
     "dropout": {"lora_dropout": 0.1},
@@ -45,13 +42,6 @@ def adapted(model, **changes):
     return model
 
 
-def copy_size(bits, features):
-    """Return the bytes of a quantized copy of an input with so many features, saved by a layer of its own."""
-    layer = nn.Linear(features, 4)
-    fewbit.compress_(layer, bits, verbose=False)
-    return fewbit.saved_bytes(layer, torch.randn(SAMPLES, features)).total
-
-
 def gradients(model, **inputs):
     model.zero_grad()
     torch.manual_seed(0)
@@ -69,21 +59,6 @@ def cosine(first, second):
     return F.cosine_similarity(*flat, dim=0)
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_adapters_share_one_copy_and_the_base_saves_nothing(bits):
-    model, x = adapted(Projections()), torch.randn(SAMPLES, WIDTH)
-    report = fewbit.compress_(model, bits, verbose=False).report
-    saved = fewbit.saved_bytes(model, x)
-    wide, narrow = copy_size(bits, WIDTH), copy_size(bits, RANK)
-    # Wide copies: the input of q, k and v, which lora_A of all three share, and that of out. Narrow copies: the inputs of
-    # lora_B of four layers.
-    assert saved.total == 2 * wide + 4 * narrow
-    saves = {row.path.removeprefix("base_model.model."): row.saves for row in report.converted}
-    assert saves["q.base_layer"] == "no input"
-    assert saves["q.lora_A.default"] == saves["q.lora_B.default"] == f"{bits} bits"
-    assert not report.left_alone
-
-
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_gradients_and_the_base(changes):
     torch.manual_seed(1)
@@ -99,22 +74,3 @@ def test_gradients_and_the_base(changes):
     frozen = [name for name in base if "base_layer" in name]
     assert len(frozen) == 8
     assert all(torch.equal(base[name], after[name]) for name in frozen)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["lora", "dora"])
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_a_language_model_saves_a_fifth_of_plain_peft(variant):
-    torch.manual_seed(1)
-    model = adapted(llama(**SIZES), **VARIANTS[variant])
-    ids = torch.randint(96, (4, 64))
-    inputs = {"input_ids": ids, "labels": ids}
-    plain = fewbit.saved_bytes(model, **inputs).total
-    exact = gradients(model, **inputs)
-    sizes = {}
-    for bits, least in ((4, 0.9), (2, 0.7)):
-        fewbit.compress_(model, bits, verbose=False)
-        sizes[bits] = fewbit.saved_bytes(model, **inputs).total
-        assert sizes[bits] < plain / 5
-        assert cosine(exact, gradients(model, **inputs)) > least
-    assert sizes[2] < sizes[4]

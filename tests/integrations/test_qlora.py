@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from test_lora import SIZES, adapted, cosine, gradients
+from test_lora import adapted, cosine, gradients
 from torch import nn
 
 import fewbit
 
 pytest.importorskip("peft")
-from trainer_runs import llama  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated:UserWarning")
 SAMPLES, WIDTH, OUT = 16, 128, 192
@@ -130,24 +129,3 @@ def test_adapters_over_a_quantized_base(kind):
         bases = [row for row in report.converted if "base_layer" in row.path]
         assert {row.saves for row in bases} == {"no input"} and len(bases) == 2
         assert not report.left_alone
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "bitsandbytes"])
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_llama_with_a_quantized_base(kind):
-    torch.manual_seed(1)
-    model = adapted(quantized(llama(**SIZES), kind))
-    ids = torch.randint(96, (4, 64))
-    inputs = {"input_ids": ids, "labels": ids}
-    before, plain = frozen(model), fewbit.saved_bytes(model, **inputs).total
-    exact = gradients(model, **inputs)
-    for bits, least in ((4, 0.9), (2, 0.7)):
-        fewbit.compress_(model, bits, verbose=False)
-        assert fewbit.saved_bytes(model, **inputs).total < plain / 5
-        assert cosine(exact, gradients(model, **inputs)) > least
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    for _ in range(3):
-        gradients(model, **inputs)
-        optimizer.step()
-    assert all(map(torch.equal, before, frozen(model)))

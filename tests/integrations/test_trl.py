@@ -9,7 +9,7 @@ import torch
 if any(find_spec(name) is None for name in ("trl", "peft", "datasets", "tokenizers")):
     pytest.skip("needs trl, peft, datasets and tokenizers", allow_module_level=True)
 
-from trainer_runs import llama, saved_by_step, weights
+from trainer_runs import USUAL, llama, logged, saved_by_step, weights
 
 import fewbit
 from fewbit.integrations.transformers import BITS, SAVED, FewbitCallback
@@ -26,6 +26,7 @@ pytestmark = [
 ]
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
 QUIET = {"verbose": False}
+OPTIONS = {**USUAL, "max_steps": 2, "gradient_checkpointing": False}
 
 
 def tokenizer():
@@ -58,7 +59,7 @@ def sft(folder, callback, with_lora=False, model=None, **arguments):
 
     return SFTTrainer(
         model=model or llama(),
-        args=SFTConfig(str(folder), **{**USUAL, **arguments}),
+        args=SFTConfig(str(folder), **{**OPTIONS, **arguments}),
         train_dataset=Dataset.from_dict({"text": lines(16, 40, 1)}),
         processing_class=tokenizer(),
         peft_config=lora() if with_lora else None,
@@ -78,29 +79,12 @@ def dpo(folder, callback, with_lora=False, **arguments):
     return DPOTrainer(
         model=llama(),
         ref_model=None if with_lora else llama(),
-        args=DPOConfig(str(folder), **{**USUAL, **arguments}),
+        args=DPOConfig(str(folder), **{**OPTIONS, **arguments}),
         train_dataset=Dataset.from_dict(columns),
         processing_class=tokenizer(),
         peft_config=lora() if with_lora else None,
         callbacks=[callback],
     )
-
-
-USUAL = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "gradient_checkpointing": False,
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
-
-
-def logged(run, name):
-    return [entry[name] for entry in run.state.log_history if name in entry]
 
 
 @pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
@@ -121,21 +105,6 @@ def test_a_trainer_saves_several_times_fewer_bytes(make, with_lora, tmp_path):
     assert saved[0] > 8 * saved[1]
 
 
-@pytest.mark.parametrize("make, with_lora", [(sft, False), (dpo, True)])
-def test_resumed_training_ends_with_the_same_weights(make, with_lora, tmp_path):
-    bits = fewbit.AdaptiveBits(2, interval=3)
-    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    callback = FewbitCallback(bits, **QUIET)
-    run = make(tmp_path, callback, with_lora, **arguments)
-    run.train()
-    other = FewbitCallback(bits, **QUIET)
-    torch.manual_seed(123)
-    resumed = make(tmp_path, other, with_lora, **arguments)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert weights(resumed.model) == weights(run.model)
-    assert other.controller.state_dict() == callback.controller.state_dict()
-
-
 def test_logits_are_not_saved_by_default(tmp_path):
     """TRL computes the loss in tiles. With label smoothing it computes the loss from logits, outside of the model."""
     tokens, width, words = 4 * 40, 64, 4096
@@ -150,19 +119,6 @@ def test_logits_are_not_saved_by_default(tmp_path):
         assert logged(run, SAVED)[-1] == pytest.approx(saved_by_step(run), rel=0.01)
     assert saved[0] < 4 * 4 * tokens * width
     assert saved[1] > saved[0] + 4 * tokens * words
-
-
-def test_checkpointing_is_named(tmp_path):
-    """TRL switches checkpointing on by default. Regions then save their inputs, and fewbit gains little."""
-    saved = {}
-    for bits in (fewbit.Level("L0"), 2):
-        run = sft(tmp_path, FewbitCallback(bits, **QUIET), gradient_checkpointing=True)
-        with pytest.warns(
-            UserWarning, match="gradient checkpointing saves the input of each block"
-        ):
-            run.train()
-        saved[bits] = min(logged(run, SAVED))
-    assert saved[2] < saved[fewbit.Level("L0")] < 3 * saved[2]
 
 
 def test_copies_may_be_moved_by_hooks_around_the_step(tmp_path):

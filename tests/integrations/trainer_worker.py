@@ -7,23 +7,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from trainer_runs import llama, texts, weights
+from trainer_runs import USUAL, llama, texts, weights
 from transformers import Trainer, TrainingArguments
 
 import fewbit
 from fewbit.integrations.transformers import FewbitCallback
 
-ARGUMENTS = {
-    "max_steps": 5,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "ddp_backend": "gloo",
-}
+SAVES = {"max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+ARGUMENTS = {**USUAL, **SAVES, "ddp_backend": "gloo"}
 
 
 def train(folder, seed, resume_from_checkpoint=None):

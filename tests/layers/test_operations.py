@@ -77,10 +77,23 @@ LINEAR = {
     "square": lambda x, y, m: x.square(),
     "power": lambda x, y, m: x**2,
     "exp": lambda x, y, m: (0.3 * x - 3).exp(),
+    "exp without out": lambda x, y, m: torch.exp(0.3 * x - 3, out=None),
     "erf": lambda x, y, m: torch.erf(x),
     "vector norm": lambda x, y, m: torch.linalg.vector_norm(x, dim=(0, 1)) * m.scale,
     "norm": lambda x, y, m: x.norm(p=2, dim=1, keepdim=True) * m.scale,
     "normalize": lambda x, y, m: TF.normalize(x, dim=-1, eps=7.0),
+    "square by name": lambda x, y, m: torch.square(input=x),
+    "power by name": lambda x, y, m: torch.pow(input=x, exponent=2),
+    "erf by name": lambda x, y, m: torch.erf(input=x),
+    "mul by name": lambda x, y, m: torch.mul(input=x, other=y),
+    "matmul by name": lambda x, y, m: torch.matmul(x, other=y.mT),
+    "bmm by name": lambda x, y, m: torch.bmm(x, mat2=y.mT),
+    "addcmul by name": lambda x, y, m: torch.addcmul(input=x, tensor1=x, tensor2=y, value=0.5),
+    "baddbmm of an input": lambda x, y, m: torch.baddbmm(input=x[:, :, :16], batch1=x, batch2=y.mT, beta=0.5),
+    "tanh without out": lambda x, y, m: torch.tanh(x, out=None),
+    "norm of torch": lambda x, y, m: torch.norm(x, dim=1),
+    "vector norm of x": lambda x, y, m: torch.linalg.vector_norm(x=x, dim=1),
+    "vector norm of the input": lambda x, y, m: torch.linalg.vector_norm(input=x, dim=1),
 }  # fmt: skip
 EXACT = {
     "clamp": lambda x, y, m: x.clamp(-0.5, 1),
@@ -88,12 +101,17 @@ EXACT = {
     "clamp from above": lambda x, y, m: x.clamp_max(0.25),
     "clamp with ends in the wrong order": lambda x, y, m: x.clamp(1, -0.5),
     "gather": lambda x, y, m: x.gather(1, index(x)),
+    "clamp without out": lambda x, y, m: torch.clamp(x, -1, 1, out=None),
+    "clamp by name": lambda x, y, m: torch.clamp(input=x, min=-1, max=1),
+    "gather by name": lambda x, y, m: torch.gather(input=x, dim=1, index=index(x)),
     "gather with an expanded index": lambda x, y, m: x.gather(1, index(x)[:1, :, :1].expand(SHAPE)),
 }
 WITH_TIES = numbers(*SHAPE).round()
 EXACT |= {
     "maximum": lambda x, y, m: torch.maximum(x, y),
     "minimum": lambda x, y, m: x.minimum(y),
+    "maximum by name": lambda x, y, m: torch.maximum(other=y, input=x),
+    "maximum without out": lambda x, y, m: torch.maximum(x, y, out=None),
     "maximum with ties": lambda x, y, m: torch.maximum(x - x.detach() + WITH_TIES, WITH_TIES[:1]),
 }
 # Calls that fewbit's functions do not support, or that would gain nothing.
@@ -109,6 +127,18 @@ TORCHS = {
     "sum of absolute values": lambda x, y, m: torch.linalg.vector_norm(x, ord=1, dim=1),
     "product of parameters": lambda x, y, m: x + m.weight[:16] * m.scale,
     "normalize by another norm": lambda x, y, m: TF.normalize(x, p=1.0),
+    # NumPy's names of arguments
+    "softmax over an axis": lambda x, y, m: torch.softmax(x, axis=-1),
+    "vector norm over an axis": lambda x, y, m: torch.linalg.vector_norm(x, axis=1, keepdims=True),
+    "gather along an axis": lambda x, y, m: torch.gather(x, axis=1, index=index(x)),
+    "maximum with x2": lambda x, y, m: torch.maximum(x, x2=y),
+    "norm by another norm": lambda x, y, m: torch.norm(x, p=1, dim=1),
+    # Older overloads of torch
+    "pow of a number": lambda x, y, m: torch.pow(2.0, exponent=x),
+    "addcmul with the number second": lambda x, y, m: torch.addcmul(x, 0.5, tensor1=x, tensor2=y),
+    "baddbmm with the number first": lambda x, y, m: torch.baddbmm(
+        0.5, x[:, :, :16], batch1=x, batch2=y.mT
+    ),
 }
 
 
@@ -137,7 +167,8 @@ def test_gradients_are_near_torchs(name):
     assert 0 < (found - exact).norm() < 0.02 * exact.norm()
     assert torch.cosine_similarity(found.double(), exact.double(), 0) > 0.9999
     coarse = compressed(model, bits=2, layers={"attention_bits": 2})
-    assert fewbit.saved_bytes(coarse, x).total < 0.7 * fewbit.saved_bytes(model, x).total
+    most = 0.5 if name == "experts" else 0.15
+    assert fewbit.saved_bytes(coarse, x).total < most * fewbit.saved_bytes(model, x).total
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -146,9 +177,10 @@ def test_gradients_are_torchs(name):
     few = compressed(model, bits=2)
     assert torch.equal(few(x), model(x))
     assert torch.equal(gradients(few, x), gradients(model, x))
-    assert fewbit.saved_bytes(few, x).total < 0.7 * fewbit.saved_bytes(model, x).total
+    assert fewbit.saved_bytes(few, x).total < 0.1 * fewbit.saved_bytes(model, x).total
 
 
+@pytest.mark.filterwarnings("ignore:This overload of")
 @pytest.mark.parametrize("name", TORCHS)
 def test_other_calls_are_torchs(name):
     model, x = Model(TORCHS[name]), numbers(*SHAPE, seed=4)

@@ -55,38 +55,6 @@ def test_modules_of_a_model_called_one_by_one(interval):
     assert all(row.sensitivity > 0 for name, row in found.items() if name[:4] != "rare")
 
 
-def test_two_models_with_layers_of_the_same_names():
-    torch.manual_seed(0)
-    generator, critic = mlp(), mlp(results=1)
-    controllers = [compressed(model) for model in (generator, critic)]
-    for _ in range(8):
-        loss_of(critic(generator(X))).backward()
-    alone = mlp(results=1)
-    alone.load_state_dict(critic.state_dict())
-    own = compressed(alone)
-    with torch.no_grad():
-        x = generator(X)
-    for _ in range(8):
-        loss_of(alone(x)).backward()
-    for mine, expected in zip(controllers[1].allocation, own.allocation, strict=True):
-        # Nothing of the generator's is counted in.
-        assert mine.sensitivity == pytest.approx(expected.sensitivity, rel=0.3)
-    assert all(row.sensitivity > 0 for row in controllers[0].allocation)
-
-
-def test_a_model_applied_to_its_own_result():
-    torch.manual_seed(0)
-    model = Composed(
-        lambda model, x, first: torch.relu(model.a(x) if first else model.b(x)),
-        a=nn.Linear(64, 64),
-        b=nn.Linear(64, 64),
-    )
-    controller = compressed(model)
-    for _ in range(12):
-        loss_of(model(model(X, True), False)).backward()
-    assert names(controller) <= {"a", "b"} and controller.allocation
-
-
 def test_a_compressed_model_within_another():
     torch.manual_seed(0)
     outer = nn.Sequential(mlp(), nn.ReLU(), nn.Linear(64, 8))

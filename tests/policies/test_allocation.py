@@ -34,12 +34,6 @@ def variances_of(sensitivity, kinds=("uniform", "rotated")):
     return np.array(rows, np.float64).reshape(-1, 8)
 
 
-def instance(seed, tensors, sizes=(1, 2, 4, 9, 16)):
-    """Sensitivities over several orders of magnitude."""
-    rng = np.random.default_rng(seed)
-    return 10.0 ** rng.uniform(-3, 3, tensors), rng.choice(sizes, tensors)
-
-
 @pytest.mark.slow
 @settings(max_examples=200)
 @given(
@@ -65,29 +59,17 @@ def test_the_kernel_is_the_reference(tensors, share, least, most, factor):
     assert all(size > left or b == most for size, b in zip(elements, bits, strict=True) if size)
 
 
+@pytest.mark.parametrize("factor", [1, 8])
 @pytest.mark.parametrize("average", [1, 1.25, 2.5, 4, 8])
 @pytest.mark.parametrize("seed", range(4))
-def test_equal_sizes_are_optimal(seed, average):
-    sensitivity, _ = instance(seed, 24)
-    elements, variances = np.ones(24, np.int64), variances_of(sensitivity)
-    budget = int(average * 24)
+def test_equal_sizes_are_optimal(seed, average, factor):
+    """The variances at 1 bit may be given separately, and be larger than those of the formula."""
+    rng = np.random.default_rng(seed)
+    variances = variances_of(10.0 ** rng.uniform(-3, 3, 24))
+    variances[:, 0] *= rng.uniform(0.5, factor, 24) if factor > 1 else 1
+    elements, budget = np.ones(24, np.int64), int(average * 24)
     bits = allocate(variances, elements, budget)
     assert variance(variances, bits) == pytest.approx(optimum(variances, elements, budget))
-
-
-@pytest.mark.parametrize("average", [1.1, 1.5, 2, 3])
-def test_variances_at_one_bit(average):
-    """The result is that of the dynamic program for tensors of one size, with variances at 1 bit given separately."""
-    sensitivity, _ = instance(3, 24)
-    variances = variances_of(sensitivity)
-    variances[:, 0] *= np.random.default_rng(3).uniform(0.5, 8, 24)
-    sizes, budget = np.ones(24, np.int64), int(average * 24)
-    found = variance(variances, allocate(variances, sizes, budget))
-    best = optimum(variances, sizes, budget)
-    assert found == pytest.approx(best)
-    larger = variances_of(sensitivity)
-    larger[:, 0] *= 8
-    assert best < optimum(larger, sizes, budget)
 
 
 def test_kinds_are_compared_by_their_own_variances():
@@ -111,17 +93,6 @@ def test_close_to_the_optimum(average, kind, most):
         variances = variances_of(sensitivity, [kind])
         found = variance(variances, allocate(variances, sizes, budget))
         assert found <= most * optimum(variances, sizes, budget)
-
-
-def test_more_bits_never_hurt():
-    sensitivity, elements = instance(0, 50)
-    total, variances = int(elements.sum()), variances_of(sensitivity)
-    found = [
-        variance(variances, allocate(variances, elements, b))
-        for b in range(total, 8 * total + 1, 7)
-    ]
-    assert all(a >= b * (1 - 0.02) for a, b in zip(found, found[1:], strict=False))
-    assert found[0] == pytest.approx(sensitivity.sum())
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -1,18 +1,14 @@
 """Gated units against torch's own act(gate) * up."""
 
-import copy
 import math
-from functools import partial
 
 import pytest
 import torch
-from composed import Composed
 from expectation import mean_square, variance
 from layers import Called, bytes_by, gradients, relative
 from samples import normal
 from torch.nn import functional as torch_f
 
-import fewbit.nn
 from fewbit.functional.products import geglu, reglu, swiglu
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import quantized_bytes
@@ -77,31 +73,6 @@ def test_the_kink_of_relu_is_exact():
     up.data.fill_(0.75)
     (ours,) = torch.autograd.grad(reglu(gate, up, bits=2).sum(), gate)
     assert torch.equal(ours, torch.where(gate > 0, 0.75, 0.0))
-
-
-@pytest.mark.parametrize("is_module", [True, False])
-@pytest.mark.parametrize("dim", [1, -1])
-def test_a_glu_in_a_model(is_module, dim):
-    """The forward calls a module or a function."""
-    torch.manual_seed(0)
-    exact = Composed(
-        lambda model, x: (model.unit if is_module else partial(torch_f.glu, dim=dim))(
-            model.first(x)
-        ),
-        first=torch.nn.Conv1d(8, 12, 1),
-        unit=torch.nn.GLU(dim),
-    )
-    x = normal((4, 8, 50), scale=1.0)
-    few = copy.deepcopy(exact)
-    for bits, most in ((2, 0.4), (4, 0.12), (8, 0.01)):
-        report = fewbit.compress_(few, bits, verbose=False).report
-        assert ("unit" in [row.path for row in report.converted]) and not report.left_alone[1:]
-        (y, ours), (expected, theirs) = gradients(few, x), gradients(exact, x)
-        assert torch.equal(y, expected) and 0 < relative(ours[0], theirs[0]) < most
-        inputs = quantized_bytes(x.shape, bits) + quantized_bytes((4, 12, 50), bits)
-        assert bytes_by(few, x.detach().requires_grad_(False)) == inputs
-        fewbit.restore_(few)
-    assert type(few.unit) is torch.nn.GLU
 
 
 # -- saved tensors ---------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from layers import (
     saved_by,
 )
 from samples import DTYPES, same, same_sums
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
@@ -548,7 +549,7 @@ def test_a_result_may_be_written_to(layer):
     "layer", **ids([row for row in EVERY_CLASS if hasattr(fewbit.nn, row.name)])
 )
 def test_modules_are_torchs(layer):
-    """They have torch's class, keys and representation, and copies and pickles behave alike."""
+    """They have torch's class, keys and representation. Conversions make them, and copies and pickles behave alike."""
     ours, theirs = layer.pair(2)
     assert not layer.is_class or isinstance(ours, type(theirs))
     if layer.has_copies:
@@ -556,6 +557,12 @@ def test_modules_are_torchs(layer):
     elif layer.is_class:
         assert repr(ours) == repr(theirs)
     assert list(ours.state_dict()) == list(theirs.state_dict())
+    if layer.is_class:
+        converted, before = nn.Sequential(theirs), repr(theirs)
+        fewbit.compress_(converted, 2, verbose=False)
+        assert isinstance(theirs, type(ours)) and ("bits=2" in repr(theirs)) == layer.has_copies
+        fewbit.restore_(converted)
+        assert type(theirs) is getattr(nn, layer.name) and repr(theirs) == before
     inputs = needing(layer.inputs())
     expected, saved = seeded(saved_by, copy.deepcopy(ours), *inputs)
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):

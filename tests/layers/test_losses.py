@@ -5,10 +5,8 @@ import gc
 import pytest
 import tiny_models
 import torch
-from composed import Composed
 from layers import saved_by
 from samples import normal, same
-from torch import nn
 from torch.nn import functional as torch_f
 from transformers import AutoModelForCausalLM
 
@@ -99,28 +97,6 @@ def test_autocast_of_confident_logits(device):
 
 
 # -- modules and converted models ------------------------------------------------------------------------------
-
-
-def with_loss(model, ids):
-    """Return the loss of the next tokens, as models of transformers do if they get labels."""
-    logits = model.head(model.embedding(ids))
-    return model.loss(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-@pytest.mark.parametrize(
-    "loss", [torch_f.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"]
-)
-def test_a_forward_that_computes_the_loss(loss):
-    """The converted model saves no tensor of tokens times classes in full."""
-    layers = {"embedding": nn.Embedding(500, 32), "head": nn.Linear(32, 500), "loss": loss}
-    model, ids = Composed(with_loss, **layers), torch.randint(500, (8, 65))
-    expected = model(ids)
-    fewbit.compress_(model, bits=2, verbose=False)
-    torch.testing.assert_close(model(ids), expected)
-    _, saved = saved_by(model, ids)
-    logits = 8 * 64 * 500
-    assert max(x.untyped_storage().nbytes() for x in saved) <= logits // 4 + 2**12
-    model(ids).backward()
 
 
 @pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.gpt2], ids=["llama", "gpt2"])

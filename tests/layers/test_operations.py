@@ -90,6 +90,8 @@ LINEAR = {
     "bmm by name": lambda x, y, m: torch.bmm(x, mat2=y.mT),
     "addcmul by name": lambda x, y, m: torch.addcmul(input=x, tensor1=x, tensor2=y, value=0.5),
     "baddbmm of an input": lambda x, y, m: torch.baddbmm(input=x[:, :, :16], batch1=x, batch2=y.mT, beta=0.5),
+    "glu": lambda x, y, m: TF.glu(x, dim=-1),
+    "cross_entropy": lambda x, y, m: TF.cross_entropy(4 * x.flatten(0, 1), torch.arange(64) % 24),
     "tanh without out": lambda x, y, m: torch.tanh(x, out=None),
     "norm of torch": lambda x, y, m: torch.norm(x, dim=1),
     "vector norm of x": lambda x, y, m: torch.linalg.vector_norm(x=x, dim=1),

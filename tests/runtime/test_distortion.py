@@ -10,7 +10,6 @@ from fewbit.catalog.normal_levels import normal_error, unbiased_levels
 from fewbit.catalog.quantizers import unbiased_error
 from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNBIASED, UNIFORM
 from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
-from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.distortion import (
     BITS,
     distortion,
@@ -196,33 +195,6 @@ def test_averages_that_are_not_whole():
     found = torch.cat([errors2(x[:64], 2, 256, ROTATED), errors2(x[64:], 3, 256, ROTATED)]).sum()
     predicted = distortion(ROTATED, 2.5) * squares(x, 256, kind=ROTATED).double().sum()
     assert float(found / predicted) == pytest.approx(1, abs=0.05)
-
-
-# -- shares of samples -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("total", [4, 5, 7, 9, 12, 16, 21])
-@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, UNBIASED])
-def test_shares_have_the_least_measured_variance(kind, total):
-    """Four samples of different size, against all divisions of the bits. The data is spread evenly for both kinds."""
-    x = evenly(4 * 16, 256) * torch.tensor([1.0, 2.0, 5.0, 0.3]).repeat_interleave(16)[:, None]
-    x = x.view(4, -1)
-    by_bits = torch.stack([errors2(x, bits, 256, kind, 2).sum(1) for bits in BITS], 1)
-    widths = share_bits(squares(x, 256, kind=kind), total, kind)
-    assert widths.sum() == total
-
-    def variance(bits):
-        return float(sum(by_bits[i, b - 1] for i, b in enumerate(bits)))
-
-    choices = (bits for bits in itertools.product(BITS, repeat=4) if sum(bits) == total)
-    assert variance(widths.tolist()) <= 1.02 * min(map(variance, choices))
-
-
-def test_kinds_share_differently():
-    """A third bit gains a tenth of what the second bit gains in uniform copies, and a fifth in rotated copies."""
-    numbers = torch.tensor([1.0, 6.0])
-    assert share_bits(numbers, 4, UNIFORM).tolist() == [2, 2]
-    assert share_bits(numbers, 4, ROTATED).tolist() == [1, 3]
 
 
 # -- the record of a copy ----------------------------------------------------------------------------------

@@ -275,17 +275,6 @@ def test_gradients_are_exact_in_expectation(bits, shape):
     assert not found[:, :, (x <= 0).all(0)].any()
 
 
-@pytest.mark.parametrize(("bits", "factor"), [(1, 12.0), (2, 5.0), (4, 2.0)])
-def test_the_error_beside_that_of_a_uniform_copy(bits, factor):
-    """The mean squared error is many times smaller."""
-    x, grad = normal((64, 512), scale=1.0), normal((64, 3), seed=1)
-    errors = {}
-    for kind in ("rotated", "uniform"):
-        found, exact = weight_gradients(kind, bits, x, grad, 8)
-        errors[kind] = float((found - exact).square().sum())
-    assert errors["rotated"] * factor < errors["uniform"]
-
-
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,6 @@ from fewbit.errors import InputError
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.offload import Offload
-from fewbit.runtime.saved.transfers import OnDevice
 
 KEPT = {"packed", "range", "mask", "integer"}  # the meter's kinds of what fewbit makes
 EMULATIONS = {"late": EmulatedTransfers, "eager": EagerTransfers, "fitful": FitfulTransfers}
@@ -596,22 +595,6 @@ def test_with_a_compiled_part(late):
     assert frames_with == frames > 0
     assert equal(gradients, exact)
     torch._dynamo.reset()
-
-
-# -- The emulation, and the protocol -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-def test_memory_on_its_way_may_be_dropped(is_used):
-    """Memory that nobody waited for is held for the side stream. Other memory need not be."""
-    transfers = EmulatedTransfers(torch.device("cpu"))
-    host = torch.arange(8, dtype=torch.uint8)
-    memory = OnDevice(transfers, *transfers.to_device(host))
-    assert not torch.equal(memory.memory, host)  # it is late
-    if is_used:
-        assert torch.equal(memory.use(), host)
-    del memory
-    transfers.finish()
 
 
 @pytest.mark.cuda

@@ -21,9 +21,7 @@ from quantized import (
     vectors,
 )
 from samples import normal
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import fewbit
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format import groups
 from fewbit.runtime.quantizers.quantizer import Quantizer
@@ -198,29 +196,6 @@ def test_squares_are_of_groups_in_storage_order(backend, kind):
     np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=1e-5)
 
 
-class LargestTensor(TorchDispatchMode):
-    """A mode that records the number of elements of the largest tensor that torch's operations make."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.elements = max(self.elements, result.numel())
-        return result
-
-
-@kinds
-def test_squares_of_kernels_copy_nothing(backend, kind):
-    if "reference" in backend.name:
-        pytest.skip("makes float32 copies")
-    x = normal((3, 640), torch.bfloat16).to(backend.device)
-    mean, rstd = torch.ones(2, 3, device=backend.device)
-    for normalize in (None, (mean, rstd, 640)):
-        with LargestTensor() as largest:
-            backend.kernels.squares(x, 256, normalize, kind)
-        assert largest.elements == 9  # a number a group
-
-
 @kinds
 @pytest.mark.parametrize("features", [64, 300])
 def test_an_affine_map_of_samples_of_several_widths(backend, features, kind):
@@ -264,31 +239,3 @@ def test_kept_and_restored_by_kernels(backend, dtype, statistics, last, kind):
         assert torch.equal(a.view(torch.int16), b.view(torch.int16))
     for a, b in zip(values, expected, strict=True):
         assert a.stride() == x.stride() and same(a.cpu(), b.cpu())
-
-
-@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
-def test_a_norm_needs_no_other_pass(backend, last, monkeypatch):
-    """The kernels get the norm's statistics, weight and bias."""
-    indices = []
-
-    def spy(name, place):
-        real = getattr(backend.kernels, name)
-
-        def call(*arguments):
-            indices.append(arguments[place] and arguments[place][2])
-            return real(*arguments)
-
-        monkeypatch.setattr(backend.kernels, name, call)
-
-    spy("quantize", 7)
-    spy("dequantize", 6)
-    format = torch.channels_last if last else torch.contiguous_format
-    x = inputs((4, 8, 5, 5), torch.float32).to(backend.device, memory_format=format)
-    model = torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.Conv2d(8, 2, 1))
-    fewbit.compress_(model.to(backend.device), verbose=False)
-    model(x.requires_grad_()).sum().backward()
-    index = 1 if last else 25
-    # The norm's input is quantized; the convolution's is dequantized, and the norm's, whose values need no map, unless the kernels
-    # compute the norm's gradients from the copy.
-    is_fused = last and backend.kernels.can_compute_batch_norm(2, 256, x.shape)
-    assert indices == [index, index, *([] if is_fused else [None])]

@@ -172,17 +172,6 @@ def test_copies_of_two_seeds_are_independent(usual_backend, seeds, bits, kind):
         assert abs(float((a * b).sum() / (a.norm() * b.norm()))) < 4.5 / math.sqrt(a.numel())
 
 
-def test_neighboring_groups_have_signs_of_their_own(usual_backend):
-    """One element is restored as levels with the signs of its group, which differ between groups."""
-    x = torch.zeros(64, 512)
-    x[:, 0] = x[:, 256] = 1.0
-    packed, _, _ = quantize(usual_backend, x, 1, 256, True, kind="rotated")
-    codes = np.unpackbits(packed.view(np.uint8), bitorder="little").reshape(128, 256)
-    agreement = codes.astype(float) @ codes.T + (1.0 - codes) @ (1 - codes.T)
-    apart = agreement[~np.eye(128, dtype=bool)] / 256 - 0.5
-    assert abs(apart).max() < 6 * 0.5 / math.sqrt(256)
-
-
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_errors_of_elements_are_not_correlated(usual_backend, bits):
     """Elements of an unbiased copy share no random numbers, so 4,096 copies show no correlation of their errors."""

@@ -12,21 +12,13 @@ import pytest
 import torch
 from composed import Composed
 from fake_cuda import DEVICE, FakeCuda
-from fake_streams import Event
 from layers import saved_by
 from torch import nn
 
 import fewbit
-from fewbit.policies import probing
-from fewbit.runtime.format import fingerprint
-from fewbit.runtime.graph import compressor
 from fewbit.runtime.interop import cuda_streams
-from fewbit.runtime.probes import variance_probe
 from fewbit.runtime.quantizers import normalized
-from fewbit.runtime.saved import assignment
 from fewbit.runtime.saved.offload import Offload
-from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes
-from fewbit.runtime.saved.transfers import CudaTransfers
 
 
 class Branches(nn.Module):
@@ -163,12 +155,10 @@ class Training:
             self.cuda.backward(y)
 
 
-def faults_of(seed: int, steps: int, inject=None, **settings) -> list[str]:
+def faults_of(seed: int, steps: int, **settings) -> list[str]:
     """Return the faults in a schedule of two trainings that share streams, but do not wait for one another."""
     with pytest.MonkeyPatch.context() as patch:
         cuda, chance = FakeCuda(patch, seed), random.Random(seed)
-        if inject is not None:
-            inject(patch)
         with cuda:
             torch.manual_seed(seed)
             streams = [torch.cuda.Stream() for _ in range(3)]
@@ -207,74 +197,7 @@ def test_no_races_in_long_schedules(name):
     assert faults_of(0, 100, **SETTINGS[name]) == []
 
 
-# -- Races that must be found ------------------------------------------------------------------------------
-
-
-def _without(owner, name, result=None):
-    """Return a function that makes calls of owner.name do nothing."""
-    return lambda patch: patch.setattr(owner, name, lambda *args, **options: result)
-
-
-def _side_does_not_wait(patch):
-    def init(self, device):
-        original(self, device)
-        self.side.wait_stream = lambda stream: None
-
-    original = CudaTransfers.__init__
-    patch.setattr(CudaTransfers, "__init__", init)
-
-
-def _holds_only_for_side(patch):
-    def hold(self, memory, stream=None):
-        if stream is None:
-            original(self, memory)
-
-    original = CudaTransfers.hold
-    patch.setattr(CudaTransfers, "hold", hold)
-
-
-_no_capture = _without(torch.cuda, "is_current_stream_capturing", False)
-REMOVED = {
-    "wait for a transfer": (SETTINGS["offload"], 0, _without(CudaTransfers, "wait")),
-    "wait of the side stream": (SETTINGS["offload"], 0, _side_does_not_wait),
-    "hold of transfers": (SETTINGS["offload"], 0, _without(CudaTransfers, "hold")),
-    "hold of transfers for another stream": (SETTINGS["offload"], 0, _holds_only_for_side),
-    "hold of what torch has saved": (
-        SETTINGS["everything"],
-        3,
-        _without(compressor, "hold_for_stream"),
-    ),
-    "hold of noise": (SETTINGS["adaptive"], 3, _without(variance_probe, "hold_for_stream")),
-    "wait for measurements": (SETTINGS["adaptive"], 4, _without(Event, "synchronize")),
-    "wait for magnitudes": (
-        SETTINGS["samples"],
-        0,
-        _without(GradientMagnitudes, "_wait_for_last_use"),
-    ),
-    "hold of channel weights": (SETTINGS["bound"], 8, _without(assignment, "hold_for_stream")),
-    "stream of samples' numbers": (SETTINGS["samples"], 3, _without(assignment, "stream_of", 0)),
-    "stream of shared copies": (SETTINGS["fixed"], 7, _without(fingerprint, "stream_of", 0)),
-    "answer of queries": (SETTINGS["fixed"], 0, _without(Event, "query", True)),
-    "test for a capture in Offload": (
-        {"ahead": 1, "captures": True},
-        0,
-        _without(CudaTransfers, "is_capturing", False),
-    ),
-    "test for a capture in policies": (
-        ADAPTIVE | {"captures": True},
-        1,
-        _without(probing, "is_capturing", False),
-    ),
-    "test for a capture": (SETTINGS["captures"], 0, _no_capture),
-}
-"""{name: (settings, seed of a schedule in which the fault should be found, a function that injects it)}."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("removed", REMOVED)
-def test_a_removed_call_is_found(removed):
-    settings, first, inject = REMOVED[removed]
-    assert any(faults_of(first + i, 30, inject, **settings) for i in range(10))
+# -- Single rules ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -236,16 +236,6 @@ def test_a_step_that_is_observed_is_the_same_step(name, is_checkpointed):
     assert torch.equal(*gradients)
 
 
-def test_elements_samples_and_spread():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    model.append(model[0])
-    found = results_of(model, normal((16, 64), scale=1.0) * torch.arange(1, 17)[:, None])
-    assert {name: (value.elements, value.samples) for name, value in found.items()} == {
-        ("0", 0): (2 * 16 * 64, 16),
-        ("1", 0): (16 * 64, 16),
-    }
-
-
 def test_one_input_of_several_layers_is_one_variable():
     def summed(*layers):
         return Composed(

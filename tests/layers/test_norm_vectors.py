@@ -161,31 +161,6 @@ def test_running_statistics_take_no_gradient(name, training):
         getattr(F, name)(x, mean, var, None, None, training).sum().backward()
 
 
-EMPTY = [(0, CHANNELS), (0, CHANNELS, 4), (0, CHANNELS, 3, 3), (2, CHANNELS, 0), (0, CHANNELS, 0)]
-
-
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("shape", EMPTY)
-@pytest.mark.parametrize("name", SHAPES)
-def test_empty_batches_as_torch(name, shape, affine):
-    if name in ("layer_norm", "rms_norm"):
-        shape = (*shape[:1], *shape[2:], CHANNELS)
-
-    def run(functions):
-        x = torch.zeros(shape, requires_grad=True)
-        weight, bias = (torch.ones(CHANNELS, requires_grad=True) for _ in "ab")
-        vectors = (weight, bias) if affine else (None, None)
-        try:
-            y = call(functions, name, x, *vectors)
-            y.sum().backward()
-        except (RuntimeError, ValueError, IndexError) as refusal:
-            return str(refusal)
-        grads = [tensor.grad for tensor in (x, weight, bias)]
-        return y.shape, y.stride(), [None if g is None else (g.shape, g.stride()) for g in grads]
-
-    assert run(F) == run(torch_f)
-
-
 REFUSED = {
     "a value a group": lambda: torch.ones(2),
     "one value": lambda: torch.ones(1),

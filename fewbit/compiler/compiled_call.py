@@ -273,8 +273,7 @@ def _failed(frames: Mapping) -> int:
 
 def _ends(result) -> list:
     """Return the autograd nodes that have made the tensors in a result, also those inside of torch.func's wrappers."""
-    tensors = tensors_in(result) or tensors_in(getattr(result, "__dict__", ()))
-    return nodes_of(layer for x in tensors for layer in _layers(x))
+    return nodes_of(layer for x in tensors_in(result, in_objects=True) for layer in _layers(x))
 
 
 def _layers(x: torch.Tensor) -> Iterator[torch.Tensor]:

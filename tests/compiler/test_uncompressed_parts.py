@@ -75,6 +75,25 @@ class Recurrent(nn.LSTM):
         return super().forward(x)[0]
 
 
+class Result:
+    """An object that torch knows no members of."""
+
+    __slots__ = ("y", "__dict__")
+
+
+class InObjects(nn.Module):
+    """A module whose result is in a slot or in an attribute of an object in a list."""
+
+    def __init__(self, inner, name):
+        super().__init__()
+        self.inner, self.name = inner, name
+
+    def forward(self, x):
+        result = Result()
+        setattr(result, self.name, self.inner(x))
+        return [result]
+
+
 def disabled(module):
     module.forward = torch.compiler.disable(module.forward)
     return module
@@ -107,6 +126,12 @@ def part():
 def in_place(model):
     compile_in_place(model, 2, backend="aot_eager")
     return model
+
+
+def train_twice_in_objects(name):
+    net = compiled(InObjects(with_sigmoid(), name))
+    for _ in range(2):
+        getattr(net(X)[0], name).sum().backward()
 
 
 def train_twice(net):
@@ -180,6 +205,8 @@ FALLBACKS = {
     "suppressed error": (failing, "failed, and .*suppress_errors hides the error"),
     "loop that breaks": (lambda _: train_twice(compiled(LOOP)), "Sequential: .* cannot compile some code"),
     "disabled module": (lambda _: train_twice(compiled(with_sigmoid())), r"SigmoidBackward0.*torch\.compiler\.disable"),
+    "result in a slot": (lambda _: train_twice_in_objects("y"), "SigmoidBackward0"),
+    "result in an attribute": (lambda _: train_twice_in_objects("z"), "SigmoidBackward0"),
     "recurrent module": (lambda _: train_twice(compiled(Recurrent(64, 64, batch_first=True))), "cannot compile some code: .*LSTM"),
     "dispatch mode": (lambda _: within(flop_counter), "FlopCounterMode"),
     "vmap": (lambda _: transformed(vmap), r"torch\.func"),

@@ -9,8 +9,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 
-def tensors_in(structure) -> list[torch.Tensor]:
-    """Return the tensors in nested containers, mappings and dataclasses, which may refer to each other in circles."""
+def tensors_in(structure, in_objects: bool = False) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, mappings and dataclasses, which may refer to each other in circles.
+
+    Args:
+        structure: a tensor, a container, or anything else.
+        in_objects: whether to look into the attributes of other objects too, except for modules.
+    """
     found, waiting = [], [structure]
     entered = {}  # {id: container}; an object that is kept alive keeps its id
     while waiting:
@@ -19,12 +24,12 @@ def tensors_in(structure) -> list[torch.Tensor]:
             found.append(part)
         elif id(part) not in entered:
             entered[id(part)] = part
-            waiting += reversed(_parts(part))
+            waiting += reversed(_parts(part, in_objects))
     return found
 
 
-def _parts(container) -> list:
-    """Return the direct members of a container, or [container] if the argument is no container."""
+def _parts(container, in_objects: bool) -> list:
+    """Return the direct members of a container. The argument may be no container: it has no members then."""
     if isinstance(container, Mapping):
         return list(container.values())
     if isinstance(container, set):
@@ -32,4 +37,21 @@ def _parts(container) -> list:
     if is_dataclass(container) and not isinstance(container, type):
         return [getattr(container, member.name, None) for member in fields(container)]
     is_root = iter([True])
-    return tree_leaves(container, is_leaf=lambda _: not next(is_root, False))
+    parts = tree_leaves(container, is_leaf=lambda _: not next(is_root, False))
+    if len(parts) != 1 or parts[0] is not container:
+        return parts
+    return _attributes(container) if in_objects else []
+
+
+def _attributes(thing) -> list:
+    """Return the values of an object's attributes, which are in its dictionary or in slots."""
+    if isinstance(thing, (type, torch.nn.Module)):
+        return []
+    slots = [name for cls in type(thing).__mro__ for name in _slots(cls)]
+    stored = [getattr(thing, name, None) for name in slots]
+    return [*getattr(thing, "__dict__", {}).values(), *stored]
+
+
+def _slots(cls) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -13,8 +13,10 @@ pytestmark = MARKS
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("name", ["attention", "attention written out", "convolutions", "gated"])
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [("attention", True), ("attention written out", None), ("convolutions", None), ("gated", True)],
+)
 def test_sizes_that_vary(name, dynamic):
     """The gradients of every size are right, and torch compiles as often as without copies."""
     model, x = made(name)

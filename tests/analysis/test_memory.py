@@ -101,12 +101,6 @@ def test_gpt2_keeps_four_tensors_per_nonlinearity_and_few_bits_pack_one():
     assert fused.saved_packed(3) == counted.saved_packed(3) == fused.saved(3)
 
 
-@pytest.mark.slow
-def test_dropout_keeps_more():
-    dropped = measure("roberta-base", size=64, dropout=True).activation_bytes
-    assert dropped > 1.2 * measure("roberta-base", size=64).activation_bytes
-
-
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
@@ -141,16 +135,6 @@ def test_kept_by_the_papers_arithmetic_and_as_packed():
 def test_the_largest_batch(device, batch, largest):
     measured = example(batch=batch)
     assert measured.max_batch(measured.saved(None), device) == largest
-
-
-def test_largest_batches_follow_from_the_papers_own_figures():
-    """The paper's batches are within what the rounding of its megabytes allows."""
-    for name, (model, kept, nonlinear, *batches) in PAPER.items():
-        for bits, batch in zip((32, 1, 2, 3, 4), batches, strict=True):
-            measured = kept - nonlinear * (1 - bits / 32)
-            low = (32 * 1024 - 4 * (model + 0.05)) / (measured + 0.1) - 1
-            high = (32 * 1024 - 4 * (model - 0.05)) / (measured - 0.1)
-            assert low <= batch <= high, (name, bits)
 
 
 # --- the paper ------------------------------------------------------------------------------------

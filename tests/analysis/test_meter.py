@@ -11,12 +11,14 @@ import torch
 from composed import Composed
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.analysis import recorder
 from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.saved_bytes import MOST_BARS, rows
+from fewbit.demo.transformer import CharTransformer
 from fewbit.errors import FewbitError, OutputExistsError
 from fewbit.render.terminal import plain
 
@@ -45,43 +47,18 @@ def mlp():
     return nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block with masked attention, gates and a residual that is changed in place."""
+class Transformer(CharTransformer):
+    """A language model with a gate, dropout and a tensor that is changed in place. It returns its loss."""
 
-    def __init__(self, width, heads):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
-        self.drop, self.heads = nn.Dropout(0.1), heads
-
-    def forward(self, x):
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        scores = (q @ k.transpose(-1, -2)).masked_fill(
-            torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -1e9
-        )
-        x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        gate, up = self.up(self.norm2(x)).chunk(2, -1)
-        return self.drop(self.down(F.silu(gate) * up)).add_(x)
-
-
-class Transformer(nn.Module):
-    def __init__(self, width=32, depth=3):
-        super().__init__()
-        self.embedding = nn.Embedding(50, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
+    def __init__(self):
+        super().__init__(50, 12, width=32, depth=3, heads=4)
+        self.drop = nn.Dropout(0.1)
 
     def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(
-            (self.norm(x) @ self.embedding.weight.T).flatten(0, 1), ids.flatten()
-        )
+        with sdpa_kernel(SDPBackend.MATH):  # of the same operations on every device
+            y = self.drop(super().forward(ids))
+        y = (F.silu(y) * y).add_(y)
+        return F.cross_entropy(y.flatten(0, 1), ids.flatten())
 
 
 # --- counted by hand --------------------------------------------------------------------------------

@@ -223,21 +223,6 @@ def test_frozen_parameters_have_neither_gradients_nor_state():
     assert row.optimizer == 2 * nbytes(trained) + 4 * len(trained)  # with the numbers of steps
 
 
-@pytest.mark.parametrize(
-    ("make", "copies"),
-    [
-        (torch.optim.SGD, 0),
-        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 1),
-        (torch.optim.Adam, 2),
-    ],
-    ids=["sgd", "momentum", "adam"],
-)
-def test_the_state_of_the_optimizer_is_measured(make, copies):
-    model = net()
-    (row,) = fits(model, batch_of(16), loss, optimizer=make, settings=["exact"]).rows
-    assert row.optimizer == pytest.approx(copies * nbytes(model.parameters()), abs=64)
-
-
 # --- what stays the same ----------------------------------------------------------------------------
 
 

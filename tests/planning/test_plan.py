@@ -379,21 +379,6 @@ def test_policies_that_are_none_of_the_models(policies, message):
 
 
 @pytest.mark.parametrize(
-    "batch", [torch.empty(0, 32), [torch.empty(0, 32)] * 2, (torch.empty(0, 32),)]
-)
-def test_a_batch_without_samples(batch):
-    def ratio(model, batch, loss):
-        return fewbit.compress_(model, bits=2, verbose=False).gradient_ratio(batch, loss)
-
-    def first(model, batch):
-        return squared(model, batch if isinstance(batch, torch.Tensor) else batch[0])
-
-    for measure in (plan, fewbit.variance_profile, ratio):
-        with pytest.raises(InputError, match="^batch: expected at least one sample, got 0$"):
-            measure(net(), batch, first)
-
-
-@pytest.mark.parametrize(
     ("bits", "options", "label"),
     [
         (4, {}, "4 bits"),
@@ -502,6 +487,8 @@ MEASURES = {"plan": (plan, {"candidates": [FIXED]}), "profile": (fewbit.variance
         ({"loss": lambda model, batch: batch.sum() * torch.ones((), requires_grad=True)}, "depends on none of its parameters"),
         ({"batch": 3}, "batch: expected a tensor, a tuple or a mapping"),
         ({"batch": []}, "got an empty list"),
+        ({"batch": torch.empty(0, 4)}, "^batch: expected at least one sample, got 0$"),
+        ({"batch": [torch.empty(0, 4)] * 2}, "^batch: expected at least one sample, got 0$"),
         ({"batch": list(torch.randn(10, 4).split(4))}, r"batches of one size, got 4, 4, 2 samples"),
         ({"batch": (3, "x")}, "expected a tensor with samples"),
         ({"batch": [torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)]}, r"cannot be called with one by one \(RuntimeError\(.*give tuple\(batch\)"),

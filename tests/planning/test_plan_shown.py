@@ -186,12 +186,6 @@ def test_the_picture_has_a_curve_for_each_policy_and_marks_what_is_recommended(t
         found.plot(tmp_path / "plan.svg")
 
 
-def boxes(texts):
-    """Their corners in pixels, in the order of the texts."""
-    extents = [label.get_window_extent() for label in texts]
-    return [(box.x0, box.y0, box.x1, box.y1) for box in extents]
-
-
 CROWD = [("a", 8 - i, 1100 - 100 * i, 0.004 * 2.5**i) for i in range(7)]
 CROWD += [("b", 8 - i, 1070 - 90 * i, 0.005 * 2.2**i) for i in range(7)]
 CROWD += [("c", 4 - i, 700 - 130 * i, 0.02 * 4**i) for i in range(3)]
@@ -219,7 +213,8 @@ def test_labels_cover_neither_each_other_nor_points_nor_lines(rows, has_room, dp
     (axes,) = (figure := found.plot()).axes
     figure.set_dpi(dpi)
     figure.draw_without_rendering()
-    labels = boxes(axes.texts)
+    extents = [label.get_window_extent() for label in axes.texts]
+    labels = [(box.x0, box.y0, box.x1, box.y1) for box in extents]
     for (ax0, ay0, ax1, ay1), (bx0, by0, bx1, by1) in itertools.combinations(labels, 2):
         assert ax1 <= bx0 or bx1 <= ax0 or ay1 <= by0 or by1 <= ay0
     places = axes.transData.transform([(row.saved_bytes / 1024, row.error) for row in found.rows])
@@ -233,20 +228,6 @@ def test_labels_cover_neither_each_other_nor_points_nor_lines(rows, has_room, dp
         assert not ((places > (x0, y0)) & (places < (x1, y1))).all(1).any()
         assert frame.x0 <= x0 and x1 <= frame.x1
     assert len(labels) >= 0.8 * len(rows)
-
-
-@pytest.mark.slow
-def test_a_label_stands_beside_its_own_point():
-    """A label without a place is left out; the recommended candidate's label gets the first place."""
-    rows = [(f"policy {i}", 1 + i / 100, 500 + i / 100, 0.05) for i in range(40)]
-    (axes,) = made(*rows).plot().axes
-    assert 1 <= len(axes.texts) < 40 and axes.texts[0].get_text() == "1 bit"
-    axes.figure.draw_without_rendering()
-    x, y = axes.transData.transform((500 / 1024, 0.05))
-    for x0, y0, x1, y1 in boxes(axes.texts):
-        assert (
-            max(x0 - x, x - x1, y0 - y, y - y1) < 23
-        )  # (7 + 9) / 72 of 100: the ring, and the distance
 
 
 @pytest.mark.slow

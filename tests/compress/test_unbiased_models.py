@@ -52,14 +52,6 @@ def test_gradients(name):
     assert error(gradient(network, steps=3)) < (0.1 if name == "8 bits" else 0.8)
 
 
-def test_unbiased_copies_take_the_bytes_of_rotated_ones():
-    found = {}
-    for kind in ("rotated", "unbiased"):
-        layer = fewbit.nn.Linear(64, 256, bits=2, quantizer=kind)
-        found[kind] = fewbit.saved_bytes(layer, torch.randn(128, 64))
-    assert found["rotated"] == found["unbiased"]
-
-
 @pytest.mark.inductor
 def test_a_compiled_model():
     network = model()

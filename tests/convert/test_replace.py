@@ -1,7 +1,6 @@
 """replace_activations_: the modules that change, their new classes, and everything that stays."""
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -11,7 +10,6 @@ from layers import gradients, relative
 from samples import normal
 from torch import nn
 from torch.nn import functional as F
-from transformers import RobertaConfig, RobertaModel
 from transformers.activations import ACT2CLS
 
 import fewbit
@@ -65,25 +63,6 @@ def test_transformers_modules(name):
     assert type(module).__module__ == "fewbit.nn.activations"
 
 
-def test_a_whole_model():
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-    model = RobertaModel(RobertaConfig(**sizes, intermediate_size=64, vocab_size=50))
-    tokens = torch.arange(20).reshape(2, 10)
-    model.eval()
-    before, keys = model(tokens).last_hidden_state, list(model.state_dict())
-    kept = fewbit.saved_bytes(model.train(), tokens).total
-    report = quiet(model)
-    assert [row.after for row in report.converted].count("fewbit.GELU") == 2
-    assert list(model.state_dict()) == keys
-    assert fewbit.saved_bytes(model, tokens).total < kept
-    model.eval()
-    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    for either in (model, again):
-        torch.testing.assert_close(either(tokens).last_hidden_state, before, atol=1e-5, rtol=1e-5)
-    report = quiet(model, 2)  # another number of bits for what was converted
-    assert {row.bits for row in report.converted if row.after == "fewbit.GELU"} == {2}
-
-
 def test_beside_compress_():
     """Only activations change: layers that compress_ converted stay as they are."""
     model = nn.Sequential(nn.Linear(96, 96), nn.GELU())
@@ -92,18 +71,8 @@ def test_beside_compress_():
     assert [row.path for row in quiet(model, 4).converted] == ["1"]
     assert model[0].quantizer.bits == 2 and model[0].quantizer.context is context
     assert isinstance(model, TrackedModule) and model[1].bits == 4
-
-
-def test_the_object_stays():
-    """Hooks, shared modules and references from elsewhere survive, because only the class changes."""
-    shared = nn.GELU()
-    seen = []
-    shared.register_forward_hook(lambda *arguments: seen.append(1))
-    model = nn.Sequential(nn.Linear(3, 3), shared, nn.Linear(3, 3), shared)
-    (row,) = quiet(model).converted
-    assert row.path == "1" and model[1] is shared is model[3]
-    model(torch.randn(2, 3))
-    assert seen == [1, 1]
+    assert [(row.path, row.bits) for row in quiet(model, 2).converted] == [("1", 2)]
+    assert model[1].bits == 2
 
 
 @pytest.mark.parametrize(

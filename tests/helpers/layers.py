@@ -9,8 +9,9 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
+import pytest
 import torch
-from samples import ACTIVATIONS, GELU, RELU, normal
+from samples import ACTIVATIONS, GELU, RELU, normal, same, same_sums
 from torch import nn
 from torch.nn import functional as torch_f
 
@@ -881,6 +882,31 @@ def gradients(module, *inputs):
     grad = output_gradient(y)
     wanted = [leaf for leaf in (*inputs, *module.parameters()) if leaf.requires_grad]
     return y, torch.autograd.grad(y, wanted, grad)
+
+
+def _seeded_step(function, x):
+    """Return the results, the gradient of x, a leaf with its own strides, and the generator's state after the forward."""
+    x = x.detach().requires_grad_()
+    torch.manual_seed(3)
+    results = function(x)
+    state = torch.cuda.get_rng_state() if x.is_cuda else torch.get_rng_state()
+    results = results if isinstance(results, tuple) else (results,)
+    grad = normal(results[0].shape, x.dtype, x.device, seed=6)
+    return results, torch.autograd.grad(results[0], x, grad)[0], state
+
+
+def check_equal(ours, theirs, x):
+    """Check that two functions return the same to the bit, strides and gradient and state included, or refuse alike."""
+    try:
+        results, grad, state = _seeded_step(theirs, x)
+    except (RuntimeError, NotImplementedError) as error:
+        with pytest.raises(type(error)):
+            _seeded_step(ours, x)
+        return
+    found, own_grad, own_state = _seeded_step(ours, x)
+    for one, other in zip(found, results, strict=True):
+        assert same(one, other) and one.stride() == other.stride()
+    assert same_sums(own_grad, grad) and torch.equal(own_state, state)
 
 
 def output_gradient(y):

@@ -12,7 +12,6 @@ from samples import (
     RELU,
     SMOOTH,
     adversarial,
-    gradient,
     ids,
     load_table,
     normal,
@@ -36,7 +35,7 @@ def leaf(shape, device="cpu", seed=1, dtype=torch.float32):
     return normal(shape, dtype, device, seed=seed).requires_grad_()
 
 
-# -- checkpoints, repeated and combined use ------------------------------------------------------------------
+# -- checkpoints and negations ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -57,24 +56,6 @@ def test_checkpoint(sample, use_reentrant, device):
     assert same(x.grad, expected)
 
 
-@some
-def test_backward_twice_and_inputs_used_twice(sample, device):
-    x = leaf((65,), device)
-    grad = normal((65,), device=device, seed=3)
-    y = sample(x)
-    (first,) = torch.autograd.grad(y, x, grad, retain_graph=True)
-    (second,) = torch.autograd.grad(y, x, grad)
-    assert same(first, second) and same(first, gradient(sample.table(), x, grad))
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(y, x, grad)
-    sample(x).backward(grad)
-    sample(x).backward(grad)
-    assert same(x.grad, first + first)
-    x.grad = None
-    (sample(x) + sample(x)).backward(grad)
-    assert same(x.grad, first + first)
-
-
 def test_negations_that_are_only_noted(device):
     """The memory of the imaginary part of a conjugate has the other sign."""
     x, theirs = leaf((9,), device), leaf((9,), device)
@@ -85,22 +66,6 @@ def test_negations_that_are_only_noted(device):
     one = leaf((1,), device)
     torch.complex(one * 0.0, F.relu(one * one)).conj().imag.backward(torch.ones(1, device=device))
     assert one.grad.item() == -2 * one.item()
-
-
-# -- torch.func ----------------------------------------------------------------------------------------------
-
-
-@some
-def test_nested_transforms(sample, device):
-    from torch.func import grad, vmap
-
-    x = normal((5, 9), device=device)
-    ones = gradient(sample.table(), x, torch.ones_like(x))
-    one = grad(lambda x: sample(x).sum())
-    assert same(vmap(one, in_dims=1, out_dims=1)(x), ones)
-    assert same(vmap(vmap(one))(x), ones)
-    assert same(grad(lambda x: vmap(sample)(x).sum())(x), ones)
-    assert same(vmap(sample)(x), sample.torch(x))
 
 
 # -- autocast ------------------------------------------------------------------------------------------------

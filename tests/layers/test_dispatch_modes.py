@@ -79,7 +79,8 @@ def _check(found, expected, mode):
 @pytest.fixture(scope="module", autouse=True)
 def _loaded():
     """Let torch and fewbit load the modules that modes and policies import on first use."""
-    MODELS["a policy"]()(torch.ones(2, 40)).sum().backward()
+    layers = nn.Linear(40, 64), nn.GELU(), nn.Linear(64, 3)
+    compressed(*layers, bits=fewbit.AdaptiveBits(3))(torch.ones(2, 40)).sum().backward()
     for mode in MODES.values():
         with mode():
             torch.ones(2).sin()
@@ -101,36 +102,8 @@ def compressed(*layers, **options):
     return model
 
 
-MODELS = {
-    "linear": lambda: compressed(
-        nn.Linear(40, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 3)
-    ),
-    "convolutions": lambda: compressed(
-        nn.Unflatten(1, (2, 4, 5)), nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
-        nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 2, 1),
-    ),
-    "a policy": lambda: compressed(
-        nn.Linear(40, 64), nn.GELU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 3), bits=fewbit.AdaptiveBits(3)
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_a_compressed_model(model):
-    """Copies are shared, and dropout masks are drawn, as without a mode, also after several steps."""
-
-    def steps(mode):
-        own, x = MODELS[model](), normal((16, 40), scale=1.0)
-        return [_step(own, [x], mode) for _ in range(2)]
-
-    expected = steps(nullcontext)
-    for name, mode in MODES.items():
-        _check(steps(mode), expected, name)
-
-
-def test_a_mode_inside_a_compressed_model():
-    """A function mode that a layer of the model enters lies above fewbit's own."""
+def test_a_mode_inside_and_around_a_compressed_model():
+    """A function mode that a layer of the model enters lies above fewbit's own, which shares copies in all modes."""
 
     class Inner(nn.Module):
         def __init__(self, mode):
@@ -141,10 +114,16 @@ def test_a_mode_inside_a_compressed_model():
             with self.mode():
                 return torch_f.dropout(torch_f.gelu(self.linear(x)), 0.3)
 
-    x = normal((16, 40), scale=1.0)
-    expected = _step(compressed(Inner(nullcontext)), [x], nullcontext)
+    def steps(inside, around):
+        layers = Inner(inside), nn.LayerNorm(40), nn.ReLU(inplace=True), nn.Linear(40, 3)
+        model = compressed(*layers, bits=fewbit.AdaptiveBits(3))
+        x = normal((16, 40), scale=1.0)
+        return [tensor for _ in range(2) for tensor in _step(model, [x], around)]
+
+    expected = steps(nullcontext, nullcontext)
     for name, mode in MODES.items():
-        _check(_step(compressed(Inner(mode)), [x], nullcontext), expected, name)
+        _check(steps(mode, nullcontext), expected, name)
+        _check(steps(nullcontext, mode), expected, name)
 
 
 def test_the_operations_that_a_mode_sees():

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from layers import bytes_by, saved_by
+from layers import bytes_by, check_equal, saved_by
 from samples import normal, same
 from torch.nn import functional as torch_f
 
@@ -24,22 +24,9 @@ SHAPES = {
 SAMPLES = [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
 
 
-def step(function, x, seed=3):
-    """Return the result, the gradient of x, a leaf with its own strides, and the generator's state after the forward."""
-    x = x.detach().requires_grad_()
-    torch.manual_seed(seed)
-    y = function(x)
-    state = torch.cuda.get_rng_state() if x.is_cuda else torch.get_rng_state()
-    (grad,) = torch.autograd.grad(y, x, normal(y.shape, y.dtype, y.device, seed=6))
-    return y, grad, state
-
-
-def check(call, x, seed=3):
+def check(call, x):
     """Compare call(functions, x) of fewbit's functions and of torch's."""
-    found, expected = (step(partial(call, functions), x, seed) for functions in (F, torch_f))
-    assert same(found[0], expected[0]) and found[0].stride() == expected[0].stride()
-    assert same(found[1], expected[1])
-    assert torch.equal(found[2], expected[2])
+    check_equal(partial(call, F), partial(call, torch_f), x)
 
 
 @pytest.mark.parametrize("name, shape", SAMPLES)

@@ -249,7 +249,7 @@ def compare_quantizer(cuda, x, bits, group_size, fp32_min, widths=None, words=No
     what = tuple(x.shape), bits, group_size, fp32_min
     assert torch.equal(ranges.view(torch.int16), expected.ranges.view(torch.int16)), what
     assert torch.equal(packed, expected.packed), what
-    for mask in (None,) if kind == UNIFORM else (None, random_mask(x.numel())[1]):
+    for mask in (None,) if kind == UNIFORM else (None, random_mask(x.numel())):
         restored, out = torch.empty_like(x), cuda.empty(*x.shape, dtype=x.dtype, offset=offset)
         for kernels, to in ((reference, restored), (cuda.kernels, out)):
             kernels.dequantize(packed, ranges, bits, group_size, to, widths, None, kind, mask)

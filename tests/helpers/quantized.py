@@ -1,6 +1,5 @@
-"""Inputs for the group quantizer, calls of its backends, and the comparison with the NumPy oracle."""
+"""Inputs for the group quantizer, calls of its backends, and the comparison with the reference backend."""
 
-import naive_quantizer as naive
 import numpy as np
 import pytest
 import torch
@@ -149,11 +148,11 @@ def dequantize(
     return result.cpu()
 
 
-def random_mask(n, seed=SEED):
-    """Return n random bits, (n,) bool, and the mask that has them, int32 in which bit i % 32 of word i // 32 is bit i."""
-    bits = np.random.default_rng([n, abs(seed)]).integers(0, 2, n).astype(bool)
+def random_mask(n):
+    """Return a mask of n random bits, int32, in which bit i % 32 of word i // 32 is bit i."""
+    bits = np.random.default_rng(n).integers(0, 2, n).astype(bool)
     packed = np.packbits(np.pad(bits, (0, -n % 32)), bitorder="little").view(np.int32)
-    return torch.from_numpy(bits), torch.from_numpy(packed)
+    return torch.from_numpy(packed)
 
 
 def to_device(given, device):
@@ -172,42 +171,35 @@ def same(a, b):
     return torch.equal(nan, other) and torch.equal(a[~nan], b[~nan])
 
 
-def in_dtype(values, dtype):
-    """Return values in a dtype. In float16 no dequantized value is infinite."""
-    return (values.clamp(-65504.0, 65504.0) if dtype == torch.float16 else values).to(dtype)
-
-
-def check_saved(made, expected, kind, what=""):
-    """Compare codes and ranges with the oracle's. With several widths, there may be room for more groups."""
-    assert np.array_equal(made[0], expected[0]), what
-    at_end = groups.seed_rows(kind)
-    rows, wanted = (len(ranges) - at_end for ranges in (made[1], expected[1]))
-    assert np.array_equal(made[1][:wanted], expected[1][:wanted]), what
-    assert not made[1][wanted:rows].any(), what
-    assert np.array_equal(made[1][rows:], expected[1][wanted:]), what
+def check_saved(made, expected, what=""):
+    """Compare the codes and ranges of two results of `quantize`."""
+    assert np.array_equal(made[0], expected[0]) and np.array_equal(made[1], expected[1]), what
 
 
 def check(backends, x, bits, group_size, fp32_min, widths=None, *, kind):
-    """Compare codes, ranges, spread and dequantized values of backends with the oracle, and return the saved tensors."""
-    bits_of_samples = [bits] * len(x) if widths is None else widths.tolist()
-    rows = x.to(torch.float32).numpy()
-    expected = naive.quantize(rows, SEED, bits_of_samples, group_size, fp32_min, kind)
-    restored = naive.dequantize(*expected, x.shape, bits_of_samples, group_size, kind)
-    restored = torch.from_numpy(restored)
-    ones, mask = random_mask(x.numel())
-    least_greatest = (rows.min(), rows.max()) if rows.size else (0.0, 0.0)
+    """Compare codes, ranges, spread and dequantized values of backends with the reference backend's, and return the saved tensors."""
+    settings = bits, group_size, fp32_min, widths
+    packed, ranges, _ = quantize(reference, x, *settings, kind=kind)
+    place = packed, ranges, x, bits, group_size, widths, None, kind
+    masks = (None,) if kind == "uniform" else (None, random_mask(x.numel()))
+    restored = [dequantize(reference, *place, mask) for mask in masks]
+    least_greatest = tuple(map(float, x.aminmax())) if x.numel() else (0.0, 0.0)
     for backend in backends:
-        packed, ranges, spread = quantize(backend, x, bits, group_size, fp32_min, widths, kind=kind)
-        what = backend, tuple(x.shape), x.dtype, bits, group_size, fp32_min
-        check_saved((packed, ranges), expected, kind, what)
-        if spread is not None:
-            np.testing.assert_array_equal(spread, least_greatest)
-        place = backend, packed, ranges, x, bits, group_size, widths, None, kind
-        assert same(dequantize(*place), in_dtype(restored, x.dtype)), what
-        if kind != "uniform":
-            masked = in_dtype(restored * ones.view(x.shape), x.dtype)
-            assert same(dequantize(*place, mask), masked), what
+        made = quantize(backend, x, *settings, kind=kind)
+        what = backend, tuple(x.shape), x.dtype, *settings
+        check_saved(made, (packed, ranges), what)
+        if made[2] is not None:
+            np.testing.assert_array_equal(made[2], least_greatest)
+        for mask, values in zip(masks, restored, strict=True):
+            assert same(dequantize(backend, *place, mask), values), what
     return packed, ranges
+
+
+def limits_of(ranges):
+    """Return the minimum and the range of each group of a uniform copy, or mean and scale, (groups, 2) float64."""
+    low = ranges[:, 2].astype(np.uint32) if ranges.shape[1] == 3 else 0
+    upper = ranges[:, :2].astype(np.uint32) << 16
+    return np.stack([upper[:, 0] | low, upper[:, 1]], 1).view(np.float32).astype(np.float64)
 
 
 def vectors(n, seed):
@@ -219,7 +211,3 @@ def vectors(n, seed):
     ]
     for inner, count in (pairs[i] for i in {0, len(pairs) - 1, *rng.integers(0, len(pairs), 5)}):
         yield *(torch.from_numpy(rng.normal(1, 1, count)).float() for _ in range(2)), inner
-
-
-def or_none(vector):
-    return None if vector is None else vector.numpy()

@@ -1,10 +1,9 @@
-"""The group quantizer of every backend, bit for bit against NumPy, for uniform, rotated and masked copies."""
+"""The group quantizer of every backend, bit for bit against the reference backend, for each kind of copies."""
 
 import functools
 import math
 import mmap
 
-import naive_quantizer as naive
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,7 @@ from quantized import (
     ISAS,
     SEED,
     check,
+    check_saved,
     compiled,
     dequantize,
     dtypes,
@@ -25,7 +25,7 @@ from quantized import (
     same,
 )
 
-from fewbit.runtime.backends import reference
+from fewbit.runtime.backends import reference, reference_quantizer
 from fewbit.runtime.ops import quantizer_ops
 
 if ISAS:
@@ -98,11 +98,7 @@ def test_shapes(backend, kind):
     """Samples are along dimension 0. A scalar is one sample of one feature."""
     for shape in ((), (5,), (3, 4, 5), (2, 3, 7, 11), (0, 3), (3, 0, 2)):
         x = inputs((math.prod(shape),), torch.float32).reshape(shape)
-        packed, ranges, _ = quantize(backend, x, kind=kind)
-        expected = quantize(reference, x, kind=kind)
-        assert np.array_equal(packed, expected[0]) and np.array_equal(ranges, expected[1])
-        out = dequantize(backend, packed, ranges, x, kind=kind)
-        assert same(out, dequantize(reference, packed, ranges, x, kind=kind))
+        check([backend], x, 2, 256, False, kind=kind)
 
 
 @kinds
@@ -115,8 +111,8 @@ def test_channels_last(backend, kind):
     assert np.array_equal(packed, kept[0]) and np.array_equal(ranges, kept[1])
     out = dequantize(backend, packed, ranges, x, 2, 64, kind=kind)
     assert out.stride() == x.stride()
-    restored = naive.dequantize(packed, ranges, (2, 216), [2, 2], 64, kind)
-    assert torch.equal(out.permute(0, 2, 3, 1).reshape(2, -1), torch.from_numpy(restored))
+    restored = dequantize(reference, packed, ranges, flat, 2, 64, kind=kind)
+    assert torch.equal(out.permute(0, 2, 3, 1).reshape(2, -1), restored)
 
 
 @functools.cache
@@ -127,17 +123,16 @@ def shared_words(shape, dtype, several, kind):
     return x, widths, kept, dequantize(reference, *kept[:2], x, 3, 256, widths, kind=kind)
 
 
-@compiled
 @kinds
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("shape", [(1201, 67), (1, 150_001), (2, 65_537), (7001, 11)], ids=str)
-def test_threads_that_share_words(backend, shape, threads, kind):
+def test_threads_that_share_words(isa, shape, threads, kind):
     for several in (False, True):
         x, widths, kept, restored = shared_words(shape, DTYPES[shape[1] % 3], several, kind)
-        made = quantize(backend, x, 3, 256, False, widths, kind=kind)
-        assert np.array_equal(made[0], kept[0]) and np.array_equal(made[1], kept[1])
-        if made[2] is not None:
-            np.testing.assert_array_equal(made[2], kept[2])
-        out = dequantize(backend, *kept[:2], x, 3, 256, widths, kind=kind)
+        made = quantize(native.cpu(isa), x, 3, 256, False, widths, kind=kind)
+        check_saved(made, kept)
+        np.testing.assert_array_equal(made[2], kept[2])
+        out = dequantize(native.cpu(isa), *kept[:2], x, 3, 256, widths, kind=kind)
         assert same(out, restored)
 
 
@@ -179,13 +174,11 @@ def test_more_elements_than_an_int_counts(kind):
     last, seed = inputs((9, FEATURES), x.dtype), torch.tensor([SEED])
     x[-9:] = last
     packed, ranges, _ = native.cpu().quantize(x, seed, 1, FEATURES, False, kind=kind)
-    words = packed.numpy().view(np.uint32)[-9 * FEATURES // 32 :].reshape(9, -1)
-    rows = ranges[:SAMPLES].view(torch.int16).numpy().view(np.uint16)
-    for i in range(9):
-        place = SEED, SAMPLES - 9 + i, 1, FEATURES, False
-        codes, row = naive.GROUP_OF[kind](last[i].float().numpy(), *place)
-        assert np.array_equal(naive._planes(codes, 1), words[i])
-        assert rows[i - 9].tolist() == row
+    place = seed, 1, FEATURES, False, kind, SAMPLES - 9
+    expected = reference_quantizer._stream(last.float(), *place)
+    rows = ranges[:SAMPLES].view(torch.int16)
+    assert torch.equal(packed[-9 * FEATURES // 32 :], expected[0])
+    assert torch.equal(rows[-9:], expected[1].view(torch.int16))
     assert not packed[: -9 * FEATURES // 32].any() and not rows[:-9].any()
 
 

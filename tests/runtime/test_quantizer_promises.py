@@ -2,13 +2,14 @@
 
 import math
 
-import naive_quantizer as naive
 import numpy as np
 import pytest
 import torch
-from quantized import dequantize, dtypes, inputs, kinds, quantize
+from quantized import dequantize, dtypes, inputs, kinds, limits_of, quantize
 
 from fewbit.runtime.format import groups
+
+NAN16 = 0x7FC0  # NaN as a bfloat16
 
 
 def bytes_of(shape, bits, group_size, fp32_min, kind):
@@ -42,7 +43,7 @@ def test_nothing_is_clipped(backend, dtype, fp32_min):
             limit = 3e4 if dtype == torch.float16 else 1e38
             x = inputs((12, 256), torch.float64, kind, seed=bits).clamp(-limit, limit).to(dtype)
             packed, ranges, _ = quantize(backend, x, bits, 256, fp32_min)
-            limits = np.array([naive._limits(row) for row in ranges], np.float64)
+            limits = limits_of(ranges)
             minimum, extent = limits[:, :1], limits[:, 1:]
             assert np.isfinite(limits).all()
             exact = x.to(torch.float32).double().numpy()
@@ -92,7 +93,7 @@ def test_a_group_that_is_not_finite(backend, kind):
         whole = quantize(backend, x, kind=kind)
         x[2, 100] = value
         packed, ranges, spread = quantize(backend, x, kind=kind)
-        assert (ranges[2] == naive.NAN16).all() and not packed[32:48].any()
+        assert (ranges[2] == NAN16).all() and not packed[32:48].any()
         others = [0, 1, 3]
         assert np.array_equal(ranges[others], whole[1][others])
         assert np.array_equal(packed.reshape(4, -1)[others], whole[0].reshape(4, -1)[others])
@@ -108,7 +109,7 @@ def test_a_group_without_range_or_mean_in_float32(backend, kind):
         [[-3e38, 3e38] * 32]
     )  # finite, but neither their differences nor their sums are
     _, ranges, spread = quantize(backend, x, kind=kind)
-    assert (ranges[:1] == naive.NAN16).all()
+    assert (ranges[:1] == NAN16).all()
     if spread is not None:
         assert spread == (float(x.min()), float(x.max()))
 
@@ -133,7 +134,7 @@ def test_unbiased(backend, offset, fp32_min):
         packed, ranges, _ = quantize(backend, x, bits, 256, fp32_min, seed=1000 * offset + seed)
         out = dequantize(backend, packed, ranges, x)
         total += out.double() - exact
-    limits = torch.tensor(np.array([naive._limits(row) for row in ranges]), dtype=torch.float64)
+    limits = torch.from_numpy(limits_of(ranges))
     limits = limits.repeat_interleave(256, 0).view(4, 512, 2)
     step = limits[..., 1] / (2**bits - 1)
     place = (exact - limits[..., 0]) / step % 1

@@ -1,11 +1,9 @@
 """Normalization before quantizing, affine maps after dequantizing, and the numbers by which bits are shared."""
 
-import naive_quantizer as naive
 import numpy as np
 import pytest
 import torch
 from quantized import (
-    SEED,
     SHAPES,
     check_saved,
     compiled,
@@ -14,7 +12,6 @@ from quantized import (
     inputs,
     kinds,
     mixed,
-    or_none,
     possible_sizes,
     quantize,
     same,
@@ -34,21 +31,16 @@ def test_normalized_on_load(backends, dtype, kind, shapes):
     sizes = possible_sizes(kind, 32, 256, 320)
     for shape in shapes:
         x = inputs(shape, dtype, "specials" if shape[0] == 6 else "offset")
-        rows = x.to(torch.float32).numpy().reshape(groups.samples_of(shape))
         for i, (mean, rstd, inner) in enumerate(vectors(x.numel(), 0)):
-            mean = None if i % 3 == 0 else mean
             widths = mixed(shape[0]) if i % 2 else None
-            bits_of_samples = [3] * shape[0] if widths is None else widths.tolist()
-            group_size, fp32_min = sizes[i % len(sizes)], i % 4 == 0
-            expected = naive.normalized(rows, or_none(mean), rstd.numpy(), inner)
-            settings = group_size, fp32_min
-            saved = naive.quantize(expected, SEED, bits_of_samples, *settings, kind)
-            normalize = mean, rstd, inner
+            settings = 3, sizes[i % len(sizes)], i % 4 == 0, widths
+            normalize = None if i % 3 == 0 else mean, rstd, inner
+            expected = quantize(reference, x, *settings, normalize=normalize, kind=kind)
             for backend in backends:
-                made = quantize(backend, x, 3, *settings, widths, normalize=normalize, kind=kind)
-                check_saved(made, saved, kind, (backend, shape, inner, len(rstd)))
+                made = quantize(backend, x, *settings, normalize=normalize, kind=kind)
+                check_saved(made, expected, (backend, shape, inner, len(rstd)))
                 if made[2] is not None and x.numel():
-                    np.testing.assert_array_equal(made[2], (expected.min(), expected.max()))
+                    np.testing.assert_array_equal(made[2], expected[2])
 
 
 @kinds
@@ -57,16 +49,17 @@ def test_mapped_on_store(backends, dtype, kind):
     for shape in SHAPES:
         x = inputs(shape, torch.float32)
         packed, ranges, _ = quantize(reference, x, 3, kind=kind)
-        place = groups.samples_of(shape), [3] * shape[0], 256
-        values = naive.dequantize(packed, ranges, *place, kind)
         for i, (scale, shift, inner) in enumerate(vectors(x.numel(), 1)):
             scale, shift = ((scale, shift), (None, shift), (scale, None))[i % 3]
-            expected = naive.mapped(values, or_none(scale), or_none(shift), inner).reshape(shape)
-            like, affine = torch.empty(shape, dtype=dtype), (scale, shift, inner)
+            place = packed, ranges, torch.empty(shape, dtype=dtype), 3, 256
+            affine = {"affine": (scale, shift, inner), "kind": kind}
+            expected = dequantize(reference, *place, **affine)
             for backend in backends:
-                made = dequantize(backend, packed, ranges, like, 3, affine=affine, kind=kind)
-                what = backend, shape, inner
-                assert same(made, torch.from_numpy(expected).to(dtype)), what
+                assert same(dequantize(backend, *place, **affine), expected), (
+                    backend,
+                    shape,
+                    inner,
+                )
 
 
 @kinds

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 from fewbit.catalog.quantizers import (
-    GROUP,
     QuantizerComparison,
     compare_quantizers,
-    restore_rotated,
-    restore_uniform,
     rotated_error,
     rotated_limit,
     uniform_error,
@@ -83,30 +80,6 @@ def test_walsh_hadamard_is_sylvesters_matrix():
     while len(matrix) < 16:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     assert walsh_hadamard(np.eye(16)) == pytest.approx(matrix / 4, abs=1e-15)
-
-
-def test_restored_groups_are_levels_of_the_group():
-    random = np.random.default_rng(2)
-    x = random.standard_normal((7, GROUP))
-    restored = restore_uniform(x, 2, random.random(x.shape))
-    for group, got in zip(x, restored, strict=True):
-        levels = np.linspace(group.min(), group.max(), 4)
-        assert np.abs(got[:, None] - levels).min(axis=1).max() < 1e-12
-        assert np.abs(got - group).max() < levels[1] - levels[0]
-
-
-def test_rounding_is_unbiased():
-    """The mean of many draws is the input, within 5 standard deviations."""
-    random = np.random.default_rng(3)
-    x = np.repeat(random.standard_normal((1, GROUP)), 2_000, axis=0)
-    draws = restore_uniform(x, 1, random.random(x.shape))
-    deviation = draws.std(axis=0) / math.sqrt(len(draws)) + 1e-12
-    assert np.all(np.abs(draws.mean(axis=0) - x[0]) <= 5 * deviation)
-    signs = random.choice([-1.0, 1.0], x.shape)
-    draws = restore_rotated(x, 1, signs)
-    deviation = draws.std(axis=0) / math.sqrt(len(draws))
-    # The gain error of one Hadamard transform, k a**2 with a**2 the share of the energy, is below 1 % here.
-    assert np.all(np.abs(draws.mean(axis=0) - x[0]) <= 5 * deviation + 0.02 * np.abs(x[0]))
 
 
 def test_records_as_csv_and_json(rows):

@@ -454,16 +454,3 @@ def test_bits_that_samples_do_not_share():
     squares = (X[:5] - X[:5].mean(1, keepdim=True)).square().sum()
     assert seen.samples == 0 and not any(seen.squares[1:])
     assert seen.squares[0] == pytest.approx(float(squares), rel=1e-4)
-
-
-def test_snapshot_goes_on():
-    probe = ErrorBoundProbe(0)
-    model = mlp()
-    converted(model).context.policy = Fixed(probe=probe)
-    y = model(X)
-    assert probe.snapshot() is None and not probe.has_run()
-    loss_of(y).backward()
-    found = probe.snapshot()
-    assert probe.has_run() and not probe.runs()
-    probe.send()
-    assert probe.is_there() and probe.results() == found

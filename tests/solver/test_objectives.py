@@ -127,14 +127,6 @@ def test_the_expected_error_by_quadrature(name, weight):
         assert table.solver["status"] == ("exact" if table.error == 0 else "stationary")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "weight"), [("logsigmoid", "normal"), ("gelu", "uniform")])
-def test_unbiased_with_eight_bits(name, weight):
-    table = solved(name, 8, weight=weight, objective="unbiased")
-    assert table.solver["status"] == "stationary"
-    assert table.gap <= 1e-3
-
-
 @pytest.mark.fast(8)
 @pytest.mark.parametrize("bits", [1, 3, 6])
 @pytest.mark.parametrize("name", VARYING)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import os
 import random
 import time
 
@@ -87,28 +86,10 @@ def test_brackets_in_strings_do_not_count():
     assert parse_json(deep) == json.loads(deep)
 
 
-UNREADABLE = {
-    "bytes": (lambda path: path.write_bytes(b"\xff\xfe{\x00}\x00"), "expected JSON text in UTF-8, got other bytes"),
-    "large": (lambda path: path.write_bytes(b" " * (MOST_BYTES + 1)), "at most 8 MiB, got a larger file"),
-    "missing": (lambda path: None, "missing: expected a readable file, got: No such file"),
-    "null\x00": (lambda path: None, "expected a readable file, got: "),
-    "pipe": (os.mkfifo, "expected a readable file, got: it is not a regular"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", UNREADABLE, ids=ascii)
-def test_files(name, tmp_path):
-    make, message = UNREADABLE[name]
-    make(tmp_path / name)
-    with pytest.raises(FewbitError, match=message):
-        read_text(tmp_path / name)
-
-
-@pytest.mark.parametrize("path", [None, 1.5])
+@pytest.mark.parametrize("path", [None, 1.5, "null\x00"], ids=ascii)
 def test_what_is_no_path(path):
-    with pytest.raises(
-        FewbitError, match=f"{path}: expected a readable file, got: .* not {type(path).__name__}"
-    ):
+    got = ": " if isinstance(path, str) else f": .* not {type(path).__name__}"
+    with pytest.raises(FewbitError, match=f"expected a readable file, got{got}"):
         read_text(path)
 
 

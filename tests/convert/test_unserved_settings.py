@@ -50,6 +50,8 @@ def test_they_stay_torchs_own(name, convert):
 
 
 SERVED = [
+    lambda: nn.Hardshrink(0.0),
+    lambda: nn.Softshrink(0.0),
     lambda: nn.LeakyReLU(torch.tensor(0.2)),
     lambda: nn.Hardtanh(-1, 1),
     lambda: nn.Softplus(2, 10),
@@ -58,7 +60,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize("make", SERVED)
-def test_numbers_of_other_types_are_served(make):
+def test_zeros_and_numbers_of_other_types_are_served(make):
     model = nn.Sequential(make())
     assert not report_of(model, fewbit.compress_).left_alone
     x = torch.linspace(-3.0, 3.0, 50).requires_grad_()

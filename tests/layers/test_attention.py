@@ -7,11 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from composed import Composed
 from exact_copies import Exact, Remembering
 from expectation import mean_square, variance
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import bytes_by, relative, saved_by
+from layers import bytes_by, relative
 from samples import normal
 from torch import nn
 from torch.nn import functional as torch_f
@@ -450,32 +451,28 @@ def test_module_with_dropout(device, need_weights):
     compare(ours, theirs, tensors, {"need_weights": need_weights})
 
 
-def saved_bytes(layer, call):
-    """Return the bytes that a call saves besides the layer's parameters."""
-    own = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
-    storages = [x.untyped_storage() for x in saved_by(call)[1]]
-    return sum(storage.nbytes() for storage in storages if storage.data_ptr() not in own)
-
-
 @pytest.mark.parametrize("shared", ["all", "keys", "none"])
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("in_session", [False, True])
-def test_module_kept_bytes(device, shared, need_weights, in_session):
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_module_kept_bytes(device, shared, need_weights, in_session, is_frozen):
     bits = 2
     layer, _ = pair(device, bits=bits)
+    layer.requires_grad_(not is_frozen)
     tensors = sequences(layer, shared, device=device)
     call = partial(layer, need_weights=need_weights)
     if in_session:
         layer.quantizer = Quantizer(bits, context=ForwardContext())
         call = partial(CallGuard(layer.quantizer.context).call, layer, call)
-    found = saved_bytes(layer, lambda: call(tensors) if in_session else call(*tensors))
+    run = Composed(lambda _: call(tensors) if in_session else call(*tensors), layer=layer)
+    found = bytes_by(run)
     keys = tensors[1].shape[0]
     inputs = {"all": [L], "keys": [L, S], "none": [L, S, S]}[shared]
-    expected = sum(quantized_bytes((length, N, E), bits) for length in inputs)
-    for length in (L, keys, keys):  # as they lie in memory, sequences first
-        expected += quantized_bytes((length, N, E), bits)
-    expected += quantized_bytes((L * N, E), bits)  # the output projection's input
-    assert found == expected
+    projected = L, keys, keys  # as they lie in memory, sequences first
+    saved = projected if is_frozen else (*inputs, *projected)
+    expected = sum(quantized_bytes((length, N, E), bits) for length in saved)
+    # the output projection's input
+    assert found == expected + (0 if is_frozen else quantized_bytes((L * N, E), bits))
 
 
 def test_masks_are_kept_apart():
@@ -488,13 +485,3 @@ def test_masks_are_kept_apart():
     found = bytes_by(lambda: layer(*tensors, **masks, need_weights=False))
     without = bytes_by(lambda: layer(*tensors, need_weights=False))
     assert found - without == mask.nbytes + padding.nbytes
-
-
-def test_frozen_modules():
-    layer, _ = pair(bits=2)
-    layer.requires_grad_(False)
-    tensors = sequences(layer, "none")
-    found = saved_bytes(layer, lambda: layer(*tensors, need_weights=False))
-    assert found == sum(quantized_bytes((n, N, E), 2) for n in (L, S, S))
-    y, saved = saved_by(lambda: layer(*(x.detach() for x in tensors))[0])
-    assert not saved and not y.requires_grad

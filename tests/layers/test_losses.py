@@ -1,11 +1,13 @@
 """cross_entropy with quantized probabilities, and linear_cross_entropy in chunks, against torch's cross_entropy."""
 
+import copy
 import gc
 
 import pytest
 import tiny_models
 import torch
-from layers import saved_by
+from composed import Composed
+from layers import gradients, relative, saved_by
 from samples import normal, same
 from torch.nn import functional as torch_f
 from transformers import AutoModelForCausalLM
@@ -44,20 +46,11 @@ def sample(shape, dtype=torch.float32, device="cpu", seed=0, weighted=False, sca
     return logits, target, options
 
 
-def gradient(function, logits, *arguments, **options):
-    """Return (the loss, the gradient of the logits for a normal gradient of the loss)."""
-    logits = logits.detach().clone().requires_grad_()
-    loss = function(logits, *arguments, **options)
-    loss.backward(normal(loss.shape, loss.dtype, device=loss.device, scale=1.0, seed=5))
-    return loss.detach(), logits.grad
-
-
 def test_ignored_targets_only(device):
     """torch's loss is NaN, and its gradient 0."""
     logits, target, _ = sample((5, CLASSES), device=device)
-    target.fill_(-100)
-    loss, grad = gradient(F.cross_entropy, logits, target)
-    assert loss.isnan() and not grad.any()
+    loss = F.cross_entropy(logits.requires_grad_(), target.fill_(-100))
+    assert loss.isnan() and not torch.autograd.grad(loss, logits)[0].any()
 
 
 @pytest.mark.parametrize("kind", ["probabilities", "no gradient"])
@@ -122,18 +115,6 @@ def test_a_model_of_transformers_with_labels(make):
     loss.backward()
 
 
-def test_linear_cross_entropy_module():
-    torch.manual_seed(0)
-    x, target = normal((4, 5, 16), scale=1.0), torch.randint(40, (4, 5))
-    module = fewbit.nn.LinearCrossEntropy(16, 40, class_weight=torch.rand(40), label_smoothing=0.1)
-    logits = torch_f.linear(x, module.weight, module.bias).flatten(0, 1)
-    options = {"weight": module.class_weight, "label_smoothing": 0.1}
-    torch.testing.assert_close(
-        module(x, target), torch_f.cross_entropy(logits, target.flatten(), **options)
-    )
-    assert set(module.state_dict()) == {"weight", "bias", "class_weight"}
-
-
 # -- chunks of logits ------------------------------------------------------------------------------------------
 
 
@@ -149,36 +130,22 @@ def chunks(request, monkeypatch):
 def test_linear_cross_entropy(chunks, device, options, has_bias):
     torch.manual_seed(0)
     _, target, options = sample((50, 40), device=device, **options)
-    tensors = {
-        "input": normal((50, 16), device=device, scale=1.0),
-        "linear_weight": normal((40, 16), device=device, scale=1.0, seed=1),
-        "linear_bias": normal((40,), device=device, seed=2) if has_bias else None,
-    }
+    weight = options.pop("weight", None)
+    layer = fewbit.nn.LinearCrossEntropy(16, 40, has_bias, weight, chunk_size=16, **options)
+    layer, x = layer.to(device), normal((50, 16), device=device, scale=1.0)
 
-    def run(function, dtype):
-        leaves = {
-            name: x.to(dtype).requires_grad_() for name, x in tensors.items() if x is not None
-        }
-        own = dict(options)
-        if "weight" in own:
-            own["weight"] = own["weight"].to(dtype)
-        loss = function(**leaves, target=target, **own)
-        loss.backward(normal(loss.shape, dtype, device=loss.device, scale=1.0, seed=5))
-        return loss.double(), [x.grad.double() for x in leaves.values()]
+    def plain(model, x):
+        logits = torch_f.linear(x, model.layer.weight, model.layer.bias)
+        return torch_f.cross_entropy(logits, target, model.layer.class_weight, **options)
 
-    def plain(input, linear_weight, target, linear_bias=None, **options):
-        return torch_f.cross_entropy(
-            torch_f.linear(input, linear_weight, linear_bias), target, **options
-        )
-
-    def ours(**arguments):
-        return F.linear_cross_entropy(**arguments, chunk_size=16)
-
-    expected, wanted = run(plain, torch.float64)
-    loss, found = run(ours, torch.float32)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    for grad, exact in zip(found, wanted, strict=True):
-        assert (grad - exact).norm() <= 1e-5 * exact.norm()
+    exact = Composed(plain, layer=copy.deepcopy(layer).double())
+    (expected, wanted), (loss, found) = (
+        gradients(exact, x.double()),
+        gradients(Composed(lambda model, x: model.layer(x, target), layer=layer), x),
+    )
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    assert all(relative(*pair) < 1e-5 for pair in zip(found, wanted, strict=True))
+    assert ("class_weight" in layer.state_dict()) == (weight is not None)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 64])

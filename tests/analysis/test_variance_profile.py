@@ -25,8 +25,6 @@ from fewbit.planning.candidates import Candidate
 from fewbit.render.terminal import plain
 from fewbit.runtime.backends.reference_quantizer import squares
 from fewbit.runtime.format.distortion import distortion, relative_distortion
-from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.context import ForwardContext
 
 SIGMAS = 4.5
 
@@ -44,8 +42,9 @@ def variance_of_rows(rows, bits, kind):
     """Return the variance that rounding adds to each row: the sum of step^2 p (1 - p), or the rotated distortion."""
     if kind == "rotated":
         return distortion(kind, bits) * squares(rows, 256, kind=kind).double().numpy()
-    grids = [naive.grid(row, bits) for row in rows]
-    return np.array([(step**2 * f * (1 - f)).sum() for _, step, f in grids])
+    grids = [naive.grid(group, bits) for group in rows.reshape(-1, 32)]
+    variances = np.array([(step**2 * f * (1 - f)).sum() for _, step, f in grids])
+    return variances.reshape(len(rows), -1).sum(1)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "rotated"])
@@ -55,7 +54,8 @@ def test_linear_layers_as_their_formula_says(bits, kind):
     n, d = 4, 256 if kind == "rotated" else 96
     model = nn.Sequential(nn.Linear(d, d, bias=False), nn.Linear(d, 3))
     x = torch.rand(n, d)
-    settings = {"layers": {"quantizer": kind}, "draws": 60, "chunks": 4}
+    layers = {"quantizer": kind, "group_size": 256 if kind == "rotated" else 32}
+    settings = {"layers": layers, "draws": 60, "chunks": 4}
     profile = variance_profile(model, x, squared, bits=bits, **settings)
 
     hidden = model[0](x)
@@ -391,15 +391,10 @@ def test_json_has_every_number_back(tmp_path):
         (lambda document: document.update(schema="fewbit.table/1"), "expected the schema"),
         (lambda document: document.pop("direct"), 'expected the field "direct", got none'),
         (lambda document: document["terms"].pop(), r"terms: expected shape \(2, 2\), got \(1, 2\)"),
-        (lambda document: document["terms"][1].pop(), r"terms: expected shape \(2, 2\), got rows of diff"),
         (lambda document: document["bias"].append("x"), r"bias\[2\]: expected a number or null, got 'x'"),
-        (lambda document: document.update(bias=[1, True]), r"bias\[1\]: expected a number or null"),
         (lambda document: document.update(direct=[1, 10**400]), "expected finite numbers, got '1000"),
         (lambda document: document.update(direct=[1, float("nan")]), "expected finite numbers, got 'NaN'"),
-        (lambda document: document.update(terms={"a": 1}), "terms: expected an array"),
         (lambda document: document.update(contexts=["a", "a"]), "contexts: expected different items"),
-        (lambda document: document.update(parameters=[]), "parameters: expected at least 1 item,"),
-        (lambda document: document.update(bits=9), "bits: expected at most 8, got 9"),
         (lambda document: document.update(contexts=["a", "\x1b[2J"]), r"contexts\[1\]: expected printable characters, got"),
     ],
 )  # fmt: skip
@@ -526,23 +521,6 @@ def test_progress_is_shown_if_it_takes_long(terminal, asked, monkeypatch, capsys
         first, *_, last = err.splitlines()
         assert re.fullmatch(r"variance profile: 1 of \d+ steps after \d+ s", first)
         assert re.search(r": (\d+) of \1 steps", last)
-
-
-def test_a_deferred_quantizer_rounds_with_all_settings(monkeypatch):
-    """A setting that is added to the quantizer is one of them."""
-    noise = deferred.Noise(0, lambda: "layer")
-    quantizer = noise.defer(Quantizer(3, 64, "float32", ForwardContext()))
-    quantizer.added = "a setting"
-    found, quantize = [], deferred._Seeded.quantize
-    monkeypatch.setattr(
-        deferred._Seeded, "quantize", lambda self, *of: found.append(self) or quantize(self, *of)
-    )
-    tensors, spec, _ = quantizer.quantize(torch.randn(4, 64))
-    with noise.drawn({"layer": 1}):
-        spec.dequantize(tensors)
-    (one,) = found
-    assert (one.bits, one.group_size, one.min_dtype, one.added) == (3, 64, "float32", "a setting")
-    assert one.context is None and one._selector is quantizer._selector
 
 
 def test_zeros_behind_a_relu_are_not_rounded(monkeypatch):

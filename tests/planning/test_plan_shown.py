@@ -46,15 +46,13 @@ def test_the_cheapest_within_the_share_is_recommended(rows, expected):
         least = min((row for row in found.rows if row.saved_bytes < 4096), key=lambda x: x.error)
         assert found.closest is least
         assert (
-            f"no setting keeps its error within 10% of the variance between minibatches; {least.policy} at {least.label} comes closest, with {100 * least.error:.0f}% of it"
-            in title
+            "no setting keeps its error within 10% of the variance between minibatches; " in title
         )
+        assert f"{least.label} comes closest, with {100 * least.error:.0f}% of it" in title
         assert "*" not in re.sub(r"\*:", "", str(found))
     else:
         row = found.rows[expected]
-        assert (
-            f"{row.policy} at {row.label} saves {row.saved_bytes} B in place of 4.00 KiB" in title
-        )
+        assert f"{row.label} saves {row.saved_bytes} B in place of 4.00 KiB" in title
         assert "2.00 times as long (1.6 to 2.5)" in title
         assert f"{row.label}*" in str(found) and row.candidate.call in str(found)
 
@@ -83,14 +81,10 @@ def test_names_in_a_file_are_no_formulas():
     [
         (lambda document: document.update(schema="fewbit.table/1"), "expected the schema"),
         (lambda document: document.pop("share"), 'expected the field "share", got none'),
-        (lambda document: document.update(rows=[]), "rows: expected at least 1 item,"),
-        (lambda document: document["rows"][0].pop("error"), r'rows\[0\]: expected the field "error"'),
         (lambda document: document["rows"][0].update(candidate={}), 'expected the field "policy"'),
-        (lambda document: document["rows"][0]["candidate"].update(options=3), "expected an object"),
         (lambda document: document["rows"][0]["candidate"].update(bits={"kind": "x"}), "expected a kind out of fixed"),
         (lambda document: document["rows"][0]["candidate"]["bits"].update(bits=9), "expected a whole number from 1 to 8"),
         (lambda document: document.update(model="\x1b[2J"), "model: expected printable characters"),
-        (lambda document: document["rows"][0]["candidate"].update(policy="\u202e"), r"rows\[0\].candidate.policy: expected printable"),
         (lambda document: document["rows"][0]["candidate"].update(options={"\r": 1}), "expected printable characters"),
     ],
 )  # fmt: skip

@@ -222,45 +222,20 @@ def test_the_truth_about_attention():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_exact_values_are_freed(is_checkpointed, monkeypatch):
-    """Only exact values of monitored slots are held, and none after the backward pass."""
-    held = {}
-    record_rounding = ErrorBoundProbe.record_rounding
-
-    def noting(self, slot, record):
-        tensor = record_rounding(self, slot, record)
-        held[slot.name] = None if tensor.exact is None else weakref.ref(tensor.exact)
-        return tensor
-
-    monkeypatch.setattr(ErrorBoundProbe, "record_rounding", noting)
-    model = mlp()
-    probe = ErrorBoundProbe(0, {("2", 0)})
-    converted(model).context.policy = Fixed(probe=probe)
-    y = checkpoint(model, X, use_reentrant=False) if is_checkpointed else model(X)
-    assert held.keys() == {("0", 0), ("2", 0)} and held["0", 0] is None
-    exact = held["2", 0]
-    assert exact() is not None
-    loss = loss_of(y)
-    loss.backward()
-    gc.collect()
-    assert exact() is None
-    probe.send()
-    assert monitored_of(probe.results()).keys() == {("2", 0)}
-
-
-@pytest.mark.slow
-def test_exact_values_go_with_the_graph():
-    """If an exception comes between the forward and the backward pass, nothing else frees the values."""
+@pytest.mark.parametrize("how", ["with the graph", "after the backward pass"])
+def test_exact_values_of_monitored_slots_alone_are_held_and_freed(how):
+    """If an exception comes between the forward and the backward pass, nothing but the graph frees the values."""
     probe = ErrorBoundProbe(0, {("0", 0)})
     model = mlp()
     converted(model).context.policy = Fixed(probe=probe)
     y = model(X)
-    (rounding,) = probe._exact
-    exact = weakref.ref(rounding.exact)
-    del rounding
+    (exact,) = [weakref.ref(rounding.exact) for rounding in probe._exact]
     assert exact() is not None
-    del y
+    if how == "with the graph":
+        del y
+    else:
+        loss = loss_of(y)
+        loss.backward()
     gc.collect()
     assert exact() is None
     y = model(X)
@@ -401,36 +376,6 @@ def test_skipped_and_frozen_layers():
     found = observed(model, converted(model), X, run=run).slots
     assert found.keys() == {("a", 0), ("norm", 0)}
     assert [constraint.label for constraint in found["norm", 0].constraints] == ["input"]
-
-
-@pytest.mark.parametrize("is_autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_dtypes(dtype, is_autocast):
-    x = normal((32, 64), scale=1.0)
-    model = mlp()
-    expected = observed(model, converted(model), x, run=gradient)
-
-    def run(model, x, seed=0):
-        torch.manual_seed(seed)
-        with torch.autocast("cpu", dtype, enabled=is_autocast and dtype.itemsize == 2):
-            y = model(x)
-        loss_of(y).backward()
-
-    if not is_autocast:
-        model, x = mlp().to(dtype), x.to(dtype)
-    found = observed(model, converted(model), x, run=run)
-    assert is_autocast or found.slots["0", 0].dtype_bytes == dtype.itemsize
-    for name in (("0", 0), ("2", 0)):
-        ours, other = (
-            {one.label: one for one in result.slots[name].constraints}
-            for result in (found, expected)
-        )
-        labels = ours.keys() & other.keys()
-        assert labels
-        for label in labels:
-            assert ours[label].v2 == pytest.approx(other[label].v2, rel=0.1)
-            assert ours[label].first == pytest.approx(other[label].first, rel=0.1)
-    assert found.activations["1"].v2 == pytest.approx(expected.activations["1"].v2, rel=0.1)
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])

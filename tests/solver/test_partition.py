@@ -138,18 +138,6 @@ def test_the_two_searches_agree_on_sorted_values(problem, flip, slack):
             assert candidates[best[i]] == pytest.approx(least, rel=1e-12)
 
 
-@pytest.mark.parametrize("monge", [True, False])
-def test_a_layer_without_rows_or_columns(monge):
-    costs = Costs(Items(np.ones(3), np.arange(3.0)))
-    nothing, some = np.array([], dtype=np.int64), np.array([0, 2])
-    out, best = run_layer(costs, nothing, np.array([]), some, monge=monge)
-    assert out.tolist() == [np.inf, np.inf] and best.tolist() == [-1, -1]
-    out, best = run_layer(costs, some, np.zeros(2), nothing, monge=monge)
-    assert len(out) == len(best) == 0
-    out, best = run_layer(costs, np.array([2]), np.zeros(1), np.arange(4), monge=monge)
-    assert out.tolist() == [np.inf, np.inf, 0.0, 0.0] and best.tolist() == [-1, -1, 0, 0]
-
-
 # --- the stochastic choice ----------------------------------------------------------------------
 
 

@@ -88,15 +88,3 @@ def test_means_of_segments(problem):
         exact = sum(Fraction(v) * Fraction(w) for v, w in pairs) / mass
         size = np.abs(problem.values[a:b][problem.weights[a:b] > 0]).max()
         assert abs(Fraction(float(mean)) - exact) <= Fraction(float(1e-15 * size))
-
-
-@pytest.mark.parametrize("power", [-300, -40, 40, 300])
-def test_scaling_by_a_power_of_two_scales_every_bit(power):
-    rng = np.random.default_rng(6)
-    values, weights = rng.standard_normal(21), rng.random(21)
-    scale = 2.0**power
-    items, scaled = Items(weights, values), Items(weights, values * scale)
-    heavier = Items(weights * scale, values)
-    for start, stop in all_segments(21):
-        assert scaled.cost(start, stop) == items.cost(start, stop) * scale * scale
-        assert heavier.cost(start, stop) == items.cost(start, stop) * scale

@@ -1,4 +1,4 @@
-"""The fixed-point code of pre-activations: every backend against Python's floats, one element at a time."""
+"""The fixed-point code of pre-activations: its values, and every backend against the reference backend."""
 
 import math
 
@@ -17,32 +17,6 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 BITS = range(1, 9)
 
 
-def naive_code(z, y, gamma, beta, bits):
-    """Return the code of one z = sign(gamma) x~, in Python's floats."""
-    levels, step = 2**bits, 6 / 2**bits
-    zero = -beta / abs(gamma) if gamma else None
-    if zero is None:
-        start, first = -3.0, 0 if beta > 0 else levels
-    else:
-        first = min(max(levels // 2 + math.floor(zero / step), 1), levels - 1)
-        start = zero - first * step if abs(zero) <= 3 else -3.0
-    code = min(max(math.ceil((z - start) / step) - 1, 0), levels - 1)
-    code = max(code, first) if y > 0 else min(code, first - 1)
-    return min(max(code, 0), levels - 1)
-
-
-def naive_value(code, gamma, beta, bits):
-    """Return z computed from its code."""
-    levels, step = 2**bits, 6 / 2**bits
-    zero = -beta / abs(gamma) if gamma else None
-    if zero is None:
-        return -3.0 + (code + 0.5) * step
-    first = min(max(levels // 2 + math.floor(zero / step), 1), levels - 1)
-    start = zero - first * step if abs(zero) <= 3 else -3.0
-    z = start + (code + 0.5) * step
-    return max(z, zero + step / 2) if code >= first else min(z, zero - step / 2)
-
-
 GAMMA = (1.0, -0.5, 0.0, 0.0, 2.0, 1e-30, -1e20, 0.75, 3.0, 0.25)
 BETA = (0.0, 0.25, 0.5, -0.5, 20.0, 1e-30, 3e19, -3.5, -9.0, 0.75)
 
@@ -56,55 +30,34 @@ def block(n, inner, device="cpu", dtype=torch.float32):
     return x, index, y, gamma, beta
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_codes_are_those_of_the_definition(backend, bits):
-    x, index, y, gamma, beta = block(640, 4, backend.device)
-    grid = fixed_point.grid_of(gamma, beta, bits, x.device)
-    packed = fixed_point.encode(x, y, grid, bits, 4)
-    assert packed.shape == (packed_words(640, bits),) and packed.dtype == torch.int32
-    codes = backend.kernels.unpack(packed, bits, 640).tolist()
-    step, wrong = 6 / 2**bits, 0
-    for code, value, i, result in zip(codes, x.tolist(), index.tolist(), y.tolist(), strict=True):
-        z = math.copysign(1.0, GAMMA[i]) * value if GAMMA[i] else value
-        expected = naive_code(z, result, GAMMA[i], BETA[i], bits)
-        assert abs(code - expected) <= 1
-        wrong += code != expected
-        restored = naive_value(code, GAMMA[i], BETA[i], bits)
-        if GAMMA[i] and abs(BETA[i]) <= 3 * abs(GAMMA[i]) and abs(z) < 3 - step:
-            assert abs(restored - z) <= step / 2 + 1e-5  # eq. 11
-    assert wrong <= 1  # float32 may round a value onto an edge
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", (1, 4, 7, 8))
-def test_values_are_those_of_the_definition(backend, bits, dtype):
+@pytest.mark.parametrize("bits", BITS)
+def test_values(backend, bits, dtype):
+    """Values are within half a step (eq. 11) where the grid reaches, and maps of them have the sign of y."""
     x, index, y, gamma, beta = block(640, 4, backend.device, dtype)
     grid = fixed_point.grid_of(gamma, beta, bits, x.device)
     packed = fixed_point.encode(x, y, grid, bits, 4)
-    codes = backend.kernels.unpack(packed, bits, 640).tolist()
-    channels = index.tolist()
-    z = torch.tensor(
-        [naive_value(c, GAMMA[i], BETA[i], bits) for c, i in zip(codes, channels, strict=True)]
-    )
-    sign = torch.where(gamma < 0, -1.0, 1.0).cpu()[index.cpu()]
-    scale = torch.arange(1.0, 161.0, device=x.device)
+    assert packed.shape == (packed_words(640, bits),) and packed.dtype == torch.int32
 
     def restored(dtype=torch.float32, **options):
-        return fixed_point.decode(packed, grid, bits, 4, (640,), (1,), dtype, **options).cpu()
+        return fixed_point.decode(packed, grid, bits, 4, (640,), (1,), dtype, **options)
 
-    torch.testing.assert_close(restored(), sign * z, rtol=1e-5, atol=1e-5)
-    expected = sign * z * scale.cpu()[torch.arange(640) // 4]
+    values, step = restored(), 6 / 2**bits
+    gamma, beta = gamma[index], beta[index]
+    usual = (gamma.abs() > 0.1) & (gamma.abs() < 10)  # others overflow or vanish in float16
+    inside = usual & (beta.abs() <= 3 * gamma.abs()) & (x.abs() < 3 - step)
+    rounding = 1e-5 + 8 * torch.finfo(dtype).eps  # of y, whose sign decides
+    assert ((values - x).abs()[inside] <= step / 2 + rounding).all()
+    assert inside.sum() > 50 or bits == 1
+    scale = torch.arange(1.0, 161.0, device=x.device)
+    expected = values * scale.repeat_interleave(4)
     torch.testing.assert_close(restored(scale=(scale, 4)), expected, rtol=1e-5, atol=1e-3)
-    exact = gamma.cpu()[index.cpu()].abs() * z + beta.cpu()[index.cpu()]
-    ours = restored(slope=1.0)
-    torch.testing.assert_close(ours, exact, rtol=2e-5, atol=1e-5)
-    positive = (y > 0).cpu()
+    ours, positive = restored(slope=1.0), y > 0
+    torch.testing.assert_close(ours, gamma * values + beta, rtol=2e-5, atol=1e-5)
     assert (ours[positive] >= 0).all() and (ours[~positive] <= 0).all()
-    torch.testing.assert_close(restored(slope=0.0), ours * positive, rtol=0, atol=0)
-    leaky = torch.where(positive, ours, ours * 0.25)
-    torch.testing.assert_close(restored(slope=0.25), leaky, rtol=0, atol=0)
-    assert restored(dtype).dtype == dtype
-    torch.testing.assert_close(restored(dtype), restored().to(dtype), rtol=0, atol=0)
+    assert torch.equal(restored(slope=0.0), ours * positive)
+    assert torch.equal(restored(slope=0.25), torch.where(positive, ours, ours * 0.25))
+    assert torch.equal(restored(dtype), values.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

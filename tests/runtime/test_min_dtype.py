@@ -104,21 +104,10 @@ def test_not_finite():
 
 
 @STARTS
-@pytest.mark.parametrize("part", [1e-3, 0.99, 50.0])
-def test_fixed_settings_are_obeyed(start, part):
-    torch.manual_seed(0)
-    x = spread(start, part * EIGHT_STEPS[start])
-    extent = float(x.max().double() - x.min())
-    narrow, wide = (
-        Quantizer(2, min_dtype=dtype, kind="uniform").quantize(x)
-        for dtype in ("bfloat16", "float32")
-    )
-    assert not is_wide(narrow) and is_wide(wide)
-    assert range_of(wide) <= extent * (1 + 2**-7)
-    least = narrow.tensors[1][:, 0].double()
-    assert (least <= start).all() and (start - least < EIGHT_STEPS[start] / 8).all()
-    assert torch.equal(wide.spec.dequantize(wide.tensors)[x == start], x[x == start])
-    assert range_of(narrow) >= float(x.max().double() - least[0])
+def test_fixed_settings_are_obeyed(start):
+    x = spread(start, EIGHT_STEPS[start])
+    for dtype in ("bfloat16", "float32"):
+        assert is_wide(Quantizer(2, min_dtype=dtype).quantize(x)) == (dtype == "float32")
 
 
 @pytest.mark.inductor
@@ -381,10 +370,6 @@ def test_the_tensors_of_codecs_are_not_examined(monkeypatch, codec):
 # -- the meter -------------------------------------------------------------------------------------
 
 
-def notes(model, x):
-    return " ".join(str(saved_bytes(model, x)).split())
-
-
 def layers(count):
     """Return consecutive linear layers whose inputs are around 1000."""
     model = torch.nn.Sequential(*(torch.nn.Linear(70, 70) for _ in range(count)))
@@ -396,22 +381,13 @@ def layers(count):
 
 @pytest.mark.parametrize("count, names", [(1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2, ...")])
 def test_the_meter_tells_of_float32_minimums(count, names):
-    x = spread(1000.0, 1.0, (8, 70))
-    report = saved_bytes(layers(count), x)
-    assert (
-        f"{count} quantized with float32 minimums, as their offset is large against their range: {names}"
-        in " ".join(str(report).split())
-    )
-    assert ("..." in str(report)) == (count > 3)
+    report = saved_bytes(layers(count), spread(1000.0, 1.0, (8, 70)))
+    said = f"{count} quantized with float32 minimums, as their offset is large against their range: {names}"
+    assert " ".join(str(report).split()).endswith(said)
     assert report.by_kind()["range"] == count * (8 + 2) * 6  # 8 groups, and two rows for the seed
     assert report.total == count * quantized_bytes((8, 70), 2, fp32_min=True)
 
 
-def test_the_meter_tells_of_the_model_itself():
-    layer = Linear(70, 5, bits=2)
-    text = notes(layer, LARGE[:, :70])
-    assert "1 quantized with float32 minimums" in text and text.endswith("range: (model)")
-
-
-def test_the_meter_does_not_tell_of_others():
-    assert "float32 minimums" not in notes(layers(2)[:1], normal((8, 70)))
+def test_the_meter_tells_of_the_model_itself_but_not_of_others():
+    assert str(saved_bytes(Linear(70, 5, bits=2), LARGE[:, :70])).endswith("(model)")
+    assert "minimums" not in str(saved_bytes(layers(2)[:1], normal((8, 70))))

@@ -117,35 +117,6 @@ def test_vectors_that_do_not_fit(backend, kind):
         dequantize(backend, packed, ranges, x, 0, 256, widths, affine=(one, None, 1), kind=kind)
 
 
-def energy(cut):
-    """Return the sum of the squares of numbers minus their mean; 0 if there are no numbers."""
-    return ((cut - cut.mean()) ** 2).sum() if len(cut) else 0.0
-
-
-def masked_energy(cut):
-    """Return the energy of the numbers that are not 0, times the share of these numbers."""
-    return energy(cut[cut != 0]) * (cut != 0).sum() / len(cut)
-
-
-def squares(rows, group_size, kind):
-    """Return the sum over the groups of each row, in float64: of length * range^2, or of energies in a rotated copy.
-
-    In a masked copy, the energy is multiplied by the share of elements that are not 0.
-    """
-    of_group = {
-        "uniform": lambda cut: len(cut) * (cut.max() - cut.min()) ** 2,
-        "rotated": energy,
-        "unbiased": energy,
-        "masked": masked_energy,
-        "masked-unbiased": masked_energy,
-    }[kind]
-    result = []
-    for row in rows.astype(np.float64):
-        cuts = [row[at : at + group_size] for at in range(0, len(row), group_size)]
-        result.append(sum(map(of_group, cuts)))
-    return np.array(result)
-
-
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -155,14 +126,13 @@ def test_squares(backend, shape, dtype, kind):
     x = (10.0 + normal(shape, dtype, scale=3.0)).clamp_(min=8.0).to(backend.device)
     x[x == 8.0] = 0.0  # a masked copy leaves these elements out
     for group_size in possible_sizes(kind, 32, 256, 512):
-        found = backend.kernels.squares(x, group_size, None, kind)
-        rows = x.reshape(groups.samples_of(shape)).float().cpu().numpy()
-        expected = squares(rows, group_size, kind)
-        assert found.dtype == torch.float32 and found.shape == (len(rows),)
-        np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=1e-5, atol=1e-9)
-        if kind == "uniform" and 0 < rows.shape[1] <= group_size:  # nothing is summed up
-            extent = rows.max(1) - rows.min(1)
-            assert np.array_equal(found.cpu().numpy(), rows.shape[1] * (extent * extent))
+        found = backend.kernels.squares(x, group_size, None, kind).cpu()
+        expected = reference.squares(x.cpu(), group_size, None, kind)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+        features = groups.samples_of(shape)[1]
+        if kind == "uniform" and 0 < features <= group_size:  # nothing is summed up
+            least, greatest = x.cpu().view(-1, features).float().aminmax(dim=1)
+            assert torch.equal(found, features * (greatest - least).square())
 
 
 @kinds
@@ -185,8 +155,8 @@ def test_squares_of_what_is_normalized_or_not_finite(backend, kind):
 def test_squares_are_of_groups_in_storage_order(backend, kind):
     x = normal((3, 8, 4, 5)).to(backend.device, memory_format=torch.channels_last)
     found = backend.kernels.squares(x, 32, None, kind)
-    expected = squares(x.permute(0, 2, 3, 1).reshape(3, 160).cpu().numpy(), 32, kind)
-    np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=1e-5)
+    rows = x.permute(0, 2, 3, 1).reshape(3, 160)
+    torch.testing.assert_close(found, backend.kernels.squares(rows, 32, None, kind))
 
 
 @kinds

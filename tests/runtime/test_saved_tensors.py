@@ -368,43 +368,6 @@ def test_what_a_norm_offers_is_exact_in_expectation():
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
-class Checkpointed(nn.Module):
-    """Blocks of a norm and two linear layers of its result. Backward recomputes each block."""
-
-    def __init__(self, reentrant, as_function):
-        super().__init__()
-        self.blocks = nn.ModuleList(Normed(nn.LayerNorm(96)) for _ in range(2))
-        self.up = nn.ModuleList(nn.Linear(8, 96) for _ in range(2))
-        self.reentrant, self.as_function = reentrant, as_function
-
-    def forward(self, x):
-        x = x * 1.0
-        for block, up in zip(self.blocks, self.up, strict=True):
-
-            def part(x, block=block, up=up):
-                y = block.norm(x)
-                y = block.q(y) * block.k(y) if self.as_function else block(x)
-                return x + up(y)
-
-            x = checkpoint(part, x, use_reentrant=self.reentrant)
-        return x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("as_function", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(reentrant, as_function):
-    torch.manual_seed(0)
-    model = Checkpointed(reentrant, as_function)
-    exact = copy.deepcopy(model)
-    compressed(model)
-    x = X.clone().requires_grad_()
-    assert copies(model, x) == 0  # only the regions' inputs
-    check_gradients(model, exact, x)
-    gc.collect()
-    assert not len(model.blocks[0].q.quantizer.context.checkpoints._local.regions)
-
-
 def living() -> int:
     """Return the number of tensors of codes that exist."""
     gc.collect()

@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.runtime.backends.reference_quantizer import squares
 from fewbit.runtime.format.distortion import distortion, relative_distortion
-from fewbit.runtime.probes.backward_graph import MOST_EARLIER
 from fewbit.runtime.probes.variance_probe import VarianceProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -380,28 +379,6 @@ def nodes_below(y) -> list:
             found.append(node)
             waiting += [child for child, _ in node.next_functions]
     return found
-
-
-@pytest.mark.slow
-def test_of_earlier_forwards_the_nearest_nodes_are_watched():
-    """All nodes of the current forward are watched, at any depth."""
-
-    def sensitivity(between, depth=0):
-        """Return the sensitivity of a norm, below which are `between` nodes and a layer, and above which are `depth` nodes."""
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.LayerNorm(64), *[Composed(lambda _, y: y + 1)] * depth, nn.Linear(64, 8)
-        )
-        below = nn.Linear(64, 64)
-        below.weight.data *= 0.1
-        y = below(normal((8, 64), scale=10.0))
-        for _ in range(between):
-            y = y + 0
-        return observed(model, converted(model), y)["0", 0]
-
-    near, far, off = sensitivity(1), sensitivity(MOST_EARLIER - 20), sensitivity(MOST_EARLIER + 20)
-    assert far == pytest.approx(near, rel=1e-4) and off < near / 2
-    assert sensitivity(1, 2 * MOST_EARLIER) == pytest.approx(near, rel=0.5)
 
 
 def test_an_observation_without_a_backward_pass_leaves_nothing_behind():

@@ -183,27 +183,6 @@ def test_names_of_codecs_are_those_of_the_registry():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"quantizer": "uniform"}, InputError, "layers={'quantizer': 'uniform'}"),
-        ({"activation_bits": 2, "copies": 2}, InputError, "layers={'activation_bits': 2, 'copies': 2}"),
-        ({"quantiser": "uniform"}, TypeError, "unexpected keyword argument 'quantiser'"),
-        ({"bits": {"kind": "adaptiv"}}, InputError, "expected a kind out of fixed, samples, adaptive, "),
-        ({"offload": {"x": 1}}, InputError, "expected expandable_segments for HostOffload, got 'x'"),
-        ({"bits": fewbit.Level("L0"), "layers": {"copies": 3}}, InputError, "expected 1 or 2 for copies, got 3"),
-        ({"bits": fewbit.Level("L0"), "offload": fewbit.HostOffload()}, InputError,
-         "offload: expected none with fewbit.Level('L0')"),
-    ],
-)  # fmt: skip
-def test_arguments_that_compress_cannot_use(options, error, message):
-    model = nn.Linear(64, 4)
-    with pytest.raises(error) as caught:
-        fewbit.compress_(model, verbose=False, **options)
-    assert message in str(caught.value)
-    assert type(model) is nn.Linear
-
-
-@pytest.mark.parametrize(
     ("level", "bits", "options"),
     [
         (fewbit.Level("L2", 2), 2, {}),

@@ -103,9 +103,6 @@ def test_a_ratio_alone_is_no_error():
     assert "errors have a bias" in str(found) and not found.is_exceeded
 
 
-# -- what is given for the loss ----------------------------------------------------------------------------
-
-
 def _ratio(model, batch, loss, **options):
     return bounded(model).gradient_ratio(batch, loss, **options)
 
@@ -181,9 +178,6 @@ def test_draws_are_two_at_least(draws):
     model, (batch,) = nn.Sequential(nn.Linear(48, 12)), batches(1)
     with pytest.raises(InputError, match="draws: expected an integer of at least 2"):
         _ratio(model, batch, squared, draws=draws)
-
-
-# -- what is shown -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("draws", "factor"), [(2, 235.8), (8, 4.53), (10_000, 3.0)])

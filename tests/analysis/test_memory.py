@@ -23,9 +23,6 @@ def run(*arguments):
     return CliRunner().invoke(cli.app, arguments, prog_name="fewbit", env={"COLUMNS": "80"})
 
 
-# --- what is counted ------------------------------------------------------------------------------
-
-
 def vgg_by_hand(convolutions, size):
     """Bytes of a VGG with GELU: (inputs of the nonlinearities, everything), one image."""
     pixels, inputs, nonlinear, rest = size * size, 3, 0, 0
@@ -101,9 +98,6 @@ def test_gpt2_keeps_four_tensors_per_nonlinearity_and_few_bits_pack_one():
     assert fused.saved_packed(3) == counted.saved_packed(3) == fused.saved(3)
 
 
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
 def example(**changes):
     example = Measurement(
         model="vgg11",
@@ -136,8 +130,6 @@ def test_the_largest_batch(device, batch, largest):
     measured = example(batch=batch)
     assert measured.max_batch(measured.saved(None), device) == largest
 
-
-# --- the paper ------------------------------------------------------------------------------------
 
 # Relative tolerance of (model, all, nonlinear) and of the batches; docs/results/memory.md says why.
 WIDER = {"efficientnet_b0": 0.055, "vgg11": 0.055, "vgg16": 0.055, "gpt2": 0.055}
@@ -173,9 +165,6 @@ def test_other_settings_are_not_set_beside_the_paper(options):
     assert not measured.like_paper
     assert "40.0  for backward" not in str(MemoryReport((measured,)))
     assert "40.0  for backward" in str(MemoryReport((measure("resnet18"),)))
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def test_one_model_is_shown_in_detail():

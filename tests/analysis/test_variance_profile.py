@@ -35,9 +35,6 @@ def assert_measures(measured, error, expected, most=0.1):
     assert abs(measured - expected) <= SIGMAS * error
 
 
-# --- against closed forms ---------------------------------------------------------------------------
-
-
 def variance_of_rows(rows, bits, kind):
     """Return the variance that rounding adds to each row: the sum of step^2 p (1 - p), or the rotated distortion."""
     if kind == "rotated":
@@ -74,9 +71,6 @@ def test_linear_layers_as_their_formula_says(bits, kind):
     assert profile.terms[0, 1] == profile.terms[1, 0] == 0.0
     assert profile.own_share == 1.0
     assert profile.total() == pytest.approx(profile.sampling + profile.quantization)
-
-
-# --- the theorem ------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -203,9 +197,6 @@ def test_a_tied_parameter_and_a_frozen_one():
     assert (profile.terms[:, 0] > 0).all() and not profile.terms[:, 1].any()
 
 
-# --- sampling and bias ------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_chunks_with_a_batch_norm_come_with_a_warning():
     x = torch.randn(16, 1, 8, 8)
@@ -243,9 +234,6 @@ def test_dropout_draws_alike_in_all_passes():
     between = (gradient(model, x) - gradient(model, x)).square().sum() / 2
     assert 0 < profile.direct.sum() < 1e-3 * between
     assert abs(profile.bias.sum()) < 1e-3 * between
-
-
-# --- what it must not disturb -----------------------------------------------------------------------
 
 
 def disturbable(is_compressed):
@@ -356,9 +344,6 @@ def test_a_mapping_is_one_batch_and_its_tensors_are_split_together():
 
     profile = variance_profile(nn.Linear(4, 2), UserDict(batch), loss, chunks=4, draws=2)
     assert profile.sampled == "4 chunks of one batch of 8"
-
-
-# --- what it shows, and files -----------------------------------------------------------------------
 
 
 def made(contexts, seed=0):
@@ -473,14 +458,6 @@ def test_numbers_of_a_column_have_one_form_and_room():
     assert len(cells) == 39 and {"0", "nan"} <= set(cells)
     assert all(re.fullmatch(r"\d\.\de-?\d+|0|nan", cell) for cell in cells)
     assert "<1%" in rows[4]  # the fifth by its rounding, which rises with the number
-
-
-def test_html_is_one_piece_with_the_picture():
-    text = made(("", "a<b"))._repr_html_()
-    assert "Net&lt;1&gt;, 2 bits" in text and "a&lt;b" in text and "<1>" not in text
-    assert text.count("data:image/png;base64,iVBOR") == 1 and "http" not in text
-    # Nothing sets a color, so that both themes of a notebook show it.
-    assert "color" not in text.split("<img")[0]
 
 
 @pytest.mark.slow

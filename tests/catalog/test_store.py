@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -217,17 +215,6 @@ def test_a_cached_table_needs_no_solver(cache):
         "assert not {'numba', 'scipy'} & set(sys.modules)"
     )
     run(code)
-
-
-@pytest.mark.slow
-def test_two_processes_at_once(cache):
-    code = "import fewbit; print(repr(fewbit.load_table('elu', bits=3, parameters={'alpha': 3.0})))"
-    command = [sys.executable, "-c", code]
-    jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    shown = {job.communicate()[0] for job in jobs}
-    assert all(job.returncode == 0 for job in jobs)
-    assert len(shown) == 1
-    assert len(list(cache.iterdir())) == 1
 
 
 def test_callables_are_solved_and_not_cached(cache):

@@ -697,18 +697,6 @@ def test_compare_as_json_and_as_files():
     assert json.loads(Path("rows.json").read_text())[0]["levels"] == 0
 
 
-@pytest.mark.slow
-def test_compare_quantizer():
-    out = succeed("compare", "quantizer", "--bits", "2").stdout
-    assert max(map(len, out.splitlines())) <= 80
-    row = next(line for line in out.splitlines() if line.startswith("   2 "))
-    assert {"0.596", "0.132", "0.229", "0.0667"} <= set(row.split())
-    (record,) = json.loads(succeed("compare", "quantizer", "--bits", "1", "--json").stdout)
-    assert record["bits"] == 1 and record["bound"] == 1 / 3
-    succeed("compare", "quantizer", "--bits", "1", "-o", "rows.csv")
-    assert Path("rows.csv").read_text().startswith("bits,uniform,uniform_measured,")
-
-
 def test_verify_all_that_is_shipped(shipped, tmp_path, monkeypatch):
     out = succeed("verify").stdout
     rows = [line.split() for line in out.splitlines()[2:]]

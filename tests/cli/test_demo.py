@@ -49,9 +49,6 @@ def demo(corpus):
     return run_demo((4, 1), (2,), (2,), seeds=2, settings=SMALL, corpus=corpus)
 
 
-# --- text ---------------------------------------------------------------------------------------------
-
-
 def test_corpus_is_the_text(corpus):
     from pydoc_data.topics import topics
 
@@ -86,9 +83,6 @@ def test_no_window_reaches_over_the_end(method):
     assert torch.equal(x[0], part[:context]) and torch.equal(y[-1], part[1 : context + 1])
 
 
-# --- model --------------------------------------------------------------------------------------------
-
-
 def test_a_character_sees_only_what_came_before():
     torch.manual_seed(0)
     model = CharTransformer(11, 16, width=16, depth=2, heads=2)
@@ -98,9 +92,6 @@ def test_a_character_sees_only_what_came_before():
     before, after = model(characters), model(changed)
     assert torch.equal(before[:, :9], after[:, :9])
     assert not torch.isclose(before[:, 9:], after[:, 9:]).all(-1).any()
-
-
-# --- training -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -134,9 +125,6 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
     rates = [training._rate(step, settings) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1)
     assert rates.index(max(rates)) == 9 and rates[-1] == pytest.approx(0, abs=1e-9)
-
-
-# --- the demo -----------------------------------------------------------------------------------------
 
 
 def test_saved_bytes_are_the_promise(demo):
@@ -246,9 +234,6 @@ def test_a_text_too_short_is_refused():
         run_demo((3,), settings=SMALL, corpus=Corpus.from_text("a short text"))
 
 
-# --- what it says -------------------------------------------------------------------------------------
-
-
 def made_up(finals, few, stored=None):
     """Make a demo with given final losses of the exact and the 3-bit arm."""
 
@@ -319,9 +304,6 @@ def test_the_picture_shows_every_arm(demo):
     assert len(left.get_lines()) == 5
     names = [tick.get_text().replace("\n", " ") for tick in right.get_xticklabels()]
     assert names == ["4 bits", "1 bit", "all 2 bits", "L3 2 bits"]
-
-
-# --- the command --------------------------------------------------------------------------------------
 
 
 def run(*arguments):

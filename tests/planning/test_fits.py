@@ -89,9 +89,6 @@ def measured_peak(model, batch, loss, make=torch.optim.AdamW):
     return before + most
 
 
-# --- bytes ------------------------------------------------------------------------------------------
-
-
 def scale(n):
     """Return a model of one parameter of n elements, which multiplies a batch of rows."""
     return Composed(lambda model, x: (model.weight * x).sum(), weight=nn.Parameter(torch.ones(n)))
@@ -223,9 +220,6 @@ def test_frozen_parameters_have_neither_gradients_nor_state():
     assert row.optimizer == 2 * nbytes(trained) + 4 * len(trained)  # with the numbers of steps
 
 
-# --- what stays the same ----------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_model_its_optimizer_and_the_random_state_stay_the_same():
     model, batch = net(dropout=0.1), batch_of(16)
@@ -256,14 +250,6 @@ def test_a_compressed_model_gives_the_same_result():
     assert isinstance(model[0], fewbit.nn.Linear)
 
 
-@pytest.mark.slow
-def test_a_model_on_the_meta_device_gives_the_same_result():
-    model, batch = net(), batch_of(16)
-    with torch.device("meta"):
-        other, fake = net(), batch_of(16)
-    assert fits(other, fake, loss).rows == fits(model, batch, loss).rows
-
-
 def test_a_model_too_large_for_this_machine():
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(2**17, 2**17, bias=False) for _ in range(8)])
@@ -272,9 +258,6 @@ def test_a_model_too_large_for_this_machine():
     assert found.rows[0].weights == 8 * 2**36
     assert (found.rows[0].fits, found.rows[0].largest_batch) == (False, 0)
     assert fits(nn.Linear(8, 8), torch.randn(4, 8), device=2e6, settings=4).rows[0].fits
-
-
-# --- what fits --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -359,9 +342,6 @@ def test_the_search_in_an_affine_peak_takes_few_steps():
     assert len(tried) <= 4
 
 
-# --- the tracker ------------------------------------------------------------------------------------
-
-
 def test_the_tracker_follows_allocations_and_releases():
     tracker = StorageTracker()
     with tracker:
@@ -380,9 +360,6 @@ def test_the_tracker_follows_allocations_and_releases():
     assert tracker.peak() == (4400, {"weights": 400, TRANSIENT: 4000}, 1)
     late = tracker.peak(moment + 1)
     assert late.size == 1200 and late.parts == {"weights": 400, TRANSIENT: 0, "saved": 800}
-
-
-# --- how it is shown --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -432,9 +409,6 @@ def test_the_command_refuses(arguments, message):
     result = CliRunner().invoke(cli.app, ["memory", *arguments.split()])
     assert result.exit_code == 2
     assert message in result.stderr and result.stderr.count("\n") == 1
-
-
-# --- what is refused --------------------------------------------------------------------------------
 
 
 def branches():

@@ -66,9 +66,6 @@ def test_the_share_says_what_is_allowed(share, sampling, bits):
     assert found.recommended.label == f"{bits} bits"
 
 
-# --- files and tables -------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_names_in_a_file_are_no_formulas():
     document = made(("a", 2, 300, 0.04)).to_dict()
@@ -152,9 +149,6 @@ def test_notes_on_what_cannot_be_said():
     assert nothing in " ".join(title.split())
     assert "0 of the variance" in made(("a", 2, 300, 0.0), sampling=0.0).title
     assert "% of it" in made(("a", 2, 300, 5.0)).title
-
-
-# --- the picture ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -26,9 +26,6 @@ def mean_bits(controller):
     return sum(row.bits * row.elements for row in rows) / sum(row.elements for row in rows)
 
 
-# -- bits --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", [1, 1.25, 2.5, 8])
@@ -88,7 +85,7 @@ def test_allocation_shows_itself():
     assert str(controller.allocation).startswith("no bits chosen yet")
     step(model, x), step(model, x)
     found = controller.allocation
-    text, page = str(found), found._repr_html_()
+    text = str(found)
     chosen = [row for row in found if not row.is_fixed]
     average = sum(row.bits * row.elements for row in chosen) / sum(row.elements for row in chosen)
     assert text.splitlines()[0] == (
@@ -96,17 +93,13 @@ def test_allocation_shows_itself():
         f"{found.bits:.4g} with {11 - len(chosen)} of fixed bits"
     )
     assert [line.split()[0] for line in text.splitlines()[4:15]] == [row.name for row in found]
-    assert "3.5 fixed" in text and page.count("<tr>") == 12
+    assert "3.5 fixed" in text
     records = found.records()
     share = relative_distortion("rotated", found[3].bits)
     assert records[3]["variance"] == found[3].sensitivity * share
     assert {record["quantizer"] for record in records} == {"rotated", "masked"}
-    assert len(found.to_csv().splitlines()) == 12
     shares = [float(line.split()[-1].rstrip("%")) for line in text.splitlines()[4:15]]
     assert sum(shares) == pytest.approx(100, abs=1)
-
-
-# -- budgets in bytes --------------------------------------------------------------------------------------
 
 
 def test_a_budget_that_is_too_small():
@@ -120,18 +113,6 @@ def test_a_budget_that_is_too_small():
     least = least_budget(model, x)
     fewbit.compress_(model, fewbit.Budget(least), sample=x, verbose=False)
     assert fewbit.saved_bytes(model, x).total <= least
-
-
-# -- loops -------------------------------------------------------------------------------------------------
-
-
-def test_several_forwards_before_a_backward():
-    model, controller, x = build(bits=2)
-    total = loss_of(model(x)) + loss_of(model(2 * x)) + loss_of(model(3 * x))
-    total.backward()
-    assert not controller.allocation
-    model(x)  # what the second showed
-    assert controller.allocation and mean_bits(controller) <= 2
 
 
 def test_forwards_that_change_shape_or_skip_layers():
@@ -175,9 +156,6 @@ def test_graph_that_is_never_used():
     for _ in range(4):
         step(model, x)
     assert controller.allocation
-
-
-# -- state -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +203,6 @@ def test_states_that_are_refused(change, message, after_two_steps):
     assert controller.state_dict() == before
 
 
-# -- several processes -------------------------------------------------------------------------------------
-
-
 def slot(name, number, elements, sensitivity, at_one, spread=None):
     facts = 2.5, False, True, elements, 8
     return SlotVariance(name, number, *facts, sensitivity, at_one, spread, quantizer="rotated")
@@ -244,9 +219,6 @@ def test_results_of_processes_are_merged():
         ("b", 2): b,
         ("c", 1): c,
     }
-
-
-# -- gradients of samples ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,6 @@ def names(controller):
     return {row.name for row in controller.allocation}
 
 
-# -- graphs of several models ------------------------------------------------------------------------------
-
-
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_modules_of_a_model_called_one_by_one(interval):
@@ -81,23 +78,6 @@ def test_a_model_around_a_compressed_one_takes_it_over():
     for _ in range(3):
         step(outer, X)
     assert names(controller) == {"2"} and not own.allocation
-
-
-# -- other backward passes ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_graph_that_is_kept():
-    """Passes through a graph after its measurement was taken in change nothing."""
-    model, controller, x = build(bits=2)
-    kept = loss_of(model(x))
-    kept.backward(retain_graph=True)
-    for _ in range(10):
-        loss = loss_of(model(x))
-        loss.backward(retain_graph=True)
-        kept.backward(retain_graph=True)
-        loss.backward()
-    assert controller.allocation
 
 
 def test_batched_gradients():
@@ -229,9 +209,6 @@ def test_an_empty_batch():
     assert controller.state_dict().keys().isdisjoint({"magnitudes", "numbers"})
 
 
-# -- what is not watched -----------------------------------------------------------------------------------
-
-
 def test_layers_that_no_output_leads_to_keep_the_average():
     """Only a loss inside the model depends on such layers."""
     torch.manual_seed(0)
@@ -285,9 +262,6 @@ def test_inputs_with_gradients_are_no_parameters():
     assert found["3"] > 0 and found.get("1", 0) == 0
 
 
-# -- what is shared ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", ["L2.5", "L3"])
 def test_layers_of_one_input_with_bits_of_their_own(level):
     layers = {name: nn.Linear(256, 8) for name in "abc"}
@@ -308,17 +282,6 @@ def test_gradients_that_are_not_finite_leave_magnitudes_alone():
         (model(x) * scale).square().sum().backward()
     tables = controller.context.policy.magnitudes._tables
     assert all(tensor[:8].isfinite().all() for tensor in tables.values())
-
-
-def test_equal_samples_have_equal_bits():
-    from fewbit.runtime.format.bit_sharing import share_bits
-
-    for kind in ("uniform", "rotated"):
-        assert share_bits(torch.zeros(4), 6, kind).tolist() == [2, 2, 1, 1]
-        assert share_bits(torch.ones(4), 8, kind).tolist() == [2, 2, 2, 2]
-
-
-# -- budgets -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -43,9 +43,6 @@ def plain(text):
     return " ".join(text.split())
 
 
-# -- layers that are not observed --------------------------------------------------------------------------
-
-
 IN_BLOCKS = tuple(f"blocks.{i}.{j}" for i in (0, 1) for j in (0, 1, 3))
 
 
@@ -235,9 +232,6 @@ def test_many_reasons_and_names():
     assert Bounds(unobserved=why).unobserved == (*"abcdef", "")
 
 
-# -- codecs ------------------------------------------------------------------------------------------------
-
-
 def images(*layers):
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), *layers, nn.Flatten(), nn.LazyLinear(10))
@@ -310,9 +304,6 @@ def test_the_codec_that_really_kept_it(name, x, kept):
     assert saver == BoundedCodec(name, 1e-2) != ExactCodec()
 
 
-# -- kinds, given bits, width ------------------------------------------------------------------------------
-
-
 def called():
     torch.manual_seed(0)
     return Composed(
@@ -365,9 +356,6 @@ def test_an_empty_table_is_its_text_in_html():
     assert "no bounds found yet" in controller.bounds._repr_html_()
 
 
-# -- models that are restored ------------------------------------------------------------------------------
-
-
 def restored(model):
     fewbit.restore_(model)
 
@@ -407,9 +395,6 @@ def test_a_model_that_is_gone(bits):
         controller.load_state_dict(state)
     if isinstance(bits, fewbit.ErrorBound):
         assert str(controller.bounds).startswith("of a model that is gone: no bounds found yet")
-
-
-# -- states of others --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [fewbit.ErrorBound(), 2.5], ids=repr)

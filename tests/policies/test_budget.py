@@ -107,9 +107,6 @@ def test_a_forward_with_a_backward_pass_in_it():
         loss_of(model(x)).backward()
 
 
-# -- tensors whose bits the policy does not choose ---------------------------------------------------------
-
-
 def recurrent():
     """A network that saves most of its tensors within torch's GRU, which `everything` compresses."""
     return Composed(

@@ -14,7 +14,7 @@ from fewbit.config import ErrorBound
 from fewbit.errors import BoundWarning
 from fewbit.policies.error_bound import tables
 from fewbit.policies.error_bound.bits import least_average, sizes
-from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec
+from fewbit.policies.error_bound.codecs import ExactCodec
 from fewbit.policies.error_bound.estimates import ConstraintEstimate, Pair, TensorEstimate
 from fewbit.policies.error_bound.formulas import polynomial_error
 from fewbit.policies.error_bound.observations import (
@@ -61,9 +61,6 @@ def learned(*results, names=("a", "b"), **bound):
     for result in results:
         policy.take_in(result if isinstance(result, ProbeResult) else result_of(result))
     return policy
-
-
-# -- bits of one variable ----------------------------------------------------------------------------------
 
 
 def noise(kind, bits):
@@ -127,9 +124,6 @@ def test_parts_of_samples(samples):
     assert max(parts) - min(parts) <= 1
 
 
-# -- from demands to bits ----------------------------------------------------------------------------------
-
-
 def test_the_strictest_constraint_decides():
     constraints = (
         weight(4.0, 10.0),
@@ -151,16 +145,6 @@ def test_the_strictest_constraint_decides():
     assert best_error((1, 2, 3, 4), 4, total) <= 400 * choice.dx2 * (1 + 1e-9)
     assert best_error((1, 2, 3, 4), 4, total - 1) > 400 * choice.dx2 or total == 4
     assert policy.averages == {("a", 0): choice.average}
-
-
-def test_more_than_eight_bits_are_kept_exactly():
-    policy = learned({"a": tensor(weight(1e-8, 10.0)), "b": tensor(weight(1.0, 1.0))})
-    assert policy.choices["a", 0].average is None
-    assignment = policy.assign((torch.zeros(4, 3),))
-    codecs = [assignment.codec(assignment.slot((name, 0), 8, False)) for name in "ab"]
-    assert isinstance(codecs[0], ExactCodec) and codecs[1] is None
-    assert assignment.codec(assignment.slot(("a", 0), 8, True)) is None
-    assert assignment.slot(("b", 0), 8, False).average == policy.choices["b", 0].average
 
 
 def test_a_gradient_of_zero_keeps_exactly_and_no_gradient_one_bit():
@@ -185,9 +169,6 @@ def test_where_not_all_gradients_were_seen_bits_stay():
         policy = learned(seen, codec=codec)
         assert policy.choices["a", 0].average == kept
         assert kept or isinstance(policy.codec_of(("a", 0)), ExactCodec)
-
-
-# -- windows -----------------------------------------------------------------------------------------------
 
 
 def rows(*pairs):
@@ -255,15 +236,6 @@ def test_batches_of_other_sizes():
     assert found[0] == found[1] == found[2]
 
 
-# -- codecs and channels -----------------------------------------------------------------------------------
-
-
-def test_codecs_get_the_bound():
-    policy = learned({"a": tensor(weight(4.0, 10.0)), "b": tensor()}, codec="quant+zvc")
-    assert policy.codec_of(("a", 0)) == BoundedCodec("quant+zvc", pytest.approx(0.02))
-    assert policy.averages == {("b", 0): 1.0}
-
-
 def by_channel(codec, weights):
     """Return a policy that has seen a convolution's channels with these weights."""
     config = ErrorBound(codec=codec, by_channel=True)
@@ -295,17 +267,6 @@ def test_codecs_by_channel():
     assert (errors <= torch.tensor(codec.channels)).all() and errors[1] > 0
 
 
-# -- activations -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("ratio", "bits"), [(1.0, 1), (0.3, 2), (0.04, 3), (0.01, 4), (1e-9, 8)])
-def test_bits_of_activations(ratio, bits):
-    """GELU's tables err by at most 0.50, 0.18, 0.11, 0.053 (docs/concepts/theory/ac_gc.md) on [-6, 6]."""
-    policy = learned(result_of({}, activation(ratio)), e2=0.5)
-    assert policy.activations == {"act": bits}
-    assert policy.assign((torch.zeros(1),)).activations == {"act": bits}
-
-
 def test_of_two_slopes_no_larger_table_is_solved(monkeypatch):
     """One bit is always enough, and solving a larger table would take a second or more in a training step."""
     strict = activation(1e-12, function="leaky_relu", parameters=(0.01,))
@@ -328,9 +289,6 @@ def test_activations_by_the_mean_or_each_observation():
         learned(first, second).activations["act"]
         < learned(first, second, window="max").activations["act"]
     )
-
-
-# -- the monitor -------------------------------------------------------------------------------------------
 
 
 def monitored(*pairs, label="weight"):
@@ -468,9 +426,6 @@ def test_those_that_a_forward_did_not_meet_are_next():
         turns += policy.monitored()
         policy.take_in(result_of({item: seen["a"] for item in "bcd"}))
     assert turns == [("b", 0), ("c", 0), ("d", 0)]
-
-
-# -- between processes -------------------------------------------------------------------------------------
 
 
 def merged(*results):

@@ -54,9 +54,6 @@ def assert_in_expectation(errors, d, least=0.0):
     assert slack < 0.5 * errors.mean()  # or the test says nothing
 
 
-# --- linear layers and convolutions -----------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     """A convolution in 0 to 3 dimensions of space; 0: a linear layer of N samples.
@@ -287,9 +284,6 @@ def test_gradients_of_zero_and_gradients_that_overflow_leave_no_nan(e2, v2, firs
     assert found.tolist() == [expected, INF]
 
 
-# --- norms ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Norm:
     """A norm of torch, with a weight for each channel of an image or feature of a row.
@@ -454,9 +448,6 @@ def test_errors_of_norms_in_expectation(norm, copies, aligned, draw, dx2, least)
     assert_in_expectation(found, problem.d(dx2, expectation=True), least)
 
 
-# --- tables -----------------------------------------------------------------------------------------
-
-
 def brute(table, low, high, n=200_001):
     """Return max |q - f'| over a fine mesh that includes both sides of all breaks."""
     x = np.linspace(low, high, n)
@@ -501,9 +492,6 @@ def test_intervals_that_are_none_are_refused(interval):
 
 def test_the_error_that_is_allowed_of_a_table():
     assert tables.allowed_error(3.0, 0.5, 2.0) ** 2 * 3.0 == pytest.approx(0.5 * 2.0)
-
-
-# --- the paper's table 1 ----------------------------------------------------------------------------
 
 
 def test_the_papers_table_1():

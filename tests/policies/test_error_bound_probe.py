@@ -33,9 +33,6 @@ def mlp():
 X = normal((8, 64), scale=1.0)
 
 
-# -- the step is the same ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_whole_models(name, is_checkpointed):
@@ -102,9 +99,6 @@ def test_layouts(name, is_inside):
             assert slot.constraints or not slot.is_known
 
 
-# -- activations -------------------------------------------------------------------------------------------
-
-
 def activations(is_checkpointed):
     """Return a model with activations as modules, as a called function, and as a function that a module of torch has."""
     torch.manual_seed(0)
@@ -161,9 +155,6 @@ def test_parameters_of_activations():
     found = observed(model, converted(model), X, run=gradient).activations
     assert (found["1"].function, found["1"].parameters) == ("leaky_relu", (0.2,))
     assert (found["3"].function, found["3"].parameters) == ("gelu_tanh", ())
-
-
-# -- the monitor -------------------------------------------------------------------------------------------
 
 
 def test_the_truth_about_a_norm_and_what_shares_its_copy():
@@ -284,9 +275,6 @@ def test_a_backward_pass_that_fails():
     assert not monitored_of(found)  # by then there was nothing to compare with
 
 
-# -- cost --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("monitored", [frozenset(), {("1", 0)}])
 def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
     """They run it more often only to measure, or if exact values are saved."""
@@ -322,19 +310,6 @@ def test_what_comes_to_the_host_is_small():
     converted(model).context.policy = Fixed(probe=probe)
     gradient(model, normal((2000, 64)))
     assert sum(item.numel() for item in probe._measured()) < 100
-
-
-# -- odd passes --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_gradients_that_are_not_finite_say_nothing(value):
-    model = mlp()
-
-    def run(model, x, seed):
-        (model(x) * value).sum().backward()
-
-    assert observed(model, converted(model), X, run=run) is None
 
 
 @pytest.mark.slow

@@ -62,15 +62,9 @@ def pair(layer, device):
     return nn.Sequential(copy.deepcopy(theirs)), theirs, layer.input(device)
 
 
-# -- formulas ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_squares_of_gradients(device, layer):
-    """V^2 at 8 bits is that of torch's own layer. Each gradient that depends on the saved tensor has one.
-
-    Results and torch's random state are those of a step without a probe, also if exact values are saved.
-    """
+    """V^2 at 8 bits is that of torch's own layer, and the step is that without a probe, also if exact values are saved."""
     model, theirs, x = pair(layer, device)
     exact, steps = gradients(theirs, x), []
 
@@ -100,11 +94,7 @@ def test_squares_of_gradients(device, layer):
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_d_against_rounding(device, layer):
-    """D is measured at 3 bits with the errors: never below them, and near them if theory says so.
-
-    The errors of a rotated copy are orthogonal to their group. They are smaller than D if gradients of the result are
-    along the layer's input, as those of these small tensors are in part.
-    """
+    """Errors at 3 bits are not above D, and less far below it if gradients are not along the layer's input."""
     model, theirs, x = pair(layer, device)
     exact = gradients(theirs, x)
     controller = converted(model, 3)
@@ -130,12 +120,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("quantizer, decades", [("uniform", 2), ("rotated", 1)])
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_samples_of_very_different_size(device, kind, quantizer, decades):
-    """D takes into account that samples share bits and that rows with large gradients have large errors.
-
-    The gradients of a batch norm's weight are along the saved tensor here. Errors of rotated copies are orthogonal to
-    it, so they add less than D. The exception is the error from rounding scales, which counts with 6 bits or more. So
-    samples in rotated copies do not differ by as much.
-    """
+    """D takes into account that samples share bits and that rows with large gradients have large errors."""
     torch.manual_seed(0)
     make, shape = DIFFERENT[kind]
     theirs = make().to(device)
@@ -237,9 +222,6 @@ def test_layers_that_share_the_copy_of_a_norm(name):
         assert errors[constraint.label] > (0.05 if constraint.label == "input" else 0.8) * d
 
 
-# -- channels ----------------------------------------------------------------------------------------------
-
-
 def test_channels_of_a_convolution():
     """1 / dx*^2 of a channel is proportional to |g|^2 of its group. Without groups all channels are equal."""
     torch.manual_seed(0)
@@ -268,9 +250,6 @@ def observed_with(grad, layer, x):
     run = lambda model, x, seed: model(x).backward(grad)  # noqa: E731
     (seen,) = observed(model, converted(model, 8), x, run=run).slots.values()
     return seen
-
-
-# -- what is measured --------------------------------------------------------------------------------------
 
 
 class Of(nn.Module):

@@ -10,7 +10,6 @@ from probed_models import MODELS
 from torch import nn
 
 import fewbit
-from fewbit.runtime.backends import reference
 
 CONFIGS = [
     fewbit.FixedBits(2),
@@ -85,11 +84,3 @@ def test_resumed_training_is_the_same(config, name):
 def test_also_of_odd_models(config, name):
     """It does not matter which results an activation quantized too, in which forward and for which layer."""
     check(ODD[name], (6, 8), config, (1, 2, 5), 7, **OPTIONS.get(name, {}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS[:4], ids=repr)
-@pytest.mark.parametrize("name", ["again", "checkpointed, reentrant"])
-def test_also_with_the_reference_kernels(config, name, choice, monkeypatch):
-    monkeypatch.setitem(choice, torch.device("cpu"), reference)
-    check(ODD[name], (6, 8), config, (2,), 4, **OPTIONS.get(name, {}))

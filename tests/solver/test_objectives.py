@@ -31,9 +31,6 @@ def dense(table, n=40_001):
     return np.setdiff1d(x, marks), f
 
 
-# --- minimax ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_a_continuous_derivative_is_cut_into_equal_ranges(name):
     f = functions.get(name)
@@ -110,9 +107,6 @@ def test_minimax_against_every_cover_of_a_sample(name, form, domain):
             least = minimax_contiguous(values, count, slopes if tails == "pinned" else None)
         error = solved(name, levels=count, tails=tails, **options).error
         assert least * (1 - 1e-9) - 1e-12 <= error <= least + step + 1e-12, (count, tails)
-
-
-# --- unbiased -----------------------------------------------------------------------------------
 
 
 @pytest.mark.fast(10)

@@ -40,9 +40,6 @@ def always_prune(monkeypatch):
     monkeypatch.setattr(module, "_WORTH_PRUNING", 0)
 
 
-# --- against every partition and the plain loop -------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("problem", tagged("small"), ids=str)
@@ -77,9 +74,6 @@ def test_breaks_and_means_are_those_of_the_cost(problem, form):
             assert (problem.values[found.order] == values).all()
         bare = partition(problem.values, 3, form=form).cost
         assert bare == partition(problem.values, 3, np.ones(len(values)), form=form).cost
-
-
-# --- pruning, threads and the two searches ------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -138,9 +132,6 @@ def test_the_two_searches_agree_on_sorted_values(problem, flip, slack):
             assert candidates[best[i]] == pytest.approx(least, rel=1e-12)
 
 
-# --- the stochastic choice ----------------------------------------------------------------------
-
-
 def best_choice(values, weights, count, forced=(), *, monge=True):
     """Return the best levels of unbiased draws among ascending values, and their cost, by the solver's search."""
     n = len(values)
@@ -175,9 +166,6 @@ def test_choice_with_levels_that_must_be_there(seed, offset):
     assert set(forced) <= set(levels)
     exact = every_choice(values, weights, 5, forced)
     assert cost == pytest.approx(float(exact), rel=1e-6 if offset else 1e-9)
-
-
-# --- refusals -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,6 @@ def test_spreads_and_offsets_of_items():
     assert_cost(items.cost(3, 17), spread(offset[3:17], np.ones(14)))
 
 
-# --- compressed runs ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("problem", tagged("medium"), ids=str)
 def test_compressed_runs_cost_what_their_items_cost(problem):
     rng = np.random.default_rng(5)

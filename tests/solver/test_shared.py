@@ -57,9 +57,6 @@ def least_variance(levels, z):
     return found.fun - z * z
 
 
-# --- the staircase ------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1), rows=st.sampled_from([1, 2, 4, 8]), columns=st.integers(2, 6)
@@ -110,17 +107,6 @@ def test_draws_are_exactly_unbiased(seed, rows, columns):
     assert np.abs(measured - draw_variance(levels, z)).max() <= bound + 1e-9
 
 
-# --- solved codes -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("bits", "shared_bits"), [(1, 1), (1, 4), (2, 2), (4, 1)])
-def test_a_solved_code_is_unbiased_with_the_claimed_error(bits, shared_bits):
-    table = code(bits, shared_bits)
-    check_code(table, bits, shared_bits, LIMIT)
-    assert recompute_error(table) == pytest.approx(table.error, rel=1e-9)
-
-
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_a_shipped_code_is_unbiased_with_the_claimed_error(bits):
     shared_bits, limit = SHARED[bits]
@@ -168,19 +154,6 @@ def test_without_shared_bits_it_is_objective_unbiased(bits):
     assert np.array_equal(table.shared_levels, plain.levels[None])
     assert np.array_equal(table.levels, plain.levels)
     assert (table.error, table.lower_bound) == (plain.error, plain.lower_bound)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [1, 2])
-def test_the_error_falls_with_shared_bits_to_the_bound(bits):
-    tables = [code(bits, shared_bits) for shared_bits in (0, 1, 2, 4)]
-    errors = [table.error for table in tables]
-    assert np.all(np.diff(errors) < 0)
-    # With H values of h, many levels have about (1 + 1 / H**2) times the error of unlimited shared randomness.
-    assert errors[0] > 2 * errors[-1]
-    # The bound of no code is above the error of a code with more shared randomness.
-    assert max(table.lower_bound for table in tables[1:]) <= errors[-1]
-    assert tables[-1].gap < (0.09 if bits == 1 else 0.04)
 
 
 @pytest.mark.slow
@@ -238,9 +211,6 @@ def test_without_refinement():
     assert raw.solver["status"] == "unrefined"
     assert code(2, 2).error < raw.error
     assert recompute_error(raw) == pytest.approx(raw.error, rel=1e-9)
-
-
-# --- requests and documents ---------------------------------------------------------------------
 
 
 REFUSED = [

@@ -35,9 +35,6 @@ def test_intervals_have_the_printed_errors_and_shared_levels_no_larger_ones(name
         assert shared == pytest.approx(intervals, rel=1e-9)
 
 
-# --- any number of levels -----------------------------------------------------------------------
-
-
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gelu", "selu", "softsign"])
@@ -56,8 +53,6 @@ def test_threads_change_nothing():
     for form in FORMS:
         assert solve("mish", 3, form=form, threads=1) == solve("mish", 3, form=form, threads=2)
 
-
-# --- exact tables -------------------------------------------------------------------------------
 
 EXACT = [
     "relu", "relu6", "leaky_relu", "threshold", "hardtanh", "hardshrink", "softshrink", "hardsigmoid", "rrelu", "identity",
@@ -106,9 +101,6 @@ def test_hardswish_bends_where_torch_bends():
     assert at == after != before  # torch's gradient is 1 at 3
 
 
-# --- a domain that ends at a kink ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("objective", ["mse", "minimax"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
@@ -132,9 +124,6 @@ def test_hardswish_between_its_jumps(form):
     assert table.error == pytest.approx(0.125, rel=1e-9)
     assert table.breaks == pytest.approx([-1.5, 0.0, 1.5], abs=1e-7)
     assert table.levels == pytest.approx([-0.25, 0.25, 0.75, 1.25], abs=1e-7)
-
-
-# --- tails --------------------------------------------------------------------------------------
 
 
 DOMAINS = [(-0.5, 0.5), (0.5, 3.0), (-1e3, 1e3), (-1e-3, 2e-3), (-40.0, -5.0)]
@@ -166,9 +155,6 @@ def test_tails_that_cannot_be_pinned(function, options, message):
         solve(function, 3, tails="pinned", **options)
 
 
-# --- a user's own function ----------------------------------------------------------------------
-
-
 def numpy_gelu(x):
     return 0.5 * x * (1.0 + erf(x / math.sqrt(2.0)))
 
@@ -194,9 +180,6 @@ def check_same(table, named):
 def test_a_torch_function_gets_the_table_of_the_named_one(name):
     torch = pytest.importorskip("torch")
     check_same(solve(getattr(torch.nn.functional, name), 3), solved(name, 3))
-
-
-# --- warnings and refusals ----------------------------------------------------------------------
 
 
 def test_an_unbounded_derivative_warns():
@@ -244,9 +227,6 @@ def test_refusals_are_one_line_that_names_the_argument(options, expected):
     assert "\n" not in str(refusal.value)
     with pytest.raises(FewbitError):  # before anything is computed
         solve(lambda x: pytest.fail("f is called"), **options)
-
-
-# --- callables on the weight's domain, samples that saturate, masses of every size ---------------
 
 
 @pytest.mark.parametrize("weight", ["normal:20,1", np.linspace(12.0, 18.0, 4001)])
@@ -297,9 +277,6 @@ def test_derivatives_that_float32_cannot_hold_are_refused(slope, options, expect
     f = functions.get("value")
     with pytest.raises(FewbitError, match=expected):
         solve(lambda x: slope * f.value(x), 2, derivative=lambda x: slope * x, **options)
-
-
-# --- functions whose derivative turns often -----------------------------------------------------
 
 
 def oscillating(x):
@@ -353,9 +330,6 @@ def test_fewer_atoms_bound_the_optimum_from_below(most):
         bound = partition(few, count, moved).cost - excess
         assert bound <= optimum * (1 + 1e-9)
         assert most < 900 or bound > 0.99 * optimum
-
-
-# --- pinned tails without an asymptote, derivatives that go with jumps --------------------------
 
 
 @pytest.mark.parametrize(

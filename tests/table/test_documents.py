@@ -21,8 +21,6 @@ from fewbit.schema import documents
 from fewbit.schema.documents import MOST_BYTES, MOST_DEPTH, parse_json, read_text
 from fewbit.text import one_line, printable
 
-# --- text ---------------------------------------------------------------------------------------
-
 
 @given(st.text(st.characters(codec=None)))
 def test_printable_text_is_one_line_that_can_be_encoded(text):
@@ -39,9 +37,6 @@ def test_text_and_errors_that_are_escaped():
         assert str(FewbitError(text)).isprintable()
         assert str(fewbit.OutputExistsError(text)).isprintable()
     assert str(FewbitError("gelu: é")) == "gelu: é"
-
-
-# --- limits -------------------------------------------------------------------------------------
 
 
 def test_the_limits_leave_room_for_every_table():
@@ -97,9 +92,6 @@ def test_a_file_behind_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     (tmp_path / "target").write_text("é")
     assert read_text(tmp_path / "link") == "é"
-
-
-# --- schemas ------------------------------------------------------------------------------------
 
 
 def keywords(rules):

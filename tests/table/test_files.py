@@ -3,7 +3,6 @@
 import os
 import pickle
 import stat
-import threading
 
 import pytest
 
@@ -75,27 +74,6 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path, monkeypatch, links):
     with pytest.raises(OutputExistsError):
         write_atomic(path, "ours")
     assert path.read_text() == "theirs" and os.listdir(tmp_path) == ["gelu.json"]
-
-
-def test_one_of_many_writers_wins(tmp_path):
-    path, results = tmp_path / "gelu.json", []
-    barrier = threading.Barrier(8)
-
-    def write(i):
-        barrier.wait()
-        try:
-            write_atomic(path, str(i) * 1000)
-            results.append(i)
-        except OutputExistsError:
-            pass
-
-    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 1 and path.read_text() == str(results[0]) * 1000
-    assert os.listdir(tmp_path) == ["gelu.json"]
 
 
 def test_places_that_cannot_be_written(tmp_path):

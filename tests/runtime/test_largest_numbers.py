@@ -8,7 +8,6 @@ from samples import name_of, normal
 
 import fewbit.functional as F
 from fewbit.config import QUANTIZERS, UNIFORM
-from fewbit.runtime.backends import reference
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 MOST = torch.finfo(torch.float16).max
@@ -33,10 +32,6 @@ def test_float16_is_restored_finite(name, bits, kind, backend):
     if kind == UNIFORM:
         step = 2 * MOST / (2**bits - 1) * (1 + 2**-6)
         assert (restored.double() - x.double()).abs().max() <= step
-    packed, ranges = kept.tensors
-    expected = torch.empty_like(x)
-    reference.dequantize(packed, ranges, bits, 256, expected, kind=kind)
-    assert torch.equal(restored, expected)
 
 
 CALLS = {

@@ -306,22 +306,6 @@ def test_what_is_compiled_in_a_converted_model(order, backend, full):
 # -- settings of parts -----------------------------------------------------------------------------
 
 
-def test_overrides_reach_functions():
-    def kept(**options):
-        parts = (calling(torch_f.gelu) for _ in range(2))
-        model = quiet(nn.Sequential(*parts), bits=4, **options)
-        report = fewbit.saved_bytes(model, normal((64, 6), scale=1.0))
-        return [entry.bytes for entry in report.kept if entry.node == "ActivationBackward"]
-
-    n = 4 * 64 * 6 // 32
-    assert kept() == [3 * n, 3 * n]
-    assert kept(overrides={"0": 8}) == [8 * n, 3 * n]
-    assert kept(overrides={"*": 2, "1": {"activation_bits": 1}}) == [2 * n, 1 * n]
-    assert kept(overrides={"": 5}) == [5 * n, 5 * n]
-    assert kept(exclude="1") == [3 * n]
-    assert kept(exclude="") == []
-
-
 def test_a_scripted_part_is_left_alone():
     model = nn.Sequential(nn.Linear(6, 6), torch.jit.script(nn.Linear(6, 6)), nn.GELU())
     y = model(normal((3, 6)))

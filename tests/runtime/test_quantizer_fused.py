@@ -10,6 +10,8 @@ from fewbit.runtime.backends import reference
 from fewbit.runtime.format.encoding import Encoding
 
 if ISAS:
+    from buffers import torch_threads
+
     from fewbit.runtime.backends import native
 
 ENCODING = Encoding(2, np.arange(4.0), np.array([-1.0, 0.0, 1.0]), np.arange(4), ("right",) * 3)
@@ -42,20 +44,13 @@ def compare_forward_quantized(
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_forward_quantized(dtype, kind):
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for isa in ISAS:
-            kernels = native.cpu(isa)
-            for i, shape in enumerate([*SHAPES, (), (3, 40_001), (900, 257), (70, 1024)]):
-                x = inputs(shape, dtype, "specials" if i % 3 == 0 and shape else "normal")
-                for group_size in possible_sizes(kind, 32, 96, 256, 512, 65536):
-                    bits, fp32_min, in_place = 1 + i % 8, i % 2 == 0, i % 3 == 1
-                    assert compare_forward_quantized(
-                        kernels, x, bits, group_size, fp32_min, in_place, kind=kind
-                    )
-    finally:
-        torch.set_num_threads(torch_threads)
+    for isa in ISAS:
+        for i, shape in enumerate([*SHAPES, (), (3, 40_001), (900, 257), (70, 1024)]):
+            x = inputs(shape, dtype, "specials" if i % 3 == 0 and shape else "normal")
+            for group_size in possible_sizes(kind, 32, 96, 256, 512, 65536):
+                settings = 1 + i % 8, group_size, i % 2 == 0, i % 3 == 1
+                with torch_threads(1):
+                    assert compare_forward_quantized(native.cpu(isa), x, *settings, kind=kind)
 
 
 @compiled
@@ -73,13 +68,9 @@ def test_forward_quantized(dtype, kind):
     ids=str,
 )
 def test_forward_quantized_on_threads(shape, group_size, taken, kind):
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        x = inputs(shape, torch.float32, "specials")
+    x = inputs(shape, torch.float32, "specials")
+    with torch_threads(3):
         assert compare_forward_quantized(native.cpu(), x, 3, group_size, kind=kind) == taken
-    finally:
-        torch.set_num_threads(before)
 
 
 STEP = Encoding(1, np.array([0.0, 1.0]), np.zeros(1), np.array([0, 1]), ("right",))

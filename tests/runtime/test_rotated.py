@@ -302,24 +302,6 @@ def copied_by_ops(x, seed, bits, group_size, fp32_min):
     return packed, ranges, quantizer_ops.dequantize_op(packed, ranges, *place)
 
 
-@pytest.mark.inductor
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_equals_eager(backend, dynamic):
-    torch.compiler.reset()
-    run = torch.compile(copied_by_ops, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for shape in ((5, 300), (40, 7)) if dynamic else ((5, 300),):
-        for bits, fp32_min in ((2, False), (3, True)):
-            x = inputs(shape, torch.float32).to(backend.device)
-            seed = torch.tensor([5], device=backend.device)
-            packed, ranges = quantizer_ops.quantize(x, seed, bits, 64, fp32_min, kind="rotated")
-            made = run(x, seed, bits, 64, fp32_min)
-            assert torch.equal(made[0], packed)
-            assert torch.equal(made[1].view(torch.int16), ranges.view(torch.int16))
-            place = bits, 64, x.shape, x.stride(), x.dtype
-            expected = quantizer_ops.dequantize(packed, ranges, *place, kind="rotated")
-            assert torch.equal(made[2], expected)
-
-
 @pytest.mark.parametrize("shape", [(7, 100), (3, 1000), (50, 3), (4, 8, 9), (0, 5), (3, 0), ()])
 def test_fake_tensors_have_the_same_sizes(backend, shape):
     x = torch.ones(shape, device=backend.device)

@@ -58,8 +58,6 @@ def results_of(model, x, controller=None):
 # In the paper the variance of rounding a sample to 1 bit is the sum of length * range^2 / 6 over its groups. Here it is
 # distortion(kind, 1) * squares, which is the same in uniform copies.
 
-KINDS = pytest.mark.parametrize("kind", ["uniform", "rotated"])
-
 
 def converted_to(kind, model, bits=8):
     """Compress a model with adaptive bits and copies of one kind, and return its controller."""
@@ -71,50 +69,49 @@ def at_one(x, kind):
     return distortion(kind, 1) * squares(x, 256, kind=kind)
 
 
-@KINDS
-def test_linear_layer(kind, device):
+def of_layer(model, x, grad, kind):
     """Formula B.1 without positions: sum over samples of |gradient|^2 * variance of the sample."""
-    model = nn.Sequential(nn.Linear(300, 20)).to(device)
-    x = normal((16, 300), scale=1.0).to(device) * torch.arange(1, 17, device=device)[:, None]
-    y = model(x)
-    grad = torch.autograd.grad(loss_of(y), y)[0]
-    expected = (grad.square().sum(1) * at_one(x, kind)).sum()
-    (found,) = observed(model, converted_to(kind, model), x, 20).values()
-    assert found == pytest.approx(float(expected), rel=0.05)
+    return (grad.square().sum(1) * at_one(x, kind)).sum()
 
 
-@KINDS
-@pytest.mark.parametrize("stride", [1, 2])
-def test_convolution(device, stride, kind):
-    """Formula B.1, K / (I A) sum |gradient|^2 variance, if every pixel is used equally often: kernels of 1 and 2."""
-    model = nn.Sequential(nn.Conv2d(8, 12, stride, stride=stride, groups=2)).to(device)
-    x = normal((4, 8, 12, 12), scale=1.0).to(device)
-    y = model(x)
-    grad = torch.autograd.grad(loss_of(y), y)[0]
-    kernel, pixels, groups = stride**2, 12 * 12, 2
-    expected = kernel / (pixels * groups) * (grad.square().sum((1, 2, 3)) * at_one(x, kind)).sum()
-    (found,) = observed(model, converted_to(kind, model), x, 20).values()
-    assert found == pytest.approx(float(expected), rel=0.1)
+def of_convolution(model, x, grad, kind):
+    """Formula B.1, K / (I A) sum |gradient|^2 variance, if every pixel is used equally often."""
+    layer, pixels = model[0], x[0, 0].numel()
+    share = layer.stride[0] ** 2 / (pixels * layer.groups)
+    return share * (grad.square().sum((1, 2, 3)) * at_one(x, kind)).sum()
 
 
-@KINDS
-def test_norm(device, kind):
+def of_norm(model, x, grad, kind):
     """Formula B.2 for the scale's gradient: the noise of x~ times the gradient, over samples."""
-    model = nn.Sequential(nn.LayerNorm(512)).to(device)
-    x = normal((32, 512), scale=1.0).to(device)
-    y = model(x)
-    grad = torch.autograd.grad(loss_of(y), y)[0]
     normalized = (x - x.mean(1, keepdim=True)) / x.std(1, correction=0, keepdim=True)
-    expected = (grad.square().sum(1) * at_one(normalized, kind) / 512).sum()
+    return of_layer(model, normalized, grad, kind) / x.shape[1]
+
+
+FORMULAS = {  # {name: (module, shape of its input, formula, relative error)}
+    "linear": (lambda: nn.Linear(300, 20), (16, 300), of_layer, 0.05),
+    "kernels of 1": (lambda: nn.Conv2d(8, 12, 1, 1, groups=2), (4, 8, 12, 12), of_convolution, 0.1),
+    "kernels of 2": (lambda: nn.Conv2d(8, 12, 2, 2, groups=2), (4, 8, 12, 12), of_convolution, 0.1),
+    "norm": (lambda: nn.LayerNorm(512), (32, 512), of_norm, 0.05),
+}
+
+
+@pytest.mark.parametrize("kind", ["uniform", "rotated"])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas(name, kind, device):
+    make, shape, formula, most = FORMULAS[name]
+    model, x = nn.Sequential(make()).to(device), normal(shape, scale=1.0).to(device)
+    x = x * torch.arange(1, len(x) + 1, device=device).view(-1, *[1] * (x.dim() - 1))
+    y = model(x)
+    expected = formula(model, x, torch.autograd.grad(loss_of(y), y)[0], kind)
     (found,) = observed(model, converted_to(kind, model), x, 20).values()
-    assert found == pytest.approx(float(expected), rel=0.05)
+    assert found == pytest.approx(float(expected), rel=most)
 
 
 # -- against the variance itself ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@KINDS
+@pytest.mark.parametrize("kind", ["uniform", "rotated"])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_part_of_the_variance(name, kind):
     """One variable has 3 bits, the others 8. Parts agree with sampling within a factor of 2, the sum within 1.4."""

@@ -14,10 +14,16 @@ pytestmark = MARKS
 
 @pytest.mark.inductor
 @pytest.mark.parametrize(
-    ("name", "dynamic"),
-    [("attention", True), ("attention written out", None), ("convolutions", None), ("gated", True)],
+    ("name", "dynamic", "backend"),
+    [
+        ("attention", True, "aot_eager"),
+        ("attention written out", None, "aot_eager"),
+        ("convolutions", None, "aot_eager"),
+        ("gated", True, "aot_eager"),
+        pytest.param("gated", None, "inductor", marks=pytest.mark.slow),
+    ],
 )
-def test_sizes_that_vary(name, dynamic):
+def test_sizes_that_vary(name, dynamic, backend):
     """The gradients of every size are right, and torch compiles as often as without copies."""
     model, x = made(name)
     model.dropout = 0.0  # compiled code draws other masks than eager mode
@@ -27,22 +33,13 @@ def test_sizes_that_vary(name, dynamic):
         torch._dynamo.reset()
         torch._dynamo.pgo.reset_code_state()  # the sizes that torch has seen change
         torch._dynamo.utils.counters.clear()
-        settings = {"backend": "aot_eager", "dynamic": dynamic}
+        settings = {"backend": backend, "dynamic": dynamic}
         compiled = fewbit.compile(model, bits, overrides=overrides, **settings)
         found = [gradient(model, compiled, batch) for batch in batches]
         graphs[bits] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs[8] == graphs[None] <= 2
     for batch, few_bit in zip(batches, found, strict=True):
         assert 0 < relative(few_bit, gradient(model, model, batch)) < 0.02
-
-
-@pytest.mark.slow
-def test_sizes_that_vary_under_inductor():
-    model, x = made("gated")
-    compiled = fewbit.compile(model, 8, fullgraph=True)
-    for size in (32, 24, 16):
-        exact = gradient(model, model, x[:size])
-        assert 0 < relative(gradient(model, compiled, x[:size]), exact) < 0.02
 
 
 @pytest.mark.inductor

@@ -127,18 +127,13 @@ def test_the_printed_report(capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"bits": 9}, "expected a whole number from 1 to 8 for bits, got 9"),
-        ({"bits": True}, "expected a whole number from 1 to 8 for bits, got True"),
-        (
-            {"include": "decoder.*"},
-            "include: expected a glob that matches a module, got 'decoder.*'",
-        ),
+        ({"bits": 9}, "^expected a whole number from 1 to 8 for bits, got 9"),
+        ({"bits": True}, "^expected a whole number from 1 to 8 for bits, got True"),
+        ({"include": "decoder"}, "^include: expected a glob that matches a module, got 'decoder'"),
     ],
 )
 def test_refused_with_nothing_changed(arguments, message):
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
-    with pytest.raises(
-        fewbit.FewbitError, match="^" + message.replace("*", r"\*").replace(".", r"\.")
-    ):
+    with pytest.raises(fewbit.FewbitError, match=message):
         quiet(model, **arguments)
     assert type(model[1]) is nn.GELU

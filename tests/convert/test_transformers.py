@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from layers import bytes_by, gradients, relative, saved_by
+from layers import bytes_by, gradients, relative
 from modeling import of
 from samples import normal
 from torch import nn
@@ -21,8 +21,6 @@ from fewbit.nn.base import Quantized
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.calls import CallGuard
-from fewbit.runtime.saved.context import ForwardContext
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*",
@@ -33,9 +31,9 @@ pytestmark = pytest.mark.filterwarnings(
 WIDTH = 96
 
 
-def convert(model, bits=8, context=None):
+def convert(model, bits=8):
     """Convert modules as the converter does; return the names of their classes."""
-    quantizer = Quantizer(bits, context=context)
+    quantizer = Quantizer(bits)
     found = []
     for module in model.modules():
         cls = becomes(module)
@@ -147,12 +145,12 @@ def test_norms_of_other_dtypes(device, name):
         check(module, batch(dtype, device), within=0.03)
 
 
-def expected_bytes(name, x):
-    """Return the bytes that a converted module saves at 2 bits; linear layers inside are torch's."""
+def expected_bytes(name, x, bits=2):
+    """Return the bytes that a converted module saves; linear layers inside are torch's."""
     if name == "conv1d":
-        return quantized_bytes(x.shape, 2)
+        return quantized_bytes(x.shape, bits)
     if name.startswith("norm"):
-        return quantized_bytes(x.shape, 2) + 4 * 2 * 7
+        return quantized_bytes(x.shape, bits) + 4 * 2 * 7
     expected = 4 * x.numel() + 4 * 14 * 64 + 2 * quantized_bytes((2, 7, 64), 2)
     return expected + 4 * packed_words(14 * 64, 1) * (name == "unit relu")
 
@@ -172,22 +170,15 @@ def test_saved_bytes(name, is_frozen):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norm_offers_its_copy_to_the_next_layer(name):
-    """A linear layer after a norm uses the norm's copy and no other, exact in expectation."""
-    from fewbit.functional.linear import linear
-
-    module = randomized(NORMS[name]())
-    context = ForwardContext()
-    convert(module, 8, context)
-    weight = normal((10, WIDTH), scale=1.0, seed=3).requires_grad_()
-    x = batch()
-    both = lambda x: (y := module(x), linear(y, weight, quantizer=module.quantizer))  # noqa: E731
-    (y, z), saved = saved_by(lambda: CallGuard(context).call(module, both, (x,)))
-    few_bit = [tensor for tensor in saved if tensor.dtype in (torch.int32, torch.bfloat16)]
-    assert sum(tensor.nbytes for tensor in few_bit) == quantized_bytes(x.shape, 8)
-    assert not [tensor for tensor in saved if tensor.shape == x.shape]
-    grad = normal(z.shape, scale=1.0, seed=4)
-    ours = torch.autograd.grad(z, weight, grad)[0]
-    assert relative(ours, grad.reshape(-1, 10).T @ y.detach().reshape(-1, WIDTH)) < 0.02
+    """A linear layer after a norm uses the norm's copy and no other."""
+    model, x = nn.Sequential(randomized(NORMS[name]()), nn.Linear(WIDTH, 10)), batch()
+    y, exact = gradients(model, x)
+    fewbit.compress_(model, 8, verbose=False)
+    found_y, found = gradients(model, x)
+    of_weight = 4 * WIDTH if name == "gemma" else 0  # 1 + weight
+    assert torch.equal(found_y, y)
+    assert all(relative(a, b) < 0.02 for a, b in zip(found, exact, strict=True))
+    assert bytes_by(model, x) == expected_bytes(f"norm {name}", x, 8) + of_weight
 
 
 def test_activations_that_are_not_known_stay():

@@ -12,6 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from composed import Composed
+from layers import gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -86,12 +88,10 @@ def liger():
         sys.modules.update({name: module for name, module in before.items() if module is not None})
 
 
-def gradients(module, x, upstream):
-    """Return the result, and the gradients of the input and of all parameters."""
-    x = x.clone().requires_grad_()
-    y = module(x * 1.0)
-    wanted = [x, *module.parameters()]
-    return y, torch.cat([grad.flatten() for grad in torch.autograd.grad(y, wanted, upstream)])
+def gradient(module, x):
+    """Return the result, and the gradients of the input and of all parameters as a vector."""
+    y, grads = gradients(Composed(lambda _, x: module(x * 1.0), module=module), x)
+    return y, torch.cat([grad.flatten() for grad in grads])
 
 
 MODULES = {
@@ -113,13 +113,13 @@ def test_a_module(name, liger):
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     cls = type(module)
-    x, upstream = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    y, exact = gradients(module, x, upstream)
+    x = torch.randn(ROWS, WIDTH)
+    y, exact = gradient(module, x)
     before = fewbit.saved_bytes(lambda x: module(x * 1.0), x.clone().requires_grad_())
     controller = fewbit.compress_(module, 8, layers={"copies": 2}, verbose=False)
     assert not controller.report.left_alone
     assert "" in {row.path for row in controller.report.converted}
-    compressed, found = gradients(module, x, upstream)
+    compressed, found = gradient(module, x)
     torch.testing.assert_close(compressed, y)
     assert F.cosine_similarity(found, exact, dim=0) > 0.999
     fewbit.compress_(module, 2, verbose=False)
@@ -127,7 +127,7 @@ def test_a_module(name, liger):
     assert after.total < before.total / 5
     fewbit.restore_(module)
     assert type(module) is cls
-    again, restored = gradients(module, x, upstream)
+    again, restored = gradient(module, x)
     assert torch.equal(again, y) and torch.equal(restored, exact)
 
 

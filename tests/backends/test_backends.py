@@ -87,14 +87,6 @@ def test_pack_and_unpack(backend, bits):
         assert back.dtype == torch.uint8 and np.array_equal(back.cpu().numpy(), codes)
 
 
-def test_a_word_of_each_plane_is_where_the_format_says(backend):
-    """Bit p of element 32 k + i is bit i of word k * bits + p, written out for one element."""
-    codes = torch.zeros(70, dtype=torch.uint8, device=backend.device)
-    codes[32 + 31] = 0b101
-    packed = backend.kernels.pack(codes, 3).tolist()
-    assert packed == [0, 0, 0, -(2**31), 0, -(2**31), 0, 0, 0]
-
-
 def test_memory_beside_the_results_is_left_alone(backend):
     table = load_table("gelu", 3)
     storage = torch.full((200,), 9.0, device=backend.device)

@@ -13,7 +13,6 @@ from torch import nn
 import fewbit
 from fewbit.config import MASKED
 from fewbit.runtime.backends import reference
-from fewbit.runtime.format import groups
 from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.ops import activation_ops, quantizer_ops
 from fewbit.runtime.quantizers import integers
@@ -229,16 +228,6 @@ def test_other_wrong_arguments_are_refused(name, changes, message):
     for isa in ISAS:
         with pytest.raises(ValueError, match=f"^{message}$"):
             call(isa, name, **changes)
-
-
-@compiled
-@pytest.mark.parametrize("kind", native.KIND_NUMBERS if _kernels else ())
-@pytest.mark.parametrize("shape", [(3, 75), (5, 7), (0, 4), (2, 300), ()])
-def test_memory_of_a_copy(shape, kind):
-    samples, features = groups.samples_of(shape)
-    made = _kernels.CopyShape(samples, features, 64, BITS, True, native.KIND_NUMBERS[kind])
-    assert made.words == packed_words(samples * features, BITS)
-    assert made.rows == groups.group_count(samples, features, 64) + groups.seed_rows(kind)
 
 
 @pytest.mark.skipif(not getattr(_kernels, "cuda", None), reason="fewbit was built without CUDA")

@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from samples import normal
 from torch import nn
 
@@ -146,29 +144,3 @@ def test_the_gradient_of_a_mask_is_torchs(backend, dtype):
         ours = fixed_point.mask(grad, packed, grid, 4, 4, slope)
         torch.testing.assert_close(ours, leaf.grad, rtol=0, atol=0)
         y[3] = 1.0
-
-
-numbers = st.one_of(
-    st.floats(width=32, allow_nan=False, allow_infinity=False),
-    st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 1e-30, 3.0, -3.0, 1e30]),
-)
-
-
-@pytest.mark.slow
-@given(
-    gamma=numbers,
-    beta=numbers,
-    values=st.lists(st.floats(-6, 6, width=32), min_size=1, max_size=40),
-    bits=st.integers(1, 8),
-)
-def test_the_sign_is_exact(gamma, beta, values, bits):
-    """For any weight and bias it is the sign of the y that float32 computes."""
-    x = torch.tensor(values)
-    weight, bias = torch.tensor([gamma]), torch.tensor([beta])
-    y = x * weight + bias
-    grid = fixed_point.grid_of(weight, bias, bits, "cpu")
-    packed = fixed_point.encode(x, y, grid, bits, 1)
-    ones = torch.ones(len(values))
-    assert torch.equal(fixed_point.mask(ones, packed, grid, bits, 1, 0.0), (y > 0).float())
-    result = fixed_point.decode(packed, grid, bits, 1, x.shape, (1,), torch.float32, slope=1.0)
-    assert (result[y > 0] >= 0).all() and (result[y <= 0] <= 0).all()

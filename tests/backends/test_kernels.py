@@ -30,39 +30,6 @@ def test_packed_words_beyond_32_bits():
             assert kernels.packed_words(n, bits) == bits * -(-n // 32) == packed_words(n, bits)
 
 
-# -- forward -------------------------------------------------------------------------------------------
-
-# Exact in float32, so that the float64 function has the same ones.
-PARAMETERS = {
-    "softplus": (2.0, 15.0),
-    "elu": (1.5,),
-    "celu": (1.5,),
-    "leaky_relu": (0.015625,),
-    "threshold": (0.125, 7.0),
-    "hardtanh": (-0.75, 1.25),
-    "hardshrink": (0.625,),
-    "softshrink": (0.625,),
-}
-
-
-@pytest.mark.parametrize("name", kernels.FUNCTIONS)
-def test_forward_agrees_between_instruction_sets(name):
-    fused = [isa for isa in ISAS if isa != "baseline"]  # has no fused multiply-add
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        x = torch.cat(
-            [
-                normal((4000,), dtype),
-                torch.tensor([0.0, torch.inf, -torch.inf, 1e-40, -9e4], dtype=dtype),
-            ]
-        )
-        results = []
-        for isa in fused:
-            y = torch.empty_like(x)
-            native.cpu(isa).forward(x, name, PARAMETERS.get(name, ()), Encoding.of(GELU), None, y)
-            results.append(y)
-        assert all(same(y, results[0]) for y in results)
-
-
 # -- Threads -------------------------------------------------------------------------------------------
 
 

@@ -63,20 +63,17 @@ def test_opcheck_of_masks(device, dtype):
 def test_fakes_have_the_real_strides(device, name):
     x = laid_out(name, device=device)
     stride = list(layout.dense_stride(x))
-    real = [
-        activation_ops.encode_op(x, TEXT, stride),
-        *activation_ops.encode_kept_op(x, TEXT, stride),
-    ]
-    real += [activation_ops.decode_mul_op(x, real[0], TEXT, stride)]
+
+    def results(x):
+        packed, *kept = activation_ops.encode_kept_op(x, TEXT, stride)
+        product = activation_ops.decode_mul_op(x, packed, TEXT, stride)
+        return activation_ops.encode_op(x, TEXT, stride), packed, *kept, product
+
     with FakeTensorMode() as mode:
-        fake_x, fake_packed = mode.from_tensor(x), mode.from_tensor(real[0])
+        fake_x = mode.from_tensor(x)
         assert list(layout.dense_stride(fake_x)) == stride
-        fake = [
-            activation_ops.encode_op(fake_x, TEXT, stride),
-            *activation_ops.encode_kept_op(fake_x, TEXT, stride),
-        ]
-        fake += [activation_ops.decode_mul_op(fake_x, fake_packed, TEXT, stride)]
-    for a, b in zip(real, fake, strict=True):
+        fake = results(fake_x)
+    for a, b in zip(results(x), fake, strict=True):
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
 

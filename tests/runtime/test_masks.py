@@ -215,26 +215,6 @@ def test_a_write_that_autograd_does_not_see(write, is_in_place, functional):
         check(model, 0.05, False)
 
 
-def test_a_result_that_is_used_twice():
-    """The sum of the result and something else has no mask, the result has."""
-
-    def forward(model, x):
-        y = torch_f.relu(x)
-        first = model.layers[0](y)
-        second = model.layers[1](y + first)
-        model.inputs = [y.detach(), (y + first).detach()]
-        model.nodes = [first.grad_fn, second.grad_fn]
-        return second
-
-    model = Composed(forward, layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(2)))
-    compressed(model, 4)
-    for _ in range(2):
-        run(model, data((8, 64)))
-        assert [is_masked(node) for node in model.nodes] == [True, False]
-        for node, x in zip(model.nodes, model.inputs, strict=True):
-            assert relative(restored(node), x) < 0.2
-
-
 # -- the gradients -------------------------------------------------------------------------------------------
 
 

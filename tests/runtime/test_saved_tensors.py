@@ -460,33 +460,33 @@ def one_pass(monkeypatch):
 IN_PLACE = nn.ReLU(inplace=True), nn.SiLU(inplace=True)
 
 
+def image_model(activation):
+    return nn.Sequential(nn.Conv2d(3, 8, 3), activation, nn.Conv2d(8, 4, 3))
+
+
+IMAGES = normal((5, 3, 12, 12), scale=1.0)
+AROUND = {  # {name: (a model of an activation between two layers, its input)}
+    "linear": (followed, normal((6, 8), scale=1.0)),
+    "images": (image_model, IMAGES),
+    "channels last": (image_model, IMAGES.contiguous(memory_format=torch.channels_last)),
+}
+
+
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.SiLU(), *IN_PLACE], ids=str)
-def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation):
-    """They are so from the second forward on, with the bytes and gradients of the first."""
-    model = followed(copy.deepcopy(activation))
+@pytest.mark.parametrize("name", AROUND)
+def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation, name):
+    """They are so from the second forward on, with the bytes, gradients and strides of the first."""
+    make, x = AROUND[name]
+    model = make(copy.deepcopy(activation))
     exact = copy.deepcopy(model)
     compressed(model, layers={"activation_bits": 8})
-    x = normal((6, 8), scale=1.0)
+    hidden = []
+    model[1].register_forward_hook(lambda module, inputs, y: hidden.append(y.stride()))
     first = fewbit.saved_bytes(model, x).total
     assert not one_pass
     assert fewbit.saved_bytes(model, x).total == first and one_pass == [True]
     check_gradients(model, exact, x)
     assert one_pass == [True, True]
-
-
-@pytest.mark.parametrize("activation", [nn.SiLU(), nn.ReLU(), *IN_PLACE], ids=str)
-@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_images_of_both_orders_are_one_pass(one_pass, activation, format):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(activation), nn.Conv2d(8, 4, 3))
-    model = model.to(memory_format=format)
-    exact = copy.deepcopy(model)
-    compressed(model, bits=8, layers={"activation_bits": 8})
-    x = normal((5, 3, 12, 12), scale=1.0).to(memory_format=format)
-    hidden = []
-    model[1].register_forward_hook(lambda module, inputs, y: hidden.append(y.stride()))
-    for _ in range(2):
-        check_gradients(model, exact, x)
-    assert one_pass == [True]
     assert set(hidden) == {exact[1](exact[0](x)).stride()}
 
 

@@ -356,10 +356,7 @@ def test_device_formulas_are_within_the_rule(case, device_formulas):
 
 @every_smooth
 def test_device_formulas_with_approximate_primitives(case, device_formulas):
-    """With errors of 2 ulp of exp2 and of the reciprocal, float32 results are within DEVICE_FACTOR times the rule.
-
-    2**-22 is the error that NVIDIA's documentation allows to ex2.approx and to __fdividef.
-    """
+    """With the errors that NVIDIA documents for ex2.approx and __fdividef, results are within DEVICE_FACTOR times the rule."""
     x = wild(torch.float32)
     worst = 0.0
     for exp2_error in (-(2.0**-22), 2.0**-22):

@@ -55,12 +55,7 @@ def evenly(rows, columns, seed=0):
 
 
 def check_normal_numbers(found, bits, length):
-    """Check the ratio of 2^15 normal numbers in groups of this length.
-
-    A group of n numbers has up to 4.5 / n less variance than predicted, because it has shorter tails. With many bits, much
-    of the error is that of the few numbers beyond the outermost level, and the ratio of one sample differs from the mean
-    by up to .1.
-    """
+    """Check the ratio of 2^15 normal numbers. Short groups have shorter tails; with many bits few numbers make most of the error."""
     scatter = 0.04 if bits < 6 else 0.11
     assert 1 - 4.5 / length - scatter < found < 1 + scatter
 

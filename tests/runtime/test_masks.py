@@ -30,12 +30,7 @@ from fewbit.runtime.saved.checkpoints import CheckpointRegions
 
 
 class Layers(nn.Module):
-    """A ReLU, a function of its result, and layers that save the function's result.
-
-    Attributes:
-        inputs: copies of the layers' inputs in the last forward.
-        nodes: the autograd nodes of the layers in the last forward, which have the layers' saved tensors.
-    """
+    """A ReLU, a function of its result, and layers that save the function's result; `nodes` have what they saved last."""
 
     def __init__(self, *layers, relu=torch_f.relu, between=None):
         super().__init__()

@@ -305,10 +305,7 @@ def test_a_layer_goes_by_its_earlier_tensors(fake, layer):
 @pytest.mark.parametrize("minimum", ["bfloat16", "float32"])
 @STARTS
 def test_from_ranges_as_from_the_tensor(start, minimum, kind, part):
-    """Near 8 steps they may differ, as minimums are rounded by up to one step and ranges by 2^-7.
-
-    A rotated copy has means and scales, and no extremes. 5 scales are 1.7 times the range of these evenly spread numbers.
-    """
+    """Near 8 steps they may differ, as ranges are rounded; 5 scales of a rotated copy are 1.7 times the range here."""
     for share, expected in ((0.0, True), (0.05, True), (part, True), (1.01, False), (9.0, False)):
         x = spread(start, share * EIGHT_STEPS[start])
         is_lowered = kind == "uniform" and minimum == "bfloat16" and x.min() < 0

@@ -22,6 +22,7 @@ from emulated_transfers import (
     EmulatedTransfers,
     FitfulTransfers,
 )
+from probed_models import transformer
 from regions import Regions
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -67,22 +68,6 @@ def emulated(transfers):
     finish()
 
 
-class Attention(nn.Module):
-    """A model with an embedding, and with queries, keys and values of one normalized input."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(300, 32), nn.LayerNorm(32)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-        self.act, self.last = nn.GELU(), nn.Linear(32, 32)
-
-    def forward(self, tokens):
-        y = self.norm(self.embedding(tokens))
-        q, k, v = (layer(y).unflatten(-1, (4, 8)).transpose(1, 2) for layer in self.layers)
-        y = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.last(self.act(y.transpose(1, 2).flatten(2)))
-
-
 def mlp(width=64, depth=6):
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(*layers)
@@ -98,7 +83,10 @@ def images():
 MODELS = {
     "mlp": (mlp, lambda: torch.randn(32, 64)),
     "images": (images, lambda: torch.randn(4, 3, 16, 16)),
-    "attention": (Attention, lambda: torch.randint(300, (4, 16))),
+    "attention": (
+        lambda: nn.Sequential(nn.Embedding(300, 32), transformer()),
+        lambda: torch.randint(300, (4, 16)),
+    ),
 }
 
 

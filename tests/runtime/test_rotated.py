@@ -76,11 +76,7 @@ def along_and_across(errors, x):
 
 
 def check_mean(errors, x):
-    """Check that the mean error is 0 in view of its deviation: along the group, across it, and of the sum of the elements.
-
-    The rounding of a scale changes all elements in the same proportion. So the errors across the group are almost
-    independent, but those of the elements are not.
-    """
+    """Check that the mean error is 0 in view of its deviation: along the group, across it, and of the sum of the elements."""
     gain, across = along_and_across(errors, x)
     least = 1e-6 * float(x.abs().max())  # float32's rounding of the values
     scores = z_score(gain), z_score(across.sum(1) / x.norm()), pooled_z(across, 0 * x, least)

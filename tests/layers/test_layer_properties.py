@@ -304,7 +304,7 @@ def test_each_input_and_parameter_alone_may_need_a_gradient(layer):
 
 @every_class
 def test_evaluation_mode_is_torchs_own(device, layer):
-    if not layer.is_class:
+    if not layer.is_class and layer.name != "PreActivation":
         return
     ours, theirs = layer.pair(1, device)
     inputs = layer.inputs(device)

@@ -139,16 +139,6 @@ def test_threads_without_openmp():
     assert run_script(body) == ["False", "0"]
 
 
-def test_zero_threads_are_refused():
-    body = """
-    try:
-        pack(0)
-    except ValueError as error:
-        print(error)
-    """
-    assert " ".join(run_script(body)) == "threads: expected 1 or more, got 0"
-
-
 fork_only = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 proc_only = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="no /proc here")
 TORCH = """

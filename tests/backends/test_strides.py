@@ -9,9 +9,6 @@ import pytest
 import torch
 
 import fewbit.functional as F
-from fewbit.runtime import backends
-from fewbit.runtime.backends import native
-from fewbit.runtime.ops import torch_functions
 
 torch_f = torch.nn.functional
 
@@ -98,26 +95,6 @@ def test_activations(name, shapes):
     for shape in shapes:
         for layout, x in layouts(shape):
             assert strides(F, call, x) == strides(torch_f, call, x), (shape, layout, x.stride())
-
-
-@pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "relu"])
-def test_dimensions_of_size_1_take_one_pass(name, monkeypatch):
-    """A fused kernel, which gives the same values as for a tensor without these dimensions."""
-    if not isinstance(backends.of(make(())), native.Kernels):
-        pytest.skip("the reference backend has no fused kernels")
-    monkeypatch.setitem(torch_functions.FORWARD, name, None)
-    inputs = (
-        permuted((6, 1, 5, 7), [0, 1, 3, 2]),
-        permuted((1, 4, 6), [2, 0, 1]),
-        make((6, 5))[:, None].mT,
-    )
-    for x in inputs:
-        assert 1 in x.shape
-        x.requires_grad_()
-        y = getattr(F, name)(x)
-        expected = getattr(torch_f, name)(x)
-        assert y.stride() == expected.stride()
-        torch.testing.assert_close(y, expected)
 
 
 def weighted(name, *sizes):

@@ -96,11 +96,12 @@ def quantize(
     seed=SEED,
     normalize=None,
     kind="uniform",
+    room=0,
 ):
     """Return packed (uint32), ranges (uint16) and spread (floats) of a backend, or of bare kernels of the CPU."""
     words, device = None, getattr(backend, "device", "cpu")
     if widths is not None:
-        words = groups.mixed_words(widths.tolist(), groups.samples_of(x.shape)[1])
+        words = groups.mixed_words(widths.tolist(), groups.samples_of(x.shape)[1]) + room
         widths = widths.to(device)
     seed = torch.tensor([seed], device=device)
     packed, ranges, spread = getattr(backend, "kernels", backend).quantize(

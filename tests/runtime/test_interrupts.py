@@ -25,8 +25,6 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.errors import InputError
 from fewbit.runtime.interop.interrupts import hold
-from fewbit.runtime.saved.calls import _Call
-from fewbit.runtime.saved.context import current
 
 ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, RuntimeError]
 X = normal((4, 64), scale=1.0)
@@ -132,23 +130,6 @@ def test_an_error_in_a_thread_is_nobody_elses():
     with ThreadPoolExecutor() as pool:
         pool.submit(run).result()
     assert all(map(torch.equal, gradients(model, X), gradients(twin, X)))
-
-
-def test_a_call_that_nobody_ended_is_not_current():
-    """This can happen only if the frame of the call disappears without its clean-up."""
-    model = small()
-    call = _Call(model.first[0].quantizer.context, model)
-    call.begin(model, (X,), {})
-    assert current() is call.context
-    plain = nn.Linear(64, 8)
-    del call
-    try:
-        assert current() is None
-        assert plain(X).grad_fn.name() == "AddmmBackward0"
-    finally:
-        for context in model.first[0].quantizer.context.contexts:
-            context.cut(0)
-    check_nothing_is_left()
 
 
 # -- at every line --------------------------------------------------------------------------------------------

@@ -10,15 +10,14 @@ from quantized import dequantize, inputs, quantize
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fewbit
-from fewbit.catalog.normal_levels import unbiased_levels
-from fewbit.catalog.unbiased_codes import packed_codes, unbiased_code
+from fewbit.catalog.unbiased_codes import unbiased_code
 from fewbit.errors import FewbitError, InputError
 from fewbit.runtime import backends
 from fewbit.runtime.backends import reference_unbiased
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.ops import quantizer_ops
-from fewbit.table.staircase import build_staircase, draw_codes
+from fewbit.table.staircase import draw_codes
 
 try:
     from fewbit.runtime.backends import native
@@ -185,15 +184,6 @@ def test_codes_are_those_of_the_staircase(bits):
     thresholds = (code.means + noise[:, None, None] * code.gaps)[range(10000), shared][:, :-1]
     above = (z[:, None] > thresholds).sum(1)
     assert (above == draw_codes(code.levels, z, shared, noise)).mean() > 0.9999
-
-
-def test_codes_are_packed_as_the_kernels_read_them():
-    packed = packed_codes()
-    stairs = [build_staircase(np.float32(unbiased_levels(bits))) for bits in range(1, 9)]
-    np.testing.assert_allclose(packed[:8], [1 / stair.means[-1] for stair in stairs], rtol=1e-6)
-    levels = np.float32(unbiased_levels(2))
-    np.testing.assert_array_equal(packed[8 + 3 * 128 :][: levels.size], levels.ravel())
-    assert len(packed) == 8 + 3 * sum(np.size(unbiased_levels(bits)) for bits in range(1, 9))
 
 
 def test_codes_that_are_made_while_a_compiler_traces(backend):

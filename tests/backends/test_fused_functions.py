@@ -5,8 +5,6 @@ above torch's own largest error on the same range. `units` below is the error ov
 """
 
 import ctypes
-import importlib.util
-import re
 import shutil
 import subprocess
 from functools import cache
@@ -368,40 +366,3 @@ def test_device_formulas_with_approximate_primitives(case, device_formulas):
                 assert errors(halves.to(dtype), case, dtype)[1].max() <= 0.26
     assert worst <= DEVICE_FACTOR
     assert case[0] != "sigmoid" or worst > 1.0  # without the factor, the rule would not hold
-
-
-# --- the coefficients ---
-
-
-@pytest.fixture(scope="module")
-def fitting():
-    path = CSRC / "tools" / "fit_polynomials.py"
-    spec = importlib.util.spec_from_file_location("fit_polynomials", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def arrays(source):
-    """Return {name: coefficients} of C++ source."""
-    found = re.findall(r"constexpr \w+ (\w+)\[(\d+)\] = \{([^}]*)\}", source)
-    result = {}
-    for name, length, body in found:
-        numbers = [float(word.strip().rstrip("f")) for word in body.split(",") if word.strip()]
-        assert len(numbers) == int(length)
-        result[name] = np.array(numbers)
-    return result
-
-
-@pytest.mark.slow
-def test_header_holds_what_the_script_prints(fitting):
-    printed = arrays(fitting.render())
-    held = arrays((CSRC / "common" / "math.h").read_text())
-    assert list(printed) and printed.keys() == held.keys()
-    for fit in fitting.FITS:
-        # As polynomials: the last bits of a coefficient depend on the linear algebra library.
-        x = np.linspace(*fit.interval, 1000)
-        polynomial = np.polynomial.polynomial.polyval
-        distance = np.abs(polynomial(x, printed[fit.name]) - polynomial(x, held[fit.name]))
-        assert np.max(distance / fit.tolerance(x)) < 0.1, fit.name
-        assert np.max(np.abs(polynomial(x, held[fit.name]) - fit.f(x)) / fit.tolerance(x)) < 3.0

@@ -208,27 +208,6 @@ def test_a_level_and_its_configuration_convert_alike(level, bits, options):
     assert a.config == level and b.config == as_config(bits)
 
 
-def test_functions_of_single_modules():
-    """`functional` in overrides, both ways."""
-
-    class Calls(nn.Module):
-        def forward(self, x):
-            return nn.functional.gelu(x * 1.0)
-
-    x = torch.randn(32, 64)
-
-    def codes(**options):
-        model = nn.Sequential(Calls(), Calls())
-        fewbit.compress_(model, **options, verbose=False)
-        return fewbit.saved_bytes(model, x.clone().requires_grad_()).by_kind().get("packed", 0)
-
-    everywhere, off = codes(), {"functional": False}
-    assert everywhere > 0
-    assert codes(overrides={"0": off}) == codes(exclude="0") == everywhere // 2
-    assert codes(layers=off) == 0
-    assert codes(layers=off, overrides={"0": {"functional": True}}) == everywhere // 2
-
-
 def test_filters_see_the_classes_before_the_conversion():
     seen = []
 

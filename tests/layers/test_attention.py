@@ -168,14 +168,6 @@ def test_only_what_gradients_need(device, needed, kept, repeats):
     assert found == sum(quantized_bytes(tensors[place].shape, 8) for place in kept)
 
 
-def test_a_tensor_in_three_roles_is_rounded_three_times(device):
-    x, _, _ = inputs(device)
-    quantizer = Quantizer(4, context=ForwardContext())
-    attend = partial(scaled_dot_product_attention, quantizer=quantizer)
-    found = bytes_by(lambda: CallGuard(quantizer.context).call(nn.Identity(), attend, (x, x, x)))
-    assert found == 3 * quantized_bytes(x.shape, 4)
-
-
 def test_dropout_leaves_torchs_generator_as_it_was(device):
     tensors = inputs(device)
     y = scaled_dot_product_attention(*tensors, dropout_p=0.5)

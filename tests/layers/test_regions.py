@@ -40,10 +40,6 @@ def into_out(x):
     return x.sin() * mask
 
 
-def drawn(x):
-    return TABLE[torch.multinomial(x.detach().softmax(-1), 2)].sum(1) * x.sin()
-
-
 def pooled(x):
     indices = functional.max_pool2d(x.detach()[None, None], 2, return_indices=True)[1]
     return x.sin() * indices.remainder(5)[0, 0].repeat(2, 2)
@@ -59,10 +55,6 @@ def assigned(x):
     levels = torch.zeros(x.shape, dtype=torch.long)
     levels[:, 3:] = x.detach()[:, 3:] * 10
     return x.sin() * levels
-
-
-def coins(x):
-    return x.sin() * torch.empty_like(x).bernoulli_(x.detach().sigmoid())
 
 
 def gamma(x):
@@ -120,7 +112,7 @@ DECIDING = {
     "in place": in_place,
     "assigned": assigned,
     "bernoulli": lambda x: x.sin() * x.detach().sigmoid().bernoulli(),
-    "bernoulli_": coins,
+    "bernoulli_": lambda x: x.sin() * torch.empty_like(x).bernoulli_(x.detach().sigmoid()),
     "bernoulli of a gradient": lambda x: x.sin() * torch.bernoulli(x.sigmoid()),
     "poisson, then dropout": lambda x: functional.dropout(
         x.sin() * torch.poisson(x.detach().exp())
@@ -129,7 +121,7 @@ DECIDING = {
     "assigned to an expanded tensor": expanded,
     "out": into_out,
     "gumbel_softmax": lambda x: functional.gumbel_softmax(x, hard=True) @ TABLE * x.sin(),
-    "multinomial": drawn,
+    "multinomial": lambda x: TABLE[torch.multinomial(x.detach().softmax(-1), 2)].sum(1) * x.sin(),
     "item": lambda x: x.sin() * (1 if x[0, 0].item() > x.detach()[0, 1] else -1),
     "a number": lambda x: x.sin() * x.detach()[3, 3].item(),
     "bool": lambda x: x.sin() if (x.detach()[0] * 1000).long()[0] % 2 else x.cos(),

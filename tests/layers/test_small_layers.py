@@ -5,36 +5,18 @@ from math import ceil
 import pytest
 import torch
 from expectation import pooled_z
-from layers import bytes_by, relative, saved_by
+from layers import relative, saved_by
 from samples import normal, same
-from torch import nn
 from torch.nn import functional as torch_f
 
 import fewbit.functional as F
 from fewbit.functional.softmax import log_softmax, softmax
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.saved.calls import CallGuard
-from fewbit.runtime.saved.context import ForwardContext
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*", "ignore:.*isinstance.*treespec"
 )
-
-
-# -- several copies --------------------------------------------------------------------------------
-
-
-def test_one_input_twice_has_two_copies():
-    """The copies are rounded independently, also within a forward, so that the gradient of the weight has no bias."""
-    theirs, x = nn.Bilinear(6, 6, 3), normal((20, 6), scale=1.0)
-    context = ForwardContext()
-    arguments, quantizer = (
-        (x, x, theirs.weight, theirs.bias),
-        {"quantizer": Quantizer(2, context=context)},
-    )
-    found = bytes_by(lambda: CallGuard(context).call(theirs, F.bilinear, arguments, quantizer))
-    assert found == 2 * quantized_bytes((20, 6), 2)
 
 
 # -- PReLU -----------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from samples import (
     scaled,
 )
 
+from fewbit import functions
 from fewbit.errors import FewbitError, TableError
 from fewbit.runtime import backends
 from fewbit.runtime.backends import reference
@@ -267,7 +268,7 @@ def test_fused_forward_packs_what_encode_packs(backend, sample):
 def check_fused(backend, sample, dtype):
     table = sample.table(3)
     x = torch.cat([adversarial(table, dtype), normal((1000,), dtype)]).to(backend.device)
-    parameters = sample.parameters or parameters_of(sample)
+    parameters = sample.parameters or tuple(functions.get(sample.function).parameters.values())
     before, y = x.clone(), torch.full_like(x, 7)
     packed = backend.kernels.forward(x, sample.function, parameters, Encoding.of(table), None, y)
     assert same(x, before)
@@ -292,12 +293,6 @@ def test_fused_forward_draws_what_encode_draws(backend, function):
     y = torch.empty_like(x)
     packed = backend.kernels.forward(x, function, (), Encoding.of(table), seed, y)
     assert packed is None or packed.tolist() == encoded(table, x, 77).tolist()
-
-
-def parameters_of(sample):
-    from fewbit import functions
-
-    return tuple(functions.get(sample.function).parameters.values())
 
 
 # -- properties of an encoding --------------------------------------------------------------------------------

@@ -97,27 +97,17 @@ def test_activations(name, shapes):
             assert strides(F, call, x) == strides(torch_f, call, x), (shape, layout, x.stride())
 
 
-def weighted(name, *sizes):
-    """A call with a weight; sizes: numbers, or the dimension of x that each is the size of, as text."""
-
-    def call(functions, x):
-        size = [
-            x.shape[int(size_or_dim)] if isinstance(size_or_dim, str) else size_or_dim
-            for size_or_dim in sizes
-        ]
-        return getattr(functions, name)(x, make(size).requires_grad_())
-
-    return call
-
-
 def plain(name, *arguments, **options):
     return lambda functions, x: getattr(functions, name)(x, *arguments, **options)
 
 
 CALLS = {  # {name: (numbers of dimensions, or None for any but 0, call)}
     "rms_norm": (None, lambda m, x: m.rms_norm(x, x.shape[-1:])),
-    "prelu": (None, weighted("prelu", 1)),
-    "prelu of channels": ((2, 3, 4, 5), weighted("prelu", "1")),
+    "prelu": (None, lambda m, x: m.prelu(x, make((1,)).requires_grad_())),
+    "prelu of channels": (
+        (2, 3, 4, 5),
+        lambda m, x: m.prelu(x, make((x.shape[1],)).requires_grad_()),
+    ),
     "rrelu in training": (None, plain("rrelu", training=True)),
     "dropout": (None, plain("dropout", 0.5, True)),
     "alpha_dropout": (None, plain("alpha_dropout", 0.5, True)),

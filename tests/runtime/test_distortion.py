@@ -54,18 +54,14 @@ def evenly(rows, columns, seed=0):
 # -- against measurements ----------------------------------------------------------------------------------
 
 
-def check_normal_numbers(found, bits, length):
-    """Check the ratio of 2^15 normal numbers. Short groups have shorter tails; with many bits few numbers make most of the error."""
-    scatter = 0.04 if bits < 6 else 0.11
-    assert 1 - 4.5 / length - scatter < found < 1 + scatter
-
-
 @pytest.mark.parametrize("length", [32, 64, 256, 65, 100, 300])
 @pytest.mark.parametrize("bits", BITS)
 def test_rotated_copies_of_normal_numbers(bits, length):
+    """Short groups have shorter tails. With many bits few numbers make most of the error."""
     x = normal((2**15 // length, length), scale=1.0, seed=bits)
     found = ratio(x, bits, length if length in (32, 64) else 256, ROTATED)
-    check_normal_numbers(found, bits, min(length, 256))
+    scatter = 0.04 if bits < 6 else 0.11
+    assert 1 - 4.5 / min(length, 256) - scatter < found < 1 + scatter
 
 
 def _one_hot(rows):

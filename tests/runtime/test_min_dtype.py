@@ -43,11 +43,6 @@ def is_wide(kept):
     return {2: False, 3: True}[kept.tensors[1].shape[1]]
 
 
-def range_of(kept):
-    """Return the greatest stored range of a group."""
-    return float(kept.tensors[1][:, 1].max())
-
-
 # -- each tensor for itself ------------------------------------------------------------------------
 
 

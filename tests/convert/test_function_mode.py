@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn import functional as TF
 
 import fewbit
-from fewbit.convert.functions import FunctionMode
 
 
 class ActivatedLinear(fewbit.nn.Linear):
@@ -66,18 +65,3 @@ def test_a_write_through_data_in_a_gated_unit_stops_sharing(monkeypatch):
     model[1].up_proj.register_forward_pre_hook(negate)
     model(normal((2, 4, 8)))
     assert len(exposed) == 1
-
-
-def test_no_function_of_a_layer_passes_through_the_mode(monkeypatch):
-    calls = []
-    own = FunctionMode.__torch_function__
-
-    def counted(self, function, types, args=(), kwargs=None):
-        calls.append(function)
-        return own(self, function, types, args, kwargs)
-
-    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
-    fewbit.compress_(model, bits=2, verbose=False)
-    monkeypatch.setattr(FunctionMode, "__torch_function__", counted)
-    model(normal((2, 4, 8, 8)))
-    assert not calls

@@ -97,12 +97,13 @@ def test_every_path_of_a_shared_module_counts():
     assert [row.path for row in quiet(model, include="b.*").converted] == ["a.0"]
 
 
-def test_what_is_left_alone_is_said():
+def test_what_is_left_alone_is_said(capsys):
     class Own(nn.GELU):
         """A subclass, which may compute anything."""
 
     model = nn.Sequential(nn.Linear(3, 3), Own(), nn.Identity())
-    report = quiet(model)
+    report = replace_activations_(model)
+    assert "left alone: 1 (Own)" in capsys.readouterr().out
     assert not report.converted
     assert [row.kind for row in report.left_alone] == ["Own"]
     assert type(model[1]) is Own
@@ -110,18 +111,6 @@ def test_what_is_left_alone_is_said():
     assert "left alone: 1 (Own): a subclass of GELU, which may compute something else" in str(
         report
     )
-
-
-def test_the_printed_report(capsys):
-    replace_activations_(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.ReLU()), bits=2)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "─" not in line]
-    assert lines == [
-        ["2", "modules", "converted"],
-        [],
-        ["modules", "was", "is", "saves", "count"],
-        ["1", "GELU", "fewbit's", "2", "bits", "1"],
-        ["2", "ReLU", "fewbit's", "1", "bit", "1"],
-    ]
 
 
 @pytest.mark.parametrize(

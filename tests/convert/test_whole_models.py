@@ -397,11 +397,7 @@ def test_resnet_152_keeps_a_twelfth():
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_conv_bn_relu_keeps_five_and_a_quarter_bits(inplace):
-    """One more block adds two float32 tensors in torch, and 2.125 + 2.125 + 1 bits here (ActNN, section 6.2).
-
-    Besides, torch keeps two vectors and we one, and two seeds of 8 bytes. ReLU's result is the next convolution's input, so it costs
-    torch nothing of its own.
-    """
+    """One more block adds two float32 tensors in torch, and 2.125 + 2.125 + 1 bits here (ActNN, section 6.2)."""
 
     def chain(blocks):
         layers = []
@@ -415,5 +411,6 @@ def test_conv_bn_relu_keeps_five_and_a_quarter_bits(inplace):
         exact.append(fewbit.saved_bytes(model, x).total)
         fewbit.compress_(model, bits=2, verbose=False)
         ours.append(fewbit.saved_bytes(model, x).total)
+    # Besides, torch keeps two vectors and we one, and two seeds of 8 bytes.
     assert exact[1] - exact[0] == 64 / 8 * x.numel() + 2 * 4 * 64
     assert ours[1] - ours[0] == 5.25 / 8 * x.numel() + 4 * 64 + 2 * 8

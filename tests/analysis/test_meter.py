@@ -61,9 +61,6 @@ class Transformer(CharTransformer):
         return F.cross_entropy(y.flatten(0, 1), ids.flatten())
 
 
-# --- counted by hand --------------------------------------------------------------------------------
-
-
 def test_linear_keeps_its_input():
     (entry, *others) = saved_bytes(nn.Linear(3, 4), torch.randn(2, 3)).entries
     assert not others
@@ -202,9 +199,6 @@ def test_autocast_copies_of_parameters_are_told_from_activations():
     assert report.total == 488
 
 
-# --- against the graph ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_a_transformer_keeps_what_its_graph_holds(training):
     model = Transformer().train(training)
@@ -233,9 +227,6 @@ def test_models_without_memory_are_counted_alike(make, mode):
         other = saved_bytes(make().eval(), inputs())
     assert other.by_kind() == real.by_kind()
     assert other.by_module() == real.by_module()
-
-
-# --- modules, functions, regions --------------------------------------------------------------------
 
 
 def test_a_function_finds_the_modules_it_uses():
@@ -331,9 +322,6 @@ def test_payloads_are_known_by_the_node_or_the_module_that_saves_them(monkeypatc
         assert report.entries[-1].node == "CodesBackward"
 
 
-# --- compiled models --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def compiler():
     """A backend that counts how often it compiles."""
@@ -353,15 +341,12 @@ def compiler():
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("measured_first", [True, False])
-@pytest.mark.parametrize("how", ["compile", "method", "part", "function"])
+@pytest.mark.parametrize("how", ["method", "part", "function"])
 def test_a_compiled_model_is_measured_and_stays_compiled(compiler, how, measured_first):
     net = Composed(lambda model, x: model.inner(x), inner=mlp())
     x = torch.randn(5, 4)
     before = [p.clone() for p in net.parameters()]
-    if how == "compile":
-        model = torch.compile(net, backend=compiler)
-        where = ""
-    elif how == "method":
+    if how == "method":
         net.compile(backend=compiler)
         model, where = net, ""
     elif how == "function":
@@ -383,9 +368,6 @@ def test_a_compiled_model_is_measured_and_stays_compiled(compiler, how, measured
     assert compiler.count == 1
     for parameter, old in zip(net.parameters(), before, strict=True):
         assert torch.equal(parameter, old) and parameter.grad.abs().sum() > 0
-
-
-# --- the model stays as it was ----------------------------------------------------------------------
 
 
 def hooks_of(model):
@@ -491,9 +473,6 @@ def test_no_tensor_outlives_the_measurement():
         gc.enable()
 
 
-# --- refusals and reports ---------------------------------------------------------------------------
-
-
 def test_refusals():
     with pytest.raises(FewbitError, match="model: expected a torch.nn.Module .* got int"):
         saved_bytes(3, torch.ones(1))
@@ -593,9 +572,6 @@ def test_bits_of_samples_count_with_the_ranges():
     # 16 groups of 4 bytes, the seed of 8 bytes, and a byte a sample; 40 bits a column of 64, and 36 words for the ends of widths.
     by_kind = found.by_kind()
     assert (by_kind["packed"], by_kind["range"]) == (4 * (40 * 2 + 36), 4 * 16 + 8 + 16)
-
-
-# --- what a compressed model saves in full -----------------------------------------------------------
 
 
 class _Identity(torch.autograd.Function):

@@ -5,7 +5,6 @@ import io
 import json
 import math
 
-import numpy as np
 import pytest
 
 from fewbit.catalog.quantizers import (
@@ -13,8 +12,6 @@ from fewbit.catalog.quantizers import (
     compare_quantizers,
     rotated_error,
     rotated_limit,
-    uniform_error,
-    walsh_hadamard,
 )
 from fewbit.errors import FewbitError
 from fewbit.render.terminal import plain
@@ -63,23 +60,6 @@ def test_columns_have_different_titles_and_a_legend_only_if_they_are_shown(rows)
     narrow, wide = plain(comparison, 80), plain(comparison, 120)
     assert "limit: rotated" not in narrow and "columns left out: limit" in narrow
     assert "limit: rotated" in wide and "left out" not in wide
-
-
-def test_uniform_error_of_two_and_three_numbers():
-    """The middle one of three numbers is rounded to the outer two, which makes an error of (m - l)(u - m)."""
-    low, middle, high = np.sort(np.random.default_rng(1).standard_normal((400_000, 3)), axis=1).T
-    # Three numbers may be close to 0 together, where the quadrature for 256 numbers has no points.
-    is_wide = (low < -0.5) & (high > 0.5)
-    measured = np.mean(np.where(is_wide, (middle - low) * (high - middle), 0.0)) / 3
-    assert uniform_error(1, 3) == pytest.approx(measured, rel=0.01)
-    assert uniform_error(1, 2) == 0.0  # both numbers of a group of two are levels
-
-
-def test_walsh_hadamard_is_sylvesters_matrix():
-    matrix = np.ones((1, 1))
-    while len(matrix) < 16:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    assert walsh_hadamard(np.eye(16)) == pytest.approx(matrix / 4, abs=1e-15)
 
 
 def test_records_as_csv_and_json(rows):

@@ -1,6 +1,5 @@
 """The places in which load_table finds a table: shipped, cached on disk, or solved."""
 
-import errno
 import json
 import os
 import warnings
@@ -177,24 +176,6 @@ def test_an_unusable_cache_is_one_warning(what, tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fewbit.load_table("elu", **ELU).bits == 2
-
-
-@pytest.mark.parametrize("call", ["os.open", "os.stat", "os.mkdir", "os.replace", "os.fsync"])
-@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_whatever_the_system_refuses_the_table_comes(call, number, cache, monkeypatch):
-    """Errors of the system are simulated, because the test may run as root, who is allowed everything."""
-    real = getattr(os, call.partition(".")[2])
-
-    def refuse(path, *others, **options):
-        if isinstance(path, int) or str(path).startswith(str(cache)):
-            raise OSError(number, os.strerror(number))
-        return real(path, *others, **options)
-
-    monkeypatch.setattr(call, refuse)
-    monkeypatch.setattr(store, "_unusable", set())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert len(fewbit.load_table("elu", **ELU).levels) == 4
 
 
 def test_without_a_home_nothing_is_cached(tmp_path, monkeypatch):

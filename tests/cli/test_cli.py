@@ -78,9 +78,6 @@ def shipped(shipped_files, monkeypatch):
     store.shipped_tables.cache_clear()
 
 
-# --- solve --------------------------------------------------------------------------------------
-
-
 def test_the_summary_says_what_the_table_is_worth():
     table = solved("gelu", 3)
     out = succeed("solve", "gelu", "--bits", "3").stdout
@@ -136,7 +133,6 @@ def test_human_output_fits_80_columns_and_is_plain_in_a_pipe(arguments):
         ("gelu --bits 1", "the same digits"),
         ("selu --bits 2", "1.53x lower"),
         ("gelu --bits 3 --no-refine --grid 64 --form intervals", "x higher"),
-        ("gelu --bits 5", None),
         ("softplus --bits 3 --param beta=2", None),
     ],
 )
@@ -192,9 +188,6 @@ def test_an_unbounded_derivative_is_one_line_on_standard_error():
     assert result.stderr.count("\n") == 1
 
 
-# --- output files -------------------------------------------------------------------------------
-
-
 def test_output_is_the_table_document():
     Path("gelu.json").write_text("mine")
     arguments = "solve", "gelu", "--bits", "2", "-o", "gelu.json", "--force"
@@ -234,8 +227,6 @@ def test_a_file_that_comes_meanwhile_is_refused_in_the_same_words(monkeypatch):
     assert result.stderr == "fewbit: error: gelu.json exists; pass --force to overwrite it\n"
 
 
-# --- errors -------------------------------------------------------------------------------------
-
 NAME = "expected a function that 'fewbit list' shows, or package.module:name"
 NAME_OR_FILE = "expected a function that 'fewbit list' shows, or a JSON file of tables: a path that ends in .json"
 ERRORS = [
@@ -249,8 +240,6 @@ ERRORS = [
     ("solve elu --bits 3 --param alpha=1 --param alpha=2", "'alpha' twice"),
     ("solve gelu --bits 3 --bits 4", "expected --bits once, got it 2 times"),
     ("solve", "missing argument 'NAME'"),
-    ("solve gelu silu --bits 3", "unexpected extra argument"),
-    ("solve gelu --bit3", "no such option"),
     ("solve a/b --bits 2", f"a/b: {NAME}, got a file"),
     ("solve numpy.tan --bits 2", f"numpy.tan: {NAME}"),
     ("solve numpy:tan --bits 2", "choose a domain (--domain) without that point"),
@@ -272,8 +261,6 @@ ERRORS = [
     ("compare quantiser", "unknown function 'quantiser': did you mean quantizer?"),
     ("compare gelu -o x.txt", "x.txt: expected a file name that ends in .csv or .json"),
     ("compare one.json", f"one.json: {NAME}, got a"),
-    ("verify missing.json", "missing.json: expected a readable file"),
-    ("verify broken.json", "broken.json: expected JSON"),
 ]  # fmt: skip
 
 
@@ -362,9 +349,6 @@ def test_ctrl_c_in_a_module_of_the_users():
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     result = program("solve", "mine:f", "--bits", "2", env=environment)
     assert (result.returncode, result.stderr) == (130, "fewbit: interrupted\n")
-
-
-# --- what comes from files and arguments ---------------------------------------------------------
 
 
 def test_what_a_file_names_is_never_imported_or_called(monkeypatch):
@@ -477,9 +461,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(name, monke
     assert result.stderr.count("\n") == 1 and sorted(os.listdir()) == before
 
 
-# --- the environment ----------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", ["0", "\u00b2", "9" * 30, "7"])
 def test_any_width_of_the_terminal(columns):
@@ -514,12 +495,8 @@ def test_a_matplotlib_that_cannot_be_used_is_one_line():
     [
         ("list", ">/dev/full"),
         ("list", ">&-"),
-        ("list", "a closed pipe"),
-        ("--help", ">/dev/full"),
         ("--version", ">&-"),
         ("show gelu --bits 2 --json", "a closed pipe"),
-        ("solve relu --bits 1", ">/dev/full"),
-        ("compare relu --bits 1", ">&-"),
         ("verify {relu}", "a closed pipe"),
     ],
 )
@@ -605,9 +582,6 @@ def test_a_terminal_that_lacks_the_characters_still_gets_the_numbers():
     assert "relu, 1 bit: 2 levels in 2 pieces" in result.stdout
 
 
-# --- list, show, plot ---------------------------------------------------------------------------
-
-
 def test_list_names_every_function(shipped):
     out = succeed("list").stdout
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
@@ -668,14 +642,6 @@ def test_show_selects_from_a_file(shipped):
 
 
 @pytest.mark.slow
-def test_plot_writes_a_picture(shipped):
-    succeed("plot", "gelu", "--bits", "2", "-o", "gelu.png")
-    assert Path("gelu.png").read_bytes().startswith(b"\x89PNG")
-    assert run("plot", "gelu", "--bits", "2", "-o", "gelu.png").exit_code == 2
-    succeed("plot", str(shipped / "relu.json"), "--bits", "1", "-o", "gelu.png", "--force")
-
-
-@pytest.mark.slow
 def test_a_table_of_a_function_beyond_float32_is_drawn_without_it():
     """The parameter comes from a file, and matplotlib cannot scale an axis of such numbers."""
     document = fewbit.load_table("gelu", 2).document() | {"function": "elu"}
@@ -683,9 +649,6 @@ def test_a_table_of_a_function_beyond_float32_is_drawn_without_it():
         Path("table.json").write_text(json.dumps(document | {"parameters": {"alpha": alpha}}))
         succeed("plot", "table.json", "-o", "table.png", "--force")
         assert Path("table.png").read_bytes().startswith(b"\x89PNG")
-
-
-# --- compare, verify ----------------------------------------------------------------------------
 
 
 def test_compare_as_json_and_as_files():
@@ -721,9 +684,6 @@ def test_verify_exits_with_1_if_a_claim_does_not_hold_and_with_2_if_a_file_canno
     assert result.stderr.startswith("fewbit: error: broken.json: ")
 
 
-# --- the app ------------------------------------------------------------------------------------
-
-
 def test_version_and_help():
     version = f"fewbit {fewbit.__version__}\n"
     assert succeed("--version").stdout == program("--version").stdout == version
@@ -736,9 +696,6 @@ def test_version_and_help():
 def test_standalone_mode_leaves_errors_to_the_caller():
     with pytest.raises(fewbit.FunctionError):
         app(["solve", "gelo", "--bits", "3"], standalone_mode=False)
-
-
-# --- progress -----------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -795,9 +752,6 @@ def test_nothing_appears_if(reason, monkeypatch):
         time.sleep(0.2)
     assert terminal.getvalue() == ""
     assert time.monotonic() - started < 1.2
-
-
-# --- start-up -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -120,13 +120,6 @@ def test_held_out_loss_is_the_mean_over_the_windows(corpus):
     assert model.training
 
 
-def test_the_learning_rate_warms_up_and_ends_at_zero():
-    settings = training.Settings(steps=100, warmup=0.1)
-    rates = [training._rate(step, settings) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1)
-    assert rates.index(max(rates)) == 9 and rates[-1] == pytest.approx(0, abs=1e-9)
-
-
 def test_saved_bytes_are_the_promise(demo):
     elements = SMALL.batch * SMALL.context * 4 * SMALL.width  # of each of `depth` GELUs
     exact, four, one, everything, average = demo.arms

@@ -72,14 +72,6 @@ def test_equal_sizes_are_optimal(seed, average, factor):
     assert variance(variances, bits) == pytest.approx(optimum(variances, elements, budget))
 
 
-def test_kinds_are_compared_by_their_own_variances():
-    """A second bit divides the variance by 9 in a uniform copy and by 4.3 in a rotated one, so the uniform gets it."""
-    variances = variances_of([1.0, 1.1])
-    assert allocate(variances, [1, 1], 3).tolist() == [2, 1]
-    assert allocate(variances[::-1], [1, 1], 3).tolist() == [1, 2]
-    assert allocate(variances_of([1.0, 1.1], ["rotated"]), [1, 1], 3).tolist() == [1, 2]
-
-
 @pytest.mark.parametrize("kind, most", [("uniform", 1.01), ("rotated", 1.02)])
 @pytest.mark.parametrize("average", [1.25, 2, 3, 4])
 def test_close_to_the_optimum(average, kind, most):

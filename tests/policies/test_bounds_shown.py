@@ -15,7 +15,6 @@ from training import bounded
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.policies.allocation_report import Allocation
 from fewbit.policies.error_bound.bounds import Bounded, Bounds
 from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec
 from fewbit.policies.unobserved import FORGOTTEN
@@ -347,13 +346,6 @@ def test_kinds_are_named_alike_and_the_table_is_narrow():
         assert kind in found._repr_html_()
     assert {record["kind"] for record in found.records()} == set(KINDS)
     assert all(text in str(found) for text in ("5.31 quant+zvc", "3 given", "1.2e-5"))
-
-
-def test_an_empty_table_is_its_text_in_html():
-    for found in (Bounds(empty="nothing <yet>"), Allocation(empty="nothing <yet>")):
-        assert found._repr_html_().endswith("><b>nothing &lt;yet&gt;</b></div>")
-    controller = bounded(called())
-    assert "no bounds found yet" in controller.bounds._repr_html_()
 
 
 def restored(model):

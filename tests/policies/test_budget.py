@@ -21,24 +21,11 @@ def mlp(features):
     return nn.Sequential(*layers, nn.Linear(features, 8))
 
 
-def convnet():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.Tanh(),
-        nn.Conv2d(8, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(8 * 7 * 7, 10),
-    )
-
-
 MODELS = {
     "mlp": (lambda: mlp(128), (64, 128)),
     "narrow": (lambda: mlp(20), (37, 20)),
     "transformer": (probed_models.transformer, (5, 12, 32)),
-    "convnet": (convnet, (9, 3, 7, 7)),
+    "convnet": (probed_models.convnet, (9, 3, 8, 8)),
 }
 SETTINGS = {
     "as they are": {},
@@ -61,7 +48,8 @@ def offset(model):
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 module.weight.mul_(1e-4)
-                module.bias.add_(OFFSET)
+                if module.bias is not None:
+                    module.bias.add_(OFFSET)
             elif isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
                 module.weight.mul_(1e-4)
                 module.bias.add_(1)

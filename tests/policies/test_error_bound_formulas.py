@@ -468,11 +468,6 @@ def test_the_largest_error_of_a_table(name, bits, interval):
     assert expected - 1e-6 <= found <= expected + 1e-4
 
 
-def test_the_largest_error_of_a_minimax_table_is_its_error():
-    table = fewbit.solve("silu", bits=2, objective="minimax")
-    assert tables.largest_table_error(table, *table.domain) == pytest.approx(table.error, abs=1e-6)
-
-
 def test_the_largest_error_of_exact_and_unbiased_tables():
     assert tables.largest_table_error(fewbit.load_table("relu", bits=1), -5, 5) == 0.0
     table = fewbit.solve("gelu", bits=2, objective="unbiased")

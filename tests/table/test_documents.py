@@ -94,23 +94,6 @@ def test_a_file_behind_a_link(tmp_path):
     assert read_text(tmp_path / "link") == "é"
 
 
-def keywords(rules):
-    """Yield the keywords of a schema and of the schemas inside it."""
-    yield from rules
-    for key, value in rules.items():
-        inside = value.values() if key in ("properties", "$defs") else [value]
-        for nested in value if key == "allOf" else inside:
-            if isinstance(nested, dict):
-                yield from keywords(nested)
-
-
-@pytest.mark.parametrize("name", schema.FILES)
-def test_every_keyword_of_the_schemas_is_checked(name):
-    known = set(schema._CHECKS) | schema._NESTED | schema._SILENT
-    assert set(keywords(schema.load(name))) <= known
-    assert set(schema._CHECKS) == set(schema._EXPECTED)
-
-
 SAMPLES = {
     "plan": {
         "schema": schema.PLAN, "model": "M", "device": "cpu", "batches": 1, "batch_size": 8, "draws": 2, "share": 0.1,

@@ -86,8 +86,6 @@ def make_jump(side: str, **changes) -> Table:
     )
 
 
-# -- copies and files -----------------------------------------------------------------------------------
-
 finite = st.floats(allow_nan=False, allow_infinity=False, width=64)
 sides = st.sampled_from(["right", "left"])
 
@@ -178,9 +176,6 @@ def test_numpy_scalars_and_whole_floats_are_accepted():
         revision=1.0,
     )
     assert table == make() and json.loads(table.dumps())["bits"] == 2
-
-
-# -- evaluation -----------------------------------------------------------------------------------------
 
 
 def is_behind(x, at, side):
@@ -276,8 +271,6 @@ def test_lower_pieces_describe_the_lower_level(make):
     assert np.array_equal(table.codes[locate(x, table.breaks, table.closed)], table.code(x))
 
 
-# -- draws ----------------------------------------------------------------------------------------------
-
 F = np.float32
 
 
@@ -336,8 +329,6 @@ def test_sample_needs_an_unbiased_table():
         make().sample(0.0, 1)
 
 
-# -- refusals -------------------------------------------------------------------------------------------
-
 KNOTS = Knots([-1.0, 1.0], [0.0, 1.0])
 
 SOLVER = {"version": "1", "grid": 1}
@@ -348,14 +339,12 @@ REFUSED = [
     (dict(parameters=[1]), "parameters: expected an object, got [1]"),
     (dict(bits=9), "bits: expected at most 8, got 9"),
     (dict(bits=True), "bits: expected an integer, got True"),
-    (dict(bits=2.5), "bits: expected an integer, got 2.5"),
     (dict(bits=1), "levels: expected 1 to 2 numbers for 1 bit, got 4"),
     (dict(form="steps"), 'form: expected one of "levels", "intervals", got \'steps\''),
     (dict(objective="l2"), 'objective: expected one of "mse", "unbiased", "minimax", "shared", got \'l2\''),
     (dict(tails="cut"), 'tails: expected one of "free", "pinned", got \'cut\''),
     (dict(domain=(1, 1)), "domain: expected two numbers a < b, got (1, 1)"),
     (dict(domain=(0.0, 5e-324)), "domain: expected ends that differ by 1e-09 of the larger one at least"),
-    (dict(domain=(1.0, 1.0 + 2**-50)), "domain: expected ends that differ by 1e-09 of the larger one"),
     (dict(domain=(-1e308, 1e308)), "domain[0]: expected a number that is finite in float32, got -1e+308"),
     (dict(domain=(0, math.inf)), "domain[1]: expected a number that is finite in float32, got inf"),
     (dict(weight={"kind": "flat"}), 'weight.kind: expected one of "uniform", "normal", "histogram", "callable", got'),
@@ -366,34 +355,27 @@ REFUSED = [
     (dict(weight=HISTOGRAM | {"density": [1, 1]}), "weight.density: expected 1 item to"),
     (dict(levels=[0, 1, 1, 2]), "levels[2]: expected more than the previous 1.0, got 1.0"),
     (dict(levels=[0, 1, 2, math.nan]), "levels[3]: expected a number that is finite in float32, got nan"),
-    (dict(levels=[0, 1, 2, 1e39]), "levels[3]: expected a number that is finite in float32, got 1e+39"),
     (dict(levels=[[0, 1]]), "levels: expected a list of numbers, got [[0, 1]]"),
-    (dict(levels="abc"), "levels: expected a list of numbers, got 'abc'"),
     (dict(levels=[]), "codes[0]: expected an integer in [0, 0), got 1"),
     (dict(breaks=[-2, -1, -1, 3]), "breaks[2]: expected more than the previous -1.0, got -1.0"),
     (dict(breaks=[-2, -1, 0, math.inf]), "breaks[3]: expected a finite number, got inf"),
     (dict(breaks=[-2, -1], closed=None), "breaks: expected 4 items to match the pieces in codes, got 2"),
     (dict(codes=[1, 0, 2, 4, 2]), "codes[3]: expected an integer in [0, 4), got 4"),
     (dict(codes=[1, 0, -1, 3, 2]), "codes[2]: expected an integer in [0, 4), got -1"),
-    (dict(codes=[1, 0, 0.5, 3, 2]), "codes[2]: expected an integer in [0, 4), got 0.5"),
     (dict(codes=[1, 0, 2, 2, 1]), "codes[3]: expected another level than the previous piece's, got 2"),
     (dict(codes=[]), "codes: expected a list of integers, got []"),
     (dict(form="intervals"), "codes: expected 0 ... 3 in form intervals, got [1, 0, 2, 3, 2]"),
     (dict(closed=["right"]), "closed: expected 4 items to match breaks, got 1"),
     (dict(closed=["up"] * 4), 'closed[0]: expected one of "right", "left", got \'up\''),
-    (dict(closed="right"), 'closed: expected a list of "right" or "left", got \'right\''),
     (dict(error=-1), "error: expected at least 0, got -1"),
     (dict(error="1"), "error: expected a number, got '1'"),
-    (dict(relative_error=math.inf), "relative_error: expected a finite number, got inf"),
     (dict(lower_bound=0.11), "lower_bound: expected at most the error 0.1, got 0.11"),
     (dict(revision=0), "revision: expected at least 1, got 0"),
     (dict(solver={"version": "1"}), 'solver: expected the field "grid", got none'),
-    (dict(solver={}), 'solver: expected the field "version", got none'),
     (dict(solver=SOLVER | {"seconds": -1}), "solver.seconds: expected at least 0, got -1"),
     (dict(solver=SOLVER | {"f": len}), "solver.f: expected a value that JSON can hold, got"),
     (dict(objective="unbiased"), "knots: expected knots for objective unbiased, got None"),
     (dict(knots=Knots([-1.0, 1.0], [0.0, 1.0])), "knots: expected none for objective mse, got Knots("),
-    (dict(knots_error=0.0), "knots.error: expected none for objective mse, got 0.0"),
 ]  # fmt: skip
 
 REFUSED_UNBIASED = [
@@ -482,9 +464,6 @@ def test_refuses_files(tmp_path, text, message, load):
     assert_refused(f"{path}: {message}", load, path)
 
 
-# -- files ----------------------------------------------------------------------------------------------
-
-
 def test_save_and_load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = make()
@@ -566,9 +545,6 @@ def test_documentation_names_every_field():
     document = schema.load(schema.TABLE)
     for field in [*document["properties"], *document["$defs"]["knots"]["properties"]]:
         assert f"| `{field}` |" in text
-
-
-# -- display --------------------------------------------------------------------------------------------
 
 
 def test_repr():

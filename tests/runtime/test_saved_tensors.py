@@ -368,6 +368,31 @@ def test_what_a_norm_offers_is_exact_in_expectation():
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant, as_function):
+    """Blocks of a norm and two linear layers of its result, which the backward pass recomputes."""
+
+    def forward(model, x):
+        x = x * 1.0
+        for block in model.blocks:
+            run = (lambda x, block=block: block[1](block[0](x))) if as_function else block
+            x = x + checkpoint(run, x, use_reentrant=reentrant)
+        return x
+
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(Normed(nn.LayerNorm(96)), nn.Linear(8, 96)) for _ in range(2))
+    model = Composed(forward, blocks=nn.ModuleList(blocks))
+    exact = copy.deepcopy(model)
+    compressed(model)
+    x = X.clone().requires_grad_()
+    assert copies(model, x) == 0  # only the regions' inputs
+    check_gradients(model, exact, x)
+    gc.collect()
+    assert not len(model.blocks[0][0].q.quantizer.context.checkpoints._local.regions)
+
+
 def living() -> int:
     """Return the number of tensors of codes that exist."""
     gc.collect()

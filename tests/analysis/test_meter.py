@@ -564,16 +564,6 @@ def test_plot(tmp_path, suffix):
     assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(widths)
 
 
-def test_bits_of_samples_count_with_the_ranges():
-    model = nn.Sequential(nn.Linear(64, 8))
-    fewbit.compress_(model, fewbit.SampleBits(2.5), verbose=False)
-    found = saved_bytes(model, torch.randn(16, 64))
-    assert "float32 minimums" not in str(found)
-    # 16 groups of 4 bytes, the seed of 8 bytes, and a byte a sample; 40 bits a column of 64, and 36 words for the ends of widths.
-    by_kind = found.by_kind()
-    assert (by_kind["packed"], by_kind["range"]) == (4 * (40 * 2 + 36), 4 * 16 + 8 + 16)
-
-
 class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

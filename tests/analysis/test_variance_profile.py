@@ -141,9 +141,8 @@ class Late(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.unused = nn.Parameter(
-            torch.ones(4)
-        )  # the model's own: it is called first, and keeps nothing
+        # The parameter is the model's own, so it comes first. It keeps nothing.
+        self.unused = nn.Parameter(torch.ones(4))
         self.head = nn.Linear(32, 4)
         self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
         self.bias = nn.Linear(1, 32)  # never called
@@ -213,9 +212,8 @@ def test_bias_is_that_of_few_bit_activations():
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(16, 64)
     profile = variance_profile(model, x, squared, bits=8, layers={"activation_bits": 1}, draws=20)
     exact = gradient(model, x)
-    fewbit.compress_(
-        model, layers={"activation_bits": 1, "functional": False}, exclude=["0", "2"], verbose=False
-    )
+    layers = {"activation_bits": 1, "functional": False}
+    fewbit.compress_(model, layers=layers, exclude=["0", "2"], verbose=False)
     expected = float((gradient(model, x) - exact).square().sum())
     assert_measures(profile.bias.sum(), profile.bias_error.sum(), expected)
 

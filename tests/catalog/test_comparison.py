@@ -18,11 +18,6 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def comparison():
-    return fewbit.compare()
-
-
-@pytest.fixture(scope="module")
 def few():
     """Compare one even derivative and two others."""
     one = fewbit.compare(["relu", "sigmoid"], bits=1)
@@ -30,7 +25,8 @@ def few():
 
 
 @pytest.mark.slow
-def test_every_printed_digit_is_reproduced(comparison):
+def test_every_printed_digit_is_reproduced():
+    comparison = fewbit.compare()
     printed = [row for row in comparison.rows if row.paper is not None]
     assert len(printed) == sum(map(len, paper.TABLE_3.values())) == 25
     for row in printed:
@@ -51,7 +47,6 @@ def test_the_discrete_problem_converges_to_the_continuous_one():
 COUNTERPARTS = [
     ({"bits": 3}, 0.0121),
     ({"bits": 3, "form": "intervals"}, 0.0121),
-    ({"bits": 3, "parameters": {"beta": 1.0}}, 0.0121),
     ({"bits": 3, "parameters": {"beta": 2.0}}, None),
     ({"bits": 5}, None),
     ({"bits": 3, "weight": "normal"}, None),

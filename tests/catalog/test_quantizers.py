@@ -1,6 +1,7 @@
 """The errors of quantizers by bits: the formulas against simulations, published figures and bounds."""
 
 import csv
+import functools
 import io
 import json
 import math
@@ -17,24 +18,22 @@ from fewbit.errors import FewbitError
 from fewbit.render.terminal import plain
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def row_of(bits):
+    return compare_quantizers(bits).rows[0]
+
+
+@pytest.fixture
 def rows():
-    """Return the rows of 1 and 4 bits, which every test shares."""
-    return compare_quantizers((1, 4)).rows
+    return row_of(1), row_of(4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7, 8])
-def test_measured_errors_of_other_bits_agree_with_computed_ones(bits):
-    check_row(compare_quantizers(bits).rows[0], bits)
+OTHER_BITS = [pytest.param(bits, marks=pytest.mark.slow) for bits in (2, 3, 5, 6, 7, 8)]
 
 
-def test_measured_errors_agree_with_computed_ones(rows):
-    for row, bits in zip(rows, (1, 4), strict=True):
-        check_row(row, bits)
-
-
-def check_row(row, bits):
+@pytest.mark.parametrize("bits", [1, 4, *OTHER_BITS])
+def test_measured_errors_agree_with_computed_ones(bits):
+    row = row_of(bits)
     assert row.bits == bits
     for name in ("uniform", "rotated", "unbiased"):
         assert getattr(row, f"{name}_measured") == pytest.approx(getattr(row, name), rel=0.01)

@@ -35,6 +35,11 @@ def bounded(model, **options):
     return fewbit.compress_(model, bound, **{"verbose": False, **options})
 
 
+def saved_rows(controller):
+    """Return the rows of an error bound that are of tensors which layers save."""
+    return [row for row in controller.bounds if row.input is not None]
+
+
 def step(model, x, scale=1.0):
     """Compute the gradients of a step."""
     model.zero_grad()

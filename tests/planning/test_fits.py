@@ -133,17 +133,17 @@ def encoder():
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
+def resnet():
+    model, (batch,), loss = workload("resnet18", batch=32, size=64, batches=1)
+    return model, batch, loss
+
+
 MEASURED = {
     "net": lambda: (net(), batch_of(1024), loss),
     "gpt2": lambda: (gpt2(), tokens(16, 128), lambda model, batch: model(**batch).loss),
     "encoder": lambda: (encoder(), torch.randn(16, 128, 64), lambda model, x: model(x).mean()),
-    "resnet18": lambda: resnet(),
+    "resnet18": resnet,
 }
-
-
-def resnet():
-    model, (batch,), loss = workload("resnet18", batch=32, size=64, batches=1)
-    return model, batch, loss
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")

@@ -340,7 +340,6 @@ def test_the_parts_of_a_loss_are_rounded_independently():
         (["checkpoints"], "policy checkpoints: expected a model with gradient checkpointing as in"),
         (["pre-activation"], "policy pre-activation: expected a model with a batch or layer norm,"),
         ("fixed", "policies: expected a list of names, as ['fixed'], got 'fixed'"),
-        (3, "policies: expected a list of names, as ['fixed'], got 3"),
     ],
 )
 def test_policies_that_are_none_of_the_models(policies, message):

@@ -267,9 +267,8 @@ def test_magnitudes_are_squared_norms_of_gradients():
     below = (grad @ model[2].weight).view(5, -1).square().sum(1)
     torch.testing.assert_close(first[:5], below)
     assert first[5:].isnan().all()
-    controller.number_samples(
-        [10**12, -9, 2]
-    )  # whatever tells them apart takes no more room than others
+    # Whatever tells samples apart takes no more room than other numbers.
+    controller.number_samples([10**12, -9, 2])
     model(x[:3]).backward(grad[:9])
     assert controller.state_dict()["numbers"].tolist() == [4, 0, 9, 2, 3, 10**12, -9]
     (table, _) = controller.context.policy.magnitudes._tables.values()

@@ -11,7 +11,7 @@ from samples import normal
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from training import bounded
+from training import bounded, saved_rows
 
 import fewbit
 from fewbit.errors import InputError
@@ -30,11 +30,6 @@ ALONE = "(called by themselves, outside of a forward of the model)"
 def steps(model, count=3, x=X):
     for _ in range(count):
         loss_of(model(x)).backward()
-
-
-def saved_rows(controller):
-    """Return the rows of tensors that layers save."""
-    return [row for row in controller.bounds if row.input is not None]
 
 
 def plain(text):
@@ -348,15 +343,11 @@ def test_kinds_are_named_alike_and_the_table_is_narrow():
     assert all(text in str(found) for text in ("5.31 quant+zvc", "3 given", "1.2e-5"))
 
 
-def restored(model):
-    fewbit.restore_(model)
-
-
-def again(model):
-    fewbit.compress_(model, 4, verbose=False)
-
-
-@pytest.mark.parametrize("end", [restored, again])
+@pytest.mark.parametrize(
+    "end",
+    [fewbit.restore_, lambda model: fewbit.compress_(model, 4, verbose=False)],
+    ids=["restored", "again"],
+)
 @pytest.mark.parametrize("bits", [fewbit.ErrorBound(), 2.5], ids=repr)
 def test_a_restored_model_is_not_shown_as_live(end, bits):
     model = called()

@@ -14,7 +14,7 @@ from samples import normal
 from test_error_bound_formulas import brute
 from torch import nn
 from torch.nn import functional as F
-from training import bounded, step
+from training import bounded, saved_rows, step
 
 import fewbit
 from fewbit.errors import BoundWarning, MissingPackageError
@@ -32,11 +32,6 @@ def build(name="convnet", **options):
 def steps(model, x, count=2):
     for _ in range(count):
         step(model, x)
-
-
-def saved_rows(controller):
-    """Return the rows of tensors that layers save."""
-    return [row for row in controller.bounds if row.input is not None]
 
 
 def largest_error(function, bits):

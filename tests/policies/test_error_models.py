@@ -285,12 +285,7 @@ def called(module, *inputs):
 ATTENTION = ("query", "key", "value"), (4, 2, 10, 16)
 FUNCTIONS = {  # {name: (function, labels of its inputs, shape, module)}
     "attention": (F.scaled_dot_product_attention, *ATTENTION, None),
-    "matmul": (
-        lambda a, b: torch.matmul(a, b.transpose(-1, -2)),
-        ("input", "other"),
-        (4, 10, 16),
-        None,
-    ),
+    "matmul": (lambda a, b: torch.matmul(a, b.mT), ("input", "other"), (4, 10, 16), None),
     "mul": (torch.mul, ("input", "other"), (8, 64), None),
     "softmax": (lambda x: F.softmax(x, -1), ("input",), (8, 64), None),
     "log_softmax": (lambda x: F.log_softmax(x, -1), ("input",), (8, 64), None),

@@ -63,13 +63,6 @@ def test_compressed_runs_cost_what_their_items_cost(problem):
         assert_cost(runs.cost(start, stop), spread(problem.values[a:b], problem.weights[a:b]))
 
 
-def test_a_run_of_no_items_has_no_mass_and_costs_nothing():
-    runs = Items([1.0, 2.0, 3.0], [5.0, 7.0, 9.0]).compress([0, 2, 2, 3])
-    assert runs.mass.tolist() == [3.0, 0.0, 3.0]
-    assert runs.cost(1, 2) == 0.0
-    assert_cost(runs.cost(0, 3), spread([5, 7, 9], [1, 2, 3]))
-
-
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_means_of_segments(problem):
     n = len(problem.values)

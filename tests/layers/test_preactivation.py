@@ -342,17 +342,6 @@ def test_the_report_says_who_keeps_nothing_of_its_own():
     assert all(row.shared is False for row in controller.report.converted)
 
 
-def test_without_fuse_nothing_changes():
-    model, x = chain(), normal((3, 6, 7, 5))
-    fewbit.compress_(model, bits=fewbit.PreActivationBits(4), verbose=False)
-    controller = fewbit.compress_(model, bits=4, verbose=False)
-    assert "fixed point" not in str(controller.report)
-    _, saved = saved_by(model, x)
-    assert (
-        sum(tensor.dtype == torch.int32 for tensor in saved) == 9
-    )  # a copy and codes for each layer
-
-
 def test_the_report_says_if_there_is_no_norm_and_so_no_effect():
     linear, x = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)], normal((16, 64))
     for layers, has_norm in ((linear, False), ([linear[0], nn.LayerNorm(64), *linear[1:]], True)):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -118,6 +119,13 @@ def test_held_out_loss_is_the_mean_over_the_windows(corpus):
     expected = -log.gather(-1, y[..., None]).mean().item()
     assert training.held_out_loss(model, corpus, SMALL) == pytest.approx(expected, rel=1e-5)
     assert model.training
+
+
+def test_the_learning_rate_warms_up_and_ends_at_zero():
+    settings = training.Settings(steps=100, warmup=0.1)
+    rates = [training._rate(step, settings) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1)
+    assert rates.index(max(rates)) == 9 and rates[-1] == pytest.approx(0, abs=1e-9)
 
 
 def test_saved_bytes_are_the_promise(demo):
@@ -339,3 +347,11 @@ def test_bad_options_are_one_line(arguments):
     result = run(*arguments.split())
     assert result.exit_code == 2
     assert result.stderr.startswith("fewbit: error:") and result.stderr.count("\n") == 1
+
+
+def test_without_torch_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "fewbit.demo.experiment")
+    result = run("--output", str(tmp_path))
+    assert result.exit_code == 2
+    assert "needs torch" in result.stderr

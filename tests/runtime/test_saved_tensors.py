@@ -573,14 +573,15 @@ def test_in_one_pass_or_not_the_draws_are_the_same(backend, activation, offset):
     lambda x, y: fewbit.functional.swiglu(x, y),
     lambda x, y: fewbit.functional.bilinear(x, y, torch.ones(3, 16, 16)),
 ], ids=["attention", "swiglu", "bilinear"])  # fmt: skip
-def test_factors_of_one_product_are_rounded_apart(function):
+@pytest.mark.parametrize("last", [nn.Identity(), nn.LayerNorm(16), nn.RMSNorm(16)], ids=str)
+def test_factors_of_one_product_are_rounded_apart(function, last):
     """Otherwise the square of a rounding error would bias the gradient."""
 
     def forward(model, x):
         x = model.before(x)
         return function(x, x)
 
-    model = Composed(forward, before=nn.Linear(8, 16))
+    model = Composed(forward, before=nn.Sequential(nn.Linear(8, 16), copy.deepcopy(last)))
     fewbit.compress_(model, bits=2, verbose=False)
     x = normal((2, 3, 7, 8))
     codes = [tensor for tensor in saved_by(model, x)[1] if tensor.dtype == torch.int32]

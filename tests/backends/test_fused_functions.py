@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from samples import DEVICE_FACTOR
 
 from fewbit import functions
 
-torch = pytest.importorskip("torch")
 kernels = pytest.importorskip("fewbit._kernels")  # absent only if it was not built
 import fewbit.runtime.backends.native  # noqa: E402, F401 (it lets kernels take tensors)
 

@@ -152,7 +152,6 @@ found = kernels.use_openmp_of(str(library))
 @pytest.mark.slow
 @proc_only
 def test_threads_are_those_of_torch():
-    pytest.importorskip("torch")
     body = """
     import ctypes
     torch.set_num_threads(2)
@@ -175,8 +174,6 @@ def test_threads_are_those_of_torch():
 @fork_only
 @pytest.mark.parametrize("prepare", ["", TORCH], ids=["own threads", "torch's threads"])
 def test_fork_after_use(prepare):
-    if prepare:
-        pytest.importorskip("torch")
     body = """
     assert (pack(2) == expected).all()
     child = os.fork()

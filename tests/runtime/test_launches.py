@@ -4,15 +4,14 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
+from fake_cuda import DEVICE, FakeCuda
+from launches import LAYERS, fuse, steps_of
+from layers import relative
+from samples import normal
+from torch import nn
 
-torch = pytest.importorskip("torch")
-from fake_cuda import DEVICE, FakeCuda  # noqa: E402
-from launches import LAYERS, fuse, steps_of  # noqa: E402
-from layers import relative  # noqa: E402
-from samples import normal  # noqa: E402
-from torch import nn  # noqa: E402
-
-import fewbit  # noqa: E402
+import fewbit
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 

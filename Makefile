@@ -17,7 +17,7 @@ export FEWBIT_CUDA ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,0)
 KERNELS := $(wildcard csrc/bindings/* csrc/common/* csrc/cpu/* csrc/cuda/*)
 
 .PHONY: demo test test-all tiers dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training \
-	sanitize sanitize-cpp sanitize-build mutants same docs clean
+	sanitize sanitize-build mutants same docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/fewbit solve gelu --bits 3
@@ -54,32 +54,28 @@ lint: $(VENV)/installed-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The C++ tests of the CPU kernels, under AddressSanitizer and UndefinedBehaviorSanitizer, and Python tests of the ops, in
-# eager mode and compiled, under AddressSanitizer: the kernels in $(ASAN) are built with it, and $(ASAN)/c++ adds it to the
-# code that Inductor generates. -O1 saves time, because compilers take most of it. LD_PRELOAD is set because
-# AddressSanitizer's runtime must be loaded first, and detect_leaks=0 because Python and torch never free some of their
-# memory. Takes a few minutes.
+# The C++ tests of the CPU kernels, and Python tests of the ops, in eager mode and compiled, with kernels that are compiled
+# for AddressSanitizer and UndefinedBehaviorSanitizer. $(ASAN)/c++ adds the sanitizers, for the code that Inductor generates
+# only the first. -O1 saves time, because compilers take most of it. LD_PRELOAD is set because AddressSanitizer's runtime must
+# be loaded first, and detect_leaks=0 because Python and torch never free some of their memory. Takes a few minutes.
 ASAN       := build/asan
-ASAN_FLAGS := -O1 -fsanitize=address -fno-omit-frame-pointer
 ASAN_TESTS := tests/backends/test_buffers.py tests/backends/test_ops.py tests/runtime/test_compile.py \
 	tests/fuzz/test_compiled_models.py::test_compiled_chains
-sanitize: sanitize-cpp sanitize-build
-	PYTHONPATH=$(abspath $(ASAN)) PYTHONSAFEPATH=1 ASAN_OPTIONS=detect_leaks=0 FEWBIT_FUZZ_CASES=100 \
+SANITIZED  := CXX=$(abspath $(ASAN))/c++ SANITIZERS="-fsanitize=address,undefined -fno-sanitize-recover=all"
+sanitize: sanitize-build
+	$(SANITIZED) $(MAKE) --directory csrc/tests BUILD=$(abspath $(ASAN))/tests KERNELS="$(abspath $(ASAN))/build/kernels-*"
+	PYTHONPATH=$(abspath $(ASAN)) PYTHONSAFEPATH=1 ASAN_OPTIONS=detect_leaks=0 FEWBIT_FUZZ_CASES=50 \
 		CXX=$(abspath $(ASAN))/c++ TORCHINDUCTOR_CACHE_DIR=$(abspath $(ASAN))/inductor \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		$(PYTEST) -p no:cacheprovider $(ASAN_TESTS)
 
-sanitize-cpp:
-	$(MAKE) --directory csrc/tests
-
 sanitize-build: $(VENV)/installed-tests
 	mkdir -p $(ASAN)
 	cp -r setup.py pyproject.toml README.md fewbit csrc tables $(ASAN)
-	printf '#!/bin/sh\nexec %s "$$@" %s\n' "$(CXX)" "$(ASAN_FLAGS)" > $(ASAN)/c++
+	printf '#!/bin/sh\nexec %s "$$@" -O1 $${SANITIZERS:--fsanitize=address} -fno-omit-frame-pointer\n' "$(CXX)" > $(ASAN)/c++
 	chmod +x $(ASAN)/c++
 	rm -rf $(ASAN)/inductor $(ASAN)/fewbit/_kernels*.so
-	cd $(ASAN) && CXX=$(abspath $(ASAN))/c++ LDFLAGS=-fsanitize=address FEWBIT_KERNELS=1 FEWBIT_CUDA=0 \
-		$(abspath $(BIN))/python setup.py --quiet build_ext --inplace
+	cd $(ASAN) && $(SANITIZED) FEWBIT_KERNELS=1 FEWBIT_CUDA=0 $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
 
 # Which tests notice small changes of the sources: a seeded sample of 300 mutants. Results are in build/mutants. MUTANTS adds
 # options, such as MUTANTS="--base before.json" before tests are deleted; `$(BIN)/python tests/mutants --help` lists them.

@@ -66,7 +66,6 @@ ALLOWED = {
         1.5,
         "adaptive quadrature",
     ),
-    "tests/solver/test_weight.py::test_the_error_under_a_histogram": (1.5, "adaptive quadrature"),
 }
 """{the name of a test, such as "tests/table/test_table.py::test_html": (its budget in seconds, the reason)}."""
 

@@ -1,5 +1,6 @@
 // The tests that all kinds of copies have in common, on heap buffers of exactly the right size. All instruction sets and numbers of
-// threads must give the results of the baseline on one thread, which tests/runtime/test_quantizer.py compares with NumPy.
+// threads must give the results of the baseline on one thread, which tests/runtime/test_quantizer.py compares with the reference
+// backend.
 #pragma once
 
 #include <cmath>

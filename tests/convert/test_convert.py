@@ -476,8 +476,6 @@ FIELDS = "activation_bits, attention_bits, group_size, min_dtype, copies, functi
          "offload: expected none with fewbit.Level('L0'), which compresses nothing, got fewbit.HostOffload(False)"),
         ({"offload": {"x": 1}}, "expected expandable_segments for HostOffload, got 'x'"),
         ({"bits": fewbit.Level("L0"), "layers": {"copies": 3}}, "layers: expected 1 or 2 for copies, got 3"),
-        ({"bits": {"kind": "adaptiv"}},
-         "expected a kind out of fixed, samples, adaptive, budget, error-bound, pre-activation, level, got 'adaptiv'"),
         ({"activation_bits": 2, "copies": 2},
          "expected settings of layers in the argument layers, as layers={'activation_bits': 2, 'copies': 2}, "
          "got activation_bits= as an argument of its own"),

@@ -22,12 +22,18 @@ SHOWN = {
     "vision": (2, 2),
     "which_bits": (2, 0),
 }
-# A test replaces these texts, so that a notebook trains for fewer steps.
+# A test replaces these texts, so that a notebook trains for fewer steps, and shows fewer tables and candidates.
 SHORTER = {
+    "error_tables": {"functions.names()": "functions.names()[:4]"},
     "five_minutes": {"steps=150": "steps=10"},
-    "lora": {"[:640]": "[:32]", "max_steps=24": "max_steps=2"},
+    "lora": {"[:640]": "[:32]", "[:384]": "[:32]", "max_steps=24": "max_steps=2"},
     "vision": {"epochs=6": "epochs=1"},
-    "which_bits": {"range(100)": "range(5)", "for _ in range(4)": "for _ in range(1)"},
+    "which_bits": {
+        "range(100)": "range(5)",
+        "for _ in range(4)": "for _ in range(1)",
+        "(8, 4, 3, 2, 1)": "(4, 2)",
+        "(4, 2, 1.5)": "(2,)",
+    },
 }
 NEEDS = {"lora": "trl", "long_context": "transformers"}
 

@@ -389,6 +389,8 @@ def test_the_report_says_which_modules_save_nothing_few_bit_now():
     model.requires_grad_(True)
     assert saves() == usual
     fewbit.restore_(model)
+    assert "in evaluation mode, in which nothing is compressed" in str(quiet(model, 2).report)
+    fewbit.restore_(model)
     model.train()
     assert saves() == usual
 

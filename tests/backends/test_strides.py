@@ -46,13 +46,19 @@ def strides(functions, call, x):
     return y.stride(), gradient.stride()
 
 
+SIZES_OF_1 = {
+    "matrix of one column": normal((2, 1, 4)).mT,
+    "image of one column": normal((2, 3, 4, 1)).contiguous(memory_format=torch.channels_last),
+    "permuted volume of one layer": normal((2, 2, 1, 3, 2)).permute(0, 4, 1, 2, 3),
+}
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name):
     def call(functions, x):
         return getattr(functions, name)(x, *ARGUMENTS.get(name, ()))
 
-    for layout in LAYOUTS:
-        x = laid_out(layout)
+    for layout, x in ({layout: laid_out(layout) for layout in LAYOUTS} | SIZES_OF_1).items():
         ours, theirs = strides(F, call, x), strides(torch_f, call, x)
         if layout == "stepped and transposed":  # the gradient has the order of the result
             ours, theirs = ours[0], theirs[0]

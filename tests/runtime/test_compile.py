@@ -242,6 +242,11 @@ def test_callables_that_enclose_other_numbers(device):
 
 
 @needs_tracing
+def test_a_callable(device):
+    check(lambda x: F.pointwise(x, torch.tanh, table=TANH), normal((50,), device=device))
+
+
+@needs_tracing
 def test_a_callable_without_a_gradient_and_one_that_needs_one():
     class Learnable(nn.Module):
         def __init__(self):

@@ -273,7 +273,8 @@ def _failed(frames: Mapping) -> int:
 
 def _ends(result) -> list:
     """Return the autograd nodes that have made the tensors in a result, also those inside of torch.func's wrappers."""
-    return nodes_of(layer for x in tensors_in(result, in_objects=True) for layer in _layers(x))
+    tensors = tensors_in(result) or tensors_in(result, in_objects=True)  # which may take long
+    return nodes_of(layer for x in tensors for layer in _layers(x))
 
 
 def _layers(x: torch.Tensor) -> Iterator[torch.Tensor]:

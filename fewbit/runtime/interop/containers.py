@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -14,7 +15,7 @@ def tensors_in(structure, in_objects: bool = False) -> list[torch.Tensor]:
 
     Args:
         structure: a tensor, a container, or anything else.
-        in_objects: whether to look into the attributes of other objects too, except for modules.
+        in_objects: whether to look into the attributes of other objects too, except for modules of Python and torch.
     """
     found, waiting = [], [structure]
     entered = {}  # {id: container}; an object that is kept alive keeps its id
@@ -45,7 +46,7 @@ def _parts(container, in_objects: bool) -> list:
 
 def _attributes(thing) -> list:
     """Return the values of an object's attributes, which are in its dictionary or in slots."""
-    if isinstance(thing, (type, torch.nn.Module)):
+    if isinstance(thing, (type, ModuleType, torch.nn.Module)):
         return []
     slots = [name for cls in type(thing).__mro__ for name in _slots(cls)]
     stored = [getattr(thing, name, None) for name in slots]

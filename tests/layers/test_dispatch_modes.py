@@ -102,7 +102,8 @@ def compressed(*layers, **options):
     return model
 
 
-def test_a_mode_inside_and_around_a_compressed_model():
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_inside_and_around_a_compressed_model(name):
     """A function mode that a layer of the model enters lies above fewbit's own, which shares copies in all modes."""
 
     class Inner(nn.Module):
@@ -121,9 +122,8 @@ def test_a_mode_inside_and_around_a_compressed_model():
         return [tensor for _ in range(2) for tensor in _step(model, [x], around)]
 
     expected = steps(nullcontext, nullcontext)
-    for name, mode in MODES.items():
-        _check(steps(mode, nullcontext), expected, name)
-        _check(steps(nullcontext, mode), expected, name)
+    _check(steps(MODES[name], nullcontext), expected, name)
+    _check(steps(nullcontext, MODES[name]), expected, name)
 
 
 def test_the_operations_that_a_mode_sees():

@@ -1,0 +1,199 @@
+"""The error of the gradients of pretrained networks with few bits, on real text and images.
+
+    python benchmarks/pretrained.py                         # all networks and settings; about an hour on two cores
+    python benchmarks/pretrained.py --quick                 # a short form, to check that it works
+    python benchmarks/pretrained.py --networks minilm --settings "2 bits" "4 bits"
+    python benchmarks/pretrained.py --device cuda --dtype bfloat16
+
+benchmarks/pretrained_networks.py says how the weights are installed. g is the exact gradient of all parameters for a
+batch, and g^ the gradient of the compressed model. g^ is random, because rounding is; each pass with new random numbers is
+a draw. Each row of the results has
+
+- error: the root of the mean of |g^ - g|^2, over |g|.
+- scale: the mean of <g^, g>, over |g|^2. 1 is right.
+- bias: the norm of E[g^] - g, over |g|, from the products of errors of different draws; 0 if their mean is negative.
+- added_variance: the mean of |g^ - g|^2, over the variance of g from batch to batch.
+- mib: the bytes that a forward saves for the backward, in MiB.
+
+The settings are numbers of bits and policies, which learn for a few steps first; "8 bits, norms 2" and the like, where one
+kind of tensor has 2 bits; and "8 bits, first third 2" and the like, where a third of the blocks has 2 bits.
+
+Writes results/pretrained.* (in another dtype or with random weights results/pretrained_<dtype>.* or
+results/pretrained_random.*). Rows whose network and setting are measured anew replace earlier rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import time
+
+import harness
+import pretrained_networks
+import torch
+
+import fewbit
+
+EXACT = "exact"
+BITS = (8, 4, 3, 2, 1)
+POLICIES = (2, 3, 4)
+"""The bits of AdaptiveBits."""
+STEPS = 9
+"""Training passes before the bits that AdaptiveBits has chosen are measured. The weights stay as they are."""
+FIRST_BATCH_OF_POLICY = 10
+THIRDS = ("first", "middle", "last")
+
+
+def settings_of(network: pretrained_networks.Network) -> dict[str, tuple]:
+    """Return {name: (configuration, overrides, steps before the measurement)} of `compress_`."""
+    found = {f"{bits} bits": (bits, None, 0) for bits in BITS}
+    for bits in POLICIES:
+        found[f"AdaptiveBits({bits})"] = fewbit.AdaptiveBits(bits), None, STEPS
+    for name, overrides in network.kinds.items():
+        found[f"8 bits, {name} 2"] = 8, overrides, 0
+    for number, third in enumerate(THIRDS):
+        first, last = (network.depth * (number + i) // 3 for i in (0, 1))
+        blocks = [network.blocks.format(i) for i in range(first, last)]
+        found[f"8 bits, {third} third 2"] = 8, {f"{block}.*": 2 for block in blocks}, 0
+    return found
+
+
+def gradient(network, batch) -> dict[str, torch.Tensor]:
+    """Return {parameter: its gradient for a batch, in float32}."""
+    network.model.zero_grad(set_to_none=True)
+    network.loss(batch).backward()
+    return {
+        name: parameter.grad.float()
+        for name, parameter in network.model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def product(a, b) -> float:
+    """Return the inner product of two gradients."""
+    return sum(torch.dot(a[name].flatten(), b[name].flatten()).item() for name in b)
+
+
+def minus(a, b) -> dict[str, torch.Tensor]:
+    """Return the difference of two gradients."""
+    return {name: a[name] - b[name] for name in b}
+
+
+def minibatch_variance(network, batches) -> float:
+    """Return the variance of the exact gradient from batch to batch."""
+    gradients = [gradient(network, network.batch(number)) for number in range(batches)]
+    pairs = [(i, j) for i in range(batches) for j in range(i)]
+    squares = [product(d, d) for d in (minus(gradients[i], gradients[j]) for i, j in pairs)]
+    return sum(squares) / len(squares) / 2
+
+
+def saved_mib(network, batch) -> float:
+    """Return the MiB that a forward with the loss saves for the backward."""
+    model = network.model  # which the meter finds in the closure
+    return fewbit.saved_bytes(lambda: (model, network.loss(batch))[1]).total / 2**20
+
+
+def measured(network, batch, exact, draws) -> dict[str, float]:
+    """Return the error, scale and bias of `draws` gradients of the compressed model."""
+    norm = product(exact, exact)
+    total, squares, inner = None, 0.0, 0.0
+    for _ in range(draws):
+        found = gradient(network, batch)
+        inner += product(found, exact)
+        error = minus(found, exact)
+        squares += product(error, error)
+        total = error if total is None else {name: total[name] + error[name] for name in total}
+    found = {"error": math.sqrt(squares / draws / norm), "scale": inner / draws / norm}
+    if draws > 1:
+        # |sum of errors|^2 is the squares plus the products of different draws.
+        products = (product(total, total) - squares) / (draws * (draws - 1))
+        found["bias"] = math.sqrt(max(products, 0.0) / norm)
+    return found
+
+
+def rows_of(name, options, keep):
+    """Measure a network in all settings, and call keep(row) for each."""
+    random = {"random": True} if options.random else {}
+    network = pretrained_networks.NETWORKS[name](**random, **options.sizes.get(name, {}))
+    network.model.to(options.device, getattr(torch, options.dtype))
+    network = network._replace(batch=_on(network, options.device, getattr(torch, options.dtype)))
+    batch = network.batch(0)
+    exact = gradient(network, batch)
+    noise, norm = minibatch_variance(network, options.batches), product(exact, exact)
+    row = {"network": network.name, "setting": EXACT, "mib": round(saved_mib(network, batch), 2)}
+    keep(row | {"minibatch_noise": round(math.sqrt(noise / norm), 4)})
+    for setting, (config, overrides, steps) in settings_of(network).items():
+        if options.settings and setting not in options.settings:
+            continue
+        started = time.perf_counter()
+        fewbit.compress_(network.model, config, overrides=overrides, verbose=False)
+        for step in range(steps):
+            gradient(network, network.batch(FIRST_BATCH_OF_POLICY + step))
+        found = measured(network, batch, exact, options.draws)
+        found["added_variance"] = found["error"] ** 2 * norm / noise
+        found["mib"] = saved_mib(network, batch)
+        fewbit.restore_(network.model)
+        found = {key: float(f"{value:.4g}") for key, value in found.items()}
+        keep({"network": network.name, "setting": setting, "draws": options.draws} | found)
+        print(f"  {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _on(network, device, dtype):
+    """Return network.batch with batches on a device; floating tensors in a dtype."""
+
+    @functools.cache
+    def batch(number):
+        given = network.batch(number)
+        if not isinstance(given, tuple):
+            return given.to(device)
+        return tuple(x.to(device, dtype if x.is_floating_point() else None) for x in given)
+
+    return batch
+
+
+def main(arguments=None):
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = list(pretrained_networks.NETWORKS)
+    parser.add_argument("--networks", nargs="+", choices=names, default=names)
+    parser.add_argument("--settings", nargs="+", metavar="NAME", help="only these settings")
+    parser.add_argument("--draws", type=int, default=4)
+    parser.add_argument("--batches", type=int, default=4, help="for the noise of minibatches")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--random", action="store_true", help="random weights")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--output", help="the name of the results")
+    options = parser.parse_args(arguments)
+    options.sizes = {}
+    if options.quick:
+        options.draws, options.batches = 2, 2
+        options.settings = options.settings or ["4 bits", "2 bits"]
+        options.sizes = {
+            "smollm2": {"tokens": 64},
+            "minilm": {"samples": 4},
+            "efficientnet": {"samples": 4, "pixels": 64},
+        }
+    suffix = ("_random" if options.random else "") + (
+        "" if options.dtype == "float32" else f"_{options.dtype}"
+    )
+    name = options.output or f"pretrained{suffix}{'_quick' if options.quick else ''}"
+    about = harness.machine("torch", "transformers") | {
+        "device": options.device,
+        "dtype": options.dtype,
+    }
+    rows = harness.stored(name)
+
+    def keep(row):
+        same = ("network", "setting")
+        rows[:] = [old for old in rows if any(old[key] != row[key] for key in same)] + [row]
+        print(row, flush=True)
+        harness.save(name, about, rows)
+
+    for network in options.networks:
+        rows_of(network, options, keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,7 @@ COMMON_FLAGS = [
 # The sources PER_ISA in csrc/cpu are compiled once for each instruction set, with the flags in csrc/cpu/<set>.flags.
 # At run time csrc/cpu/dispatch.cpp asks the processor which sets it supports.
 X86_ISAS = ("avx512", "avx2", "baseline")
-PER_ISA = ("kernels", "quantize", "rotated", "fixed_point")
+PER_ISA = ("kernels", "quantize", "rotated", "fixed_point", "channels")
 CUDA_ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 

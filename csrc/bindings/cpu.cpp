@@ -72,10 +72,12 @@ class Cpu {
 
   std::pair<float, float> quantize(const Buffer& x, const CopyShape& shape, const Buffer& widths, const SeedArgument& seed,
                                    const Buffer& levels, const Buffer& packed, const Buffer& ranges, const Buffer& mean,
-                                   const Buffer& rstd, int64_t inner) const {
+                                   const Buffer& rstd, int64_t inner, const Buffer& channels) const {
     const Entry entry("quantize", kDevice);
     const DType dtype = numbers_of(entry, "x", x, shape);
-    const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
+    auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
+    const OwnedChannels numbers = channels_of(entry, channels, shape);
+    normalization.channels = numbers.get();
     const Coding coding(seed_at(entry.seed("seed", seed)), entry.levels(levels, shape.kind));
     const StreamPlan plan = plan_of(entry, shape, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
@@ -91,15 +93,31 @@ class Cpu {
   }
 
   void squares(const Buffer& x, const CopyShape& shape, const Buffer& out, const Buffer& mean, const Buffer& rstd,
-               int64_t inner) const {
+               int64_t inner, const Buffer& channels) const {
     const Entry entry("squares", kDevice);
     const DType dtype = numbers_of(entry, "x", x, shape);
-    const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
+    auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
+    const OwnedChannels numbers = channels_of(entry, channels, shape);
+    normalization.channels = numbers.get();
     const Streams streams = shape.streams();
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     const int threads = torch_threads();
     py::gil_scoped_release release;
     fewbit::squares(*kernels_, shape.kind, streams, address_of<const void>(x), dtype, normalization, to, threads);
+  }
+
+  void channel_statistics(const Buffer& x, const Buffer& out, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
+    const Entry entry("channel_statistics", kDevice);
+    const DType dtype = entry.narrow("x", x);
+    const auto* from = entry.exactly<const void>("x", x, x.count, x.item);
+    const auto normalization = entry.normalization(mean, rstd, inner, x.count);
+    const int64_t channels = out.count / 2;
+    auto* to = entry.exactly<uint16_t>("out", out, 2 * channels, static_cast<int>(DType::bfloat16));
+    entry.index("out", channels, 1, x.count);
+    if (x.count == 0) entry.wrong("x", "1 element or more", "0");
+    const int threads = torch_threads();
+    py::gil_scoped_release release;
+    fewbit::channel_statistics(*kernels_, from, dtype, normalization, x.count / channels, channels, to, threads);
   }
 
   // Returns None and does nothing if the threads' shares would cut a group.
@@ -125,11 +143,15 @@ class Cpu {
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& widths, const Buffer& levels,
-                  const Buffer& out, const Buffer& scale, const Buffer& shift, int64_t inner, const Buffer& mask) const {
+                  const Buffer& out, const Buffer& scale, const Buffer& shift, int64_t inner, const Buffer& mask,
+                  const Buffer& channels) const {
     const Entry entry("dequantize", kDevice);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = widths.exists && shape.features < kLeastFeatures;
-    const auto value_map = entry.value_map(mask, scale, shift, inner, shape, scattered);
+    auto value_map = entry.value_map(mask, scale, shift, inner, shape, scattered);
+    if (channels.exists && scattered) entry.wrong("channels", "none for short samples of several widths", "some");
+    const OwnedChannels numbers = channels_of(entry, channels, shape);
+    value_map.channels = numbers.get();
     const StreamPlan plan = plan_of(entry, shape, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
     const float* const codes = entry.levels(levels, shape.kind);
@@ -194,6 +216,12 @@ class Cpu {
  private:
   static constexpr int kDevice = -1;
 
+  static OwnedChannels channels_of(const Entry& entry, const Buffer& channels, const CopyShape& shape) {
+    int64_t count = 0;
+    const uint16_t* stored = entry.channels(channels, shape, count);
+    return {stored, count};
+  }
+
   // Returns the streams of a tensor whose samples all have the bits of `shape`, or each its own number of bits.
   static StreamPlan plan_of(const Entry& entry, const CopyShape& shape, const Buffer& widths) {
     const uint8_t* of_samples = nullptr;
@@ -246,19 +274,26 @@ void bind_cpu(py::module_& module) {
            "have to share groups.")
       .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("shape"), py::arg("widths"), py::arg("seed"), py::arg("levels"),
            py::arg("packed"), py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1,
+           py::arg("channels") = py::none(),
            "Quantize x to packed codes and ranges, and return its (least, greatest) element. widths: a uint8 for each sample, or "
            "None if all samples have the bits of `shape`. levels: the codes of unbiased copies, or None for other kinds. mean, "
-           "rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner % their length.")
+           "rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner % their length. "
+           "channels: (count, 2) bfloat16, the results of channel_statistics, which are taken out; or None.")
       .def("squares", &Cpu::squares, py::arg("x"), py::arg("shape"), py::arg("out"), py::arg("mean") = py::none(),
+           py::arg("rstd") = py::none(), py::arg("inner") = 1, py::arg("channels") = py::none(),
+           "Compute length * range^2 of each group in float32, or its energy in a rotated copy. mean, rstd, channels as in "
+           "quantize.")
+      .def("channel_statistics", &Cpu::channel_statistics, py::arg("x"), py::arg("out"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1,
-           "Compute length * range^2 of each group in float32, or its energy in a rotated copy. mean, rstd as in quantize.")
+           "Estimate the mean and the scale of each channel of x, whose channels are side by side. out: (channels, 2) bfloat16. "
+           "mean, rstd as in quantize.")
       .def(
           "dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("shape"), py::arg("widths"),
           py::arg("levels"), py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1,
-          py::arg("mask") = py::none(),
+          py::arg("mask") = py::none(), py::arg("channels") = py::none(),
           "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; element e is "
           "value * scale[i] + shift[i]. mask: None, or a bit for each element, packed, by which its value is multiplied; not for "
-          "uniform copies, nor with scale or shift.")
+          "uniform copies, nor with scale or shift. channels: those that quantize took out, or None.")
       .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"), py::arg("grid"),
            "Compute the grid, GRID_ROWS rows of n, of n float32 weights and biases of a norm.")
       .def("encode_fixed", &Cpu::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"), py::arg("inner"), py::arg("bits"),

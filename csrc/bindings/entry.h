@@ -125,7 +125,7 @@ class Entry {
     if (!mean.exists && !rstd.exists) return {};
     const int64_t entries = rstd.exists ? rstd.count : mean.count;
     const auto* scales = exactly<const float>("rstd", rstd, entries, 0);
-    return {vector("mean", mean, entries), scales, index("rstd", entries, inner, n)};
+    return {vector("mean", mean, entries), scales, index("rstd", entries, inner, n), {}};
   }
 
   // scattered: true if groups run across samples that do not lie side by side.
@@ -136,12 +136,22 @@ class Entry {
     if (mask.exists) {
       if (is_affine) wrong("scale, shift", "none with a mask", "one");
       if (!of.is_rotated()) wrong("mask", "None for uniform copies", described(mask));
-      return {nullptr, nullptr, {}, packed("mask", mask, n, 1)};
+      return {nullptr, nullptr, {}, packed("mask", mask, n, 1), {}};
     }
     if (!is_affine) return {};
     if (scattered) wrong("scale, shift", "none for short samples of several widths", "one");
     const int64_t entries = scale.exists ? scale.count : shift.count;
-    return {vector("scale", scale, entries), vector("shift", shift, entries), index("scale", entries, inner, n), nullptr};
+    return {vector("scale", scale, entries), vector("shift", shift, entries), index("scale", entries, inner, n), nullptr, {}};
+  }
+
+  // Returns the stored numbers of channels, and their count in `count`; null if there are none.
+  const uint16_t* channels(const Buffer& buffer, const CopyShape& of, int64_t& count) const {
+    count = buffer.count / 2;
+    if (!buffer.exists) return nullptr;
+    const auto* stored = exactly<const uint16_t>("channels", buffer, 2 * count, static_cast<int>(DType::bfloat16));
+    if (of.kind != CopyKind::rotated) wrong("channels", "None unless the copy is rotated", described(buffer));
+    index("channels", count, 1, of.elements());
+    return stored;
   }
 
   Scale scale(const Buffer& buffer, int64_t inner, int64_t n) const {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "channels.h"
 #include "dtype.h"
 #include "host_device.h"
 #include "streams.h"
@@ -33,23 +34,26 @@ struct Coding {
 };
 
 // Normalization of elements before they are quantized: (x - mean) * rstd. Without rstd there is none. Without a mean the
-// mean is 0.
+// mean is 0. Then the numbers of channels are taken out.
 struct Normalization {
   const float* mean;
   const float* rstd;
   VectorIndex index;
+  Channels channels;
 
   FEWBIT_HD bool exists() const { return rstd != nullptr; }
 };
 
 // A map that is applied to dequantized values before they are rounded to their dtype. If scale or shift is given, the map is
 // affine: a value is multiplied by scale, then shift is added. If a mask is given, a value is multiplied by its element's bit: bit
-// e % 32 of word e / 32 for element e of the tensor. A map is never both. If nothing is given, values do not change.
+// e % 32 of word e / 32 for element e of the tensor. A map is never both. If nothing is given, values do not change. The numbers of
+// channels are put in before.
 struct ValueMap {
   const float* scale;
   const float* shift;
   VectorIndex index;     // which entry of scale and shift an element has
   const uint32_t* mask;
+  Channels channels;
 
   FEWBIT_HD bool is_affine() const { return scale != nullptr || shift != nullptr; }
 };

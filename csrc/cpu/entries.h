@@ -73,12 +73,38 @@ class SpreadOut {
 
 class Normalizer {
  public:
-  explicit Normalizer(const Normalization& by) : by_(by), entries_(by.index) {}
+  explicit Normalizer(const Normalization& by) : by_(by), entries_(by.index), channels_({by.channels.count, 1}) {}
 
-  bool exists() const { return by_.exists(); }
+  bool exists() const { return by_.exists() || by_.channels.exists(); }
 
   // Normalizes the m elements, at most a part, from number `element` on. out may be x.
   void apply(int64_t element, int m, const float* x, float* out) {
+    if (by_.exists()) {
+      apply_vectors(element, m, x, out);
+      x = out;
+    }
+    if (!by_.channels.exists()) return;
+    channels_.runs(element, m, [&](int64_t channel, int at, int length) {
+      each(x + at, length, by_.channels.mean + channel, by_.channels.inverse + channel, out + at);
+    });
+  }
+
+  // Returns the mean square of the scales of m elements from number `element` on.
+  float mean_square_scale(int64_t element, int m) {
+    double sum = 0.0;  // exact: a square of a bfloat16 has 16 bits
+    channels_.runs(element, m, [&](int64_t channel, int, int length) {
+      for (int i = 0; i < length; ++i) {
+        const double scale = by_.channels.scale[channel + i];
+        sum += scale * scale;
+      }
+    });
+    return static_cast<float>(sum / m);
+  }
+
+  bool has_channels() const { return by_.channels.exists(); }
+
+ private:
+  void apply_vectors(int64_t element, int m, const float* x, float* out) {
     if (entries_.neighbors()) {
       entries_.runs(element, m, [&](int64_t entry, int at, int length) {
         if (by_.mean) {
@@ -100,7 +126,6 @@ class Normalizer {
     }
   }
 
- private:
   static void one(const float* x, int n, float mean, float rstd, float* out) {
 #pragma GCC ivdep
     for (int i = 0; i < n; ++i) out[i] = (x[i] - mean) * rstd;
@@ -115,24 +140,29 @@ class Normalizer {
   }
 
   const Normalization by_;
-  Entries entries_;
+  Entries entries_, channels_;
   SpreadOut mean_, rstd_;
 };
 
 class Mapper {
  public:
-  explicit Mapper(const ValueMap& by) : by_(by), entries_(by.index) {}
+  explicit Mapper(const ValueMap& by) : by_(by), entries_(by.index), channels_({by.channels.count, 1}) {}
 
-  bool exists() const { return by_.is_affine() || by_.mask; }
+  bool exists() const { return by_.is_affine() || by_.mask || by_.channels.exists(); }
 
   // Maps the m elements, at most a part, from number `element` on, in place.
   void apply(int64_t element, int m, float* x) {
+    if (by_.channels.exists()) {
+      channels_.runs(element, m, [&](int64_t channel, int at, int length) {
+        each(x + at, length, by_.channels.scale + channel, by_.channels.mean + channel);
+      });
+    }
     if (by_.mask) {
       for (int at = 0; at < m; at += 32) {
         const int count = m - at < 32 ? m - at : 32;
         multiply(x + at, count, mask_bits(by_.mask, element + at, count));
       }
-    } else {
+    } else if (by_.is_affine()) {
       apply_affine(element, m, x);
     }
   }
@@ -182,7 +212,7 @@ class Mapper {
   }
 
   const ValueMap by_;
-  Entries entries_;
+  Entries entries_, channels_;
   SpreadOut scale_, shift_;
 };
 

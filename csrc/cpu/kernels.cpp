@@ -31,6 +31,7 @@ extern const QuantizerKernels masked_kernels;        // rotated.cpp
 extern const QuantizerKernels unbiased_kernels;      // rotated.cpp
 extern const QuantizerKernels masked_unbiased_kernels;  // rotated.cpp
 extern const FixedPointKernels fixed_point_kernels;  // fixed_point.cpp
+ChannelStatistics channel_statistics;                // channels.cpp
 
 namespace {
 
@@ -492,7 +493,8 @@ const Kernels kernels = {FEWBIT_STRING(FEWBIT_NAMESPACE),
                          &masked_kernels,
                          &unbiased_kernels,
                          &masked_unbiased_kernels,
-                         &fixed_point_kernels};
+                         &fixed_point_kernels,
+                         channel_statistics};
 
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

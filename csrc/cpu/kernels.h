@@ -50,6 +50,11 @@ struct QuantizerKernels {
                      bool past_caches);
 };
 
+// Estimates the numbers of channels (channels.h) from some of a tensor's rows. It works on the blocks [begin, end) of kChannelBlock
+// channels. normalization: without channels. out: (channels, 2), means and scales.
+typedef void ChannelStatistics(const void* x, DType dtype, const Normalization& normalization, int64_t rows, int64_t channels,
+                               int64_t begin, int64_t end, uint16_t* out);
+
 // The fixed-point code of pre-activations. Each function works on the elements [begin, end), as in `Kernels`.
 struct FixedPointKernels {
   // Encodes x~ with the sign of y. y: of x's dtype.
@@ -85,6 +90,7 @@ struct Kernels {
   const QuantizerKernels* unbiased;
   const QuantizerKernels* masked_unbiased;
   const FixedPointKernels* fixed_point;
+  ChannelStatistics* channel_statistics;
 
   const QuantizerKernels& quantizer(CopyKind kind) const {
     switch (kind) {

@@ -97,6 +97,31 @@ StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool 
   return plan;
 }
 
+OwnedChannels::OwnedChannels(const uint16_t* stored, int64_t count) : count_(stored ? count : 0) {
+  numbers_.resize(static_cast<size_t>(3 * count_));
+  float *means = numbers_.data(), *scales = means + count_, *inverses = scales + count_;
+  for (int64_t i = 0; i < count_; ++i) {
+    means[i] = widen_bfloat16(stored[2 * i]);
+    scales[i] = widen_bfloat16(stored[2 * i + 1]);
+    inverses[i] = 1.0f / scales[i];
+  }
+}
+
+Channels OwnedChannels::get() const {
+  if (count_ == 0) return {};
+  const float* means = numbers_.data();
+  return {means, means + count_, means + 2 * count_, count_};
+}
+
+void channel_statistics(const Kernels& kernels, const void* x, DType dtype, const Normalization& normalization, int64_t rows,
+                        int64_t channels, uint16_t* out, int threads) {
+  const int64_t blocks = quotient_up(channels, kChannelBlock);
+  const int wanted = threads_for(estimated_rows(rows) * channels, threads);
+  run_shares(blocks, blocks < wanted ? static_cast<int>(blocks) : wanted, [&](int, int64_t begin, int64_t end) {
+    kernels.channel_statistics(x, dtype, normalization, rows, channels, begin, end, out);
+  });
+}
+
 Extent quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const void* x, DType dtype,
                 const Normalization& normalization, const Coding& coding, uint32_t* packed, uint16_t* ranges, int threads) {
   const Streams& streams = plan.streams;

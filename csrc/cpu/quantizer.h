@@ -22,6 +22,24 @@ struct StreamPlan {
 StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits,
                         const uint8_t* widths);
 
+// The numbers of channels in float32, from those that `channel_statistics` stored.
+class OwnedChannels {
+ public:
+  // stored: (count, 2); null if there are no channels.
+  OwnedChannels(const uint16_t* stored, int64_t count);
+
+  // Valid as long as this object.
+  Channels get() const;
+
+ private:
+  int64_t count_;
+  std::vector<float> numbers_;  // (3, count)
+};
+
+// Estimates the numbers of the channels of a tensor of `rows` rows. normalization: without channels. out: (channels, 2).
+void channel_statistics(const Kernels& kernels, const void* x, DType dtype, const Normalization& normalization, int64_t rows,
+                        int64_t channels, uint16_t* out, int threads);
+
 // The smallest and the largest element of a tensor; NaN if an element is NaN, 0 without elements.
 struct Extent {
   float least, greatest;

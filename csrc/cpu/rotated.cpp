@@ -71,6 +71,8 @@ class GroupReader {
   GroupReader(const T* x, const Normalization& normalization, bool is_masked)
       : x_(x), normalizer_(normalization), is_masked_(is_masked) {}
 
+  Normalizer& normalizer() { return normalizer_; }
+
   // Reads the cursor's group. wide: kFullGroup numbers that the elements may be in.
   Elements read(const Cursor& cursor, float* wide) {
     const int m = cursor.group().length;
@@ -147,6 +149,7 @@ class Batch {
   void read(Cursor& cursor, GroupReader<Number>& reader) {
     for (count_ = 0; count_ < kMost && cursor.exists(); ++count_, cursor.advance()) {
       entries_[count_].number = cursor.number();
+      entries_[count_].place = cursor.group().first;
       entries_[count_].elements = reader.read(cursor, wide_[count_]);
     }
   }
@@ -193,7 +196,8 @@ class Batch {
     }
   }
 
-  void store_squares(float* out) const {
+  // The samples have to be in order.
+  void store_squares(Normalizer& normalizer, float* out) const {
     for (int i = 0; i < count_; ++i) {
       const Remainders& of = entries_[i].remainders;
       const Elements& elements = entries_[i].elements;
@@ -201,6 +205,8 @@ class Batch {
       float energy = of.energy * back * back;
       // Errors of elements that are left out do not count.
       if (is_masked_) energy = energy * static_cast<float>(elements.count) / static_cast<float>(elements.m);
+      // Errors are multiplied by the scales of channels.
+      if (normalizer.has_channels()) energy *= normalizer.mean_square_scale(entries_[i].place, elements.m);
       out[entries_[i].number] = of.has_values() ? energy : __builtin_nanf("");
     }
   }
@@ -210,6 +216,7 @@ class Batch {
 
   struct Entry {
     int64_t number;
+    int64_t place;  // of the first element in the stream
     Elements elements;
     Remainders remainders;
   };
@@ -268,7 +275,7 @@ void squares_of_groups(const Streams& streams, const typename Number::Type* x, c
   while (cursor.exists()) {
     batch.read(cursor, reader);
     batch.find_remainders();
-    batch.store_squares(out);
+    batch.store_squares(reader.normalizer(), out);
   }
 }
 

@@ -94,6 +94,7 @@ struct CopyResults {
   std::vector<T> values;
   std::vector<float> squares;
   Extent extent;
+  std::vector<uint16_t> channels;
 };
 
 // is_fused: with normalization, and an affine map unless samples are mixed. Otherwise half of the copies that are not uniform have
@@ -111,14 +112,25 @@ void test_case(const Kernels& kernels, CopyKind kind, const Case& c, bool is_fus
   const Streams& streams = plan.streams;
   Vectors statistics(n), map(n);
   Normalization normalization{};
-  if (is_fused) normalization = {statistics.first_or_null(), statistics.second.data(), statistics.index};
+  if (is_fused) normalization = {statistics.first_or_null(), statistics.second.data(), statistics.index, {}};
   ValueMap value_map{};
   Exact<uint32_t> mask(packed_words(n, 1));
   for (int64_t i = 0; i < packed_words(n, 1); ++i) mask[i] = static_cast<uint32_t>(generator());
-  if (is_fused && !c.mixed) value_map = {map.first_or_null(), map.second_or_null(), map.index, nullptr};
+  if (is_fused && !c.mixed) value_map = {map.first_or_null(), map.second_or_null(), map.index, nullptr, {}};
   if (!is_fused && kind != CopyKind::uniform && any_bool()) value_map.mask = mask.data();
 
+  // The channels are as many as there are vectors' entries with other entries beside them.
+  const bool has_channels = kind == CopyKind::rotated && n > 0 && any_bool() && !(c.mixed && c.features < kLeastFeatures);
+  const int64_t channels = has_channels ? Vectors(n).index.count : 0;
+
   const auto run = [&](const Kernels& by, int threads) {
+    Exact<uint16_t> stored(2 * channels);
+    if (has_channels) {
+      Normalization rows = normalization;
+      channel_statistics(by, x.data(), DTYPE, rows, n / channels, channels, stored.data(), threads);
+    }
+    const OwnedChannels numbers(has_channels ? stored.data() : nullptr, channels);
+    normalization.channels = value_map.channels = numbers.get();
     Exact<uint32_t> packed(streams.words);
     Exact<uint16_t> ranges(streams.groups * columns(c.fp32_min));
     for (int64_t i = 0; i < streams.words; ++i) packed[i] = 0xA5A5A5A5u;
@@ -128,10 +140,11 @@ void test_case(const Kernels& kernels, CopyKind kind, const Case& c, bool is_fus
     dequantize(by, kind, plan, packed.data(), ranges.data(), coding, value_map, out.data(), DTYPE, threads);
     Exact<float> of_groups(c.mixed ? 0 : streams.groups);
     if (!c.mixed) squares(by, kind, streams, x.data(), DTYPE, normalization, of_groups.data(), threads);
-    return CopyResults<T>{packed.values(), ranges.values(), out.values(), of_groups.values(), extent};
+    normalization.channels = value_map.channels = {};
+    return CopyResults<T>{packed.values(), ranges.values(), out.values(), of_groups.values(), extent, stored.values()};
   };
   const CopyResults<T> found = run(kernels, c.threads), expected = run(*kernels_of("baseline"), 1);
-  CHECK(found.packed == expected.packed && found.ranges == expected.ranges);
+  CHECK(found.packed == expected.packed && found.ranges == expected.ranges && found.channels == expected.channels);
   for (size_t i = 0; i < found.values.size(); ++i) {
     CHECK(equal(N::wide(found.values[i]), N::wide(expected.values[i])));  // NaNs may differ in their signs
   }

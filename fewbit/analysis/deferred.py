@@ -92,25 +92,32 @@ class DeferredQuantizer(Quantizer):
     noise: Noise
 
     def quantize(
-        self, x: torch.Tensor, shared: bool = True, slot: int = 0, usual: str = ROTATED
+        self,
+        x: torch.Tensor,
+        shared: bool = True,
+        slot: int = 0,
+        usual: str = ROTATED,
+        features: tuple[int, ...] | None = None,
     ) -> SavedTensors:
         """Save x unchanged. Backward passes round it to a copy of the kind that `Quantizer.quantize` would make."""
         kind = self.kind_of(usual)
         if kind in MASKED_KINDS and shared and self.context is not None and is_eager(x):
             if self.context.cache.get_mask(Content(x)) is not None:
                 kind = MASKED_KINDS[kind]
-        return self._save_exactly(x.detach(), False, kind)
+        return self._save_exactly(x.detach(), False, kind, features)
 
-    def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
+    def quantize_normalized(
+        self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None
+    ) -> SavedTensors:
         """Save (x - mean) rstd without rounding."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        return self._save_exactly(x, True, self.kind_of(ROTATED))
+        return self._save_exactly(x, True, self.kind_of(ROTATED), features)
 
-    def _save_exactly(self, x, is_normalized, kind) -> SavedTensors:
+    def _save_exactly(self, x, is_normalized, kind, features) -> SavedTensors:
         context, number = self.noise.number_saved()
-        spec = _Deferred(self, context, is_normalized, kind, tuple(x.shape), x.dtype)
+        spec = _Deferred(self, context, is_normalized, kind, tuple(x.shape), x.dtype, features)
         return SavedTensors((x, torch.tensor(number)), spec)
 
 
@@ -127,6 +134,7 @@ class _Deferred(NamedTuple):
         kind: the kind of the copy.
         size: the size of the tensor.
         dtype: the dtype of the tensor.
+        features: the dimensions along which the tensor's channels differ, as in `Quantizer.quantize`.
     """
 
     quantizer: DeferredQuantizer
@@ -135,6 +143,7 @@ class _Deferred(NamedTuple):
     kind: str
     size: tuple[int, ...]
     dtype: torch.dtype
+    features: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int:
@@ -156,9 +165,10 @@ class _Deferred(NamedTuple):
     def _rounded(self, x, seed: int) -> torch.Tensor:
         quantizer = _Seeded(self.quantizer, seed, self.kind)
         if self.is_normalized:
-            saved = quantizer.quantize_normalized(x, None, torch.ones((), device=x.device), None)
+            one = torch.ones((), device=x.device)
+            saved = quantizer.quantize_normalized(x, None, one, None, self.features)
         else:
-            saved = quantizer.quantize(x)
+            saved = quantizer.quantize(x, features=self.features)
         values = saved.spec.dequantize(saved.tensors, self.dtype)
         # The mask of a masked copy says where x is 0.
         return values.mul_(x != 0) if self.kind in MASKED_KINDS.values() else values

@@ -141,7 +141,7 @@ class _RMSNorm(Function):
         needs_x = ctx.needs_input_grad[0]
         ctx.dtype, ctx.offset = x.dtype, form.offset
         inner = x.shape[-1] if x.is_contiguous() else None
-        saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer)
+        saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer, (-1,))
         share_result(quantizer, y, saved, scale, None)
         ctx.save_for_backward(*((weight, rstd) if needs_x else (None, None)), *tensors)
         ctx.weight_dtype = None if weight is None else weight.dtype

@@ -231,7 +231,9 @@ def per_channel(vector, dims: int):
     return None if vector is None else vector.view(1, -1, *[1] * (dims - 2))
 
 
-def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, channels=None):
+def save_and_share(
+    ctx, x, y, statistics, weight, bias, copies, quantizer, channels=None, features=None
+):
     """Quantize the normalized input of a norm, and let later layers use this copy in place of the norm's result y.
 
     Args:
@@ -248,6 +250,8 @@ def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, chann
         quantizer: the norm's quantizer.
         channels: the dimension of y along which weight and bias extend; None if they have the shape of y's last
             dimensions.
+        features: the dimensions along which the channels of the normalized input differ (`Quantizer.quantize`); None if it has
+            none.
 
     Returns:
         (y, the tensors to save).
@@ -259,12 +263,17 @@ def save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer, chann
         )
         ctx.spec = fixed.spec
         return y, fixed.tensors
-    saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer)
+    saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer, features)
     # Statistics in 16 bits change x~ by more than the rounding of y does, so the copy cannot replace y.
     if statistics[1].dtype.itemsize > 2:
         shape = None if channels is None else (1, -1, *[1] * (x.dim() - 2))
         share_result(quantizer, y, saved, weight, bias, shape)
     return saved.tie(y), tensors
+
+
+def _last(shape) -> tuple[int, ...]:
+    """Return the dimensions that a norm of this normalized shape normalizes, counted from the last one."""
+    return tuple(range(-len(shape), 0))
 
 
 class _LayerNorm(Function):
@@ -278,7 +287,8 @@ class _LayerNorm(Function):
         if needs_x or needs_weight:
             inner = math.prod(shape) if x.is_contiguous() else None
             statistics = mean, rstd, inner
-            y, tensors = save_and_share(ctx, x, y, statistics, weight, bias, copies, quantizer)
+            settings = weight, bias, copies, quantizer
+            y, tensors = save_and_share(ctx, x, y, statistics, *settings, features=_last(shape))
             saved_tensors = rstd, weight, *tensors
         ctx.save_for_backward(*saved_tensors)
         return y
@@ -342,7 +352,7 @@ class _RMSNorm(Function):
         y, rstd = _fused_rms_norm(x, shape, weight, eps)
         ctx.shape, ctx.dtype = shape, x.dtype
         inner = math.prod(shape) if x.is_contiguous() else None
-        saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer)
+        saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer, _last(shape))
         share_result(quantizer, y, saved, weight, None)
         ctx.save_for_backward(rstd, weight, *tensors)
         return saved.tie(y)

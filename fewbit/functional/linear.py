@@ -122,7 +122,7 @@ class _Linear(Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         tensors = ()
         if needs_weight:
-            saved = quantizer.quantize_or_reuse(x)
+            saved = quantizer.quantize_or_reuse(x, features=(-1,))
             tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
         ctx.save_for_backward(weight if needs_x else None, *tensors)
         return y
@@ -192,8 +192,12 @@ class _Bilinear(Function):
         needs_1, needs_2, needs_weight, *_ = ctx.needs_input_grad
         ctx.dtypes = x1.dtype, x2.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.sizes = tuple(x1.shape), tuple(x2.shape)
-        first = quantizer.quantize(x1) if needs_2 or needs_weight else None
-        second = quantizer.quantize_independent(x2, x1) if needs_1 or needs_weight else None
+        first = quantizer.quantize(x1, features=(-1,)) if needs_2 or needs_weight else None
+        second = (
+            quantizer.quantize_independent(x2, x1, features=(-1,))
+            if needs_1 or needs_weight
+            else None
+        )
         return copies.save(ctx, y, (first, second), weight if needs_1 or needs_2 else None)
 
     @staticmethod

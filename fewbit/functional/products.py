@@ -354,8 +354,8 @@ class _Gated(Function):
         ctx.inputs = (gate.shape, gate.dtype), (up.shape, up.dtype)
         needs_gate, needs_up, *_ = ctx.needs_input_grad
         needs_copy = needs_up or activation != "identity"
-        gate_copy = quantizer.quantize(gate) if needs_copy else None
-        up_copy = quantizer.quantize_independent(up, gate) if needs_gate else None
+        gate_copy = quantizer.quantize(gate, features=(-1,)) if needs_copy else None
+        up_copy = quantizer.quantize_independent(up, gate, features=(-1,)) if needs_gate else None
         return copies.save(ctx, y, (gate_copy, up_copy))
 
     @staticmethod
@@ -379,7 +379,7 @@ class _GLU(Function):
     def forward(ctx, x, dim, quantizer):
         y = torch_functional.glu(x, dim)
         ctx.dim = dim
-        return copies.save(ctx, y, (quantizer.quantize(x),))
+        return copies.save(ctx, y, (quantizer.quantize(x, features=(-1,)),))
 
     @staticmethod
     @once_differentiable

@@ -33,12 +33,12 @@ class Exact(Quantizer):
         super().__init__(*arguments)
         self.saved = []
 
-    def quantize(self, x, shared=True, slot=0, usual="rotated"):
+    def quantize(self, x, shared=True, slot=0, usual="rotated", features=None):
         x = x.detach()
         self.saved.append(x)
         return SavedTensors((x,), ExactSpec(tuple(x.shape), x.stride(), x.dtype))
 
-    def quantize_normalized(self, x, mean, rstd, inner):
+    def quantize_normalized(self, x, mean, rstd, inner, features=None):
         x = x.to(torch.promote_types(rstd.dtype, torch.float32))
         return self.quantize((x if mean is None else x - mean) * rstd)
 
@@ -50,7 +50,7 @@ class Replaying(Exact):
         super().__init__()
         self.values = iter(values)
 
-    def quantize(self, x, shared=True, slot=0, usual="rotated"):
+    def quantize(self, x, shared=True, slot=0, usual="rotated", features=None):
         return super().quantize(next(self.values))
 
 
@@ -65,8 +65,8 @@ class Remembering(Quantizer):
         super().__init__(*arguments, **settings)
         self.kept = []
 
-    def quantize(self, x, shared=True, slot=0, usual="rotated"):
-        self.kept.append(super().quantize(x, shared, slot, usual))
+    def quantize(self, x, shared=True, slot=0, usual="rotated", features=None):
+        self.kept.append(super().quantize(x, shared, slot, usual, features))
         return self.kept[-1]
 
     def quantize_normalized(self, *arguments):

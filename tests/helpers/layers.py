@@ -75,6 +75,7 @@ class Layer:
         order: the first input's dimensions in the order of storage, from the outermost.
         saved_shape: shape of the quantized tensor, if that is not the input's.
         vectors: the number of float32 numbers that are saved besides the quantized tensor.
+        channels: the number of channels whose means and scales the copy has.
         saved: (bits, output) -> saved bytes, for layers that save other tensors.
         kind: the usual kind of the layer's copies (docs/decisions/0016).
         make: (function that takes fewbit's settings and returns our module, function that returns torch's module), if
@@ -97,6 +98,7 @@ class Layer:
     order: tuple[int, ...] | None = None
     saved_shape: tuple[int, ...] | None = None
     vectors: int = 0
+    channels: int = 0
     saved: Callable | None = field(default=None, repr=False)
     kind: str = "rotated"
     make: tuple[Callable, Callable] | None = field(default=None, repr=False)
@@ -182,7 +184,7 @@ class Layer:
         if self.saved is not None:
             return self.saved(bits, y)
         copied = quantized_bytes(self.saved_shape or self.shape, bits, kind=self.kind)
-        return copied + 4 * self.vectors
+        return copied + 4 * (self.vectors + self.channels)
 
     def limits(self, module, dtype) -> list[float]:
         """Return the largest relative error of each gradient at 8 bits, of the inputs and then of the parameters."""
@@ -204,11 +206,13 @@ LINEAR = [
     Layer("Linear", (70, 9), (5, 70)),
     Layer("Linear", (300, 9), (2, 5, 300)),
     Layer("Linear", (40, 3), (40,)),
+    Layer("Linear", (20, 3), (2, 130, 20), channels=20),
     Layer("Linear", (7, 3), (11, 7), {"bias": False}),
     Layer("Conv1d", (4, 6, 3), (3, 4, 30)),
     Layer("Conv1d", (4, 6, 3), (4, 30), saved_shape=(1, 4, 30)),
     Layer("Conv2d", (4, 6, 3), (2, 4, 9, 10), {"stride": 2, "padding": 1}),
     Layer("Conv2d", (4, 6, 3), (2, 4, 9, 10), format=LAST),
+    Layer("Conv2d", (4, 6, 3), (2, 4, 12, 11), format=LAST, channels=4),
     Layer("Conv2d", (4, 8, (2, 3)), (2, 4, 9, 10), {"dilation": (2, 1), "groups": 2, "bias": False}),
     Layer("Conv2d", (4, 4, (2, 4)), (2, 4, 9, 10), {"padding": "same"}, saved_shape=(2, 4, 10, 11)),
     Layer("Conv2d", (4, 4, 3), (2, 4, 9, 10), {"padding": "same"}),
@@ -240,6 +244,7 @@ LINEAR = [
         {"padding": (1, 2, 1), "padding_mode": "replicate", "stride": 2},
         format=LAST_3D,
         saved_shape=(2, 2, 6, 9, 8),
+        channels=2,
     ),
     Layer("ConvTranspose1d", (4, 6, 3), (3, 4, 20), {"stride": 3, "output_padding": 2}),
     Layer("ConvTranspose3d", (2, 4, 2), (2, 2, 3, 4, 5), {"stride": 2, "padding": 1, "output_padding": (1, 0, 1)}),
@@ -248,9 +253,11 @@ NORMS = [
     Layer("LayerNorm", (96,), (5, 96), vectors=5),
     Layer("LayerNorm", ((6, 16),), (3, 2, 6, 16), vectors=6),
     Layer("LayerNorm", (96,), (5, 96), {"elementwise_affine": False}, vectors=5),
+    Layer("LayerNorm", (12,), (2, 130, 12), vectors=260, channels=12),
     Layer("LayerNorm", (96,), (5, 96), {"bias": False}, vectors=5),
     Layer("RMSNorm", (96,), (5, 7, 96), vectors=35),
     Layer("RMSNorm", ((6, 16),), (3, 6, 16), {"eps": 1e-3}, vectors=3),
+    Layer("RMSNorm", ((2, 6),), (2, 130, 2, 6), vectors=260, channels=12),
     Layer("GroupNorm", (4, 8), (3, 8, 5, 6), vectors=12),
     Layer("GroupNorm", (4, 8), (3, 8, 5, 6), vectors=12, format=LAST),
     Layer("GroupNorm", (1, 4), (1, 4, 8, 8), vectors=1),
@@ -311,7 +318,7 @@ def _bilinear(arguments, lead):
     )
 
 
-def _gated(name, arguments=(), shape=(6, 9, 50)):
+def _gated(name, arguments=(), shape=(6, 9, 50), channels=0):
     return Layer(
         name,
         arguments,
@@ -319,7 +326,9 @@ def _gated(name, arguments=(), shape=(6, 9, 50)):
         others=(shape,),
         exact=(False, False),
         saved=lambda bits, y: (
-            2 * quantized_bytes(shape, bits) + (name == "ReGLU") * _signs(y.numel())
+            2 * quantized_bytes(shape, bits)
+            + 2 * 4 * channels
+            + (name == "ReGLU") * _signs(y.numel())
         ),
         is_unbiased=name == "ReGLU",
     )
@@ -375,7 +384,7 @@ ROUNDED = [
     _bilinear((5, 6, 7, True), (30,)),
     _bilinear((66, 6, 3, False), (4, 5)),
     _gated("SwiGLU"),
-    _gated("GEGLU"),
+    _gated("GEGLU", shape=(2, 130, 20), channels=20),
     _gated("GEGLU", ("tanh",)),
     _gated("ReGLU"),
     _glu((), (6, 9, 100)),

@@ -216,7 +216,7 @@ def test_a_compiler_prepares_the_device(kind, expected, monkeypatch):
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(2, 256, device="cuda")
         seed = torch.empty(1, dtype=torch.int64, device="cuda")
-        packed, ranges, _ = quantizer_ops.quantize_op(x, x.stride(), seed, 2, 256, False, kind)
+        packed, ranges, *_ = quantizer_ops.quantize_op(x, x.stride(), seed, 2, 256, False, kind)
         quantizer_ops.dequantize_op(packed, ranges, 2, 256, (2, 256), (256, 1), x.dtype, kind)
     assert [device.type for device in devices] == ["cuda"] * expected
 
@@ -261,7 +261,7 @@ def test_layers_refuse_large_groups(kind):
 def copied_by_ops(x, seed, bits, group_size, fp32_min):
     """Return the saved tensors of a rotated copy and the values that the ops dequantize from it."""
     stride = layout.by_sample_stride(x)
-    packed, ranges, _ = quantizer_ops.quantize_op(
+    packed, ranges, *_ = quantizer_ops.quantize_op(
         x, stride, seed, bits, group_size, fp32_min, "rotated"
     )
     place = bits, group_size, x.shape, stride, x.dtype, "rotated"
@@ -287,6 +287,6 @@ def test_opcheck_of_rotated_copies(backend):
     seed, checks = seed.to(backend.device), ("test_schema", "test_faketensor")
     arguments = x, [70, 1], seed, 3, 64, False, "rotated"
     torch.library.opcheck(quantizer_ops.quantize_op, arguments, test_utils=checks)
-    packed, ranges, _ = quantizer_ops.quantize_op(*arguments)
+    packed, ranges, *_ = quantizer_ops.quantize_op(*arguments)
     place = packed, ranges, 3, 64, [5, 70], [70, 1], torch.float32, "rotated"
     torch.library.opcheck(quantizer_ops.dequantize_op, place, test_utils=checks)

@@ -489,7 +489,7 @@ def image_model(activation):
     return nn.Sequential(nn.Conv2d(3, 8, 3), activation, nn.Conv2d(8, 4, 3))
 
 
-IMAGES = normal((5, 3, 12, 12), scale=1.0)
+IMAGES = normal((5, 3, 9, 9), scale=1.0)
 AROUND = {  # {name: (a model of an activation between two layers, its input)}
     "linear": (followed, normal((6, 8), scale=1.0)),
     "images": (image_model, IMAGES),

@@ -265,6 +265,10 @@ def _biased(query, key, mask, bias, is_causal: bool):
     return both.contiguous()
 
 
+_FEATURES = (-3, -1)
+"""The dimensions of queries, keys and values along which channels differ: heads and the entries of a head's vectors."""
+
+
 # -- the autograd Function -------------------------------------------------------------------------
 
 
@@ -281,8 +285,8 @@ class _Attention(Function):
         ctx.how, ctx.needs, ctx.autocast = how, needs, _autocast(query)
         ctx.shape, ctx.dtype, ctx.device = value.shape, value.dtype, value.device
         factors = [
-            quantizer.quantize(query),
-            quantizer.quantize(_without_mean(key), shared=False, slot=1),
+            quantizer.quantize(query, features=_FEATURES),
+            quantizer.quantize(_without_mean(key), shared=False, slot=1, features=_FEATURES),
             # The gradient of the value does not depend on the value itself.
             _value_copy(value, (key, query), how, quantizer)
             if any((*needs[:2], *needs[3:]))
@@ -328,8 +332,8 @@ def _value_copy(value, others, how: How, quantizer: Quantizer):
     With dropout the probabilities of a query do not add up to 1, so the gradients depend on the mean.
     """
     if how.dropout_p > 0:
-        return quantizer.quantize_independent(value, *others)
-    return quantizer.quantize(_without_mean(value), shared=False, slot=2)
+        return quantizer.quantize_independent(value, *others, features=_FEATURES)
+    return quantizer.quantize(_without_mean(value), shared=False, slot=2, features=_FEATURES)
 
 
 def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Tensor]:

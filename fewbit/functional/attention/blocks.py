@@ -47,11 +47,13 @@ def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
         is_causal: as in torch.
         scale: as in torch.
     """
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(max(query.shape[-1], 1))  # without entries, all scores are 0
     inputs = query, key, value
-    q, k, v, g = (x.reshape(-1, *x.shape[-2:]) for x in (*inputs, grad))
+    heads = math.prod(query.shape[:-2])
+    q, k, v, g = (x.reshape(heads, *x.shape[-2:]) for x in (*inputs, grad))
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    heads, length, _ = q.shape
+    length = q.shape[1]
     size = min(length, _BLOCK_QUERIES) * k.shape[1]
     step = max(1, _BLOCK * torch.get_num_threads() // size)
     for first in range(0, length, _BLOCK_QUERIES):

@@ -10,6 +10,7 @@ one element. A backend is an object with these attributes, which the module `ref
     decode_mul                   get the gradient of the activation's input from these codes
     forward                      get the activation's result and its codes in one pass over memory
     quantize, dequantize         the group quantizer: get codes and ranges of groups, and approximate values from them
+    channel_statistics           get the means and the scales of a tensor's channels
     squares                      get the numbers that decide how a tensor's bits are shared among its samples
     share_bits                   get the bits of each sample from these numbers
     forward_quantized            `forward`, and `quantize` of the result, in one pass over memory

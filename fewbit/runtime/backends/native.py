@@ -215,6 +215,13 @@ class Kernels:
         )
         return QuantizedGroups(packed, ranges, spread)
 
+    def channel_statistics(self, x, count, normalize=None):
+        """Estimate the mean and the scale of each channel of a tensor, see `reference.channel_statistics`."""
+        out = torch.empty(count, 2, dtype=torch.bfloat16, device=x.device)
+        vectors = () if normalize is None else _vectors(normalize[:3], x.numel())
+        self._kernels.channel_statistics(x, out, *vectors)
+        return out
+
     def squares(self, x, group_size, normalize=None, kind=UNIFORM):
         """Return, for each sample, a sum to which the variance of rounding is proportional, see `reference.squares`."""
         samples, features = groups.samples_of(x.shape)
@@ -247,6 +254,7 @@ class Kernels:
         affine=None,
         kind=UNIFORM,
         mask=None,
+        channels=None,
     ) -> None:
         """Write the values that codes stand for to `out`, see `reference.dequantize`."""
         fp32_min = ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,)
@@ -259,7 +267,7 @@ class Kernels:
             *self._widths_arguments(widths),
             levels_of(kind, out.device),
             out,
-            *_map(affine, mask, out.numel()),
+            *_map(affine, mask, channels, out.numel()),
         )
 
     def can_compute_batch_norm(self, bits, group_size, shape):
@@ -368,7 +376,8 @@ def _vectors(given, n):
     Element number e of the tensor uses entry (e div inner) mod (number of entries) of the vectors.
 
     Args:
-        given: the argument `normalize`, `affine` or `scale` of a method: vectors, followed by `inner`; or None.
+        given: the argument `normalize`, `affine` or `scale` of a method: vectors, followed by `inner` and perhaps by the
+            numbers of channels; or None.
         n: the number of elements to which the vectors' entries belong.
 
     Raises:
@@ -376,16 +385,19 @@ def _vectors(given, n):
     """
     if given is None:
         return ()
-    *vectors, inner = given
-    check_vectors(vectors, inner, n)
-    return *vectors, inner
+    *vectors, inner = given[:3]
+    if len(given) < 4 or any(vector is not None for vector in vectors):
+        check_vectors(vectors, inner, n)
+    return *vectors, inner, *given[3:]
 
 
-def _map(affine, mask, n):
-    """Return the last arguments of `dequantize`: the buffers of vectors, `inner` and the mask."""
-    if mask is None:
-        return () if affine is None else _vectors(affine, n)
-    return *(_NO_VECTORS if affine is None else _vectors(affine, n)), mask
+def _map(affine, mask, channels, n):
+    """Return the last arguments of `dequantize`: the buffers of vectors, `inner`, the mask and the numbers of channels."""
+    vectors = () if affine is None else _vectors(affine, n)
+    if mask is None and channels is None:
+        return vectors
+    rest = (mask,) if channels is None else (mask, channels)
+    return *(vectors or _NO_VECTORS), *rest
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,12 @@ from fewbit.runtime.backends.reference_fixed_point import (
     grid_fixed,
     mask_fixed,
 )
-from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
+from fewbit.runtime.backends.reference_quantizer import (
+    channel_statistics,
+    dequantize,
+    quantize,
+    squares,
+)
 from fewbit.runtime.backends.reference_unbiased import prepare
 from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format.bit_sharing import share_bits
@@ -30,6 +35,7 @@ __all__ = [
     "batch_norm_backward",
     "can_compute_batch_norm",
     "can_quantize_result",
+    "channel_statistics",
     "decode_fixed",
     "decode_mul",
     "dequantize",

@@ -12,12 +12,20 @@ from __future__ import annotations
 
 import torch
 
-from fewbit.config import MASKED_KINDS, MASKED_UNBIASED, UNBIASED, UNIFORM, check_rotated_size
+from fewbit.config import (
+    MASKED_KINDS,
+    MASKED_UNBIASED,
+    ROTATED,
+    UNBIASED,
+    UNIFORM,
+    check_rotated_size,
+)
 from fewbit.runtime.backends import reference_rotated, reference_unbiased
 from fewbit.runtime.backends.reference_bits import entries_of, pack, sixteen_bit_draws, unpack
 from fewbit.runtime.backends.results import QuantizedGroups
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.buffers import Entry, check_bits, seed_on
+from fewbit.runtime.format.channels import BLOCK, Normalization, estimated_rows
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.layout import storage_order
 
@@ -51,7 +59,8 @@ def quantize(
         words: only if `widths` is given: the number of int32 words to allocate for all codes.
         normalize: None to quantize x itself. (mean, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed in
             float32. If mean is None, nothing is subtracted. mean and rstd are 1-D contiguous float32 vectors. Element
-            number e, in storage order, has entry i = (e div inner) mod (number of entries).
+            number e, in storage order, has entry i = (e div inner) mod (number of entries). A fourth item has the numbers
+            of channels, see `Normalization`; rstd may then be None. Only rotated copies have channels.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
 
     Returns:
@@ -73,7 +82,7 @@ def quantize(
             )
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
     if normalize is not None:
-        rows = _normalized(rows, *normalize)
+        rows = _normalized(entry, rows, kind, *normalize)
     if widths is None:
         packed, ranges = _stream(rows, seed, bits, group_size, fp32_min, kind, 0)
     else:
@@ -91,6 +100,53 @@ def quantize(
         ranges = torch.cat([ranges, _seed_rows(seed, ranges.shape[1])])
     spread = tuple(rows.aminmax()) if rows.numel() else (rows.new_zeros(()),) * 2
     return QuantizedGroups(packed, ranges, spread)
+
+
+def channel_statistics(x, count: int, normalize=None) -> torch.Tensor:
+    """Estimate the mean and the scale of each channel of a tensor from some of its rows.
+
+    The scale is the root of the channel's standard deviation. Of all scales, it gives the least sum of squared errors, because
+    the elements of a rotated group have errors of one variance (docs/concepts/quantizer.md, "Channels").
+
+    Args:
+        x: a dense tensor of a floating dtype, with elements.
+        count: the number of channels, which divides the number of elements.
+        normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
+
+    Returns:
+        (count, 2) bfloat16.
+    """
+    entry = Entry("channel_statistics", x)
+    entry.check_numbers("x", x)
+    rows = storage_order(x.detach()).view(-1, count).to(torch.float32)
+    if normalize is not None:
+        rows = _normalized(entry, rows, ROTATED, *normalize)
+    chosen = estimated_rows(len(rows))
+    n = torch.full((), len(chosen), dtype=torch.float32, device=x.device)
+    sums, squares = torch.zeros_like(rows[0]), torch.zeros_like(rows[0])
+    for row in chosen:
+        sums = sums + rows[row]
+        squares = squares + rows[row] * rows[row]
+    means = sums / n
+    error = means * 2.0**-8
+    variances = (squares / n - means * means).clamp(min=0.0) + error * error
+    variances = variances + _averages(variances) / n
+    has_scale = (variances >= 1e-30) & (variances <= 1e30)
+    scales = torch.where(has_scale, reference_rotated.root(reference_rotated.root(variances)), 1.0)
+    means = torch.where(has_scale, means, 0.0)
+    return torch.stack([means, scales], 1).to(torch.bfloat16)
+
+
+def _averages(variances):
+    """Return the mean variance of the block of each channel, (channels,). Blocks are added up by halves."""
+    count = len(variances)
+    blocks = torch.nn.functional.pad(variances, (0, -count % BLOCK)).view(-1, BLOCK)
+    sizes = torch.full((len(blocks),), float(BLOCK), device=variances.device)
+    sizes[-1] = count - (len(blocks) - 1) * BLOCK
+    while blocks.shape[1] > 1:
+        half = blocks.shape[1] // 2
+        blocks = blocks[:, :half] + blocks[:, half:]
+    return (blocks[:, 0] / sizes).repeat_interleave(BLOCK)[:count]
 
 
 def squares(x, group_size, normalize=None, kind=UNIFORM):
@@ -111,17 +167,24 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
         (N,) float32; NaN for a sample with an element that is not finite.
     """
     check_rotated_size(kind, group_size)
-    Entry("squares", x).check_numbers("x", x)
+    entry = Entry("squares", x)
+    entry.check_numbers("x", x)
     samples, features = groups.samples_of(x.shape)
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
+    channels = None
     if normalize is not None:
-        rows = _normalized(rows, *normalize)
+        rows = _normalized(entry, rows, kind, *normalize)
+        channels = Normalization(*normalize).channels
     if not rows.numel():
         return rows.new_zeros(samples)
     per_row = -(-features // group_size)
     if kind != UNIFORM:
         cut, exists = _cut_rows(rows, group_size)
         energies = reference_rotated.energies(cut, exists, kind in _MASKED)
+        if channels is not None:  # errors are multiplied by the scales of channels
+            _, scales = _spread_channels(rows, channels)
+            scales, _ = _cut_rows(scales.double().square(), group_size)
+            energies = energies * (scales.sum(1) / exists.sum(1)).float()
         return energies.view(samples, per_row).sum(1)
     last = rows[:, -1:].expand(samples, per_row * group_size - features)
     cut = torch.cat([rows, last], 1).view(samples, per_row, group_size)
@@ -142,6 +205,7 @@ def dequantize(
     affine=None,
     kind=UNIFORM,
     mask=None,
+    channels=None,
 ) -> None:
     """Write the values that codes stand for to `out`, rounded once to the dtype of `out`.
 
@@ -159,14 +223,19 @@ def dequantize(
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
         mask: None, or packed codes of 1 bit, in storage order. Each value is multiplied by its element's code. Must be
             None if the copy is uniform, or if `affine` is given.
+        channels: None, or (count, 2) bfloat16, the numbers of the channels that `quantize` took out: each value is
+            multiplied by its channel's scale, then the mean is added, before `affine`. Must be None if `affine` must be.
     """
     check_rotated_size(kind, group_size)
     entry = Entry("dequantize", out)
     entry.check_numbers("out", out)
     entry.check_copy(packed, ranges, bits, group_size, out.shape, widths, kind)
     samples, features = groups.samples_of(out.shape)
-    if affine is not None and widths is not None and features < groups.LEAST_FEATURES:
-        raise ValueError("expected no affine map for short samples of several widths")
+    if widths is not None and features < groups.LEAST_FEATURES:
+        if affine is not None:
+            raise ValueError("expected no affine map for short samples of several widths")
+        if channels is not None:
+            raise ValueError("expected no channels for short samples of several widths")
     if mask is not None:
         entry.check_mask(mask, out.numel(), affine, kind)
     seed = None
@@ -186,6 +255,10 @@ def dequantize(
             place = group_size, count, features
             rows[chosen] = _restored(*stream, width, *place, kind, seed, group)
             word, group = word + n_words, group + n_groups
+    if channels is not None:
+        entry.check_channels(channels, out.numel(), kind)
+        means, scales = _spread_channels(rows, channels)
+        rows = rows * scales + means
     if affine is not None:
         rows = _mapped(rows, *affine)
     if mask is not None:
@@ -205,13 +278,25 @@ def in_dtype(values, dtype):
     return values.to(dtype)
 
 
-def _normalized(rows, mean, rstd, inner):
-    if rstd is None:
+def _normalized(entry, rows, kind, mean, rstd, inner, channels=None):
+    if rstd is None and (channels is None or mean is not None):
         raise ValueError("expected rstd, got None")
-    mean, rstd = entries_of(rows, (mean, rstd), inner)
-    if mean is not None:
-        rows = rows - mean
-    return rows * rstd
+    if rstd is not None:
+        mean, rstd = entries_of(rows, (mean, rstd), inner)
+        if mean is not None:
+            rows = rows - mean
+        rows = rows * rstd
+    if channels is not None:
+        entry.check_channels(channels, rows.numel(), kind)
+        means, scales = _spread_channels(rows, channels)
+        rows = (rows - means) * (torch.ones_like(scales) / scales)
+    return rows
+
+
+def _spread_channels(rows, channels):
+    """Return the mean and the scale of the channel of each element, two float32 tensors of the shape of rows."""
+    numbers = channels.float()
+    return entries_of(rows, (numbers[:, 0].contiguous(), numbers[:, 1].contiguous()), 1)
 
 
 def _mapped(rows, scale, shift, inner):

@@ -65,7 +65,7 @@ def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked=F
     is_twice = most * most * _SHARE_OF_ONE > left.energy
     words = sign_words(seed, first_group, len(cut))
     y = rotated(left.values, left.lengths, words, is_twice)
-    rms = (left.energy / left.lengths.to(torch.float32)).sqrt()
+    rms = root(left.energy / left.lengths.to(torch.float32))
     magnitude = y.abs()
     index = (magnitude[..., None] > breaks * rms[:, None, None]).sum(-1)
     codes = index + (torch.signbit(y).to(torch.int64) << (bits - 1))
@@ -142,6 +142,11 @@ def remainders(cut, exists, fp32_mean, is_masked) -> Remainders:
     factor = torch.where(energy < _MOST_ENERGY, factor, 1 / _RESCUE)
     left = left * factor[:, None]
     return Remainders(left, lengths, mean, factor, _sums(left * left))
+
+
+def root(x):
+    """Return the square roots of float32 numbers, rounded correctly. torch's own roots are not on every processor."""
+    return x.double().sqrt().float()
 
 
 def padded(x):

@@ -19,6 +19,7 @@ from fewbit.runtime.backends.reference_rotated import (
     MOST_SCALE,
     padded,
     remainders,
+    root,
     rotated,
     rotated_back,
     sign_words,
@@ -37,7 +38,7 @@ def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked=F
     y = rotated(left.values, left.lengths, words, never)
     # Divided by the scale, no number may exceed the limit T of the code.
     least_scale = torch.where(padded(exists), y.abs(), 0.0).amax(1) * code.inverse_limit
-    rms = (left.energy / left.lengths.to(torch.float32)).sqrt()
+    rms = root(left.energy / left.lengths.to(torch.float32))
     scale = torch.maximum(rms, least_scale) * (1.0 / left.factor)
     scale = _up(scale.clamp(max=MOST_SCALE))
     z = y * (1.0 / (scale * left.factor))[:, None]

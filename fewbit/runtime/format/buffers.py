@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fewbit.config import UNIFORM
+from fewbit.config import ROTATED, UNIFORM
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.encoding import packed_words
 
@@ -131,6 +131,19 @@ class Entry:
                 f"{self.name}: mask: expected None for uniform copies, got {_described(mask)}"
             )
         self.check("mask", mask, packed_words(n, 1), torch.int32)
+
+    def check_channels(self, channels, n: int, kind: str) -> None:
+        """Raise ValueError unless `channels` has two bfloat16 numbers for each channel, for a rotated copy of n elements."""
+        count = channels.numel() // 2
+        self.check("channels", channels, 2 * count, torch.bfloat16)
+        if kind != ROTATED:
+            raise ValueError(
+                f"{self.name}: channels: expected None unless the copy is rotated, got {_described(channels)}"
+            )
+        if n and (count < 1 or n % count):
+            raise ValueError(
+                f"{self.name}: channels: expected entries * inner to divide the number of elements, {n}, got {count} * 1"
+            )
 
     def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:
         """Return the number of int32 words that the samples' codes need, and the number of groups.

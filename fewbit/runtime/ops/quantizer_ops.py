@@ -1,7 +1,8 @@
 """The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
 
-    quantize(x, stride, seed, bits, group_size, fp32_min, kind) -> packed, ranges, one
-    dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind, mask) -> the values, with the strides `stride`
+    quantize(x, stride, seed, bits, group_size, fp32_min, kind, channels) -> packed, ranges, numbers of channels, one
+    dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind, mask, channels) -> the values, with the strides
+        `stride`
 
 The group quantizer cuts a tensor into groups of elements. It saves two numbers for each group, called its *ranges*, and
 a code of 1 to 8 bits for each element. The two numbers are the minimum and the range in a uniform copy, the mean and the
@@ -20,6 +21,7 @@ from torch.library import register_fake
 from fewbit.config import MASKED_UNBIASED, UNBIASED, UNIFORM, check_rotated_size
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.channels import Normalization
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.ops.library import define, save_results
 
@@ -47,8 +49,8 @@ def quantize(
         fp32_min: whether groups have float32 minimums (means, in a rotated copy), or None. On the CPU, None means True if `is_offset` is true for
             the minimum and maximum of x, else False. On CUDA, None means False, because the host would have to wait for
             the minimum and maximum; `saved/min_dtype.py` decides before the call.
-        normalize: None, or (mean, rstd, inner) to quantize (x - mean) * rstd, see
-            `reference_quantizer.quantize`. If given, `layout.is_by_sample(x)` must be true.
+        normalize: None, or a `Normalization`, which changes the elements first, see `reference_quantizer.quantize`. If it has
+            an rstd, `layout.is_by_sample(x)` must be true.
         widths: (N,) uint8, the bits per element of each sample, or None.
         words: only if `widths` is given: the number of int32 words to allocate for the codes, at least
             `groups.mixed_words`.
@@ -123,6 +125,19 @@ def _sensitivities(source, slot, group_size, normalize, kind):
     return slot.assignment.sensitivities(slot, squares(source, group_size, normalize, kind))
 
 
+def channel_statistics(x, count, normalize=None):
+    """Return the means and the scales of a tensor's channels, (count, 2) bfloat16, see `reference.channel_statistics`.
+
+    Args:
+        x: a floating tensor with elements, of any strides.
+        count: the number of channels.
+        normalize: how to normalize x first, or None, see `quantize`.
+    """
+    source = x if layout.is_by_sample(x) else x.detach().contiguous()
+    source = _narrow(source)
+    return backends.of(source).channel_statistics(source, count, normalize)
+
+
 def squares(x, group_size, normalize=None, kind=UNIFORM):
     """Return, for each sample of x, a number to which the variance of rounding is proportional, (N,) float32.
 
@@ -181,6 +196,7 @@ def dequantize_samples(
     affine=None,
     kind=UNIFORM,
     mask=None,
+    channels=None,
 ):
     """Dequantize a tensor from the results of `quantize_samples`.
 
@@ -196,8 +212,9 @@ def dequantize_samples(
         affine: a linear map to apply to the values, or None, see `dequantize`.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
         mask: a mask to apply to the values, or None, see `dequantize`.
+        channels: the numbers of channels, or None, see `dequantize`.
     """
-    settings = widths, affine, kind, mask
+    settings = widths, affine, kind, mask, channels
     return _dequantized(packed, ranges, 0, group_size, size, stride, dtype, settings, samples)
 
 
@@ -213,6 +230,7 @@ def dequantize(
     affine=None,
     kind=UNIFORM,
     mask=None,
+    channels=None,
 ):
     """Return the dequantized values of a tensor, with the given size, strides and dtype.
 
@@ -230,8 +248,9 @@ def dequantize(
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
         mask: None, or the packed codes of 1 bit by which the values are multiplied, see
             `reference_quantizer.dequantize`.
+        channels: None, or the numbers of the channels that `quantize` took out, (count, 2) bfloat16.
     """
-    settings = widths, affine, kind, mask
+    settings = widths, affine, kind, mask, channels
     return _dequantized(packed, ranges, bits, group_size, size, stride, dtype, settings)
 
 
@@ -240,7 +259,7 @@ def _dequantized(
 ) -> torch.Tensor:
     """Return the dequantized values for `dequantize` and `dequantize_samples`, whose arguments these are.
 
-    `settings` is (widths, affine, kind, mask).
+    `settings` is (widths, affine, kind, mask, channels).
     """
     check_rotated_size(settings[2], group_size)
     is_wide = dtype is torch.float64
@@ -272,26 +291,33 @@ def is_offset(least: float, greatest: float) -> bool:
     return greatest - least < groups.STEPS * step
 
 
-def _quantize_with_stride(x, stride, seed, bits, group_size, fp32_min, kind):
+def _quantize_with_stride(x, stride, seed, bits, group_size, fp32_min, kind, channels=0):
     source = layout.with_stride(x.detach(), stride, by_sample=True)
-    settings = seed, bits, group_size, fp32_min, None, None, None, kind
-    return *_quantize(source, *settings), x.new_ones(())
+    if channels:
+        numbers = channel_statistics(source, channels)
+        normalize = Normalization(channels=numbers)
+    else:
+        numbers, normalize = x.new_empty((0, 2), dtype=torch.bfloat16), None
+    settings = seed, bits, group_size, fp32_min, None, None, normalize, kind
+    return *_quantize(source, *settings), numbers, x.new_ones(())
 
 
-def _dequantize_with_stride(packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None):
+def _dequantize_with_stride(
+    packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None, channels=None
+):
     layout.check_stride(size, stride, by_sample=True)
     settings = bits, group_size, size, stride, dtype
-    return dequantize(packed, ranges, *settings, kind=kind, mask=mask)
+    return dequantize(packed, ranges, *settings, kind=kind, mask=mask, channels=channels)
 
 
 quantize_op = define(
     "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool fp32_min, "
-    "str kind) -> (Tensor, Tensor, Tensor)",
+    "str kind, SymInt channels=0) -> (Tensor, Tensor, Tensor, Tensor)",
     _quantize_with_stride,
 )
 dequantize_op = define(
     "dequantize(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
-    "ScalarType dtype, str kind, Tensor? mask=None) -> Tensor",
+    "ScalarType dtype, str kind, Tensor? mask=None, Tensor? channels=None) -> Tensor",
     _dequantize_with_stride,
 )
 
@@ -308,17 +334,18 @@ def _prepare(kind, device):
 
 
 @register_fake("fewbit::quantize")
-def _(x, stride, seed, bits, group_size, fp32_min, kind):
+def _(x, stride, seed, bits, group_size, fp32_min, kind, channels=0):
     _prepare(kind, x.device)
     samples, features = groups.samples_of(x.shape)
     packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
     rows = groups.group_count(samples, features, group_size) + groups.seed_rows(kind)
     shape = rows, 3 if fp32_min else 2
-    return packed, x.new_empty(shape, dtype=torch.bfloat16), x.new_empty(())
+    numbers = x.new_empty((channels, 2), dtype=torch.bfloat16)
+    return packed, x.new_empty(shape, dtype=torch.bfloat16), numbers, x.new_empty(())
 
 
 @register_fake("fewbit::dequantize")
-def _(packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None):
+def _(packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None, channels=None):
     _prepare(kind, packed.device)
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
 

@@ -113,7 +113,7 @@ def _with_bias_of(shared: SavedTensors, before: Content, checksum) -> SavedTenso
     return _with_own_bias(shared) if is_same else None
 
 
-def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
+def save_copies(ctx, x, mean, rstd, inner, copies, quantizer, features=None):
     """Quantize the normalized input of a norm once or twice.
 
     Args:
@@ -126,11 +126,13 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer):
             number varies. See `Quantizer.quantize_normalized`.
         copies: 1, or 2 for two independently rounded copies.
         quantizer: the quantizer of the norm.
+        features: the dimensions along which the channels of the normalized input differ (`Quantizer.quantize`); None if it has
+            none.
 
     Returns:
         (SavedTensors of the first copy, all tensors to save).
     """
-    parts = [quantizer.quantize_normalized(x, mean, rstd, inner) for _ in range(copies)]
+    parts = [quantizer.quantize_normalized(x, mean, rstd, inner, features) for _ in range(copies)]
     ctx.spec, ctx.inner = parts[0].spec, inner
     return parts[0], [tensor for part in parts for tensor in part.tensors]
 

@@ -33,6 +33,7 @@ from fewbit.config import (
 )
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.buffers import seed_on
+from fewbit.runtime.format.channels import Normalization, channels_of
 from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
 from fewbit.runtime.interop.compiler_tracing import notify_traced
@@ -132,8 +133,10 @@ class Quantizer:
             return self.kind
         return usual_kind(usual, self.group_size)
 
-    def quantize_or_reuse(self, x: torch.Tensor) -> SavedTensors:
-        """Return the fixed-point copy of x if a norm has made one, else make a copy with `quantize(x)`.
+    def quantize_or_reuse(
+        self, x: torch.Tensor, features: tuple[int, ...] | None = None
+    ) -> SavedTensors:
+        """Return the fixed-point copy of x if a norm has made one, else make a copy with `quantize(x, features=features)`.
 
         Linear layers and convolutions call this method to save their input.
         """
@@ -143,7 +146,7 @@ class Quantizer:
             saved = context.cache.get_fixed_point(x)
             if saved is not None:
                 return saved
-        return self.quantize(x)
+        return self.quantize(x, features=features)
 
     @property
     def fixed_point_context(self) -> ForwardContext | None:
@@ -156,7 +159,12 @@ class Quantizer:
         return running if running is not None and running.is_private else self.context
 
     def quantize(
-        self, x: torch.Tensor, shared: bool = True, slot: int = 0, usual: str = ROTATED
+        self,
+        x: torch.Tensor,
+        shared: bool = True,
+        slot: int = 0,
+        usual: str = ROTATED,
+        features: tuple[int, ...] | None = None,
     ) -> SavedTensors:
         """Return a quantized copy of x, made now or by another layer that saved x in the same forward pass.
 
@@ -165,30 +173,47 @@ class Quantizer:
             shared: whether several layers that save x in the same forward pass may use one copy.
             slot: the number of x among the layer's inputs, from 0. With the layer's name, it identifies the slot.
             usual: the kind of the copy if the quantizer has no kind.
+            features: the dimensions of x along which its channels differ, counted from the last dimension, which is -1; None
+                if x has no channels. If x has many rows, channels have a mean and a scale of their own.
         """
         x = has_arrived(x)
+        channels = self._channels_of(x, usual, features)
         if x.is_contiguous():  # the usual case, for which the host's time counts
-            return self._quantize_or_share(x, shared, slot, usual)
-        return in_storage_order(x, lambda x: self._quantize_or_share(x, shared, slot, usual))
+            return self._quantize_or_share(x, shared, slot, usual, channels)
+        return in_storage_order(
+            x, lambda x: self._quantize_or_share(x, shared, slot, usual, channels)
+        )
 
-    def _quantize_or_share(self, x, shared, slot, usual) -> SavedTensors:
+    def _channels_of(self, x, usual, features) -> int:
+        """Return the number of channels whose means and scales the copy of x has, or 0 if it has none."""
+        # The CUDA kernels have no channels yet.
+        if features is None or x.is_cuda or self.kind_of(usual) != ROTATED or x.dim() < 2:
+            return 0
+        return channels_of(x, tuple(dim % x.dim() for dim in features))
+
+    def _quantize_or_share(self, x, shared, slot, usual, channels) -> SavedTensors:
         if not shared or self.context is None or not is_eager(x) or x.is_inference():
-            return self._quantize(x, x.dtype, slot, usual=usual)
+            return self._quantize(x, x.dtype, slot, usual=usual, channels=channels)
         context = self.context
         context.record_save()
         cache, content, key = context.cache, Content(x), self.key
         saved = cache.get(content, key)
-        activation = cache.record_consumer(content, self)
+        mask = cache.get_mask(content) if self.kind_of(usual) in MASKED_KINDS else None
+        if mask is not None:
+            channels = 0
+        # An activation does not know the means and scales of channels while it computes its result.
+        activation = None if channels else cache.record_consumer(content, self)
         if saved is None:
-            mask = cache.get_mask(content) if self.kind_of(usual) in MASKED_KINDS else None
-            made_by = {"activation": activation, "usual": usual, "mask": mask}
+            made_by = {"activation": activation, "usual": usual, "mask": mask, "channels": channels}
             saved = self._quantize(x, x.dtype, slot, **made_by)
             cache.put(content, key, saved)
         elif self._policy is not None:
             saved = saved._replace(spec=saved.spec.for_consumer(self.name))
         return saved
 
-    def quantize_independent(self, x: torch.Tensor, *others: torch.Tensor) -> SavedTensors:
+    def quantize_independent(
+        self, x: torch.Tensor, *others: torch.Tensor, features: tuple[int, ...] | None = None
+    ) -> SavedTensors:
         """Return a copy of x that is rounded independently of the copies of `others`, even if x is among `others`.
 
         Layers that multiply two dequantized tensors call this method, because the product is exact in expectation only
@@ -197,11 +222,14 @@ class Quantizer:
         Args:
             x: a floating tensor of any shape and strides.
             *others: the layer's inputs before x, in their order.
+            features: as in `quantize`.
         """
         is_one = any(_is_same_memory(x, other) for other in others)
-        return self.quantize(x, not is_one, slot=len(others))
+        return self.quantize(x, not is_one, slot=len(others), features=features)
 
-    def quantize_normalized(self, x, mean, rstd, inner: int | None) -> SavedTensors:
+    def quantize_normalized(
+        self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None
+    ) -> SavedTensors:
         """Return a quantized copy of (x - mean) rstd, the normalized input of a norm layer.
 
         The normalized values are computed in float32 or better. The copy is not put into the cache.
@@ -213,21 +241,24 @@ class Quantizer:
             inner: the number of elements, one after the other in memory, that have the same mean and rstd. Element
                 number e in memory has entry number (e div inner) mod (number of entries) of mean and rstd. None if x is
                 laid out differently.
+            features: as in `quantize`.
         """
         x = has_arrived(x)
+        channels = self._channels_of(x, ROTATED, features)
         fits = inner is not None and layout.is_by_sample(x)
         fits = fits and rstd.dtype == torch.float32 and x.dtype != torch.float64
         if fits and is_abstract(x):
             # A kernel normalizes while it quantizes, so no memory is taken for the normalized values.
-            copy = self._quantize_traced(x, self.kind_of(ROTATED))
+            copy = self._quantize_traced(x, self.kind_of(ROTATED), channels)
             return copy._replace(spec=copy.spec._replace(dtype=torch.float32))
         if fits and is_plain(x):
-            return self._quantize(x, torch.float32, normalize=(flat(mean), flat(rstd), inner))
+            by = Normalization(flat(mean), flat(rstd), inner)
+            return self._quantize(x, torch.float32, normalize=by, channels=channels)
         input_dtype = x.dtype
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        return self._quantize(x, x.dtype, input_dtype=input_dtype)
+        return self._quantize(x, x.dtype, input_dtype=input_dtype, channels=channels)
 
     def _quantize(
         self,
@@ -239,6 +270,7 @@ class Quantizer:
         input_dtype=None,
         usual=ROTATED,
         mask=None,
+        channels=0,
     ) -> SavedTensors:
         """Quantize x, or x normalized by `normalize`. The backward pass dequantizes the copy in `dtype`.
 
@@ -246,34 +278,38 @@ class Quantizer:
             x: the tensor.
             dtype: the dtype of the dequantized values.
             slot: the number of x among the layer's inputs.
-            normalize: (mean or None, rstd, inner) if x is to be normalized first; else None.
+            normalize: a `Normalization` without channels if x is to be normalized first; else None.
             activation: the number of the activation in the forward pass whose result x is, or None.
             input_dtype: the dtype of the layer's input; None if it is the dtype of x.
             usual: the kind of the copy if the quantizer has no kind.
             mask: the mask that says where x is 0 (`saved/cache.py`), or None.
+            channels: the number of channels that have a mean and a scale of their own. A masked copy has none.
         """
         kind = self.kind_of(usual)
-        kind = kind if mask is None else MASKED_KINDS[kind]
+        if mask is not None:
+            kind, channels = MASKED_KINDS[kind], 0
         if not is_plain(x):
-            return self._quantize_traced(x, kind)
-        fp32_min, ask = self._fp32_min_of(x)
-        settings = self.group_size, fp32_min, normalize
+            return self._quantize_traced(x, kind, channels)
+        # Without the channels' means, the groups' means are small.
+        fp32_min, ask = (False, False) if channels else self._fp32_min_of(x)
         seed = self._seed(x, slot, activation)
         if self._policy is None:
+            normalize = _with_channels(x, normalize, channels)
+            settings = self.group_size, fp32_min, normalize
             tensors = quantizer_ops.quantize(x, seed, self.bits, *settings, kind=kind)
             spec = self._spec(x, dtype, self.bits, kind=kind)
-            tensors, spec = _with_mask(tensors, spec, mask)
+            tensors, spec = _complete(tensors, spec, normalize, mask)
         else:
-            tensors, spec = self._quantize_slot(
-                x, seed, dtype, slot, settings, input_dtype or x.dtype, kind, mask
-            )
+            settings = self.group_size, fp32_min, normalize
+            place = input_dtype or x.dtype, kind, mask, channels
+            tensors, spec = self._quantize_slot(x, seed, dtype, slot, settings, *place)
             ask = ask and not isinstance(spec, CodecSpec)  # whose tensors are not ranges
         offload.mark(*tensors)
         if ask:
             self._selector.ask(tensors[1], kind)
         return SavedTensors(tensors, spec)
 
-    def _quantize_slot(self, x, seed, dtype, number, settings, input_dtype, kind, mask):
+    def _quantize_slot(self, x, seed, dtype, number, settings, input_dtype, kind, mask, channels):
         """Quantize x with the bits, or with the slot codec, that this forward's bit assignment has for the slot.
 
         Args:
@@ -285,6 +321,7 @@ class Quantizer:
             input_dtype: the dtype of the layer's input.
             kind: the kind of the copy.
             mask: the mask of a masked copy, else None.
+            channels: the number of channels that have a mean and a scale of their own.
 
         Returns:
             (tensors to save, spec).
@@ -295,6 +332,11 @@ class Quantizer:
         bits, sensitivities = slot.uniform(), None
         spec = self._spec(x, dtype, bits, samples, slot, kind)
         codec, probe = assignment.codec(slot), assignment.probe
+        # Short samples of different bits do not lie side by side in a group.
+        is_short = samples is not None and x.numel() < samples * groups.LEAST_FEATURES
+        if codec is None and not is_short:
+            *before, normalize = settings
+            settings = *before, _with_channels(x, normalize, channels)
         if codec is not None:
             tensors, spec = _quantize_by_codec(codec, x, seed, spec, settings, input_dtype)
             if samples is not None and probe is not None:
@@ -309,7 +351,7 @@ class Quantizer:
                 x, seed, slot, samples, *settings, kind
             )
         if codec is None:
-            tensors, spec = _with_mask(tensors, spec, mask)
+            tensors, spec = _complete(tensors, spec, settings[-1], mask)
         if x.numel() and (probe is not None or assignment.unobserved):
             self._report_unobserved(assignment, slot)
         if probe is not None and x.numel() and not in_backward():
@@ -386,7 +428,7 @@ class Quantizer:
             self._selector.ask(ranges, kind)
         spec = self._spec(y, y.dtype, self.bits, kind=kind)
         mask = codes if is_masked else None
-        return codes, SavedTensors(*_with_mask((packed, ranges), spec, mask))
+        return codes, SavedTensors(*_complete((packed, ranges), spec, None, mask))
 
     @property
     def key(self) -> tuple:
@@ -402,14 +444,17 @@ class Quantizer:
         key = bits, self.group_size, self.min_dtype
         return key if self.kind == UNIFORM else (*key, self.kind)
 
-    def _quantize_traced(self, x, kind) -> SavedTensors:
+    def _quantize_traced(self, x, kind, channels=0) -> SavedTensors:
         notify_traced(self)
         spec = self._spec(x, x.dtype, self.bits, kind=kind)
-        settings = self.bits, self.group_size, bool(self._fp32_min()), kind
-        packed, ranges, one = quantizer_ops.quantize_op(
-            x, spec.stride, library.new_seed(x), *settings
-        )
-        return SavedTensors((packed, ranges), spec, None if is_abstract(x) else one)
+        fp32_min = bool(self._fp32_min()) and not channels
+        settings = self.bits, self.group_size, fp32_min, kind, channels
+        *tensors, one = quantizer_ops.quantize_op(x, spec.stride, library.new_seed(x), *settings)
+        if channels:
+            spec = spec._replace(has_channels=True)
+        else:
+            tensors.pop()
+        return SavedTensors(tuple(tensors), spec, None if is_abstract(x) else one)
 
     def was_traced(self) -> None:
         """Tell the policy that no probe can measure the layer, because the layer runs inside torch.compile."""
@@ -458,11 +503,21 @@ def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, set
     return tuple(tensors), CodecSpec(inner, spec)
 
 
-def _with_mask(tensors, spec, mask: torch.Tensor | None):
-    """Add the mask of a masked copy to the copy's tensors, and to its spec that there is one."""
-    if mask is None:
-        return tuple(tensors), spec
-    return (*tensors, mask), spec._replace(has_mask=True)
+def _with_channels(x, normalize: Normalization | None, channels: int) -> Normalization | None:
+    """Return `normalize` with the means and scales of the channels of x, if it has some."""
+    if not channels:
+        return normalize
+    numbers = quantizer_ops.channel_statistics(x, channels, normalize)
+    return (normalize or Normalization())._replace(channels=numbers)
+
+
+def _complete(tensors, spec, normalize: Normalization | None, mask: torch.Tensor | None):
+    """Add the numbers of channels, and the mask of a masked copy, to the copy's tensors and to its spec."""
+    if normalize is not None and normalize.channels is not None:
+        tensors, spec = (*tensors, normalize.channels), spec._replace(has_channels=True)
+    if mask is not None:
+        tensors, spec = (*tensors, mask), spec._replace(has_mask=True)
+    return tuple(tensors), spec
 
 
 def _is_same_memory(x, other) -> bool:

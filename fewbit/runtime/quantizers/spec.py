@@ -15,6 +15,7 @@ import torch
 from fewbit.config import UNIFORM
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.channels import Normalization
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import quantizer_ops
@@ -33,6 +34,7 @@ class QuantizedTensorSpec(NamedTuple):
         slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
         has_mask: whether the last saved tensor is a mask (`saved/cache.py`), so that the copy is a masked one.
+        has_channels: whether the copy has the means and scales of channels (`runtime/format/channels.py`).
     """
 
     bits: int
@@ -44,14 +46,16 @@ class QuantizedTensorSpec(NamedTuple):
     slot: TensorSlot | None = None
     kind: str = UNIFORM
     has_mask: bool = False
+    has_channels: bool = False
 
     @property
     def count(self) -> int:
         """The number of saved tensors.
 
-        These are codes, ranges, the numbers of bits if each sample has its own, and the mask of a masked copy.
+        These are codes, ranges, the numbers of bits if each sample has its own, the numbers of channels, and the mask of a
+        masked copy.
         """
-        return 2 + (self.samples is not None) + self.has_mask
+        return 2 + (self.samples is not None) + self.has_channels + self.has_mask
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """Return approximate values of the saved tensor, in the tensor's size and strides.
@@ -96,10 +100,12 @@ class QuantizedTensorSpec(NamedTuple):
     def _values(self, tensors, dtype, affine):
         packed, ranges, *widths = tensors
         mask = widths.pop() if self.has_mask else None
+        channels = widths.pop() if self.has_channels else None
         place = self.bits, self.group_size, self.size, self.stride
         if not is_plain(packed):
-            return quantizer_ops.dequantize_op(packed, ranges, *place, dtype, self.kind, mask)
-        how = {"affine": affine, "kind": self.kind, "mask": mask}
+            how = self.kind, mask, channels
+            return quantizer_ops.dequantize_op(packed, ranges, *place, dtype, *how)
+        how = {"affine": affine, "kind": self.kind, "mask": mask, "channels": channels}
         if not widths:
             return quantizer_ops.dequantize(packed, ranges, *place, dtype, **how)
         return quantizer_ops.dequantize_samples(
@@ -177,8 +183,7 @@ class QuantizationRecord(NamedTuple):
         spec: the spec of the saved tensors.
         group_size: the number of elements in a group.
         fp32_min: whether the groups' minimums are float32; None if `quantizer_ops.quantize` decides.
-        normalize: (mean or None, rstd, inner) if x was normalized before it was quantized, else None. For inner see
-            `Quantizer.quantize_normalized`.
+        normalize: the `Normalization` of x before it was quantized, or None.
     """
 
     x: torch.Tensor
@@ -186,7 +191,7 @@ class QuantizationRecord(NamedTuple):
     spec: QuantizedTensorSpec
     group_size: int
     fp32_min: bool | None
-    normalize: tuple | None
+    normalize: Normalization | None
 
     def variance(self, bits: int, generator) -> torch.Tensor:
         """Return the variance that rounding to `bits` adds to an element, as a mean over the elements of each sample.
@@ -232,8 +237,8 @@ class QuantizationRecord(NamedTuple):
         spec = self.spec
         x = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=self.x.device)
         x.copy_(self.x)
-        if self.normalize is not None:
-            mean, rstd, inner = self.normalize
+        if self.normalize is not None and self.normalize.rstd is not None:
+            mean, rstd, inner, _ = self.normalize
             rows = layout.storage_order(x).view(-1, len(rstd), inner)
             if mean is not None:
                 rows.sub_(mean[:, None])
@@ -247,7 +252,8 @@ class QuantizationRecord(NamedTuple):
             exact: the result of `exact()`, if the caller has it already.
         """
         if exact is None:
-            exact = self.x if self.normalize is None else self.exact()
+            is_changed = self.normalize is not None and self.normalize.rstd is not None
+            exact = self.exact() if is_changed else self.x
         return self.spec.dequantize_exact(self.tensors).sub_(exact)
 
 

@@ -1,0 +1,59 @@
+"""The channels of a tensor, which have a mean and a scale of their own in a rotated copy (docs/concepts/quantizer.md).
+
+A tensor's channels are the places along its feature dimensions, such as the entries of the vector that a linear layer gets for each
+token. Element number e of the tensor, in storage order, has channel e mod (number of channels). A *row* is a run of
+elements with one element of each channel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fewbit.runtime.format.layout import contiguous_stride, is_dense
+
+LEAST_ROWS = 256
+"""A copy has means and scales of channels if each channel has so many elements. With fewer, they would take too many bytes."""
+BLOCK = 256
+"""The number of channels whose variances are averaged."""
+
+
+class Normalization(NamedTuple):
+    """The change of a tensor's elements before they are quantized: first (x - mean) * rstd, then the channels.
+
+    Attributes:
+        mean: a 1-D contiguous float32 vector, or None to subtract nothing. Element number e of the tensor, in storage order,
+            has entry (e div inner) mod (number of entries).
+        rstd: a vector like `mean`, or None if the elements are not normalized.
+        inner: the number of consecutive elements with the same entry.
+        channels: (count, 2) bfloat16, the mean m and the scale s of each channel, or None. An element v becomes (v - m) / s,
+            computed as a product with 1 / s in float32.
+    """
+
+    mean: torch.Tensor | None = None
+    rstd: torch.Tensor | None = None
+    inner: int = 1
+    channels: torch.Tensor | None = None
+
+
+def channels_of(x: torch.Tensor, features: tuple[int, ...]) -> int:
+    """Return the number of channels whose means and scales a rotated copy of x has, or 0 if it has none.
+
+    Args:
+        x: the tensor.
+        features: the dimensions of x along which channels differ, from 0. They have to be the innermost ones in storage.
+    """
+    stride = x.stride() if is_dense(x) else contiguous_stride(x.shape)
+    count = 1
+    for dim in sorted(features, key=lambda dim: stride[dim]):
+        if x.shape[dim] != 1 and stride[dim] != count:
+            return 0
+        count *= x.shape[dim]
+    return count if count > 1 and x.numel() >= LEAST_ROWS * count else 0
+
+
+def estimated_rows(rows: int) -> list[int]:
+    """Return the rows from which the numbers of channels are estimated: an eighth, but at least 32 and at most 256."""
+    count = min(rows, max(32, rows // 8), 256)
+    return [index * rows // count for index in range(count)]

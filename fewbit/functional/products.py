@@ -346,6 +346,10 @@ def gated(
     return _Gated.apply(gate, up, activation, function or _FORWARD[activation], quantizer)
 
 
+def _product(activation, gate, up):
+    return _FORWARD[activation](gate) * up
+
+
 class _Gated(Function):
     @staticmethod
     def forward(ctx, gate, up, activation, function, quantizer):
@@ -356,6 +360,9 @@ class _Gated(Function):
         needs_copy = needs_up or activation != "identity"
         gate_copy = quantizer.quantize(gate, features=(-1,)) if needs_copy else None
         up_copy = quantizer.quantize_independent(up, gate, features=(-1,)) if needs_gate else None
+        if needs_gate and needs_copy:
+            compute = partial(_product, activation)
+            quantizer.share_computed(y, compute, (gate_copy, up_copy))
         return copies.save(ctx, y, (gate_copy, up_copy))
 
     @staticmethod

@@ -7,8 +7,12 @@ import torch
 from expectation import mean_square, variance
 from layers import Called, bytes_by, gradients, relative
 from samples import normal
+from torch import nn
 from torch.nn import functional as torch_f
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+import fewbit
 from fewbit.functional.products import geglu, reglu, swiglu
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.groups import quantized_bytes
@@ -129,3 +133,66 @@ def test_bias_is_as_the_formula_says(name, kind, bits):
     _, of_up = draws(SAMPLES[name][0], gate, up, grad, bits[1], 20000, kind)
     exact, bias = g * act(x), g * second(x) * variance(gate, bits[1], kind) / 2
     assert mean_square(of_up, exact + bias) < 2 < 100 < mean_square(of_up, exact)
+
+
+# -- the layer after a gated unit ------------------------------------------------------------------
+
+
+def unit(activation, after=None):
+    """Return a gated unit of transformers: three linear layers, and perhaps a module before the last one."""
+    config = LlamaConfig(hidden_size=32, intermediate_size=96, hidden_act=activation)
+    torch.manual_seed(0)
+    mlp = LlamaMLP(config)
+    if after is not None:
+        mlp.down_proj = nn.Sequential(after, mlp.down_proj)
+    return mlp
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("bits", [2, 8])
+def test_the_next_layer_computes_the_product_from_the_copies(activation, bits):
+    """It saves nothing of its own, and its weight's gradient is near torch's."""
+    model, x = unit(activation), normal((3, 70, 32), scale=1.0).requires_grad_()
+    x = x * 4
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    fewbit.compress_(model, bits, verbose=False)
+    copies = quantized_bytes((3, 70, 32), bits) + 2 * quantized_bytes((3, 70, 96), bits)
+    masks = 4 * packed_words(3 * 70 * 96, 1) if activation == "relu" else 0
+    assert fewbit.saved_bytes(model, x).total == copies + masks
+    loss = model(x).square().sum()
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    limit = {2: 0.7, 8: 0.02}[bits]
+    assert max(relative(a, b) for a, b in zip(found, expected, strict=True)) < limit
+
+
+def test_the_product_is_exact_in_expectation_with_relu():
+    """With SiLU it is not, because the mean of silu(gate^) is not silu(gate)."""
+    biases = {}
+    for activation in ("relu", "silu"):
+        model, x = unit(activation), normal((1, 64, 32), scale=8.0)
+        weight = model.down_proj.weight
+        (exact,) = torch.autograd.grad(model(x).sum(), weight)
+        fewbit.compress_(model, 1, verbose=False)
+        draws = [torch.autograd.grad(model(x).sum(), weight)[0] - exact for _ in range(120)]
+        mean = sum(draws) / len(draws)
+        sampling = sum(d.square().sum() for d in draws) / len(draws) ** 2
+        biases[activation] = ((mean.square().sum() - sampling) / exact.square().sum()).item()
+    assert abs(biases["relu"]) < 2e-3 < biases["silu"]
+
+
+@pytest.mark.parametrize("after", [nn.Dropout(0.5), nn.LayerNorm(96), nn.ReLU()], ids=str)
+def test_a_changed_product_is_saved(after):
+    model, x = unit("silu", after), normal((3, 70, 32), scale=1.0)
+    fewbit.compress_(model, 2, verbose=False)
+    saved = fewbit.saved_bytes(model, x).by_kind()["packed"]
+    assert saved >= 8 * (70 * 32 + 3 * 70 * 96) * 3 // 32
+
+
+def test_a_product_that_is_written_to_is_not_computed_again():
+    model, x = unit("silu"), normal((3, 70, 32), scale=1.0)
+    fewbit.compress_(model, 8, verbose=False)
+    handle = model.down_proj.register_forward_pre_hook(lambda module, given: (given[0].mul_(3.0),))
+    (found,) = torch.autograd.grad(model(x).sum(), model.down_proj.weight)
+    handle.remove()
+    (expected,) = torch.autograd.grad(model(x).sum(), model.down_proj.weight)
+    assert relative(found, 3 * expected) < 0.02

@@ -49,6 +49,7 @@ from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.parallel.shards import has_arrived, is_distributed
 from fewbit.runtime.quantizers.codec import CodecSpec, SlotCodec
 from fewbit.runtime.quantizers.spec import (
+    ComputedSpec,
     QuantizationRecord,
     QuantizedTensorSpec,
     SavedTensors,
@@ -226,6 +227,22 @@ class Quantizer:
         """
         is_one = any(_is_same_memory(x, other) for other in others)
         return self.quantize(x, not is_one, slot=len(others), features=features)
+
+    def share_computed(self, y: torch.Tensor, function, copies: tuple[SavedTensors, ...]) -> None:
+        """Let later layers that would save y compute it again, in their backward pass, from copies of a layer's inputs.
+
+        A policy measures each copy that a layer makes, so with a policy y is not shared.
+
+        Args:
+            y: the result of the layer.
+            function: the function that computes y from the inputs, which can be pickled.
+            copies: the copies of the inputs.
+        """
+        is_usual = self.context is not None and self._policy is None and is_eager(y)
+        if is_usual and all(hasattr(copy.spec, "count") for copy in copies):
+            spec = ComputedSpec(function, tuple(copy.spec for copy in copies), y.dtype)
+            tensors = tuple(tensor for copy in copies for tensor in copy.tensors)
+            self.context.cache.put(Content(y), self.key, SavedTensors(tensors, spec))
 
     def quantize_normalized(
         self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None

@@ -7,6 +7,7 @@ for the policy how rounding a slot changes the gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
@@ -130,6 +131,11 @@ class PermutedSpec(NamedTuple):
     inner: QuantizedTensorSpec
     order: tuple[int, ...]
 
+    @property
+    def count(self) -> int:
+        """The number of saved tensors."""
+        return self.inner.count
+
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return approximate values, with the dimensions in their original order."""
         return self.inner.dequantize(tensors, dtype).permute(self.order)
@@ -149,6 +155,31 @@ class ViewedSpec(NamedTuple):
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return approximate values in the new shape."""
         return self.inner.dequantize(tensors, dtype).view(self.shape)
+
+
+class ComputedSpec(NamedTuple):
+    """The spec of a layer's result, which is computed again from the copies of the layer's inputs.
+
+    The saved tensors are those of the copies, one copy after the other.
+
+    Args:
+        function: a function of the dequantized inputs that returns the result.
+        specs: the specs of the copies.
+        dtype: the dtype of the result.
+    """
+
+    function: Callable
+    specs: tuple[NamedTuple, ...]
+    dtype: torch.dtype
+
+    def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return approximate values of the result."""
+        values, tensors = [], list(tensors)
+        for spec in self.specs:
+            count = spec.count
+            values.append(spec.dequantize(tensors[:count]))
+            del tensors[:count]
+        return self.function(*values).to(dtype or self.dtype)
 
 
 class SavedTensors(NamedTuple):

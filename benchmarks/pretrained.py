@@ -15,8 +15,11 @@ a draw. Each row of the results has
 - added_variance: the mean of |g^ - g|^2, over the variance of g from batch to batch.
 - mib: the bytes that a forward saves for the backward, in MiB.
 
-The settings are numbers of bits and policies, which learn for a few steps first; "8 bits, norms 2" and the like, where one
-kind of tensor has 2 bits; and "8 bits, first third 2" and the like, where a third of the blocks has 2 bits.
+The settings are numbers of bits and policies, which learn for a few steps first; "8 bits, norms 3" and the like, where one
+kind of tensor has 3 bits; and "8 bits, first third 2" and the like, where a third of the blocks has 2 bits. Rows of kinds have
+
+- gain: error^2, minus that of 8 bits, over the squared error of 3 bits in a normal tensor (`distortion`). Errors of b bits of
+  this kind add about gain * distortion(b) to error^2.
 
 Writes results/pretrained.* (in another dtype or with random weights results/pretrained_<dtype>.* or
 results/pretrained_random.*). Rows whose network and setting are measured anew replace earlier rows.
@@ -28,12 +31,16 @@ import argparse
 import functools
 import math
 import time
+from contextlib import contextmanager
 
 import harness
 import pretrained_networks
 import torch
+from pretrained_networks import LOW, Kind
 
 import fewbit
+from fewbit.convert import settings as convert_settings
+from fewbit.runtime.format.distortion import distortion
 
 EXACT = "exact"
 BITS = (8, 4, 3, 2, 1)
@@ -46,17 +53,35 @@ THIRDS = ("first", "middle", "last")
 
 
 def settings_of(network: pretrained_networks.Network) -> dict[str, tuple]:
-    """Return {name: (configuration, overrides, steps before the measurement)} of `compress_`."""
+    """Return {name: (configuration, `Kind` or None for the usual bits, steps before the measurement)}."""
     found = {f"{bits} bits": (bits, None, 0) for bits in BITS}
     for bits in POLICIES:
         found[f"AdaptiveBits({bits})"] = fewbit.AdaptiveBits(bits), None, STEPS
-    for name, overrides in network.kinds.items():
-        found[f"8 bits, {name} 2"] = 8, overrides, 0
+    for name, kind in network.kinds.items():
+        found[f"8 bits, {name} {LOW}"] = 8, kind, 0
     for number, third in enumerate(THIRDS):
         first, last = (network.depth * (number + i) // 3 for i in (0, 1))
         blocks = [network.blocks.format(i) for i in range(first, last)]
-        found[f"8 bits, {third} third 2"] = 8, {f"{block}.*": 2 for block in blocks}, 0
+        found[f"8 bits, {third} third 2"] = 8, Kind({f"{block}.*": 2 for block in blocks}), 0
     return found
+
+
+@contextmanager
+def compressed(network, config, kind: Kind | None):
+    """Compress the model while the block runs."""
+    usual = convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES
+    attention, gates = usual if kind is None else (kind.attention, kind.gates)
+    convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES = (
+        attention,
+        gates,
+    )
+    overrides = None if kind is None else kind.overrides
+    try:
+        fewbit.compress_(network.model, config, overrides=overrides, verbose=False)
+        yield
+        fewbit.restore_(network.model)
+    finally:
+        convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES = usual
 
 
 def gradient(network, batch) -> dict[str, torch.Tensor]:
@@ -123,17 +148,20 @@ def rows_of(name, options, keep):
     noise, norm = minibatch_variance(network, options.batches), product(exact, exact)
     row = {"network": network.name, "setting": EXACT, "mib": round(saved_mib(network, batch), 2)}
     keep(row | {"minibatch_noise": round(math.sqrt(noise / norm), 4)})
-    for setting, (config, overrides, steps) in settings_of(network).items():
+    squared = {}
+    for setting, (config, kind, steps) in settings_of(network).items():
         if options.settings and setting not in options.settings:
             continue
         started = time.perf_counter()
-        fewbit.compress_(network.model, config, overrides=overrides, verbose=False)
-        for step in range(steps):
-            gradient(network, network.batch(FIRST_BATCH_OF_POLICY + step))
-        found = measured(network, batch, exact, options.draws)
-        found["added_variance"] = found["error"] ** 2 * norm / noise
-        found["mib"] = saved_mib(network, batch)
-        fewbit.restore_(network.model)
+        with compressed(network, config, kind):
+            for step in range(steps):
+                gradient(network, network.batch(FIRST_BATCH_OF_POLICY + step))
+            found = measured(network, batch, exact, options.draws)
+            found["mib"] = saved_mib(network, batch)
+        squared[setting] = found["error"] ** 2
+        found["added_variance"] = squared[setting] * norm / noise
+        if kind in network.kinds.values() and "8 bits" in squared:
+            found["gain"] = (squared[setting] - squared["8 bits"]) / distortion("rotated", LOW)
         found = {key: float(f"{value:.4g}") for key, value in found.items()}
         keep({"network": network.name, "setting": setting, "draws": options.draws} | found)
         print(f"  {time.perf_counter() - started:.0f} s", flush=True)

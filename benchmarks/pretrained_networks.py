@@ -24,6 +24,34 @@ FOLDER = Path(__file__).parent.parent / "build" / "pretrained"
 TEXT = "\n".join(pydoc_data.topics.topics.values())
 
 
+class Kind(NamedTuple):
+    """The way to give only the tensors of one kind LOW bits, if all others have 8.
+
+    Attributes:
+        overrides: the argument of `compress_`.
+        attention: the extra bits of queries, keys and values.
+        gates: the extra bits of the two factors of gated units.
+    """
+
+    overrides: dict | None = None
+    attention: tuple[int, int, int] = (0, 0, 0)
+    gates: tuple[int, int] = (0, 0)
+
+
+LOW = 3
+LESS = LOW - 8
+OF_LAYERS = {
+    "queries": Kind(attention=(LESS, 0, 0)),
+    "keys": Kind(attention=(0, LESS, 0)),
+    "values": Kind(attention=(0, 0, LESS)),
+}
+
+
+def layers(*patterns: str) -> Kind:
+    """Return the kind of the inputs of layers whose names match one of the patterns."""
+    return Kind({pattern: {"bits": LOW} for pattern in patterns})
+
+
 class Network(NamedTuple):
     """A model, its batches and its loss.
 
@@ -32,8 +60,7 @@ class Network(NamedTuple):
         model: the model, in training mode.
         batch: a function of a number. It returns the batch of this number, a tensor or a tuple of tensors.
         loss: a function of a batch. It returns the loss, a scalar.
-        kinds: {name of a kind of tensor: settings for `overrides` of `compress_`, with which only these tensors have 2 bits
-            and all other tensors 8 bits}.
+        kinds: {name of a kind of tensor: `Kind`}.
         blocks: the name of block number i, with {} in the place of i.
         depth: the number of blocks.
     """
@@ -42,7 +69,7 @@ class Network(NamedTuple):
     model: nn.Module
     batch: Callable
     loss: Callable
-    kinds: dict[str, dict]
+    kinds: dict[str, Kind]
     blocks: str
     depth: int
 
@@ -88,10 +115,12 @@ def smollm2(tokens: int = 256, random: bool = False) -> Network:
         lambda number: _slice(text, number, 1, tokens),
         lambda ids: model(input_ids=ids, labels=ids).loss,
         {
-            "inputs of linear layers": {"*_proj": {"bits": 2}},
-            "norms": {"*norm": {"bits": 2}},
-            "gated units": {"*.mlp": {"bits": 2}, "*_proj": {"bits": 8}},
-            "queries, keys, values": {"*self_attn": {"attention_bits": 2}},
+            **OF_LAYERS,
+            "gates": Kind(gates=(LESS, 0)),
+            "what gates multiply": Kind(gates=(0, LESS)),
+            "norms": layers("*norm"),
+            "results of attention": layers("*o_proj"),
+            "the head's input": layers("lm_head"),
         },
         "model.layers.{}",
         len(model.model.layers),
@@ -136,12 +165,11 @@ def minilm(samples: int = 16, tokens: int = 64, random: bool = False) -> Network
         batch,
         loss,
         {
-            "inputs of linear layers": {
-                pattern: {"bits": 2} for pattern in ("*.query", "*.key", "*.value", "*.dense")
-            },
-            "norms": {"*LayerNorm": {"bits": 2}},
-            "activations": {"*": {"activation_bits": 2}},
-            "queries, keys, values": {"*": {"attention_bits": 2}},
+            **OF_LAYERS,
+            "norms": layers("*LayerNorm"),
+            "results of attention": layers("*attention.output.dense"),
+            "results of activations": layers("encoder.layer.?.output.dense"),
+            "activations": Kind({"*": {"activation_bits": LOW}}),
         },
         "encoder.layer.{}",
         len(model.encoder.layer),
@@ -197,10 +225,7 @@ def efficientnet(samples: int = 12, pixels: int = 128, random: bool = False) -> 
         model.train(),
         batch,
         lambda given: F.cross_entropy(model(given[0]), given[1]),
-        {
-            "inputs of convolutions": {"*conv*": {"bits": 2}, "_fc": {"bits": 2}},
-            "norms": {"*bn*": {"bits": 2}},
-        },
+        {"inputs of convolutions": layers("*conv*", "_fc"), "norms": layers("*bn*")},
         "_blocks.{}",
         len(model._blocks),
     )

@@ -32,8 +32,8 @@ class LayerSettings(Config):
             inputs at most 4 bits, else the bits of quantized inputs, rounded down (docs/decisions/0017). With ErrorBound
             the policy usually chooses them. Activations whose derivative has only two values have 1 bit, which is exact.
         attention_bits: the bits of the queries, keys and values of attention. With AdaptiveBits, Budget and ErrorBound
-            the policy usually chooses these bits, like those of other tensors. Otherwise they are usually the bits of
-            quantized inputs, but at least 4 (docs/decisions/0008). A number that is not whole is an average, which
+            the policy usually chooses these bits, like those of other tensors. Otherwise queries have usually 2 bits more than
+            quantized inputs, keys 3 and values 1 (docs/decisions/0008). A number that is not whole is an average, which
             FixedBits and PreActivationBits refuse.
         group_size: the number of consecutive elements that are quantized together, a multiple of 32 (usually 256).
             These elements are called a group.
@@ -52,6 +52,8 @@ class LayerSettings(Config):
             results of softmax and tensors with groups of more than 256 elements have uniform copies, and all other
             tensors have rotated copies (docs/decisions/0016). The setting has no effect on tensors that ErrorBound
             saves with a codec other than "quant".
+        gate_bits: the bits of the two factors of gated units, such as SwiGLU. Usually they have 1 bit more than quantized inputs,
+            or the bits that the policy chooses, as `attention_bits`.
     """
 
     _checks = {
@@ -64,6 +66,7 @@ class LayerSettings(Config):
         "functional": optional(flag),
         "everything": optional(flag),
         "autograd_functions": optional(autograd_functions),
+        "gate_bits": optional(average_field),
         "quantizer": optional(check_quantizer),
     }
 
@@ -77,6 +80,7 @@ class LayerSettings(Config):
     everything: bool | None = None
     quantizer: str | None = None
     autograd_functions: Mapping[str, list[int]] | None = None
+    gate_bits: float | None = None
 
     @classmethod
     def of(cls, change: float | LayerSettings | Mapping | None) -> LayerSettings | None:
@@ -84,7 +88,7 @@ class LayerSettings(Config):
 
         Args:
             change: LayerSettings, a mapping of its fields, or None to leave modules as they are. A number stands for
-                settings with these `bits` and `attention_bits` and, if it is whole, these `activation_bits`.
+                settings with these `bits`, `attention_bits` and `gate_bits` and, if it is whole, these `activation_bits`.
 
         Raises:
             InputError: `change` is anything else, or a setting cannot be used.
@@ -99,7 +103,7 @@ class LayerSettings(Config):
             raise InputError(
                 f"expected bits, fewbit.LayerSettings, a mapping of {names}, or None, got {shorten(change)}"
             )
-        return cls(bits, bits if isinstance(bits, int) else None, bits)
+        return cls(bits, bits if isinstance(bits, int) else None, bits, gate_bits=bits)
 
 
 @dataclass(frozen=True, repr=False)

@@ -29,9 +29,11 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.context import ForwardContext
 from fewbit.text import shorten
 
-ATTENTION_BITS = 4
-"""The smallest usual number of bits of q, k and v. Their gradients depend on an exponential of products of q and k, and
-are mostly noise with 2 bits (docs/decisions/0008)."""
+EXTRA_BITS_OF_ATTENTION = 2, 3, 1
+EXTRA_BITS_OF_GATES = 1, 1
+"""The bits that queries, keys and values, and gates and what they multiply, usually have more than other tensors. Their errors
+grow on the way back through the network, whereas those of a linear layer's input stay in the gradient of one weight
+(docs/decisions/0008)."""
 FAMILIES = (
     kinds.ACTIVATION,
     kinds.CONVOLUTION,
@@ -49,7 +51,9 @@ class ResolvedSettings:
         bits: the bits per element of quantized inputs; an average if `has_policy`.
         activation_bits: the bits of the code that a few-bit activation saves for each element.
         attention_bits: the bits per element of q, k and v, the queries, keys and values of attention. None stands for
-            `bits` if `adapts` is True, else for `bits` but at least 4.
+            `bits` if `adapts` is True, else for `bits` and EXTRA_BITS_OF_ATTENTION.
+        gate_bits: the bits per element of the two factors of gated units. None stands for `bits` if `adapts` is True, else
+            for `bits` and EXTRA_BITS_OF_GATES.
         group_size, min_dtype, copies, quantizer, functional, everything, autograd_functions: settings with the meaning that
             `fewbit.config.LayerSettings` gives.
         fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm restore their own
@@ -63,6 +67,7 @@ class ResolvedSettings:
     bits: float = DEFAULT_BITS
     activation_bits: int = ACTIVATION_BITS
     attention_bits: float | None = None
+    gate_bits: float | None = None
     group_size: int = GROUP_SIZE
     min_dtype: str = "auto"
     copies: int = 1
@@ -78,10 +83,13 @@ class ResolvedSettings:
 
     @property
     def bits_of_attention(self) -> float:
-        """The bits per element of q, k and v."""
-        if self.attention_bits is not None:
-            return self.attention_bits
-        return self.bits if self.adapts else max(self.bits, ATTENTION_BITS)
+        """The bits per element of q, k and v, as an average."""
+        return mean_bits(self._special(self.attention_bits, EXTRA_BITS_OF_ATTENTION, None, ""))
+
+    @property
+    def bits_of_gates(self) -> float:
+        """The bits per element of the factors of gated units."""
+        return mean_bits(self._special(self.gate_bits, EXTRA_BITS_OF_GATES, None, ""))
 
     def changed(self, change: LayerSettings) -> ResolvedSettings:
         """Return these settings with the values that `change` gives for some modules or for the whole model.
@@ -102,7 +110,7 @@ class ResolvedSettings:
 
     def checked(self) -> ResolvedSettings:
         """Return the settings. Raise InputError if a value is invalid or contradicts another value."""
-        for name in ("bits", "attention_bits"):
+        for name in ("bits", "attention_bits", "gate_bits"):
             value = getattr(self, name)
             if isinstance(value, float) and not self.has_policy:
                 raise InputError(
@@ -111,8 +119,9 @@ class ResolvedSettings:
                 )
         check = check_average if self.has_policy else check_bits
         check(self.bits)
-        if self.attention_bits is not None:
-            check(self.attention_bits, "attention_bits")
+        for name in ("attention_bits", "gate_bits"):
+            if getattr(self, name) is not None:
+                check(getattr(self, name), name)
         check_rotated_size(self.quantizer, self.group_size)
         if self.fuses_norms and self.copies != 1:
             raise InputError(
@@ -126,8 +135,21 @@ class ResolvedSettings:
 
     def make_attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer for q, k and v of the attention layer `name`."""
-        is_fixed = not self.adapts or self.attention_bits is not None
-        return self._quantizer(self.bits_of_attention, context, name, is_fixed)
+        return self._special(self.attention_bits, EXTRA_BITS_OF_ATTENTION, context, name)
+
+    def make_gate_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
+        """Make the quantizer for the factors of the gated unit `name`."""
+        return self._special(self.gate_bits, EXTRA_BITS_OF_GATES, context, name)
+
+    def _special(self, given, extra, context, name) -> Quantizer:
+        """Make a quantizer with the bits that the user gave, or with usual ones."""
+        if self.adapts:
+            bits = self.bits if given is None else given
+            return self._quantizer(bits, context, name, given is not None)
+        if given is not None:
+            extra = (given - self.bits,) * len(extra)
+        # With `bits` as its usual bits, the quantizer shares copies with the layers around it.
+        return self._quantizer(self.bits, context, name, True, extra)
 
     def make_function_quantizers(self, context: ForwardContext) -> FunctionQuantizers:
         """Make the quantizers for the functions that a forward pass calls."""
@@ -156,7 +178,7 @@ class ResolvedSettings:
             packs.LEAST_ELEMENTS if is_cell else LEAST_ELEMENTS,
         )
 
-    def _quantizer(self, bits, context, name, is_fixed) -> Quantizer:
+    def _quantizer(self, bits, context, name, is_fixed, extra=()) -> Quantizer:
         return Quantizer(
             # Compiled code cannot give samples different bits, so it uses the average, rounded down.
             bits=math.floor(bits),
@@ -168,7 +190,16 @@ class ResolvedSettings:
             is_fixed=is_fixed,
             fuse=self.fuses_norms,
             kind=self.quantizer,
+            extra_bits=extra,
         )
+
+
+def mean_bits(quantizer: Quantizer) -> float:
+    """Return the average bits of a layer's inputs."""
+    average, extra = quantizer.average, quantizer.extra_bits
+    found = [quantizer.bits_of(slot, average) for slot in range(len(extra))] or [average]
+    mean = sum(found) / len(found)
+    return int(mean) if mean == int(mean) else mean
 
 
 def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:

@@ -14,7 +14,8 @@ from fewbit.convert.functions import FunctionMode
 from fewbit.convert.recurrent import StepwiseLSTM
 from fewbit.convert.report import ConvertedModule, Report, SkippedModule
 from fewbit.convert.select import Selected, Selection, settings_by_module
-from fewbit.convert.settings import ResolvedSettings
+from fewbit.convert.settings import ResolvedSettings, mean_bits
+from fewbit.convert.transformers_gated import GatedUnit
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.nn.activations import TwoValued
@@ -246,7 +247,7 @@ def _convert(
 def _row(path: str, before: str, module: nn.Module, bits: float | None) -> ConvertedModule:
     """Return the row of the report for a module that has its new class and settings."""
     own = getattr(module, "attention_quantizer", None)
-    attention = None if own is None or own.average == bits else own.average
+    attention = None if own is None or mean_bits(own) == bits else mean_bits(own)
     after = kinds.name_of(type(module))
     frozen = kinds.saves_nothing(module)
     return ConvertedModule(path, before, after, bits, attention=attention, frozen=frozen)
@@ -310,13 +311,15 @@ def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
 def _configure(path, module, settings, context) -> float | None:
     """Set the quantizer or the bits of a module of fewbit. Return the bits per element; None if it stays exact."""
     if isinstance(module, Quantized):
-        module.quantizer = settings.make_quantizer(context, path)
+        is_gated = isinstance(module, GatedUnit)
+        make = settings.make_gate_quantizer if is_gated else settings.make_quantizer
+        module.quantizer = make(context, path)
         if hasattr(type(module), "copies"):
             module.copies = settings.copies
         if hasattr(type(module), "attention_quantizer"):
             name = name_of_attention(path)
             module.attention_quantizer = settings.make_attention_quantizer(context, name)
-        return settings.bits
+        return mean_bits(module.quantizer)
     if kinds.is_activation(type(module)):
         is_exact = isinstance(module, TwoValued)
         module.bits, module.table = 1 if is_exact else settings.activation_bits, None
@@ -362,7 +365,7 @@ def _convert_attention(
     rows = []
     for path in reached:
         module = model.get_submodule(path)
-        bits = quantizer(path, module).average
+        bits = mean_bits(quantizer(path, module))
         rows.append(ConvertedModule(path, type(module).__name__, "fewbit attention", bits))
     rows += [SkippedModule(path, "attention", reason) for path, reason in left.items()]
     return rows

@@ -19,7 +19,6 @@ from torch import nn
 from fewbit.analysis.meter import saved_bytes
 from fewbit.compress.compress import compress_
 from fewbit.config import ACTIVATION_BITS, LayerSettings, Level
-from fewbit.convert.settings import ATTENTION_BITS
 from fewbit.demo import training
 from fewbit.demo.parallel import run_all
 from fewbit.demo.result import Arm, Demo
@@ -122,8 +121,7 @@ def _build(arm: Arm, settings, corpus, seed):
         corpus, settings, nn.GELU if exact else partial(GELU, bits=arm.bits), seed
     )
     if arm.everything is not None:
-        attention_bits = max(arm.everything, ATTENTION_BITS)
-        layers = LayerSettings(activation_bits=arm.bits, attention_bits=attention_bits)
+        layers = LayerSettings(activation_bits=arm.bits)
         compress_(model, Level(arm.level, arm.everything), layers=layers, verbose=False)
     return model
 

@@ -457,7 +457,7 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
 
 
 AVERAGES = "; averages need a configuration such as fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples"
-FIELDS = "activation_bits, attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, autograd_functions"
+FIELDS = "activation_bits, attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, autograd_functions, gate_bits"
 
 
 @pytest.mark.parametrize(
@@ -875,9 +875,14 @@ def test_functions_of_excluded_modules_stay_exact():
 def test_attention_has_its_own_bits():
     model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
     quiet(model, bits=2)
-    assert model.self_attn.quantizer.bits == 2 and model.self_attn.attention_quantizer.bits == 4
+    own, attention = model.self_attn.quantizer, model.self_attn.attention_quantizer
+    assert own.bits_of(0) == 2 and [attention.bits_of(slot) for slot in range(3)] == [4, 5, 3]
+    quiet(model, bits=6)
+    attention = model.self_attn.attention_quantizer
+    assert [attention.bits_of(slot) for slot in range(3)] == [8, 8, 7]
     quiet(model, bits=2, layers={"attention_bits": 3})
-    assert model.self_attn.attention_quantizer.bits == 3
+    attention = model.self_attn.attention_quantizer
+    assert [attention.bits_of(slot) for slot in range(3)] == [3, 3, 3]
     fewbit.restore_(model)
     assert "attention_quantizer" not in vars(model.self_attn)
 

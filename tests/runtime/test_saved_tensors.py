@@ -582,7 +582,7 @@ def test_factors_of_one_product_are_rounded_apart(function, last):
         return function(x, x)
 
     model = Composed(forward, before=nn.Sequential(nn.Linear(8, 16), copy.deepcopy(last)))
-    fewbit.compress_(model, bits=2, verbose=False)
+    fewbit.compress_(model, bits=2, layers={"attention_bits": 2}, verbose=False)
     x = normal((2, 3, 7, 8))
     codes = [tensor for tensor in saved_by(model, x)[1] if tensor.dtype == torch.int32]
     of_factors = [tensor for tensor in codes if tensor.numel() == codes[-1].numel()]

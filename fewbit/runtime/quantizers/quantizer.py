@@ -12,6 +12,7 @@ the present forward pass, so that several layers can use one copy (`saved/cache.
 
 from __future__ import annotations
 
+import math
 from copy import copy
 from functools import lru_cache
 
@@ -22,6 +23,7 @@ from fewbit.config import (
     DEFAULT_BITS,
     GROUP_SIZE,
     MASKED_KINDS,
+    MAX_BITS,
     ROTATED,
     UNIFORM,
     check_bits,
@@ -77,6 +79,8 @@ class Quantizer:
         is_fixed: whether the policy must not change the average.
         fuse: whether norms make fixed-point copies, which the layers after the norms can use.
         kind: the kind of copies, "rotated", "uniform" or "unbiased"; None for the usual kind of each layer (`kind_of`).
+        extra_bits: the bits that each of the layer's inputs has more than `bits`, in the order of slots; inputs without an
+            entry have `bits`. No input has more than 8 bits. A policy that chooses the bits of the layer ignores them.
 
     Raises:
         InputError: bits, group_size, min_dtype or kind is not valid.
@@ -93,6 +97,7 @@ class Quantizer:
         is_fixed: bool = True,
         fuse: bool = False,
         kind: str | None = None,
+        extra_bits: tuple[float, ...] = (),
     ):
         check_bits(bits)
         check_group_size(group_size)
@@ -109,6 +114,7 @@ class Quantizer:
         self.is_fixed = is_fixed
         self.fuse = fuse
         self.kind = kind
+        self.extra_bits = extra_bits
         self._selector = MinDtypeSelector()
 
     def copy_for(self, name: str, **changes) -> Quantizer:
@@ -121,6 +127,18 @@ class Quantizer:
         other = copy(self)
         vars(other).update(changes, name=name, _selector=MinDtypeSelector())
         return other
+
+    def bits_of(self, slot: int, average: float | None = None) -> float:
+        """Return the bits of an input.
+
+        Args:
+            slot: the number of the input.
+            average: the bits without `extra_bits`; `bits` unless given.
+        """
+        extra = self.extra_bits[slot] if slot < len(self.extra_bits) else 0
+        if average is None:  # compiled code cannot give samples different bits
+            return min(math.floor(self.bits + extra), MAX_BITS)
+        return min(average + extra, MAX_BITS)
 
     def kind_of(self, usual: str) -> str:
         """Return the kind of copies of a tensor.
@@ -306,15 +324,16 @@ class Quantizer:
         if mask is not None:
             kind, channels = MASKED_KINDS[kind], 0
         if not is_plain(x):
-            return self._quantize_traced(x, kind, channels)
+            return self._quantize_traced(x, kind, channels, slot)
         # Without the channels' means, the groups' means are small.
         fp32_min, ask = (False, False) if channels else self._fp32_min_of(x)
         seed = self._seed(x, slot, activation)
         if self._policy is None:
             normalize = _with_channels(x, normalize, channels)
             settings = self.group_size, fp32_min, normalize
-            tensors = quantizer_ops.quantize(x, seed, self.bits, *settings, kind=kind)
-            spec = self._spec(x, dtype, self.bits, kind=kind)
+            bits = self.bits_of(slot)
+            tensors = quantizer_ops.quantize(x, seed, bits, *settings, kind=kind)
+            spec = self._spec(x, dtype, bits, kind=kind)
             tensors, spec = _complete(tensors, spec, normalize, mask)
         else:
             settings = self.group_size, fp32_min, normalize
@@ -344,7 +363,8 @@ class Quantizer:
             (tensors to save, spec).
         """
         assignment = self.context.assignment(x)
-        slot = assignment.slot((self.name, number), self.average, self.is_fixed, kind)
+        average = self.bits_of(number, self.average) if self.is_fixed else self.average
+        slot = assignment.slot((self.name, number), average, self.is_fixed, kind)
         samples = assignment.samples_of(x, self.name if number == 0 else "")
         bits, sensitivities = slot.uniform(), None
         spec = self._spec(x, dtype, bits, samples, slot, kind)
@@ -461,11 +481,12 @@ class Quantizer:
         key = bits, self.group_size, self.min_dtype
         return key if self.kind == UNIFORM else (*key, self.kind)
 
-    def _quantize_traced(self, x, kind, channels=0) -> SavedTensors:
+    def _quantize_traced(self, x, kind, channels=0, slot=0) -> SavedTensors:
         notify_traced(self)
-        spec = self._spec(x, x.dtype, self.bits, kind=kind)
+        bits = self.bits_of(slot)
+        spec = self._spec(x, x.dtype, bits, kind=kind)
         fp32_min = bool(self._fp32_min()) and not channels
-        settings = self.bits, self.group_size, fp32_min, kind, channels
+        settings = bits, self.group_size, fp32_min, kind, channels
         *tensors, one = quantizer_ops.quantize_op(x, spec.stride, library.new_seed(x), *settings)
         if channels:
             spec = spec._replace(has_channels=True)

@@ -46,7 +46,7 @@ def compile(
         bits: the bits per element, 1 to 8, or FixedBits. None means 4.
         layers: settings in place of the default settings, as in `compress_`. `activation_bits` are the bits of
             derivatives of nonlinear functions (usually `bits`, but at least 3), `attention_bits` those of queries, keys
-            and values (usually `bits`, but at least 4).
+            and values (usually `bits` + 2).
         overrides: {glob pattern of module paths: settings of the modules that match}, as in `compress_`. None leaves
             the tensors of the modules exact.
         backend: "inductor" or "aot_eager".

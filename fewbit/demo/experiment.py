@@ -72,7 +72,7 @@ def run_demo(
     Args:
         bits: Numbers of bits. Each gives an arm whose GELUs save this many bits per element.
         everything: Numbers of bits. Each gives an arm whose model `compress_` converts, so that all layers save their
-            inputs with this many bits per element. GELUs have 3 bits, and attention has at least 4.
+            inputs with this many bits per element. GELUs have 3 bits.
         average: Average numbers of bits. Each gives an arm like those of `everything`, but at level L3 of ActNN, which
             divides the bits among layers and samples (`AdaptiveBits`).
         seeds: The number of seeds.

@@ -322,7 +322,7 @@ def test_backends_refuse_wrong_tensors(name, position, wrong):
 def op_cases():
     x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
     packed = activation_ops.encode_op(x, TABLE.text, [80, 1])
-    kept, limits, _ = quantizer_ops.quantize_op(x, [80, 1], seed, 3, 256, False, "uniform")
+    kept, limits, *_ = quantizer_ops.quantize_op(x, [80, 1], seed, 3, 256, False, "uniform")
     place = 3, 256, [4, 80], [80, 1], torch.float32, "uniform"
     encode, decode = activation_ops.encode_op, activation_ops.decode_mul_op
     of_table = TABLE.text, [80, 1]

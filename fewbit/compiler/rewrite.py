@@ -18,6 +18,7 @@ from fewbit.compiler.sizes import hints
 from fewbit.config import MASKED_KINDS, ROTATED, UNIFORM, usual_kind
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.runtime.format import layout
+from fewbit.runtime.format.channels import LEAST_ROWS
 from fewbit.runtime.ops.activation_ops import (
     pack_mask_op,
     pack_op,
@@ -186,6 +187,7 @@ class Rewriter:
         source = self._call(aten.permute.default, (node, order))
         shape = [value.shape[dim] for dim in order]
         size, stride = self._sizes(shape), self._sizes(layout.contiguous_stride(shape))
+        channels = _channels(root, order) if kind == ROTATED else 0
         arguments = (
             source,
             stride,
@@ -194,12 +196,14 @@ class Rewriter:
             settings.group_size,
             settings.min_dtype == "float32",
             kind,
+            channels,
         )
         result = self._call(quantize_op, arguments)
-        packed, ranges = (self._call(operator.getitem, (result, i)) for i in range(2))
+        saved = [self._call(operator.getitem, (result, i)) for i in range(3 if channels else 2)]
 
         def restore():
-            place = size, stride, value.dtype, kind
+            packed, ranges, *numbers = saved
+            place = size, stride, value.dtype, kind, None, *numbers
             back = self._call(
                 dequantize_op,
                 (packed, ranges, bits, settings.group_size, *place),
@@ -214,7 +218,7 @@ class Rewriter:
             where = self._restore(mask), zero, back
             return self._call(aten.where.self, where, like=node, tag=True)
 
-        return Copy(root, bits, (packed, ranges), restore)
+        return Copy(root, bits, tuple(saved), restore)
 
     def _mask_of(self, node) -> fx.Node | None:
         """Return the mask of the elements of a ReLU's result that are 0, if the backward pass uses the mask too."""
@@ -344,6 +348,29 @@ def _order(value: torch.Tensor) -> list[int]:
     shape, stride = hints(value.shape), hints(value.stride())
     is_dense = layout.are_dense(shape, stride)
     return layout.outermost_first(shape, stride) if is_dense else list(range(value.dim()))
+
+
+def _channels(root: Root, order: list[int]) -> int:
+    """Return the number of channels whose means and scales a tensor's rotated copy has, or 0 (`runtime/format/channels.py`).
+
+    Args:
+        root: the tensor.
+        order: its dimensions in the order of storage, from the outermost.
+    """
+    value = root.node.meta["val"]
+    # The CUDA kernels have no channels yet.
+    if value.dim() < 2 or value.is_cuda:
+        return 0
+    if root.is_attention and value.dim() == 4:
+        features = {1, 3}  # heads and the entries of a head's vectors
+    else:
+        features = {1} if value.dim() > 3 else {value.dim() - 1}
+    sizes = [value.shape[dim] for dim in features]
+    if set(order[-len(features) :]) != features or not all(isinstance(n, int) for n in sizes):
+        return 0
+    count = math.prod(sizes)
+    elements = math.prod(hints(value.shape))
+    return count if count > 1 and elements >= LEAST_ROWS * count else 0
 
 
 def _inverse(order) -> list[int]:

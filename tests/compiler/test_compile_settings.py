@@ -5,6 +5,7 @@ import torch
 from compiled_models import MARKS, gradient, made
 from composed import Composed
 from layers import relative
+from samples import normal
 from torch import nn
 
 import fewbit
@@ -150,3 +151,27 @@ def test_partition_fn():
 def test_bad_settings(arguments, message):
     with pytest.raises(fewbit.InputError, match=message):
         fewbit.compile(**{"model": nn.Linear(4, 4), **arguments})
+
+
+@pytest.mark.slow
+def test_channels_have_means_and_scales(monkeypatch):
+    """If channels are very unequal, the gradient of the weight has a smaller error."""
+    torch.manual_seed(0)
+    x, scales = normal((300, 20), scale=1.0), torch.logspace(-2, 2, 20)
+    errors, saved = [], []
+    for least in (256, 10**9):
+        monkeypatch.setattr("fewbit.compiler.rewrite.LEAST_ROWS", least)
+        model = Composed(
+            lambda model, x: model.linear(x * scales + 1), linear=nn.Linear(20, 3, bias=False)
+        )
+        compiled = fewbit.compile(model, bits=2, backend="aot_eager")
+        grad = normal((300, 3), scale=1.0, seed=1)
+        exact, squares = grad.t() @ (x * scales + 1), 0.0
+        for _ in range(5):
+            (found,) = torch.autograd.grad(compiled(x), model.linear.weight, grad)
+            squares = squares + (found - exact).square().sum(0)
+        errors.append(squares)
+        saved.append(fewbit.saved_bytes(compiled, x).total)
+        torch._dynamo.reset()
+    assert saved[0] - saved[1] == 4 * 20
+    assert errors[0].sum() < errors[1].sum() / 2 and errors[0][:10].sum() < errors[1][:10].sum() / 4

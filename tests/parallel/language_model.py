@@ -194,7 +194,7 @@ def exact_copies():
     def quantize(self, x, dtype, slot=0, normalize=None, **options):
         values = x.detach().clone()
         if normalize is not None:
-            mean, rstd, inner = normalize
+            mean, rstd, inner, _ = normalize
             rows = layout.storage_order(values).view(-1, len(rstd), inner)
             if mean is not None:
                 rows.sub_(mean[:, None])

@@ -80,7 +80,9 @@ def test_a_llama_of_mixed_bits(monkeypatch):
     sizes = {"hidden_size": 256, "intermediate_size": 512}
     model, inputs = made("llama", (2, 33), **sizes)
     at_one_bit = copy.deepcopy(model)
-    fewbit.compress_(at_one_bit, bits=1, layers={"attention_bits": 1}, verbose=False)
+    fewbit.compress_(
+        at_one_bit, bits=1, layers={"attention_bits": 1, "gate_bits": 1}, verbose=False
+    )
     expected = gradients(at_one_bit, at_one_bit, inputs)
     fewbit.compress_(model, bits=1.75, verbose=False)
     gradients(model, model, inputs)

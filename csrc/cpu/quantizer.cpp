@@ -98,6 +98,7 @@ StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool 
 }
 
 OwnedChannels::OwnedChannels(const uint16_t* stored, int64_t count) : count_(stored ? count : 0) {
+  if (count_ == 0) return;
   numbers_.resize(static_cast<size_t>(3 * count_));
   float *means = numbers_.data(), *scales = means + count_, *inverses = scales + count_;
   for (int64_t i = 0; i < count_; ++i) {

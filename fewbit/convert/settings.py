@@ -86,11 +86,6 @@ class ResolvedSettings:
         """The bits per element of q, k and v, as an average."""
         return mean_bits(self._special(self.attention_bits, EXTRA_BITS_OF_ATTENTION, None, ""))
 
-    @property
-    def bits_of_gates(self) -> float:
-        """The bits per element of the factors of gated units."""
-        return mean_bits(self._special(self.gate_bits, EXTRA_BITS_OF_GATES, None, ""))
-
     def changed(self, change: LayerSettings) -> ResolvedSettings:
         """Return these settings with the values that `change` gives for some modules or for the whole model.
 

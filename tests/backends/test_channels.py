@@ -3,12 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from quantized import dtypes, same
+from quantized import compiled, dtypes, same
 
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format.channels import Normalization, channels_of, estimated_rows
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.format.layout import storage_order
+
+try:
+    from fewbit.runtime.backends import native
+except ImportError:
+    native = None
 
 SHAPES = [  # shape, channels
     ((3, 100, 70), 70),
@@ -217,3 +222,12 @@ def test_refusals(backend, message, channels, kind):
     copy = backend.kernels.quantize(x, seed, 2, 64, False, kind=kind)
     with pytest.raises(ValueError, match=message):
         backend.kernels.dequantize(*copy[:2], 2, 64, x, kind=kind, channels=channels)
+
+
+@compiled
+def test_kernels_without_channels_get_no_argument_for_them():
+    """The CUDA kernels have no channels yet, but layers normalize by a `Normalization`."""
+    vector, numbers = torch.ones(4), torch.ones(2, 2, dtype=torch.bfloat16)
+    assert native._vectors(Normalization(None, vector, 2), 8) == (None, vector, 2)
+    with_channels = native._vectors(Normalization(None, vector, 2, numbers), 8)
+    assert with_channels == (None, vector, 2, numbers)

@@ -386,9 +386,11 @@ def _vectors(given, n):
     if given is None:
         return ()
     *vectors, inner = given[:3]
-    if len(given) < 4 or any(vector is not None for vector in vectors):
+    channels = [numbers for numbers in given[3:] if numbers is not None]
+    if not channels or any(vector is not None for vector in vectors):
         check_vectors(vectors, inner, n)
-    return *vectors, inner, *given[3:]
+    # The CUDA kernels have no argument for channels.
+    return *vectors, inner, *channels
 
 
 def _map(affine, mask, channels, n):

@@ -263,12 +263,16 @@ class QuantizationRecord(NamedTuple):
         # Groups run across samples that are so short, and the errors of all elements of a group have the same variance.
         return (found / samples).expand(samples) if is_short else found
 
+    @property
+    def _is_normalized(self) -> bool:
+        return self.normalize is not None and self.normalize.rstd is not None
+
     def exact(self) -> torch.Tensor:
         """Return the values that were quantized, before rounding, in the spec's size, strides and dtype."""
         spec = self.spec
         x = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=self.x.device)
         x.copy_(self.x)
-        if self.normalize is not None and self.normalize.rstd is not None:
+        if self._is_normalized:
             mean, rstd, inner, _ = self.normalize
             rows = layout.storage_order(x).view(-1, len(rstd), inner)
             if mean is not None:
@@ -283,8 +287,7 @@ class QuantizationRecord(NamedTuple):
             exact: the result of `exact()`, if the caller has it already.
         """
         if exact is None:
-            is_changed = self.normalize is not None and self.normalize.rstd is not None
-            exact = self.exact() if is_changed else self.x
+            exact = self.exact() if self._is_normalized else self.x
         return self.spec.dequantize_exact(self.tensors).sub_(exact)
 
 

@@ -217,7 +217,9 @@ class Quantizer:
         context.record_save()
         cache, content, key = context.cache, Content(x), self.key
         saved = cache.get(content, key)
-        mask = cache.get_mask(content) if self.kind_of(usual) in MASKED_KINDS else None
+        mask = None
+        if (saved is None or channels) and self.kind_of(usual) in MASKED_KINDS:
+            mask = cache.get_mask(content)
         if mask is not None:
             channels = 0
         # An activation does not know the means and scales of channels while it computes its result.

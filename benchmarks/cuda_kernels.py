@@ -36,6 +36,7 @@ import fewbit
 from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNBIASED, UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.backends import reference
+from fewbit.runtime.format.channels import Normalization, estimated_rows
 from fewbit.runtime.format.encoding import Encoding, packed_words
 
 FEATURES = 1024  # of a sample; also the channels of fixed-point codes if channels come last
@@ -126,9 +127,14 @@ def decode_mul(function, bits):
     return case
 
 
+def channels_of(axis, x):
+    """Return the numbers of the channels of x, (features, 2) bfloat16, if the axis is "channels"; else None."""
+    return reference.channel_statistics(x, x.shape[1]) if axis == "channels" else None
+
+
 def vectors_of(axis, x):
-    """Return two vectors and the number of neighbors with one entry: an entry for each row or feature; None for no axis."""
-    if axis is None:
+    """Return two vectors and the number of neighbors with one entry: an entry for each row or feature; else None."""
+    if axis not in ("rows", "features"):
         return None
     entries, inner = {"rows": (len(x), x.shape[1]), "features": (x.shape[1], 1)}[axis]
     return *(torch.linspace(low, 2, entries, device=x.device) for low in (-1, 0.5)), inner
@@ -145,6 +151,8 @@ def quantize(kind, bits, axis=None):
             widths = torch.arange(len(x), device=x.device).remainder(3).add(1).to(torch.uint8)
             words = packed_words(x.numel(), 2) + 64
         normalize = vectors_of(axis, x)
+        if axis == "channels":
+            normalize = Normalization(channels=channels_of(axis, x))
         arguments = x, seed, bits, GROUP_SIZE, False, widths, words, normalize, kind
         packed, ranges, _ = backend.quantize(*arguments)
         return Run(lambda: backend.quantize(*arguments)[:2], size(x, packed, ranges))
@@ -170,6 +178,13 @@ def relu_quantized(bits):
     return case
 
 
+def channel_statistics(backend, x):
+    """Return a case that reads at most 256 rows of the tensor."""
+    out = backend.channel_statistics(x, x.shape[1])
+    rows = x[: len(estimated_rows(len(x)))]
+    return Run(lambda: (backend.channel_statistics(x, x.shape[1]),), size(rows, out))
+
+
 def squares(kind):
     def case(backend, x):
         out = backend.squares(x, GROUP_SIZE, None, kind)
@@ -187,10 +202,10 @@ def dequantize(kind, bits, axis=None):
             mask = backend.encode(x, encoding_of("relu", 1), None)
         packed, ranges, _ = backend.quantize(x, seed, bits, GROUP_SIZE, False, kind=kind)
         out = torch.empty_like(x)
-        vectors = vectors_of(axis, x)
+        settings = vectors_of(axis, x), kind, mask, channels_of(axis, x)
 
         def call():
-            backend.dequantize(packed, ranges, bits, GROUP_SIZE, out, None, vectors, kind, mask)
+            backend.dequantize(packed, ranges, bits, GROUP_SIZE, out, None, *settings)
             return (out,)
 
         return Run(call, size(packed, ranges, out, *([] if mask is None else [mask])))
@@ -269,6 +284,8 @@ CASES = {
     "rotated quantize, 4 bits": quantize(ROTATED, 4),
     "rotated quantize normalized rows, 2 bits": quantize(ROTATED, 2, "rows"),
     "rotated quantize normalized features, 2 bits": quantize(ROTATED, 2, "features"),
+    "channel statistics": channel_statistics,
+    "rotated quantize without channels, 2 bits": quantize(ROTATED, 2, "channels"),
     "masked quantize, 2 bits": quantize(MASKED, 2),
     "ReLU and masked quantize, 2 bits": relu_quantized(2),
     "masked dequantize, 2 bits": dequantize(MASKED, 2),
@@ -277,6 +294,7 @@ CASES = {
     "rotated dequantize, 4 bits": dequantize(ROTATED, 4),
     "rotated dequantize scaled rows, 2 bits": dequantize(ROTATED, 2, "rows"),
     "rotated dequantize scaled features, 2 bits": dequantize(ROTATED, 2, "features"),
+    "rotated dequantize with channels, 2 bits": dequantize(ROTATED, 2, "channels"),
     "batch norm backward, 2 bits": batch_norm_backward(2),
     "unbiased quantize, 2 bits": quantize(UNBIASED, 2),
     "unbiased quantize, 4 bits": quantize(UNBIASED, 4),

@@ -76,7 +76,7 @@ class Cpu {
     const Entry entry("quantize", kDevice);
     const DType dtype = numbers_of(entry, "x", x, shape);
     auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
-    const OwnedChannels numbers = channels_of(entry, channels, shape);
+    const OwnedChannels numbers(entry.channels(channels, shape));
     normalization.channels = numbers.get();
     const Coding coding(seed_at(entry.seed("seed", seed)), entry.levels(levels, shape.kind));
     const StreamPlan plan = plan_of(entry, shape, widths);
@@ -97,7 +97,7 @@ class Cpu {
     const Entry entry("squares", kDevice);
     const DType dtype = numbers_of(entry, "x", x, shape);
     auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
-    const OwnedChannels numbers = channels_of(entry, channels, shape);
+    const OwnedChannels numbers(entry.channels(channels, shape));
     normalization.channels = numbers.get();
     const Streams streams = shape.streams();
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
@@ -108,16 +108,10 @@ class Cpu {
 
   void channel_statistics(const Buffer& x, const Buffer& out, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const Entry entry("channel_statistics", kDevice);
-    const DType dtype = entry.narrow("x", x);
-    const auto* from = entry.exactly<const void>("x", x, x.count, x.item);
-    const auto normalization = entry.normalization(mean, rstd, inner, x.count);
-    const int64_t channels = out.count / 2;
-    auto* to = entry.exactly<uint16_t>("out", out, 2 * channels, static_cast<int>(DType::bfloat16));
-    entry.index("out", channels, 1, x.count);
-    if (x.count == 0) entry.wrong("x", "1 element or more", "0");
+    const ChannelEstimate of = channel_estimate(entry, x, out, mean, rstd, inner);
     const int threads = torch_threads();
     py::gil_scoped_release release;
-    fewbit::channel_statistics(*kernels_, from, dtype, normalization, x.count / channels, channels, to, threads);
+    fewbit::channel_statistics(*kernels_, of.from, of.dtype, of.normalization, of.rows, of.channels, of.to, threads);
   }
 
   // Returns None and does nothing if the threads' shares would cut a group.
@@ -149,8 +143,7 @@ class Cpu {
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = widths.exists && shape.features < kLeastFeatures;
     auto value_map = entry.value_map(mask, scale, shift, inner, shape, scattered);
-    if (channels.exists && scattered) entry.wrong("channels", "none for short samples of several widths", "some");
-    const OwnedChannels numbers = channels_of(entry, channels, shape);
+    const OwnedChannels numbers(entry.channels(channels, shape, scattered));
     value_map.channels = numbers.get();
     const StreamPlan plan = plan_of(entry, shape, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
@@ -215,12 +208,6 @@ class Cpu {
 
  private:
   static constexpr int kDevice = -1;
-
-  static OwnedChannels channels_of(const Entry& entry, const Buffer& channels, const CopyShape& shape) {
-    int64_t count = 0;
-    const uint16_t* stored = entry.channels(channels, shape, count);
-    return {stored, count};
-  }
 
   // Returns the streams of a tensor whose samples all have the bits of `shape`, or each its own number of bits.
   static StreamPlan plan_of(const Entry& entry, const CopyShape& shape, const Buffer& widths) {

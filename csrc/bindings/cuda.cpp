@@ -114,10 +114,11 @@ struct Cuda {
 
   void quantize(const Buffer& x, const CopyShape& shape, const Buffer& order, const Buffer& counts, const SeedArgument& seed,
                 const Buffer& levels, const Buffer& packed, const Buffer& ranges, const Buffer& mean, const Buffer& rstd,
-                int64_t inner) const {
+                int64_t inner, const Buffer& channels) const {
     const Entry entry("quantize", x.device);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
+    const StoredChannels numbers = entry.channels(channels, shape);
     const int64_t* const address = seed.is_value ? nullptr : entry.seed("seed", seed);
     const cuda::Seed key = {address, seed.value};
     const auto [of, copy] = quantized(entry, shape, order, counts, packed, ranges);
@@ -131,7 +132,7 @@ struct Cuda {
       cuda::quantize_unbiased(of, is_masked(shape.kind), codes, from, item_of(dtype), normalization, key, words_at(copy.packed),
                               copy.ranges, at.device, at.stream);
     } else {
-      cuda::quantize_rotated(of, is_masked(shape.kind), from, item_of(dtype), normalization, key, words_at(copy.packed),
+      cuda::quantize_rotated(of, is_masked(shape.kind), from, item_of(dtype), normalization, numbers, key, words_at(copy.packed),
                              copy.ranges, at.device, at.stream);
     }
   }
@@ -163,10 +164,11 @@ struct Cuda {
   }
 
   void squares(const Buffer& x, const CopyShape& shape, const Buffer& out, const Buffer& mean, const Buffer& rstd,
-               int64_t inner) const {
+               int64_t inner, const Buffer& channels) const {
     const Entry entry("squares", x.device);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
+    const StoredChannels numbers = entry.channels(channels, shape);
     const Streams streams = shape.streams();
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     const Where at("squares", x);
@@ -175,17 +177,25 @@ struct Cuda {
     if (shape.kind == CopyKind::uniform) {
       cuda::squares(streams, from, item_of(dtype), normalization, to, at.device, at.stream);
     } else {
-      cuda::squares_rotated(streams, is_masked(shape.kind), from, item_of(dtype), normalization, to, at.device, at.stream);
+      cuda::squares_rotated(streams, is_masked(shape.kind), from, item_of(dtype), normalization, numbers, to, at.device, at.stream);
     }
+  }
+
+  void channel_statistics(const Buffer& x, const Buffer& out, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
+    const ChannelEstimate of = channel_estimate(Entry("channel_statistics", x.device), x, out, mean, rstd, inner);
+    const Where at("channel_statistics", x);
+    py::gil_scoped_release release;
+    cuda::channel_statistics(of.from, item_of(of.dtype), of.normalization, of.rows, of.channels, of.to, at.device, at.stream);
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& order, const Buffer& counts,
                   const Buffer& levels, const Buffer& out, const Buffer& scale, const Buffer& shift, int64_t inner,
-                  const Buffer& mask) const {
+                  const Buffer& mask, const Buffer& channels) const {
     const Entry entry("dequantize", out.device);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = counts.exists && shape.features < kLeastFeatures;
     const auto value_map = entry.value_map(mask, scale, shift, inner, shape, scattered);
+    const StoredChannels numbers = entry.channels(channels, shape, scattered);
     const auto [of, copy] = quantized(entry, shape, order, counts, packed, ranges);
     const float* const codes = entry.levels(levels, shape.kind);
     const Where at("dequantize", out);
@@ -195,8 +205,12 @@ struct Cuda {
                                 at.device, at.stream);
       return;
     }
-    const auto dequantize = shape.is_rotated() ? cuda::dequantize_rotated : cuda::dequantize;
-    dequantize(of, words_at(copy.packed), copy.ranges, value_map, address_of<void>(out), item_of(dtype), at.device, at.stream);
+    if (shape.is_rotated()) {
+      cuda::dequantize_rotated(of, words_at(copy.packed), copy.ranges, value_map, numbers, address_of<void>(out), item_of(dtype),
+                               at.device, at.stream);
+    } else {
+      cuda::dequantize(of, words_at(copy.packed), copy.ranges, value_map, address_of<void>(out), item_of(dtype), at.device, at.stream);
+    }
   }
 
   void grid_fixed(const Buffer& gamma, const Buffer& beta, int bits, const Buffer& grid) const {
@@ -294,7 +308,9 @@ void bind_cuda(py::module_& module) {
            py::arg("y"), py::arg("packed"), py::arg("seed"))
       .def("quantize", &Cuda::quantize, py::arg("x"), py::arg("shape"), py::arg("order"), py::arg("counts"), py::arg("seed"),
            py::arg("levels"), py::arg("packed"), py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(),
-           py::arg("inner") = 1)
+           py::arg("inner") = 1, py::arg("channels") = py::none())
+      .def("channel_statistics", &Cuda::channel_statistics, py::arg("x"), py::arg("out"), py::arg("mean") = py::none(),
+           py::arg("rstd") = py::none(), py::arg("inner") = 1)
       .def("share_bits", &Cuda::share_bits, py::arg("squares"), py::arg("extra"), py::arg("gains"), py::arg("widths"))
       .def("relu_quantized", &Cuda::relu_quantized, py::arg("x"), py::arg("shape"), py::arg("y"), py::arg("mask"),
            py::arg("seed"), py::arg("packed"), py::arg("ranges"))
@@ -306,10 +322,10 @@ void bind_cuda(py::module_& module) {
           py::arg("channels"), "Return the number of float32 in the argument `memory` of batch_norm_backward.")
       .def("order_samples", &Cuda::order_samples, py::arg("widths"), py::arg("order"), py::arg("counts"))
       .def("squares", &Cuda::squares, py::arg("x"), py::arg("shape"), py::arg("out"), py::arg("mean") = py::none(),
-           py::arg("rstd") = py::none(), py::arg("inner") = 1)
+           py::arg("rstd") = py::none(), py::arg("inner") = 1, py::arg("channels") = py::none())
       .def("dequantize", &Cuda::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("shape"), py::arg("order"),
            py::arg("counts"), py::arg("levels"), py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
-           py::arg("inner") = 1, py::arg("mask") = py::none())
+           py::arg("inner") = 1, py::arg("mask") = py::none(), py::arg("channels") = py::none())
       .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"), py::arg("grid"))
       .def("encode_fixed", &Cuda::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
            py::arg("packed"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner_of_entries") = 1)

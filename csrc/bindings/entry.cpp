@@ -80,6 +80,18 @@ Elements activated(const Entry& entry, int function, const OwnedTable& table, co
   return {dtype, x.count, from, to, codes, entry.seed(table, seed)};
 }
 
+ChannelEstimate channel_estimate(const Entry& entry, const Buffer& x, const Buffer& out, const Buffer& mean, const Buffer& rstd,
+                                 int64_t inner) {
+  const DType dtype = entry.narrow("x", x);
+  const auto* from = entry.exactly<const void>("x", x, x.count, x.item);
+  const auto normalization = entry.normalization(mean, rstd, inner, x.count);
+  const int64_t channels = out.count / 2;
+  auto* to = entry.exactly<uint16_t>("out", out, 2 * channels, static_cast<int>(DType::bfloat16));
+  entry.index("out", channels, 1, x.count);
+  if (x.count == 0) entry.wrong("x", "1 element or more", "0");
+  return {from, dtype, normalization, x.count / channels, channels, to};
+}
+
 DType numbers_of(const Entry& entry, const char* name, const Buffer& buffer, const CopyShape& shape) {
   const DType dtype = entry.narrow(name, buffer);
   entry.exactly<void>(name, buffer, shape.elements(), buffer.item);

@@ -144,14 +144,15 @@ class Entry {
     return {vector("scale", scale, entries), vector("shift", shift, entries), index("scale", entries, inner, n), nullptr, {}};
   }
 
-  // Returns the stored numbers of channels, and their count in `count`; null if there are none.
-  const uint16_t* channels(const Buffer& buffer, const CopyShape& of, int64_t& count) const {
-    count = buffer.count / 2;
-    if (!buffer.exists) return nullptr;
-    const auto* stored = exactly<const uint16_t>("channels", buffer, 2 * count, static_cast<int>(DType::bfloat16));
+  // scattered: as for value_map.
+  StoredChannels channels(const Buffer& buffer, const CopyShape& of, bool scattered = false) const {
+    if (!buffer.exists) return {};
+    const int64_t count = buffer.count / 2;
+    const auto* numbers = exactly<const uint16_t>("channels", buffer, 2 * count, static_cast<int>(DType::bfloat16));
     if (of.kind != CopyKind::rotated) wrong("channels", "None unless the copy is rotated", described(buffer));
+    if (scattered) wrong("channels", "none for short samples of several widths", "some");
     index("channels", count, 1, of.elements());
-    return stored;
+    return {numbers, count};
   }
 
   Scale scale(const Buffer& buffer, int64_t inner, int64_t n) const {
@@ -252,6 +253,18 @@ Elements multiplied(const Entry& entry, const OwnedTable& table, const Buffer& g
 // Checks the arguments of `forward`. name: that of the buffer of packed codes.
 Elements activated(const Entry& entry, int function, const OwnedTable& table, const Buffer& x, const Buffer& y,
                    const Buffer& packed, const SeedArgument& seed, const char* name = "packed");
+
+// The checked arguments of `channel_statistics`.
+struct ChannelEstimate {
+  const void* from;
+  DType dtype;
+  Normalization normalization;
+  int64_t rows, channels;
+  uint16_t* to;
+};
+
+ChannelEstimate channel_estimate(const Entry& entry, const Buffer& x, const Buffer& out, const Buffer& mean, const Buffer& rstd,
+                                 int64_t inner);
 
 // Checks that a buffer has the numbers of a tensor of that shape, and returns their dtype.
 DType numbers_of(const Entry& entry, const char* name, const Buffer& buffer, const CopyShape& shape);

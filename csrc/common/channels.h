@@ -10,6 +10,15 @@ namespace fewbit {
 
 constexpr int kChannelBlock = 256;  // channels whose variances are averaged
 constexpr int kMostRows = 256;      // from which the numbers of a channel are estimated
+constexpr int kRowRuns = 4;         // whose sums are computed one after the other, or by as many threads
+
+// The numbers of channels as a copy keeps them: (count, 2) bfloat16, the mean and the scale of each channel.
+struct StoredChannels {
+  const uint16_t* numbers;  // null if there are no channels
+  int64_t count;
+
+  FEWBIT_HD bool exists() const { return numbers != nullptr; }
+};
 
 // The numbers of channels, (count,) each. Element number e of a tensor, in storage order, has channel e mod count. A tensor is
 // quantized as (x - mean) * inverse, and dequantized as value * scale + mean. Without a mean there are no channels.
@@ -38,6 +47,9 @@ FEWBIT_HD constexpr int64_t estimated_rows(int64_t rows) {
 // Returns number `index` of these `count` rows, which are evenly distributed.
 FEWBIT_HD constexpr int64_t estimated_row(int64_t index, int64_t count, int64_t rows) { return index * rows / count; }
 
+// Returns where run number `run` of the chosen rows begins. kRowRuns: their end.
+FEWBIT_HD constexpr int64_t run_begin(int run, int64_t count) { return run * count / kRowRuns; }
+
 // Returns the variance of a channel, from the sums of its elements and of their squares in n rows. It is at least the square of
 // the error of the stored mean.
 FEWBIT_HD inline float channel_variance(float sum, float squares, float n) {
@@ -45,7 +57,7 @@ FEWBIT_HD inline float channel_variance(float sum, float squares, float n) {
   return (difference > 0.0f ? difference : 0.0f) + error * error;
 }
 
-FEWBIT_HD inline float root(float x) {
+FEWBIT_HD inline float square_root(float x) {
 #ifdef __CUDA_ARCH__
   return __fsqrt_rn(x);
 #else
@@ -59,7 +71,7 @@ FEWBIT_HD inline ChannelNumbers channel_numbers(float sum, float variance, float
   const float mean = widen_bfloat16(narrow_bfloat16(sum / n)), smooth = variance + average / n;
   const bool has_scale = smooth >= 1e-30f && smooth <= 1e30f;
   if (!has_scale) return {0.0f, 1.0f};
-  return {mean, widen_bfloat16(narrow_bfloat16(root(root(smooth))))};
+  return {mean, widen_bfloat16(narrow_bfloat16(square_root(square_root(smooth))))};
 }
 
 }  // namespace FEWBIT_NAMESPACE

@@ -92,13 +92,7 @@ FEWBIT_HD inline bool needs_second_rotation(float greatest, float energy) {
 FEWBIT_HD inline bool has_values(float energy, float mean) { return is_finite(energy) && is_finite(mean); }
 
 // Returns the root mean square of the remainders times u, by which the breaks of the normal table are multiplied.
-FEWBIT_HD inline float root_mean_square(float energy, int n) {
-#ifdef __CUDA_ARCH__
-  return __fsqrt_rn(over_count(energy, n));
-#else
-  return __builtin_sqrtf(over_count(energy, n));
-#endif
-}
+FEWBIT_HD inline float root_mean_square(float energy, int n) { return square_root(over_count(energy, n)); }
 
 // -- Mean and scale in the ranges --------------------------------------------------------------------------------
 

@@ -97,13 +97,13 @@ StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool 
   return plan;
 }
 
-OwnedChannels::OwnedChannels(const uint16_t* stored, int64_t count) : count_(stored ? count : 0) {
+OwnedChannels::OwnedChannels(const StoredChannels& stored) : count_(stored.count) {
   if (count_ == 0) return;
   numbers_.resize(static_cast<size_t>(3 * count_));
   float *means = numbers_.data(), *scales = means + count_, *inverses = scales + count_;
   for (int64_t i = 0; i < count_; ++i) {
-    means[i] = widen_bfloat16(stored[2 * i]);
-    scales[i] = widen_bfloat16(stored[2 * i + 1]);
+    means[i] = widen_bfloat16(stored.numbers[2 * i]);
+    scales[i] = widen_bfloat16(stored.numbers[2 * i + 1]);
     inverses[i] = 1.0f / scales[i];
   }
 }

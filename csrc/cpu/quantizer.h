@@ -25,8 +25,7 @@ StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool 
 // The numbers of channels in float32, from those that `channel_statistics` stored.
 class OwnedChannels {
  public:
-  // stored: (count, 2); null if there are no channels.
-  OwnedChannels(const uint16_t* stored, int64_t count);
+  explicit OwnedChannels(const StoredChannels& stored);
 
   // Valid as long as this object.
   Channels get() const;

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/channels.h"
 #include "common/fixed_point.h"
 #include "common/planes.h"
 #include "common/quantize.h"
@@ -75,6 +76,10 @@ struct Seed {
 void quantize(const Quantized& of, const void* x, int dtype, const Normalization& normalization, const Seed& seed,
               int32_t* packed, uint16_t* ranges, int device, void* stream);
 
+// Estimates the numbers of the channels of a tensor of `rows` rows. normalization: without channels. out: (channels, 2).
+void channel_statistics(const void* x, int dtype, const Normalization& normalization, int64_t rows, int64_t channels, uint16_t* out,
+                        int device, void* stream);
+
 // By how much each bit of a sample beyond the first lowers the variance of rounding, in units of that at 1 bit.
 struct Gains {
   float of[kMaxBits - 1];
@@ -102,13 +107,14 @@ void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* rang
 
 // Do the same for rotated copies, and for masked ones. The ranges have kSeedRows more rows, which Quantized::groups does not
 // count. squares_rotated computes the energy of each group with a float32 mean, times the share of elements that are not
-// masked. Masked copies are dequantized as rotated ones, with a mask in value_map.
+// masked, and times the mean square of the scales of channels. Masked copies are dequantized as rotated ones, with a mask in value_map.
+// channels: empty for masked copies, and if samples of several widths share groups.
 void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
-                      const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream);
+                      const StoredChannels& channels, const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream);
 void squares_rotated(const Streams& streams, bool is_masked, const void* x, int dtype, const Normalization& normalization,
-                     float* out, int device, void* stream);
+                     const StoredChannels& channels, float* out, int device, void* stream);
 void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const ValueMap& value_map,
-                        void* out, int dtype, int device, void* stream);
+                        const StoredChannels& channels, void* out, int dtype, int device, void* stream);
 
 // Computes y (n,) = relu(x), the mask (1 bit for each element, packed: 0 where y is 0) and the masked copy of y in one pass over
 // memory. Returns false, and does nothing, unless x and y are aligned, the groups lie side by side and have 256 elements, and all

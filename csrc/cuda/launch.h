@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace fewbit::cuda {
 
@@ -46,6 +47,16 @@ inline int64_t multiprocessors_of(int device) {
   return count;
 }
 
+// Enqueues `kernel` with this many blocks and threads in a block. The device must be current.
+template <class... Parameters, class... Arguments>
+void launch_blocks(void (*kernel)(Parameters...), void* stream, int64_t blocks, int threads, Arguments&&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), "launching a CUDA kernel");
+}
+
 // Enqueues `kernel`, whose warps stride over `tiles`, with at most `blocks_per_sm` blocks a multiprocessor: several waves if
 // a block has nothing to prepare, one wave if it copies a table first. The device must be current.
 template <class... Parameters, class... Arguments>
@@ -53,11 +64,7 @@ void launch(void (*kernel)(Parameters...), int device, void* stream, int64_t til
             Arguments&&... arguments) {
   const int64_t wanted = (tiles + kWarps - 1) / kWarps;
   const int64_t most = multiprocessors_of(device) * blocks_per_sm;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(wanted, most)));
-  config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), "launching a CUDA kernel");
+  launch_blocks(kernel, stream, std::min(wanted, most), kThreads, std::forward<Arguments>(arguments)...);
 }
 
 constexpr int kWaves = 64;   // blocks_per_sm without preparation

@@ -5,6 +5,7 @@
 
 #include "common/normal_levels.h"
 #include "common/rotate.h"
+#include "cuda/channels.h"
 #include "cuda/dispatch.h"
 #include "cuda/groups.h"
 #include "cuda/hadamard.h"
@@ -49,11 +50,12 @@ struct PlainPairs {
 };
 
 inline PlainPairs plain_pairs(const Quantized& of, const GroupMap& groups, const void* packed,
-                              const void* ranges, const ValueMap& value_map, const void* out) {
+                              const void* ranges, const ValueMap& value_map, const ChannelMap& channels, const void* out) {
   PlainPairs found = {};
   const bool is_plain = is_plain_tensor(of, groups) && of.bits <= kMostProductBits && is_vector_aligned(packed) && is_vector_aligned(ranges) &&
                         is_vector_aligned(out) && is_vector_aligned(value_map.scale) && is_vector_aligned(value_map.shift) &&
-                        find_entries(found.entries, value_map.index, value_map.is_affine(), of.groups, kNeighbors);
+                        find_entries(found.entries, value_map.index, value_map.is_affine(), of.groups, kNeighbors) &&
+                        is_plain_map(channels) && !(channels.exists() && found.entries.kind == EntryKind::rows);
   if (is_plain) found.count = plain_pair_count(groups);
   return found;
 }
@@ -123,13 +125,18 @@ class PlainInput {
   PlainRanges next_;
 };
 
-// The map of values in a group that is transformed by products. rows, features: as in EntryKind.
-enum class MapKind { none, rows, features, mask };
+// The map of values in a group that is transformed by products. rows, features: as in EntryKind. In the last two, channels are put in
+// before.
+enum class MapKind { none, rows, features, mask, channels, channels_features };
 
-// Calls call(std::integral_constant<MapKind, ...>) for a map. entries: those of scale and shift.
+// Calls call(std::integral_constant<MapKind, ...>) for a map. entries: those of scale and shift, not of rows if there are channels.
 template <class Call>
-void with_map(const ValueMap& value_map, EntryKind entries, Call&& call) {
-  if (value_map.mask) {
+void with_map(const ValueMap& value_map, EntryKind entries, bool has_channels, Call&& call) {
+  if (has_channels && entries == EntryKind::none) {
+    call(std::integral_constant<MapKind, MapKind::channels>());
+  } else if (has_channels) {
+    call(std::integral_constant<MapKind, MapKind::channels_features>());
+  } else if (value_map.mask) {
     call(std::integral_constant<MapKind, MapKind::mask>());
   } else if (entries == EntryKind::none) {
     call(std::integral_constant<MapKind, MapKind::none>());
@@ -140,17 +147,30 @@ void with_map(const ValueMap& value_map, EntryKind entries, Call&& call) {
   }
 }
 
+// How a plain kernel maps values. entries: those of the affine map, in runs of a lane's neighbors.
+struct PlainMap {
+  const PlainEntries& entries;
+  const ValueMap& value_map;
+  const ChannelMap& channels;
+};
+
+// Returns the first entry of a lane's neighbors, for features.
+__device__ inline uint32_t entry_of_lane(const PlainEntries& entries, uint32_t group) {
+  return entries.of(group * 32 + threadIdx.x % 32) * kNeighbors;
+}
+
 // The numbers by which a lane maps its neighbors in a group. They are loaded before the neighbors are computed.
 template <MapKind Kind>
 class LaneMap {
  public:
   // group: the number of a plain group. place: that of its first element.
-  __device__ LaneMap(const PlainEntries& entries, const ValueMap& value_map, uint32_t group, int64_t) {
+  __device__ LaneMap(const PlainMap& by, uint32_t group, int64_t) {
+    const auto& [entries, value_map, channels] = by;
     if constexpr (Kind == MapKind::rows) {
       const uint32_t entry = entries.of_group(group);
       scales_[0] = scale_at(value_map, entry), shifts_[0] = shift_at(value_map, entry);
     } else {
-      const uint32_t entry = entries.of(group * 32 + threadIdx.x % 32) * kNeighbors;
+      const uint32_t entry = entry_of_lane(entries, group);
 #pragma unroll
       for (int k = 0; k < kNumbers; k += 4) {
         read_four(scales_ + k, value_map.scale, entry + k, 1.0f);
@@ -172,7 +192,7 @@ class LaneMap {
 template <>
 class LaneMap<MapKind::none> {
  public:
-  __device__ LaneMap(const PlainEntries&, const ValueMap&, uint32_t, int64_t) {}
+  __device__ LaneMap(const PlainMap&, uint32_t, int64_t) {}
   __device__ void apply(float*) const {}
 };
 
@@ -180,8 +200,8 @@ template <>
 class LaneMap<MapKind::mask> {
  public:
   // place: a multiple of kNeighbors.
-  __device__ LaneMap(const PlainEntries&, const ValueMap& value_map, uint32_t, int64_t place)
-      : bits_(reinterpret_cast<const uint8_t*>(value_map.mask)[place / kNeighbors + threadIdx.x % 32]) {}
+  __device__ LaneMap(const PlainMap& by, uint32_t, int64_t place)
+      : bits_(reinterpret_cast<const uint8_t*>(by.value_map.mask)[place / kNeighbors + threadIdx.x % 32]) {}
 
   __device__ void apply(float* values) const {
 #pragma unroll
@@ -193,16 +213,54 @@ class LaneMap<MapKind::mask> {
   uint32_t bits_;
 };
 
+template <>
+class LaneMap<MapKind::channels> {
+ public:
+  __device__ LaneMap(const PlainMap& by, uint32_t group, int64_t) {
+    const uint32_t channel = entry_of_lane(by.channels.plain, group);
+#pragma unroll
+    for (int k = 0; k < kNeighbors; k += 4) {
+      const uint4 four = reinterpret_cast<const uint4*>(by.channels.stored.numbers)[(channel + k) / 4];
+      words_[k] = four.x, words_[k + 1] = four.y, words_[k + 2] = four.z, words_[k + 3] = four.w;
+    }
+  }
+
+  __device__ void apply(float* values) const {
+#pragma unroll
+    for (int k = 0; k < kNeighbors; ++k) values[k] = put_in(values[k], numbers_of(words_[k]));
+  }
+
+ private:
+  uint32_t words_[kNeighbors];
+};
+
+template <>
+class LaneMap<MapKind::channels_features> {
+ public:
+  __device__ LaneMap(const PlainMap& by, uint32_t group, int64_t place)
+      : by_(by), group_(group), channels_(by, group, place) {}
+
+  // Loads scales and shifts only here, because there are not enough registers for them before.
+  __device__ void apply(float* values) const {
+    channels_.apply(values);
+    LaneMap<MapKind::features>(by_, group_, 0).apply(values);
+  }
+
+ private:
+  const PlainMap& by_;
+  uint32_t group_;
+  LaneMap<MapKind::channels> channels_;
+};
+
 // -- pairs -----------------------------------------------------------------------------------------------
 
 // Dequantizes a group by products. words: its codes. signs: its signs, in bytes. number: that of the group, which is used if the map
-// is affine or the group is rotated twice. place: that of its first element in `out`.
+// has entries or channels, or the group is rotated twice. place: that of its first element in `out`.
 template <MapKind Kind, class T>
 __device__ void dequantize_group(float mean, float factor, bool is_twice, const uint32_t* words, int bits,
                                  const float* signed_levels, const uint8_t* signs, const uint64_t& seed,
-                                 const PlainEntries& entries, const ValueMap& value_map, int64_t number, T* out,
-                                 int64_t place, uint32_t part) {
-  const LaneMap<Kind> map(entries, value_map, static_cast<uint32_t>(number), place);
+                                 const PlainMap& by, int64_t number, T* out, int64_t place, uint32_t part) {
+  const LaneMap<Kind> map(by, static_cast<uint32_t>(number), place);
   float values[kNeighbors];
   transform(values, read_levels(words, bits, signed_levels), part);
   if (is_twice) rotate_neighbors_back(values, seed, number);
@@ -219,12 +277,12 @@ __device__ void dequantize_group(float mean, float factor, bool is_twice, const 
 // first group, sizeof(Workspace) before those of the second one. first: the number of the first group. places: those of the groups.
 template <MapKind Kind, class T>
 __device__ void dequantize_pair(const PairScale& scale, const uint32_t* words, int bits, const float* signed_levels,
-                                const uint8_t* signs, const uint64_t& seed, const PlainEntries& entries,
-                                const ValueMap& value_map, int64_t first, T* out, const int64_t* places, uint32_t part) {
-  dequantize_group<Kind>(scale.means[0], scale.factors[0], scale.are_twice[0], words, bits, signed_levels, signs, seed, entries,
-                         value_map, first, out, places[0], part);
+                                const uint8_t* signs, const uint64_t& seed, const PlainMap& by, int64_t first, T* out,
+                                const int64_t* places, uint32_t part) {
+  dequantize_group<Kind>(scale.means[0], scale.factors[0], scale.are_twice[0], words, bits, signed_levels, signs, seed, by, first, out,
+                         places[0], part);
   dequantize_group<Kind>(scale.means[1], scale.factors[1], scale.are_twice[1], words + (kFullGroup / kBlock) * bits, bits,
-                         signed_levels, signs + sizeof(Workspace), seed, entries, value_map, first + 1, out, places[1], part);
+                         signed_levels, signs + sizeof(Workspace), seed, by, first + 1, out, places[1], part);
 }
 
 // Plain: the tensor has plain pairs, whose map is of this kind.
@@ -232,7 +290,8 @@ template <class T, bool Plain, MapKind Kind>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     dequantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                       const int64_t* counts, const uint32_t* packed, const uint16_t* ranges,
-                      const __grid_constant__ ValueMap value_map, const __grid_constant__ PlainPairs plain, T* out) {
+                      const __grid_constant__ ValueMap value_map, const __grid_constant__ ChannelMap channels,
+                      const __grid_constant__ PlainPairs plain, T* out) {
   __shared__ Streams streams;
   __shared__ CodeLevels levels;
   __shared__ Workspace workspaces[kGroupsOfBlock];
@@ -242,6 +301,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   if (threadIdx.x == 0) seed = load_seed(ranges + uniform.groups * columns(uniform.fp32_min));
   share_streams(streams, uniform, Plain ? nullptr : counts);
   Workspace& own = workspaces[threadIdx.x / kSide];
+  const PlainMap by = {plain.entries, value_map, channels};
   // The shuffle keeps the compiler from computing the part again in each turn.
   const uint32_t part = __shfl_xor_sync(kAllLanes, part_of_transform(), 0);
   const auto* signs = reinterpret_cast<const uint8_t*>(workspaces[threadIdx.x / 32 * 2].random);
@@ -264,8 +324,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
         const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
         const PairScale scale = found.scale();
         const auto dequantize = [&](const PairScale& of, int of_bits) {
-          dequantize_pair<Kind>(of, words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn, seed, plain.entries, value_map,
-                                2 * pair, out, places, part);
+          dequantize_pair<Kind>(of, words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn, seed, by, 2 * pair, out,
+                                places, part);
         };
         // Few pairs have a group that is rotated twice. For those of the others that have 2 bits, the compiler knows the levels.
         if (any(scale.are_twice[0] || scale.are_twice[1])) {
@@ -284,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const GroupScale found = load_scale(ranges, streams.fp32_min, m > 0 ? of.number : 0);
     const uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
     int64_t begin = 0;
-    bool is_quick = kHasProducts && !Plain && !value_map.is_affine() && !found.is_twice && bits == most_bits && bits <= kMostProductBits;
+    bool is_quick = kHasProducts && !Plain && !value_map.is_affine() && !channels.exists() && !found.is_twice && bits == most_bits && bits <= kMostProductBits;
     is_quick = is_quick && is_full_at(begin, of, streams, order) && of.first % kBlock == 0 && begin % kNeighbors == 0;
     const auto addresses = reinterpret_cast<uintptr_t>(words) | reinterpret_cast<uintptr_t>(out + begin);
     if (all(is_quick && addresses % sizeof(uint4) == 0)) {
@@ -293,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       words -= threadIdx.x / kSide % 2 * (kFullGroup / kBlock) * bits;
       const auto dequantize = [&](auto map) {
         dequantize_pair<decltype(map)::value>(scale_of_pair(found), words, bits, levels.of(bits), signs + kSignsOfTurn * turn,
-                                              seed, plain.entries, value_map, 0, out, places, part);
+                                              seed, by, 0, out, places, part);
       };
       if (value_map.mask) {
         dequantize(std::integral_constant<MapKind, MapKind::mask>());
@@ -325,27 +385,28 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     }
 #pragma unroll
     for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];
-    store_row(values, value_map, out, place_of(of, streams, order), m, own);
+    store_row(values, value_map, channels.stored, out, place_of(of, streams, order), m, own);
   }
 }
 
 }  // namespace
 
 void dequantize_rotated(const Quantized& of, const int32_t* packed, const uint16_t* ranges, const ValueMap& value_map,
-                        void* out, int dtype, int device, void* stream) {
+                        const StoredChannels& stored, void* out, int dtype, int device, void* stream) {
   if (of.groups <= 0) return;
   const DeviceScope scope(device);
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
-  const PlainPairs plain = plain_pairs(of, map, packed, ranges, value_map, out);
+  const ChannelMap channels = channel_map(stored, of.groups, kNeighbors);
+  const PlainPairs plain = plain_pairs(of, map, packed, ranges, value_map, channels, out);
   with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     auto kernel = dequantize_kernel<T, false, MapKind::none>;
     if (plain.count > 0) {
-      with_map(value_map, plain.entries.kind, [&](auto map) { kernel = dequantize_kernel<T, true, decltype(map)::value>; });
+      with_map(value_map, plain.entries.kind, channels.exists(), [&](auto map) { kernel = dequantize_kernel<T, true, decltype(map)::value>; });
     }
     launch(kernel, device, stream, pair_count(of.groups), kLaunchedBlocks, uniform,
-           map, of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, value_map, plain,
+           map, of.order, of.counts, reinterpret_cast<const uint32_t*>(packed), ranges, value_map, channels, plain,
            static_cast<T*>(out));
   });
 }

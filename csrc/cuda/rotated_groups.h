@@ -5,9 +5,11 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "common/quantize.h"
 #include "common/rotate.h"
+#include "cuda/channels.h"
 #include "cuda/groups.h"
 #include "cuda/rotation.h"
 
@@ -20,43 +22,75 @@ __device__ void read_neighbors(float* values, const T* from) {
   for (int j = 0; j < kSide; ++j) values[j] = as_float(from[j * kSide + lane_of_group()]);
 }
 
+// Returns the number of the lane whose number differs in one bit, `step`.
+__device__ inline double other_lane(double own, int step) {
+  uint64_t bits;
+  memcpy(&bits, &own, sizeof bits);
+  const uint64_t low = __shfl_xor_sync(kAllLanes, static_cast<uint32_t>(bits), step);
+  bits = static_cast<uint64_t>(__shfl_xor_sync(kAllLanes, static_cast<uint32_t>(bits >> 32), step)) << 32 | low;
+  memcpy(&own, &bits, sizeof bits);
+  return own;
+}
+
 // The elements of a group.
 template <class T>
 class GroupElements {
  public:
-  __device__ GroupElements(const T* x, const Normalization& by, const GroupPlace& place, int length)
-      : x_(x), by_(by), place_(place), length_(length) {}
+  __device__ GroupElements(const T* x, const Normalization& by, const StoredChannels& channels, const GroupPlace& place, int length)
+      : x_(x), by_(by), channels_(channels), place_(place), length_(length) {}
 
   __device__ int length() const { return length_; }
 
-  // Reads a column and normalizes it, if both groups of the warp have 256 elements that lie side by side.
+  // Reads a column, normalizes it and takes channels out, if both groups of the warp have 256 elements that lie side by side.
   __device__ void read_full(float* values, Workspace& own) const {
-    const Entries entries(by_.index, place_.of(0));
-    if (all(entries.are_one(kFullGroup))) {
-      read_neighbors(values, x_ + place_.of(0));
+    const Entries entries(by_.index, place_.of(0)), of_channels = entries_from(channels_, place_.of(0));
+    const bool are_one = all(entries.are_one(kFullGroup));
+    const bool is_quick = !by_.exists() || are_one || entries.are_neighbors(kSide);
+    if (!all(is_quick && (!channels_.exists() || of_channels.are_neighbors(kSide)))) return read_one_by_one(values, own, entries);
+    read_neighbors(values, x_ + place_.of(0));
+    if (by_.exists() && are_one) {
       const int64_t entry = entries.of(0);
       const float mean = mean_at(by_, entry), rstd = by_.rstd[entry];
 #pragma unroll
       for (int j = 0; j < kSide; ++j) values[j] = (values[j] - mean) * rstd;
-    } else if (all(entries.are_neighbors(kSide))) {
-      read_neighbors(values, x_ + place_.of(0));
+    } else if (by_.exists()) {
       int64_t entry = entries.of(lane_of_group());
 #pragma unroll
       for (int j = 0; j < kSide; ++j) {
         values[j] = (values[j] - mean_at(by_, entry)) * by_.rstd[entry];
         entry = entries.after(entry, kSide);
       }
-    } else {
-      read_one_by_one(values, own, entries);
+    }
+    if (!channels_.exists()) return;
+    int64_t channel = of_channels.of(lane_of_group());
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+      values[j] = taken_out(values[j], numbers_of(channels_, channel));
+      channel = of_channels.after(channel, kSide);
     }
   }
 
-  // Reads a column and normalizes it. It has zeros where no elements are.
+  // Reads a column, normalizes it and takes channels out. It has zeros where no elements are.
   __device__ void read(float* values, Workspace& own) const {
-    if (!by_.exists() && all(length_ == kFullGroup && place_.contiguous())) {
+    if (!by_.exists() && !channels_.exists() && all(length_ == kFullGroup && place_.contiguous())) {
       return read_neighbors(values, x_ + place_.of(0));
     }
     read_one_by_one(values, own, {by_.index, by_.exists() && place_.contiguous() && length_ > 0 ? place_.of(0) : 0});
+  }
+
+  // Returns the mean square of the scales of the channels of the group's elements, in all its lanes; 1 without channels.
+  __device__ float mean_square_scale() const {
+    if (!channels_.exists()) return 1.0f;
+    const Entries entries = entries_from(channels_, length_ > 0 ? place_.of(0) : 0);
+    double sum = 0.0;
+#pragma unroll 1
+    for (int i = lane_of_group(); i < length_; i += kSide) {
+      const double scale = numbers_of(channels_, entries.of(i)).scale;
+      sum += scale * scale;
+    }
+#pragma unroll
+    for (int step = kSide / 2; step > 0; step /= 2) sum += other_lane(sum, step);
+    return static_cast<float>(sum / length_);
   }
 
  private:
@@ -71,14 +105,18 @@ class GroupElements {
   // Returns the i-th element.
   __device__ float one(int i, const Entries& entries) const {
     const int64_t place = place_.of(i);
-    const float x = as_float(x_[place]);
-    if (!by_.exists()) return x;
-    const int64_t entry = place_.contiguous() ? entries.of(i) : entry_of(by_.index, place);
-    return (x - mean_at(by_, entry)) * by_.rstd[entry];
+    float x = as_float(x_[place]);
+    if (by_.exists()) {
+      const int64_t entry = place_.contiguous() ? entries.of(i) : entry_of(by_.index, place);
+      x = (x - mean_at(by_, entry)) * by_.rstd[entry];
+    }
+    if (channels_.exists()) x = taken_out(x, numbers_of(channels_, modulo(place, channels_.count)));
+    return x;
   }
 
   const T* x_;
   const Normalization& by_;
+  const StoredChannels& channels_;
   const GroupPlace place_;
   const int length_;
 };

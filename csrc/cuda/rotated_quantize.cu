@@ -6,6 +6,7 @@
 #include "common/functions.h"
 #include "common/normal_levels.h"
 #include "common/rotate.h"
+#include "cuda/channels.h"
 #include "cuda/dispatch.h"
 #include "cuda/groups.h"
 #include "cuda/kernels.h"
@@ -203,8 +204,9 @@ struct Quantizer {
   }
 };
 
-// The kernel quantizes the elements of x as they are, normalized, or those of relu(x).
-enum class Source { as_is, normalized, relu };
+// The kernel quantizes the elements of x as they are, normalized, without what their channels have in common (also normalized before, if
+// there is a normalization), or those of relu(x).
+enum class Source { as_is, normalized, channels, relu };
 
 // The result of a ReLU, and its mask: a bit for each element, 0 where the result is 0. A vector of 16 bytes has the elements of a
 // byte of the mask, or of half a byte if they are float32.
@@ -331,12 +333,26 @@ __device__ void normalize_plain(float* values, const Normalization& by, const Pl
   }
 }
 
+// Takes the channels out of a column of a plain group.
+__device__ void take_out_plain(float* values, const ChannelMap& channels, uint32_t group) {
+  const auto* words = reinterpret_cast<const uint32_t*>(channels.stored.numbers);
+  const uint32_t end = channels.plain.count * kSide;
+  uint32_t channel = channels.plain.of(group * kSide) * kSide + lane_of_group();
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) {
+    values[j] = taken_out(values[j], numbers_of(words[channel]));
+    channel += kSide;
+    if (channel >= end) channel -= end;
+  }
+}
+
 // Quantizes plain groups from `pair` on. It stops at the first pair that may need a factor (remainders_of_full), or after the last
 // pair. If Staged exists, the elements of `pair` are on their way to shared memory before the call; when it stops, those of the next
 // pair are. Returns the number of groups whose scales are kept.
 template <Source Of, class T>
 __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalization& normalization, const PlainEntries& entries,
-                              const ReluResult<T>& relu, int64_t& pair, int64_t end, int bits, Staged<T>& staged) {
+                              const ChannelMap& channels, const ReluResult<T>& relu, int64_t& pair, int64_t end, int bits,
+                              Staged<T>& staged) {
   int turn = 0;
 #pragma unroll 1
   for (; pair < end; pair += pairs_apart()) {
@@ -354,7 +370,9 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
     } else {
       read_neighbors(values, x + number * kFullGroup);
     }
-    if (Of == Source::normalized) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
+    const bool is_normalized = Of == Source::normalized || (Of == Source::channels && normalization.exists());
+    if (is_normalized) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
+    if (Of == Source::channels) take_out_plain(values, channels, static_cast<uint32_t>(number));
     if (!remainders_of_full(found, values, by.settings)) break;
     const bool has_spike = may_be_spiky(found) && is_spiky(found, values);
     if (turn == kTurns) {
@@ -371,15 +389,14 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
 // -- kernels ---------------------------------------------------------------------------------------------
 
 // Plain: is_plain_tensor() is true, codes have at most kMostBitsInRegisters bits and share no word with those of another group, and x
-// is aligned to 16 bytes. Of: if it is `normalized` and Plain is false, the kernel normalizes only if there is a normalization. If it
-// is `relu`, the kernel computes the ReLU of the pairs of full groups; the ReLU of all other elements is in memory already.
+// is aligned to 16 bytes. Of: if it is `channels` and Plain is false, the kernel takes channels out only if there are some. If it is `relu`, the kernel computes the ReLU of the pairs of full groups; the ReLU of all other elements is in memory already.
 // entries: those of the normalization, in runs of kSide.
 template <class T, bool Plain, Source Of>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const __grid_constant__ Streams uniform, const __grid_constant__ GroupMap map, const int64_t* order,
                     const int64_t* counts, const T* x, const __grid_constant__ Normalization normalization,
-                    const __grid_constant__ PlainEntries entries, const __grid_constant__ ReluResult<T> relu,
-                    const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
+                    const __grid_constant__ PlainEntries entries, const __grid_constant__ ChannelMap channels,
+                    const __grid_constant__ ReluResult<T> relu, const int64_t* seed_address, int64_t seed_number, bool is_masked, bool whole, uint32_t* packed, uint16_t* ranges) {
   __shared__ Streams streams;
   __shared__ NormalLevels table;
   __shared__ Workspace workspaces[kGroupsOfBlock];
@@ -397,6 +414,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     store_seed(seed, uniform.fp32_min, ranges + uniform.groups * columns(uniform.fp32_min));
   }
 
+  const StoredChannels no_channels = {};
   int turn = 0;  // groups whose scales are kept; the next group's random words follow theirs, unless there are none
   int64_t pair = first_pair_of_warp();
   if constexpr (Plain && Staged<T>::kExists) {
@@ -405,20 +423,22 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll 1
   for (;; pair += pairs_apart()) {
     if constexpr (Plain) {
-      turn = quantize_plain<Of>(by, x, normalization, entries, relu, pair, plain_pair_count(map), uniform.of[0].bits,
+      turn = quantize_plain<Of>(by, x, normalization, entries, channels, relu, pair, plain_pair_count(map), uniform.of[0].bits,
                                 staged[threadIdx.x / 32]);
     }
     const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     // Made again where it is needed, which takes fewer registers.
     const auto elements = [&] {
-      return GroupElements<T>(Of == Source::relu ? relu.y : x, normalization, place_of(of, streams, Plain ? nullptr : order), of.length);
+      return GroupElements<T>(Of == Source::relu ? relu.y : x, normalization, Of == Source::channels ? channels.stored : no_channels,
+                              place_of(of, streams, Plain ? nullptr : order), of.length);
     };
     float values[kSide];
     Remainders found;
     int64_t begin = 0;
     bool are_full = all(is_full_at(begin, of, streams, Plain ? nullptr : order));
     if (are_full) {
-      if (Of == Source::normalized && normalization.exists()) {
+      const bool is_changed = Of == Source::normalized || Of == Source::channels;
+      if (is_changed && (normalization.exists() || channels.exists())) {
         elements().read_full(values, by.own);
       } else {
         read_neighbors(values, (Of == Source::relu ? relu.y : x) + begin);
@@ -452,18 +472,20 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     squares_kernel(const __grid_constant__ Streams streams, const __grid_constant__ GroupMap map, const T* x,
-                   const __grid_constant__ Normalization normalization, bool is_masked, float* out) {
+                   const __grid_constant__ Normalization normalization, const __grid_constant__ StoredChannels channels, bool is_masked,
+                   float* out) {
   __shared__ Workspace workspaces[kGroupsOfBlock];
 #pragma unroll 1
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
     const GroupPlace place = place_of(of, streams, nullptr);
-    const GroupElements<T> elements(x, normalization, place, of.length);
+    const GroupElements<T> elements(x, normalization, channels, place, of.length);
     float values[kSide];
     const Remainders found = remainders_of(values, elements, {true, is_masked}, workspaces[threadIdx.x / kSide]);
+    const float of_channels = elements.mean_square_scale();
     if (lane_of_group() > 0 || of.length == 0) continue;
     const float back = inverse_rescue(found.factor);
-    float energy = found.energy * back * back;
+    float energy = found.energy * back * back * of_channels;
     if (is_masked) energy = energy * static_cast<float>(found.count) / static_cast<float>(of.length);
     out[of.number] = has_values(found.energy, found.mean) ? energy : float_of(0x7FC00000u);
   }
@@ -485,29 +507,32 @@ __global__ void __launch_bounds__(kThreads) relu_kernel(const T* x, int n, T* y,
 
 // Quantizes relu(x) if `relu` is not null, and else x. If `relu` is given and x is not plain, it returns false and does nothing.
 template <class T>
-bool quantize_as(const Quantized& of, bool is_masked, const T* x, const Normalization& normalization, const Seed& seed,
-                 const ReluResult<T>* relu, int32_t* packed, uint16_t* ranges, int device, void* stream) {
+bool quantize_as(const Quantized& of, bool is_masked, const T* x, const Normalization& normalization, const StoredChannels& stored,
+                 const Seed& seed, const ReluResult<T>* relu, int32_t* packed, uint16_t* ranges, int device, void* stream) {
   // A copy without groups has a seed nevertheless.
   const int64_t pairs = std::max(pair_count(of.groups), int64_t{1});
   const Streams uniform = uniform_streams(of);
   const GroupMap map = group_map(uniform, of.counts);
   PlainEntries entries;
+  const ChannelMap channels = channel_map(stored, of.groups, kSide);
   const bool is_plain = is_plain_tensor(of, map) && is_whole(of) && of.bits <= kMostBitsInRegisters && is_vector_aligned(x) &&
-                        (!relu || is_vector_aligned(relu->y)) &&
+                        (!relu || is_vector_aligned(relu->y)) && is_plain_map(channels) &&
                         find_entries(entries, normalization.index, normalization.exists(), of.groups, kSide);
-  auto kernel = quantize_kernel<T, false, Source::normalized>;
+  auto kernel = quantize_kernel<T, false, Source::channels>;
   if (relu) {
     if (!is_plain) return false;
     kernel = quantize_kernel<T, true, Source::relu>;
     const int64_t end = plain_pair_count(map) * (2 * kFullGroup);
     const ReluResult<T> last = relu->from(end);
     if (end < map.end) launch(relu_kernel<T>, device, stream, 1, 1, x + end, static_cast<int>(map.end - end), last.y, last.mask);
+  } else if (is_plain && channels.exists()) {
+    kernel = quantize_kernel<T, true, Source::channels>;
   } else if (is_plain) {
     kernel = normalization.exists() ? quantize_kernel<T, true, Source::normalized> : quantize_kernel<T, true, Source::as_is>;
   }
   clear(of, packed, ranges, stream);
   launch(kernel, device, stream, pairs, kLaunchedBlocks, uniform, map, of.order, of.counts, x, normalization, entries,
-         relu ? *relu : ReluResult<T>{},
+         channels, relu ? *relu : ReluResult<T>{},
          address_of(seed), seed.number, is_masked, is_whole(of), reinterpret_cast<uint32_t*>(packed), ranges);
   return true;
 }
@@ -515,11 +540,11 @@ bool quantize_as(const Quantized& of, bool is_masked, const T* x, const Normaliz
 }  // namespace
 
 void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
-                      const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
+                      const StoredChannels& channels, const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream) {
   const DeviceScope scope(device);
   with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    quantize_as<T>(of, is_masked, static_cast<const T*>(x), normalization, seed, nullptr, packed, ranges, device,
+    quantize_as<T>(of, is_masked, static_cast<const T*>(x), normalization, channels, seed, nullptr, packed, ranges, device,
                    stream);
   });
 }
@@ -531,19 +556,19 @@ bool relu_quantized(const Quantized& of, const void* x, int dtype, const Seed& s
   with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const ReluResult<T> relu = {static_cast<T*>(y), reinterpret_cast<uint8_t*>(mask)};
-    is_done = quantize_as<T>(of, true, static_cast<const T*>(x), {}, seed, &relu, packed, ranges, device, stream);
+    is_done = quantize_as<T>(of, true, static_cast<const T*>(x), {}, {}, seed, &relu, packed, ranges, device, stream);
   });
   return is_done;
 }
 
 void squares_rotated(const Streams& streams, bool is_masked, const void* x, int dtype, const Normalization& normalization,
-                     float* out, int device, void* stream) {
+                     const StoredChannels& channels, float* out, int device, void* stream) {
   if (streams.groups <= 0) return;
   const DeviceScope scope(device);
   with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     launch(squares_kernel<T>, device, stream, pair_count(streams.groups), kLaunchedBlocks, streams, group_map(streams, false),
-           static_cast<const T*>(x), normalization, is_masked, out);
+           static_cast<const T*>(x), normalization, channels, is_masked, out);
   });
 }
 

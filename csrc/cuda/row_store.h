@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "common/quantize.h"
+#include "cuda/channels.h"
 #include "cuda/groups.h"
 #include "cuda/number.h"
 #include "cuda/rotation.h"
@@ -67,6 +68,17 @@ __device__ inline void map_neighbors(float* values, const ValueMap& value_map, i
   }
 }
 
+// Puts channels into a row of neighbors, of which the first is element `first` of the group.
+__device__ inline void put_channels_in(float* values, const StoredChannels& channels, int64_t place, int first) {
+  const Entries entries = entries_from(channels, place);
+  int64_t channel = entries.of(first);
+#pragma unroll
+  for (int k = 0; k < kSide; ++k) {
+    values[k] = put_in(values[k], numbers_of(channels, channel));
+    channel = entries.after(channel, 1);
+  }
+}
+
 // Returns 1 or 0, the i-th of some bits of a mask.
 __device__ inline float factor_of_bit(uint32_t bits, int i) { return bits & (1u << i) ? 1.0f : 0.0f; }
 
@@ -116,12 +128,13 @@ __device__ void store_vectors(const uint32_t* words, T* out, Workspace& own) {
 
 // Writes a row of values of a group of m elements, which it changes.
 template <class T>
-__device__ void store_row(float* values, const ValueMap& value_map, T* out, const GroupPlace& place, int m,
+__device__ void store_row(float* values, const ValueMap& value_map, const StoredChannels& channels, T* out, const GroupPlace& place, int m,
                           Workspace& own) {
   const bool are_neighbors = m == kFullGroup && place.contiguous();
   T* const first = out + (are_neighbors ? place.of(0) : 0);
   const bool is_aligned = are_neighbors && reinterpret_cast<uintptr_t>(first) % sizeof(uint4) == 0;
   if (all(is_aligned && can_map(value_map, place.of(0)))) {
+    if (channels.exists()) put_channels_in(values, channels, place.of(0), lane_of_group() * kSide);
     if (value_map.is_affine()) map_neighbors(values, value_map, place.of(0), lane_of_group() * kSide);
     if (value_map.mask) {
       const uint32_t bits = mask_bits(value_map.mask, place.of(0) + lane_of_group() * kSide, kSide);
@@ -137,6 +150,7 @@ __device__ void store_row(float* values, const ValueMap& value_map, T* out, cons
 #pragma unroll 1
   for (int i = lane_of_group(); i < m; i += kSide) {
     float x = own.at(i);
+    if (channels.exists()) x = put_in(x, numbers_of(channels, modulo(place.of(i), channels.count)));
     if (value_map.is_affine()) x = mapped(x, value_map, entries.of(i));
     if (value_map.mask) x *= factor_of_bit(mask_bits(value_map.mask, place.of(i), 1), 0);
     store_one(representable<T>(x), out + place.of(i));

@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   for (int64_t pair = first_pair_of_warp(); 2 * pair < streams.groups; pair += pairs_apart()) {
     const LocatedGroup of = locate(streams, map, pair);
     const Stream& stream = streams.of[of.stream];
-    const GroupElements<T> elements(x, normalization, place_of(of, streams, order), of.length);
+    const StoredChannels no_channels = {};
+    const GroupElements<T> elements(x, normalization, no_channels, place_of(of, streams, order), of.length);
     float values[kSide];
     const Remainders found = remainders_of(values, elements, settings, own);
     rotate_into_memory(values, own, seed, of.number, of.length);
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     }
 #pragma unroll
     for (int k = 0; k < kSide; ++k) values[k] = found.mean + values[k];
-    store_row(values, value_map, out, place_of(of, streams, order), m, own);
+    store_row(values, value_map, {}, out, place_of(of, streams, order), m, own);
   }
 }
 

@@ -129,7 +129,7 @@ void test_case(const Kernels& kernels, CopyKind kind, const Case& c, bool is_fus
       Normalization rows = normalization;
       channel_statistics(by, x.data(), DTYPE, rows, n / channels, channels, stored.data(), threads);
     }
-    const OwnedChannels numbers(has_channels ? stored.data() : nullptr, channels);
+    const OwnedChannels numbers(has_channels ? StoredChannels{stored.data(), channels} : StoredChannels{});
     normalization.channels = value_map.channels = numbers.get();
     Exact<uint32_t> packed(streams.words);
     Exact<uint16_t> ranges(streams.groups * columns(c.fp32_min));

@@ -358,8 +358,7 @@ def _channels(root: Root, order: list[int]) -> int:
         order: its dimensions in the order of storage, from the outermost.
     """
     value = root.node.meta["val"]
-    # The CUDA kernels have no channels yet.
-    if value.dim() < 2 or value.is_cuda:
+    if value.dim() < 2:
         return 0
     if root.is_attention and value.dim() == 4:
         features = {1, 3}  # heads and the entries of a head's vectors

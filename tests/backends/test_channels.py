@@ -3,17 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from quantized import compiled, dtypes, same
+from quantized import dtypes, same
 
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format.channels import Normalization, channels_of, estimated_rows
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.format.layout import storage_order
-
-try:
-    from fewbit.runtime.backends import native
-except ImportError:
-    native = None
 
 SHAPES = [  # shape, channels
     ((3, 100, 70), 70),
@@ -87,8 +82,6 @@ def test_backends_agree_to_the_last_bit(backends, shape, count, is_normalized, d
     expected = numbers_of(backends[-1], x, count, is_normalized)
     seed = torch.tensor([7], device=x.device)
     for backend in backends:
-        if not hasattr(backend.kernels, "channel_statistics"):
-            continue
         found = numbers_of(backend, x, count, is_normalized)
         assert same(found.channels, expected.channels)
         for bits in (1, 2, 4, 8):
@@ -222,12 +215,3 @@ def test_refusals(backend, message, channels, kind):
     copy = backend.kernels.quantize(x, seed, 2, 64, False, kind=kind)
     with pytest.raises(ValueError, match=message):
         backend.kernels.dequantize(*copy[:2], 2, 64, x, kind=kind, channels=channels)
-
-
-@compiled
-def test_kernels_without_channels_get_no_argument_for_them():
-    """The CUDA kernels have no channels yet, but layers normalize by a `Normalization`."""
-    vector, numbers = torch.ones(4), torch.ones(2, 2, dtype=torch.bfloat16)
-    assert native._vectors(Normalization(None, vector, 2), 8) == (None, vector, 2)
-    with_channels = native._vectors(Normalization(None, vector, 2, numbers), 8)
-    assert with_channels == (None, vector, 2, numbers)

@@ -12,6 +12,7 @@ from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNIFORM
 from fewbit.runtime.backends import reference, reference_quantizer
 from fewbit.runtime.backends.reference_bits import philox_words
 from fewbit.runtime.format import groups
+from fewbit.runtime.format.channels import Normalization
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.table import Knots
 
@@ -441,6 +442,83 @@ def test_normalized_and_mapped(cuda, dtype, kind):
         *((2, 12), (2, 256), (64, 3), (256, 2), (512, 6), (3072, 1)),
     ):
         compare_with_vectors(cuda, x, 256, inner, entries, rng, kind)
+
+
+# -- channels --------------------------------------------------------------------------------------------
+
+
+CHANNELS = [  # shape, channels, whether samples may have widths of their own
+    ((6, 512), 512, True),
+    ((6, 512), 48, True),
+    ((8, 256), 256, True),
+    ((7, 768), 16, True),
+    ((6, 500), 500, True),
+    ((5, 320), 40, True),
+    ((6, 512), 8, True),
+    ((6, 510), 3, True),
+    ((9, 70), 70, True),
+    ((300, 8), 8, False),
+    ((40, 7), 7, False),
+    ((1, 4096), 1024, True),
+]
+
+
+def skewed(rng, shape, dtype, count):
+    """Return numbers whose channels have very different means and deviations."""
+    x = rng.normal(0, 1, (int(np.prod(shape)) // count, count))
+    x = x * np.exp(rng.normal(0, 2, count)) + rng.normal(0, 3, count)
+    return torch.from_numpy(x.reshape(shape)).to(dtype)
+
+
+def off_word(numbers):
+    """Return a copy that begins in the middle of a word."""
+    flat = torch.empty(numbers.numel() + 1, dtype=numbers.dtype)[1:]
+    return flat.copy_(numbers.flatten()).view(numbers.shape)
+
+
+@quantized_dtypes
+@pytest.mark.parametrize("shape, count, has_widths", CHANNELS, ids=str)
+@without_pairs
+def test_channels(cuda, shape, count, has_widths, dtype):
+    """Statistics, codes, squares and values, alone and together with a normalization or an affine map."""
+    rng = np.random.default_rng([count, *shape])
+    x = skewed(rng, shape, dtype, count)
+    n, seed = x.numel(), torch.tensor([5])
+    by_rows, by_features = (random_vectors(rng, entries) for entries in (n // count, count))
+    ways = [(None, None, 1), (*by_rows, count), (*by_features, 1), (None, by_features[1], 1)]
+    for number, way in enumerate(ways):
+        before = None if number == 0 else way
+        numbers = reference.channel_statistics(x, count, before)
+        found = cuda.kernels.channel_statistics(x, count, before)
+        assert torch.equal(found.view(torch.int16), numbers.view(torch.int16))
+        if number == 2:
+            numbers = off_word(numbers)
+        normalize = Normalization(*way, numbers)
+        widths = mixed(shape[0]) if number == 1 and has_widths else None
+        words = None if widths is None else groups.mixed_words(widths.tolist(), shape[1])
+        for bits, group_size in ((2, 256), (4, 256), (7, 256), (3, 64)):
+            settings = bits, group_size, False, widths, words, normalize, ROTATED
+            made, expected = (by.quantize(x, seed, *settings) for by in (cuda.kernels, reference))
+            assert torch.equal(made.packed, expected.packed), (way, bits, group_size)
+            assert torch.equal(made.ranges.view(torch.int16), expected.ranges.view(torch.int16))
+            for affine in (None, (*by_features, 1), (*by_rows, count)):
+                out, values = cuda.empty(*shape, dtype=dtype), torch.empty_like(x)
+                for kernels, to in ((cuda.kernels, out), (reference, values)):
+                    copy = *expected[:2], bits, group_size, to, widths, affine
+                    kernels.dequantize(*copy, ROTATED, None, numbers)
+                same(out, values)
+        if shape[1] >= groups.LEAST_FEATURES:
+            arguments = x, 256, normalize, ROTATED
+            same(cuda.kernels.squares(*arguments), reference.squares(*arguments))
+
+
+def test_channels_of_many_rows(cuda):
+    """A row is chosen without divisions, also if there are very many, and if rows have no common divisor with the chosen ones."""
+    rng = np.random.default_rng(3)
+    for rows, count in ((5, 300), (33, 12), (257, 12), (2049, 5), (4999, 3), (70001, 2)):
+        x = skewed(rng, (rows, count), torch.float32, count)
+        found = cuda.kernels.channel_statistics(x, count)
+        assert torch.equal(found, reference.channel_statistics(x, count)), rows
 
 
 @kinds

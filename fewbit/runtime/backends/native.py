@@ -389,7 +389,6 @@ def _vectors(given, n):
     channels = [numbers for numbers in given[3:] if numbers is not None]
     if not channels or any(vector is not None for vector in vectors):
         check_vectors(vectors, inner, n)
-    # The CUDA kernels have no argument for channels.
     return *vectors, inner, *channels
 
 

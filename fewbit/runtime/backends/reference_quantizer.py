@@ -25,7 +25,7 @@ from fewbit.runtime.backends.reference_bits import entries_of, pack, sixteen_bit
 from fewbit.runtime.backends.results import QuantizedGroups
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.buffers import Entry, check_bits, seed_on
-from fewbit.runtime.format.channels import BLOCK, Normalization, estimated_rows
+from fewbit.runtime.format.channels import BLOCK, Normalization, estimated_rows, runs_of
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.layout import storage_order
 
@@ -124,9 +124,12 @@ def channel_statistics(x, count: int, normalize=None) -> torch.Tensor:
     chosen = estimated_rows(len(rows))
     n = torch.full((), len(chosen), dtype=torch.float32, device=x.device)
     sums, squares = torch.zeros_like(rows[0]), torch.zeros_like(rows[0])
-    for row in chosen:
-        sums = sums + rows[row]
-        squares = squares + rows[row] * rows[row]
+    for run in runs_of(chosen):
+        of_run, squares_of_run = torch.zeros_like(sums), torch.zeros_like(sums)
+        for row in run:
+            of_run = of_run + rows[row]
+            squares_of_run = squares_of_run + rows[row] * rows[row]
+        sums, squares = sums + of_run, squares + squares_of_run
     means = sums / n
     error = means * 2.0**-8
     variances = (squares / n - means * means).clamp(min=0.0) + error * error

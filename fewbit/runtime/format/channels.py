@@ -7,6 +7,7 @@ elements with one element of each channel.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -57,3 +58,9 @@ def estimated_rows(rows: int) -> list[int]:
     """Return the rows from which the numbers of channels are estimated: an eighth, but at least 32 and at most 256."""
     count = min(rows, max(32, rows // 8), 256)
     return [index * rows // count for index in range(count)]
+
+
+def runs_of(chosen: list[int]) -> list[list[int]]:
+    """Return the chosen rows in four runs, whose sums are computed one after the other."""
+    ends = [run * len(chosen) // 4 for run in range(5)]
+    return [chosen[begin:end] for begin, end in pairwise(ends)]

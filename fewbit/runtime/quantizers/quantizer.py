@@ -205,8 +205,7 @@ class Quantizer:
 
     def _channels_of(self, x, usual, features) -> int:
         """Return the number of channels whose means and scales the copy of x has, or 0 if it has none."""
-        # The CUDA kernels have no channels yet.
-        if features is None or x.is_cuda or self.kind_of(usual) != ROTATED or x.dim() < 2:
+        if features is None or self.kind_of(usual) != ROTATED or x.dim() < 2:
             return 0
         return channels_of(x, tuple(dim % x.dim() for dim in features))
 

@@ -98,13 +98,14 @@ class DeferredQuantizer(Quantizer):
         slot: int = 0,
         usual: str = ROTATED,
         features: tuple[int, ...] | None = None,
+        extra_bits: int = 0,
     ) -> SavedTensors:
         """Save x unchanged. Backward passes round it to a copy of the kind that `Quantizer.quantize` would make."""
         kind = self.kind_of(usual)
         if kind in MASKED_KINDS and shared and self.context is not None and is_eager(x):
             if self.context.cache.get_mask(Content(x)) is not None:
                 kind = MASKED_KINDS[kind]
-        return self._save_exactly(x.detach(), False, kind, features)
+        return self._save_exactly(x.detach(), False, kind, features, slot, extra_bits)
 
     def quantize_normalized(
         self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None
@@ -115,9 +116,10 @@ class DeferredQuantizer(Quantizer):
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
         return self._save_exactly(x, True, self.kind_of(ROTATED), features)
 
-    def _save_exactly(self, x, is_normalized, kind, features) -> SavedTensors:
+    def _save_exactly(self, x, is_normalized, kind, features, slot=0, extra_bits=0) -> SavedTensors:
         context, number = self.noise.number_saved()
-        spec = _Deferred(self, context, is_normalized, kind, tuple(x.shape), x.dtype, features)
+        place = tuple(x.shape), x.dtype, features, slot, extra_bits
+        spec = _Deferred(self, context, is_normalized, kind, *place)
         return SavedTensors((x, torch.tensor(number)), spec)
 
 
@@ -134,7 +136,7 @@ class _Deferred(NamedTuple):
         kind: the kind of the copy.
         size: the size of the tensor.
         dtype: the dtype of the tensor.
-        features: the dimensions along which the tensor's channels differ, as in `Quantizer.quantize`.
+        features, slot, extra_bits: as in `Quantizer.quantize`.
     """
 
     quantizer: DeferredQuantizer
@@ -144,6 +146,8 @@ class _Deferred(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype
     features: tuple[int, ...] | None = None
+    slot: int = 0
+    extra_bits: int = 0
 
     @property
     def count(self) -> int:
@@ -168,7 +172,8 @@ class _Deferred(NamedTuple):
             one = torch.ones((), device=x.device)
             saved = quantizer.quantize_normalized(x, None, one, None, self.features)
         else:
-            saved = quantizer.quantize(x, features=self.features)
+            how = {"slot": self.slot, "features": self.features, "extra_bits": self.extra_bits}
+            saved = quantizer.quantize(x, **how)
         values = saved.spec.dequantize(saved.tensors, self.dtype)
         # The mask of a masked copy says where x is 0.
         return values.mul_(x != 0) if self.kind in MASKED_KINDS.values() else values

@@ -88,7 +88,7 @@ class LayerSettings(Config):
 
         Args:
             change: LayerSettings, a mapping of its fields, or None to leave modules as they are. A number stands for
-                settings with these `bits`, `attention_bits` and `gate_bits` and, if it is whole, these `activation_bits`.
+                settings with these `bits`, `attention_bits` and `gate_bits`.
 
         Raises:
             InputError: `change` is anything else, or a setting cannot be used.
@@ -103,7 +103,7 @@ class LayerSettings(Config):
             raise InputError(
                 f"expected bits, fewbit.LayerSettings, a mapping of {names}, or None, got {shorten(change)}"
             )
-        return cls(bits, bits if isinstance(bits, int) else None, bits, gate_bits=bits)
+        return cls(bits, attention_bits=bits, gate_bits=bits)
 
 
 @dataclass(frozen=True, repr=False)

@@ -177,6 +177,7 @@ class FunctionQuantizers:
         quantizer: quantizes what functions save, except for functions of attention.
         activation_bits: bits of the code that an activation saves for each element.
         attention_quantizer: quantizes what functions of attention save.
+        activation_quantizer: quantizes the inputs of activations; None if they save codes.
         own: {name of a call, as `name_of_call` makes it: the quantizer of the function}. The first call of a function
             in a module adds an entry.
     """
@@ -184,6 +185,7 @@ class FunctionQuantizers:
     quantizer: Quantizer
     activation_bits: int
     attention_quantizer: Quantizer
+    activation_quantizer: Quantizer | None = None
     own: dict[str, Quantizer] = field(default_factory=dict, compare=False)
 
     def call(self, ours, family, theirs, args, kwargs):
@@ -217,11 +219,13 @@ class FunctionQuantizers:
         if not takes(x):
             return theirs()
         bits = {"bits": self.activation_bits} if family == "activation" else {}
+        if self.activation_quantizer is not None:
+            bits["table"] = self._own(ours.__name__, self.activation_quantizer)
         context, named = self.quantizer.context, nullcontext()
         if context is not None and context.policy is not None:
             name = name_of_call(context.path(), ours.__name__)
             named = context.activation(name)
-            if bits:
+            if "bits" in bits:
                 bits["bits"] = context.activation_bits(name, self.activation_bits, x)
         try:
             with named:
@@ -231,7 +235,10 @@ class FunctionQuantizers:
 
     def _quantizer_of(self, function: str, is_attention: bool) -> Quantizer:
         """Return the quantizer of a function in the running module. All calls of the function there share it."""
-        quantizer = self.attention_quantizer if is_attention else self.quantizer
+        return self._own(function, self.attention_quantizer if is_attention else self.quantizer)
+
+    def _own(self, function: str, quantizer: Quantizer) -> Quantizer:
+        """Return a quantizer with these settings for a function in the running module."""
         if quantizer.context is None:
             return quantizer
         name = name_of_call(quantizer.context.path(), function)

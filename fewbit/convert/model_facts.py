@@ -63,7 +63,7 @@ def _names(model: nn.Module) -> tuple[str, ...]:
     names = []
     for path, _ in model.named_modules():
         names += [path, name_of_attention(path)]
-        names += [name_of_call(path, function) for function in QUANTIZED]
+        names += [name_of_call(path, function) for function in (*QUANTIZED, *ACTIVATIONS)]
     return tuple(names)
 
 

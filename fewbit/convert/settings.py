@@ -31,8 +31,10 @@ from fewbit.text import shorten
 
 EXTRA_BITS_OF_ATTENTION = 2, 3, 1
 EXTRA_BITS_OF_GATES = 1, 1
-"""The bits that queries, keys and values, and gates and what they multiply, usually have more than other tensors. Their errors
-grow on the way back through the network, whereas those of a linear layer's input stay in the gradient of one weight
+EXTRA_BITS_OF_ACTIVATIONS = (2,)
+EXTRA_BITS_OF_BATCH_NORMS = (1,)
+"""The bits that queries, keys and values, gates and what they multiply, and inputs of activations and batch norms usually have more than other
+tensors. Their errors grow on the way back through the network, whereas those of a linear layer's input stay in the gradient of one weight
 (docs/decisions/0008)."""
 FAMILIES = (
     kinds.ACTIVATION,
@@ -58,6 +60,8 @@ class ResolvedSettings:
             `fewbit.config.LayerSettings` gives.
         fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm restore their own
             inputs from the tensor that the norm saved.
+        recomputes: whether activations save copies of their inputs, from which their results are computed again, in place of
+            codes of `activation_bits`.
         has_policy: whether there is a policy, an object that chooses bits while the model trains.
         adapts: whether a policy chooses the bits of the module's inputs.
         chooses_activation_bits: whether a policy chooses `activation_bits`.
@@ -76,6 +80,7 @@ class ResolvedSettings:
     everything: bool = False
     autograd_functions: Mapping[str, list[int]] = field(default_factory=dict, hash=False)
     fuses_norms: bool = False
+    recomputes: bool = False
     has_policy: bool = False
     adapts: bool = False
     chooses_activation_bits: bool = False
@@ -98,7 +103,10 @@ class ResolvedSettings:
         # A policy does not change bits that the user gives.
         adapts = self.adapts and "bits" not in given
         chooses = self.chooses_activation_bits and "activation_bits" not in given
-        changed = replace(self, **given, adapts=adapts, chooses_activation_bits=chooses)
+        recomputes = self.recomputes and "activation_bits" not in given
+        changed = replace(
+            self, **given, adapts=adapts, chooses_activation_bits=chooses, recomputes=recomputes
+        )
         if change.autograd_functions:
             _check_functions(change.autograd_functions, changed.everything)
         return changed.checked()
@@ -128,6 +136,12 @@ class ResolvedSettings:
         """Make the quantizer for the inputs of the layer `name`."""
         return self._quantizer(self.bits, context, name, not self.adapts)
 
+    def make_batch_norm_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
+        """Make the quantizer for the input of the batch norm `name`."""
+        if self.fuses_norms:  # the norm's copy is in fixed point
+            return self.make_quantizer(context, name)
+        return self._special(None, EXTRA_BITS_OF_BATCH_NORMS, context, name)
+
     def make_attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer for q, k and v of the attention layer `name`."""
         return self._special(self.attention_bits, EXTRA_BITS_OF_ATTENTION, context, name)
@@ -135,6 +149,14 @@ class ResolvedSettings:
     def make_gate_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer for the factors of the gated unit `name`."""
         return self._special(self.gate_bits, EXTRA_BITS_OF_GATES, context, name)
+
+    def make_activation_quantizer(
+        self, context: ForwardContext, name: str = ""
+    ) -> Quantizer | None:
+        """Make the quantizer for the input of the activation `name`; None if it saves codes of its derivative."""
+        if not self.recomputes:
+            return None
+        return self._special(None, EXTRA_BITS_OF_ACTIVATIONS, context, name)
 
     def _special(self, given, extra, context, name) -> Quantizer:
         """Make a quantizer with the bits that the user gave, or with usual ones."""
@@ -152,6 +174,7 @@ class ResolvedSettings:
             self.make_quantizer(context),
             self.activation_bits,
             self.make_attention_quantizer(context),
+            self.make_activation_quantizer(context),
         )
 
     def make_graph_settings(self, is_cell: bool = False) -> GraphSettings | None:
@@ -214,6 +237,7 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
         activation_bits=config.bits_of_activations,
         functional=True,
         fuses_norms=config.fuses_norms,
+        recomputes=not (config.fuses_norms or config.chooses_activation_bits),
         has_policy=config.has_policy,
         adapts=config.adapts,
     )

@@ -305,14 +305,17 @@ def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
     """Return the names of the attributes that `_configure` sets in modules of fewbit's class `cls`."""
     if issubclass(cls, Quantized):
         return "quantizer", "copies", "attention_quantizer"
-    return ("bits", "table") if kinds.is_activation(cls) else ()
+    return ("bits", "table", "quantizer") if kinds.is_activation(cls) else ()
 
 
 def _configure(path, module, settings, context) -> float | None:
     """Set the quantizer or the bits of a module of fewbit. Return the bits per element; None if it stays exact."""
     if isinstance(module, Quantized):
-        is_gated = isinstance(module, GatedUnit)
-        make = settings.make_gate_quantizer if is_gated else settings.make_quantizer
+        make = settings.make_quantizer
+        if isinstance(module, GatedUnit):
+            make = settings.make_gate_quantizer
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            make = settings.make_batch_norm_quantizer
         module.quantizer = make(context, path)
         if hasattr(type(module), "copies"):
             module.copies = settings.copies
@@ -323,7 +326,10 @@ def _configure(path, module, settings, context) -> float | None:
     if kinds.is_activation(type(module)):
         is_exact = isinstance(module, TwoValued)
         module.bits, module.table = 1 if is_exact else settings.activation_bits, None
-        return module.bits
+        module.quantizer = settings.make_activation_quantizer(context, path)
+        if is_exact or module.quantizer is None:
+            return module.bits
+        return mean_bits(module.quantizer)
     if isinstance(module, StepwiseLSTM) and module.runs_stepwise_on(_device_of(module)):
         return settings.bits
     return None

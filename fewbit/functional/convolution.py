@@ -248,7 +248,7 @@ class _Convolution(Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         tensors = ()
         if ctx.needs_input_grad[1]:
-            saved = quantizer.quantize_or_reuse(x, features=(1 - x.dim(),))
+            saved = quantizer.quantize_or_reuse(x, (1 - x.dim(),), ctx.needs_input_grad[0])
             tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
         # The weight's gradient needs the weight too, for its shape.
         ctx.save_for_backward(weight, *tensors)

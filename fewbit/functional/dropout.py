@@ -19,7 +19,7 @@ Args of all functions:
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding, mask_text
+from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
 from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.quantizers import computed
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.single_backward import once_differentiable
@@ -153,6 +155,7 @@ class _Dropout(Function):
     @staticmethod
     def forward(ctx, x, p, kind, features, inplace):
         plain = is_plain(x)
+        found = computed.copies_of(x) if kind == "plain" and features is None else []
         fused = plain and kind == "plain" and features is None and not inplace
         if fused and x.device.type in _FUSED:
             y, mask = torch.native_dropout(x, p, True)
@@ -167,6 +170,9 @@ class _Dropout(Function):
         ctx.shape = None if features is None else tuple(mask.shape)
         if plain:
             offload.mark(packed)
+        if found:
+            masked = partial(_masked, ctx.encoding, ctx.stride)
+            computed.share(found, Content(y, changes=inplace), masked, packed)
         ctx.save_for_backward(packed)
         return y
 
@@ -208,10 +214,15 @@ def _drawn(x, p, kind, features, inplace, plain):
     return (y if one is None else y * one), noise, packed
 
 
+def _masked(encoding, stride, x, packed):
+    """Return x times the packed mask."""
+    if is_plain(x):
+        return activation_ops.decode_mul(x, packed, Encoding.parse(encoding), stride)
+    return activation_ops.decode_mul_op(x, packed, encoding, stride)
+
+
 def _decode_mul(grad, packed, ctx):
-    if is_plain(grad):
-        return activation_ops.decode_mul(grad, packed, Encoding.parse(ctx.encoding), ctx.stride)
-    return activation_ops.decode_mul_op(grad, packed, ctx.encoding, ctx.stride)
+    return _masked(ctx.encoding, ctx.stride, grad, packed)
 
 
 def _slope(p: float) -> float:

@@ -122,7 +122,7 @@ class _Linear(Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         tensors = ()
         if needs_weight:
-            saved = quantizer.quantize_or_reuse(x, features=(-1,))
+            saved = quantizer.quantize_or_reuse(x, (-1,), needs_x)
             tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
         ctx.save_for_backward(weight if needs_x else None, *tensors)
         return y

@@ -7,6 +7,7 @@ although the backward pass needs only the input's shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch.autograd import Function
 from fewbit.functional import pooling
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.original_functions import functional as torch_functional
-from fewbit.runtime.interop.tensor_kinds import check_tensors
+from fewbit.runtime.interop.tensor_kinds import check_tensors, is_eager
+from fewbit.runtime.quantizers import computed
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved.single_backward import once_differentiable
 
@@ -53,9 +55,20 @@ def pad(
     Returns:
         torch's result.
     """
-    if (mode, len(pad) // 2) not in _BACKWARD or not is_differentiated(input):
+    if not is_differentiated(input):
         return torch_functional.pad(input, pad, mode, value)
-    return _Pad.apply(input, tuple(pad), mode)
+    if (mode, len(pad) // 2) in _BACKWARD:
+        y = _Pad.apply(input, tuple(pad), mode)
+    else:
+        y = torch_functional.pad(input, pad, mode, value)
+    if is_eager(input):
+        # Layers that would save y compute it from a copy of the input.
+        computed.share(computed.copies_of(input), y, partial(_padded, tuple(pad), mode, value))
+    return y
+
+
+def _padded(pad, mode, value, x):
+    return torch_functional.pad(x, pad, mode, value)
 
 
 class _Pad(Function):

@@ -27,6 +27,7 @@ from fewbit.errors import InputError
 from fewbit.nn.base import Guarded
 from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.interop.module_calls import GUARD, PATH
+from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.table import Table
 from fewbit.text import shorten
 
@@ -68,6 +69,8 @@ class _FewBit(Guarded):
 
     bits: int
     table: Table | None
+    quantizer: Quantizer | None = None
+    """In a converted model, the quantizer of the copy from which the activation's result is computed again."""
 
     def __init__(self, *args, bits: int = ACTIVATION_BITS, table: Table | None = None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -94,15 +97,16 @@ class _FewBit(Guarded):
         # Gradients in evaluation mode are exact: None stands for torch's own function.
         bits = self.bits if self.training else None
         guard = vars(self).get(GUARD)
-        if guard is None or bits is None or torch.compiler.is_compiling():
+        if bits is None or torch.compiler.is_compiling():
             return function(input, *arguments, bits=bits, table=self.table)
+        table = self.quantizer if self.table is None else self.table
+        if guard is None or guard.context.policy is None:
+            return function(input, *arguments, bits=bits, table=table)
         context, path = guard.context, vars(self)[PATH]
-        if context.policy is None:
-            return function(input, *arguments, bits=bits, table=self.table)
         if self.table is None:
             bits = context.activation_bits(path, bits, input)
         with context.activation(path):
-            return function(input, *arguments, bits=bits, table=self.table)
+            return function(input, *arguments, bits=bits, table=table)
 
     def extra_repr(self) -> str:
         ours = f"bits={self.bits}" if self.table is None else f"table={self.table!r}"

@@ -50,7 +50,7 @@ def test_linear_layers_as_their_formula_says(bits, kind):
     """ActNN, equation 9 before its average over positions: sum of g^2 times the variance, own contexts alone."""
     n, d = 4, 256 if kind == "rotated" else 96
     model = nn.Sequential(nn.Linear(d, d, bias=False), nn.Linear(d, 3))
-    x = torch.rand(n, d)
+    x = torch.rand(n, d, requires_grad=True)  # otherwise it would have 1 bit more
     layers = {"quantizer": kind, "group_size": 256 if kind == "rotated" else 32}
     settings = {"layers": layers, "draws": 60, "chunks": 4}
     profile = variance_profile(model, x, squared, bits=bits, **settings)

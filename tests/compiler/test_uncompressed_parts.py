@@ -357,7 +357,9 @@ def pickled(net):
 
 @pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, pickled])
 def test_a_copy_of_a_compiled_model_is_compressed_too(again):
-    net = compiled(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), overrides={"1": 4})
+    net = compiled(
+        nn.Sequential(nn.Linear(64, 64), nn.Tanh()), overrides={"1": {"activation_bits": 4}}
+    )
     other = again(net)
     assert saved(other) < 0.6 * saved(net._orig_mod)
     assert {row.bits for row in other.partitioner.report.rows if row.module == "1"} == {4}

@@ -65,7 +65,9 @@ def check_edited(model) -> None:
 
 def check_compressed(model) -> None:
     """Check that the model's layers, and the function that it calls, are few-bit."""
-    assert {"_LinearBackward", "ActivationBackward"} <= names_of_nodes(model(X))
+    names = names_of_nodes(model(X))
+    assert "_LinearBackward" in names
+    assert names & {"ActivationBackward", "CopiedActivationBackward"}
     model(X).sum().backward()
 
 
@@ -185,7 +187,7 @@ def test_metaclasses(cls):
     model, other = cls(), cls()
     quiet(model)
     model(X).sum().backward()
-    assert model.made.grad_fn.name() == "ActivationBackward"
+    assert model.made.grad_fn.name() == "CopiedActivationBackward"
     assert type(type(model)) is type(cls) and isinstance(model, cls)
     # Both have a registry of their own, if they are abstract classes.
     assert not isinstance(other, type(model)) and isinstance(other, cls)

@@ -281,7 +281,7 @@ def test_settings_of_single_modules():
     bits = {row.path: row.bits for row in report.converted}
     assert bits["blocks.0.qkv"] == bits["blocks.0.norm1"] == 8
     assert bits["blocks.0.mlp.0"] == 3 and bits["blocks.0.mlp.1"] == 1
-    assert bits["blocks.1.qkv"] == 2 and bits["blocks.1.mlp.1"] == 3
+    assert bits["blocks.1.qkv"] == 2 and bits["blocks.1.mlp.1"] == 4
     assert "head" not in bits and type(model.head) is nn.Linear
     assert model.blocks[1].qkv.quantizer.group_size == 64 and model.blocks[1].norm1.copies == 2
 
@@ -375,7 +375,7 @@ def test_the_report_says_which_modules_save_nothing_few_bit_now():
     def saves():
         return [row.saves for row in controller.report.converted]
 
-    usual = ["exact", "2 bits", "3 bits", "2 bits", "2 bits"]
+    usual = ["exact", "2 bits", "4 bits", "2 bits", "2 bits"]
     assert saves() == usual
     model[:2].requires_grad_(False)
     for module in model[2:4]:
@@ -861,8 +861,9 @@ def test_functions_of_excluded_modules_stay_exact():
     everywhere = packed(layers=on)
     assert everywhere >= {"", "a", "b"}
     assert packed(overrides={"b": off}) == everywhere - {"b"}
-    assert packed(layers=off) == everywhere - {"", "b"}
-    assert packed(layers=off, overrides={"b": on}) == everywhere - {""}
+    # Where an activation has no copy of its input, the layer after it saves its own.
+    assert packed(layers=off) == everywhere - {"", "b"} | {"b.inner"}
+    assert packed(layers=off, overrides={"b": on}) == everywhere - {""} | {"b.inner"}
     assert "a" not in packed(exclude="a") and "b" in packed(exclude="a")
     assert packed(exclude=lambda path, module: path.startswith("b")) <= {"", "a"}
     assert packed(include="b") <= {"b", "b.inner"} and "b" in packed(include="b")

@@ -374,30 +374,31 @@ def test_what_adapters_keep(dropout):
         found = [entry for entry in adapters if part in entry.module and entry.kind == "packed"]
         return [entry.module.split(".")[4] for entry in found]
 
-    input, middle = quantized_bytes((4, 24, 64), 2), quantized_bytes((4, 24, 4), 2)
+    # The inputs of the first layer's adapters need no gradient, so they have 1 bit more.
+    input, middle = quantized_bytes((4, 24, 64), 3), quantized_bytes((4, 24, 4), 2)
     mask = 4 * packed_words(4 * 24 * 64, 1)
     # In the first layer nothing before the adapters is trained, so dropout there keeps no mask, and without
-    # dropout q and v share a copy of their input. In the second it is the norm's own.
-    assert layers_of("lora_A") == (["0", "0", "1", "1"] if dropout else ["0"])
+    # dropout q and v share a copy of their input. In the second it is the norm's own, to which dropout applies its masks.
+    assert layers_of("lora_A") == (["0", "0"] if dropout else ["0"])
     assert layers_of("lora_dropout") == (["1", "1"] if dropout else [])
-    of_inputs = 4 * input + 2 * mask if dropout else input
+    of_inputs = 2 * input + 2 * mask if dropout else input
     assert sum(entry.bytes for entry in adapters) == of_inputs + 4 * middle
 
 
 @pytest.mark.slow
-def test_resnet_152_keeps_a_twelfth():
-    """Counted on the meta device, in float32 (ActNN, Table 5: 12x)."""
+def test_resnet_152_keeps_little():
+    """Counted on the meta device, in float32. ActNN has 12x (Table 5), with 2 bits also in batch norms, which have 3 here."""
     with torch.device("meta"):
         model = ResNet("resnet152", nn.ReLU)
         images = torch.empty(4, 3, 224, 224)
     before = fewbit.saved_bytes(model, images).total
     fewbit.compress_(model, bits=2, verbose=False)
-    assert before > 12 * fewbit.saved_bytes(model, images).total
+    assert before > 11.5 * fewbit.saved_bytes(model, images).total
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_conv_bn_relu_keeps_five_and_a_quarter_bits(inplace):
-    """One more block adds two float32 tensors in torch, and 2.125 + 2.125 + 1 bits here (ActNN, section 6.2)."""
+def test_conv_bn_relu_keeps_four_and_an_eighth_bits(inplace):
+    """One more block adds two float32 tensors in torch, and 3.125 + 1 bits here; in ActNN 2.125 more (section 6.2)."""
 
     def chain(blocks):
         layers = []
@@ -411,6 +412,6 @@ def test_conv_bn_relu_keeps_five_and_a_quarter_bits(inplace):
         exact.append(fewbit.saved_bytes(model, x).total)
         fewbit.compress_(model, bits=2, verbose=False)
         ours.append(fewbit.saved_bytes(model, x).total)
-    # Besides, torch keeps two vectors and we one, and two seeds of 8 bytes.
+    # Besides, torch keeps two vectors, and we two and a seed of 8 bytes.
     assert exact[1] - exact[0] == 64 / 8 * x.numel() + 2 * 4 * 64
-    assert ours[1] - ours[0] == 5.25 / 8 * x.numel() + 4 * 64 + 2 * 8
+    assert ours[1] - ours[0] == 4.125 / 8 * x.numel() + 2 * 4 * 64 + 8

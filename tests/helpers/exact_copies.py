@@ -33,7 +33,7 @@ class Exact(Quantizer):
         super().__init__(*arguments)
         self.saved = []
 
-    def quantize(self, x, shared=True, slot=0, usual="rotated", features=None):
+    def quantize(self, x, *settings, **options):
         x = x.detach()
         self.saved.append(x)
         return SavedTensors((x,), ExactSpec(tuple(x.shape), x.stride(), x.dtype))
@@ -50,7 +50,7 @@ class Replaying(Exact):
         super().__init__()
         self.values = iter(values)
 
-    def quantize(self, x, shared=True, slot=0, usual="rotated", features=None):
+    def quantize(self, x, *settings, **options):
         return super().quantize(next(self.values))
 
 
@@ -65,8 +65,8 @@ class Remembering(Quantizer):
         super().__init__(*arguments, **settings)
         self.kept = []
 
-    def quantize(self, x, shared=True, slot=0, usual="rotated", features=None):
-        self.kept.append(super().quantize(x, shared, slot, usual, features))
+    def quantize(self, x, *settings, **options):
+        self.kept.append(super().quantize(x, *settings, **options))
         return self.kept[-1]
 
     def quantize_normalized(self, *arguments):

@@ -25,7 +25,8 @@ class Fixed(BitPolicy):
 
 
 def converted(model, bits=4, **options):
-    """Compress a model with adaptive bits, and return its controller."""
+    """Compress a model with adaptive bits and codes of activations, and return its controller."""
+    options.setdefault("layers", {"activation_bits": 3})
     return fewbit.compress_(model, fewbit.AdaptiveBits(bits), verbose=False, **options)
 
 

@@ -30,7 +30,7 @@ def test_bits_that_are_given_stay(policy):
     rows = {row.name: row for row in found_by(controller) if row.input is not None}
     assert rows["0"].bits == 5.5 and rows["0"].is_fixed
     assert rows["9"].bits == 3 and rows["9"].is_fixed
-    assert not rows["3.body.0"].is_fixed
+    assert not rows["3.body.1"].is_fixed
 
 
 @pytest.mark.slow

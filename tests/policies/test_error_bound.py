@@ -19,6 +19,7 @@ from training import bounded, saved_rows, step
 import fewbit
 from fewbit.errors import BoundWarning, MissingPackageError
 from fewbit.policies.error_bound.choices import BitChoice
+from fewbit.runtime.saved.bit_policy import BitPolicy
 
 
 def build(name="convnet", **options):
@@ -84,7 +85,9 @@ def test_the_true_ratio_is_within_the_bound_and_not_far_below(name, e2):
     assert controller.bounds.limit == 1 + e2
 
 
-def test_bits_before_the_first_measurement():
+def test_bits_before_the_first_measurement(monkeypatch):
+    """They are 8 for each layer's own copy."""
+    monkeypatch.setattr(BitPolicy, "shares_results", False)
     model, controller, x = build()
     plain = MODELS["convnet"][0]()
     layers = {"activation_bits": 8, "attention_bits": 8}

@@ -58,6 +58,10 @@ class SizesProbe:
         self.restored |= {slot.name for slot in slots}
 
 
+OF_CODES = {"functional": False, "activation_bits": 3}
+"""With activations that save codes, each linear layer saves its own input."""
+
+
 class Largest(BitPolicy):
     """A policy that gives the largest slot `few` bits and all others `many`."""
 
@@ -111,7 +115,7 @@ def compressed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64), nn.Linear(64, 4))
     controller = fewbit.compress_(
-        model, LargestBits(), overrides={"3": 7}, layers={"functional": False}, verbose=False
+        model, LargestBits(), overrides={"3": 7}, layers=OF_CODES, verbose=False
     )
     return model, controller
 
@@ -205,7 +209,7 @@ def _(config: LeastBits, facts):
 def test_a_policy_needs_no_method_of_its_own():
     def saved(bits):
         model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-        controller = fewbit.compress_(model, bits, layers={"functional": False}, verbose=False)
+        controller = fewbit.compress_(model, bits, layers=OF_CODES, verbose=False)
         return fewbit.saved_bytes(model, X).total, model, controller
 
     total, model, controller = saved(LeastBits())

@@ -377,7 +377,8 @@ def test_the_meter_tells_of_float32_minimums(count, names):
     said = f"{count} quantized with float32 minimums, as their offset is large against their range: {names}"
     assert " ".join(str(report).split()).endswith(said)
     assert report.by_kind()["range"] == count * (8 + 2) * 6  # 8 groups, and two rows for the seed
-    assert report.total == count * quantized_bytes((8, 70), 2, fp32_min=True)
+    first, other = (quantized_bytes((8, 70), bits, fp32_min=True) for bits in (3, 2))
+    assert report.total == first + (count - 1) * other
 
 
 def test_the_meter_tells_of_the_model_itself_but_not_of_others():

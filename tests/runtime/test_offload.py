@@ -353,10 +353,10 @@ def test_several_forwards_before_a_backward(place):
 
 def test_threads(place):
     """Two threads run a forward each, and each runs the other's backward."""
-    # (Two threads that round would draw from one generator; activations draw nothing.)
+    # (Two threads that round would draw from one generator; codes of activations draw nothing.)
     only = {
         "include": lambda path, module: isinstance(module, nn.GELU),
-        "layers": {"functional": False},
+        "layers": {"functional": False, "activation_bits": 3},
     }
     models = [converted("mlp", place.device, **only) for _ in range(2)]
     exact = [backward(model, forward(model, x)) for model, x in models]

@@ -515,8 +515,11 @@ def test_an_activation_and_the_layer_after_it_are_one_pass(one_pass, activation,
     assert set(hidden) == {exact[1](exact[0](x)).stride()}
 
 
+CODES = {"activation_bits": 3}
+
+
 def test_an_activation_that_no_layer_follows_any_more(one_pass):
-    model = compressed(followed(nn.GELU()))
+    model = compressed(followed(nn.GELU()), layers=CODES)
     x = normal((6, 8))
     model(x), model(x)
     assert one_pass == [True]
@@ -527,14 +530,14 @@ def test_an_activation_that_no_layer_follows_any_more(one_pass):
 
 
 def test_other_shapes_are_learned_anew(one_pass):
-    model = compressed(followed(nn.GELU()))
+    model = compressed(followed(nn.GELU()), layers=CODES)
     for rows in (6, 6, 7, 7, 6):
         model(normal((rows, 8))).sum().backward()
     assert one_pass == [True, True, True]
 
 
 def test_a_large_offset_is_left_to_the_layer(one_pass):
-    model = compressed(followed(nn.GELU()))
+    model = compressed(followed(nn.GELU()), layers=CODES)
     with torch.no_grad():
         model[0].bias.fill_(1000.0)
     x = normal((6, 8), scale=0.01)

@@ -48,6 +48,7 @@ class ErrorBoundPolicy(ProbingPolicy):
 
     name = POLICY
     kind = "ErrorBound"
+    shares_results = False  # it chooses a codec for each tensor that a layer uses
     Knowledge = BoundKnowledge
     RESULT_SHAPE = ProbeResult.read
 

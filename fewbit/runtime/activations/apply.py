@@ -11,17 +11,19 @@ from torch.autograd import forward_ad
 
 from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import InputError
-from fewbit.runtime.activations import autograd, tables
+from fewbit.runtime.activations import autograd, recomputed, tables
 from fewbit.runtime.activations.callable_tables import check_result, name_of
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
 from fewbit.runtime.ops import library
 from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import preactivation
+from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.single_backward import refuse_forward_mode
 from fewbit.text import shorten
 
@@ -39,7 +41,8 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         function: the name of f in `fewbit.functions`.
         parameters: the parameters of f, in the order of `fewbit.functions`.
         bits: bits per code of the default table, 1 to 8, or None to run torch's own function.
-        table: the table, or None for the default one.
+        table: the table, or None for the default one. In a converted model, the quantizer of the copy of x that is saved
+            in place of codes, if f is no function of `recomputed.TWO_VALUED`.
         inplace: whether to write f(x) to x.
 
     Raises:
@@ -52,8 +55,11 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         _refuse_inplace(inplace, function)
     if bits is None:
         return torchs_own(x, function, parameters, inplace)
+    quantizer = None
+    if isinstance(table, Quantizer):
+        quantizer, table = table, None
     if not is_plain(x):
-        return _apply_unusual(x, function, parameters, bits, table, inplace)
+        return _apply_unusual(x, function, parameters, bits, table, inplace, quantizer)
     # The usual case, for which the host's time counts: this part calls as few Python functions as it can.
     if parameters:
         parameters = tuple(map(float, parameters))
@@ -76,10 +82,12 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         y = preactivation.activate(x, function, parameters, encoding, inplace)
         if y is not None:
             return y
+    if quantizer is not None and function not in recomputed.TWO_VALUED:
+        return recomputed.CopiedActivation.apply(x, function, parameters, inplace, quantizer)
     return autograd.apply_activation(x, function, parameters, encoding, inplace)
 
 
-def _apply_unusual(x, function, parameters, bits, table, inplace):
+def _apply_unusual(x, function, parameters, bits, table, inplace, quantizer):
     """Do what `apply` does for tensors of compilers, transforms and subclasses, and for tensors without memory."""
     if torch.compiler.is_compiling():
         # The table depends on the parameters and bits, so symbolic numbers become constants.
@@ -110,6 +118,16 @@ def _apply_unusual(x, function, parameters, bits, table, inplace):
         encoded = Encoding.parse(encoding)
         y = preactivation.activate(x, function, parameters, encoded, inplace)
         if y is not None:
+            return y
+        if quantizer is not None and function not in recomputed.TWO_VALUED:
+            return recomputed.CopiedActivation.apply(x, function, parameters, inplace, quantizer)
+        found = recomputed.copies_of_input(x, function, encoded)
+        if found:
+            y, codes = autograd.Transformable.apply(
+                x, _forward(function, parameters), encoding, None
+            )[:2]
+            y = x.copy_(y) if inplace else y
+            recomputed.share_result(x, Content(y), codes, (function, parameters), encoded, found)
             return y
     y = _traceable(x, _forward(function, parameters), encoding)
     return x.copy_(y) if inplace else y

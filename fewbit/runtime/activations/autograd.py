@@ -11,6 +11,7 @@ import torch
 from torch.autograd import Function
 
 from fewbit.errors import GradientError
+from fewbit.runtime.activations import recomputed
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
@@ -68,12 +69,18 @@ apply_activation = super(Function, Activation).apply
 def _in_context(context, x, function, parameters, encoding, seed, inplace):
     """Return f(x), the packed codes of x and the `Content` of f(x), and record f(x) in the cache of the model's context.
 
-    If a layer saved the result of this activation in an earlier forward pass, the layer's quantized copy of f(x) is
-    made too, in the same pass over x. The cache finds f(x) by its `Content`. If f(x) overwrites x, the `Content` counts
+    If the cache has a copy of x, later layers compute f(x) again from it. Otherwise, if a layer saved the result of this activation in an earlier forward pass, the layer's quantized copy of f(x) is made too, in the same pass over x. The cache finds f(x) by its `Content`. If f(x) overwrites x, the `Content` counts
     this change in advance, because torch increases x's version only when the Function returns.
     """
-    quantizer = context.cache.consumer_quantizer(x) if layout.is_by_sample(x) else None
     arguments = x, function, parameters, encoding, seed, inplace
+    found = recomputed.copies_of_input(x, function, encoding)
+    if found:
+        y, packed = activation_ops.activation(*arguments)
+        content = Content(y, changes=inplace)
+        context.cache.record_output(x, content)
+        recomputed.share_result(y, content, packed, (function, parameters), encoding, found)
+        return y, packed, content
+    quantizer = context.cache.consumer_quantizer(x) if layout.is_by_sample(x) else None
     made = quantizer and activation_ops.activation_quantized(*arguments, quantizer)
     if not made:
         y, packed = activation_ops.activation(*arguments)

@@ -21,6 +21,15 @@ from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
 class UnquantizedSpec(NamedTuple):
     """The spec of a tensor that is saved unchanged."""
 
+    @property
+    def count(self) -> int:
+        """The number of saved tensors."""
+        return 1
+
+    def for_consumer(self, name: str) -> UnquantizedSpec:
+        """Return this spec for the layer `name`, which reads a tensor that another layer saved."""
+        return self
+
     def dequantize(self, tensors, dtype=None) -> Tensor:
         """Return the one saved tensor, converted to `dtype` unless `dtype` is None."""
         (tensor,) = tensors

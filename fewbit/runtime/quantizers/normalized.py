@@ -45,6 +45,11 @@ class AffineResultSpec(NamedTuple):
     dtype: torch.dtype
     channels: tuple[int, ...] | None = None
 
+    @property
+    def count(self) -> int:
+        """The number of saved tensors, with weight and bias."""
+        return self.normalized.count + 2
+
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return approximate values of y, in the size of x~ and in `dtype`, which is y's dtype unless given."""
         *saved, weight, bias = tensors

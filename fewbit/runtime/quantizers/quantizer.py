@@ -49,9 +49,9 @@ from fewbit.runtime.interop.tensor_kinds import (
 )
 from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.parallel.shards import has_arrived, is_distributed
+from fewbit.runtime.quantizers import computed
 from fewbit.runtime.quantizers.codec import CodecSpec, SlotCodec
 from fewbit.runtime.quantizers.spec import (
-    ComputedSpec,
     QuantizationRecord,
     QuantizedTensorSpec,
     SavedTensors,
@@ -63,6 +63,9 @@ from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
 from fewbit.runtime.saved.context import ForwardContext, current
 from fewbit.runtime.saved.min_dtype import MinDtypeSelector
 from fewbit.runtime.saved.single_backward import refuse_forward_mode
+
+EXTRA_BITS_OF_MODEL_INPUTS = 1
+"""The bits that inputs of a converted model have more than other tensors (`Quantizer.quantize_or_reuse`)."""
 
 
 class Quantizer:
@@ -153,11 +156,20 @@ class Quantizer:
         return usual_kind(usual, self.group_size)
 
     def quantize_or_reuse(
-        self, x: torch.Tensor, features: tuple[int, ...] | None = None
+        self,
+        x: torch.Tensor,
+        features: tuple[int, ...] | None = None,
+        needs_grad: bool = True,
     ) -> SavedTensors:
         """Return the fixed-point copy of x if a norm has made one, else make a copy with `quantize(x, features=features)`.
 
         Linear layers and convolutions call this method to save their input.
+
+        Args:
+            x: as in `quantize`.
+            features: as in `quantize`.
+            needs_grad: whether x needs a gradient. If not, x is an input of the whole model, of which a converted model saves 1
+                bit more: such tensors are few, and the gradient of the first layer is often large.
         """
         context = self.fixed_point_context
         if context is not None and context.cache.has_fixed_point and is_eager(x):
@@ -165,7 +177,8 @@ class Quantizer:
             saved = context.cache.get_fixed_point(x)
             if saved is not None:
                 return saved
-        return self.quantize(x, features=features)
+        extra = EXTRA_BITS_OF_MODEL_INPUTS if self.context is not None and not needs_grad else 0
+        return self.quantize(x, features=features, extra_bits=extra)
 
     @property
     def fixed_point_context(self) -> ForwardContext | None:
@@ -184,6 +197,7 @@ class Quantizer:
         slot: int = 0,
         usual: str = ROTATED,
         features: tuple[int, ...] | None = None,
+        extra_bits: int = 0,
     ) -> SavedTensors:
         """Return a quantized copy of x, made now or by another layer that saved x in the same forward pass.
 
@@ -194,14 +208,13 @@ class Quantizer:
             usual: the kind of the copy if the quantizer has no kind.
             features: the dimensions of x along which its channels differ, counted from the last dimension, which is -1; None
                 if x has no channels. If x has many rows, channels have a mean and a scale of their own.
+            extra_bits: the bits that x has more than other inputs, if no policy chooses them.
         """
         x = has_arrived(x)
-        channels = self._channels_of(x, usual, features)
+        settings = shared, slot, usual, self._channels_of(x, usual, features), extra_bits
         if x.is_contiguous():  # the usual case, for which the host's time counts
-            return self._quantize_or_share(x, shared, slot, usual, channels)
-        return in_storage_order(
-            x, lambda x: self._quantize_or_share(x, shared, slot, usual, channels)
-        )
+            return self._quantize_or_share(x, *settings)
+        return in_storage_order(x, lambda x: self._quantize_or_share(x, *settings))
 
     def _channels_of(self, x, usual, features) -> int:
         """Return the number of channels whose means and scales the copy of x has, or 0 if it has none."""
@@ -209,9 +222,10 @@ class Quantizer:
             return 0
         return channels_of(x, tuple(dim % x.dim() for dim in features))
 
-    def _quantize_or_share(self, x, shared, slot, usual, channels) -> SavedTensors:
+    def _quantize_or_share(self, x, shared, slot, usual, channels, extra_bits) -> SavedTensors:
+        how = {"usual": usual, "channels": channels, "extra_bits": extra_bits}
         if not shared or self.context is None or not is_eager(x) or x.is_inference():
-            return self._quantize(x, x.dtype, slot, usual=usual, channels=channels)
+            return self._quantize(x, x.dtype, slot, **how)
         context = self.context
         context.record_save()
         cache, content, key = context.cache, Content(x), self.key
@@ -220,15 +234,14 @@ class Quantizer:
         if (saved is None or channels) and self.kind_of(usual) in MASKED_KINDS:
             mask = cache.get_mask(content)
         if mask is not None:
-            channels = 0
+            how["channels"] = channels = 0
         # An activation does not know the means and scales of channels while it computes its result.
         activation = None if channels else cache.record_consumer(content, self)
         if saved is None:
-            made_by = {"activation": activation, "usual": usual, "mask": mask, "channels": channels}
-            saved = self._quantize(x, x.dtype, slot, **made_by)
+            saved = self._quantize(x, x.dtype, slot, activation=activation, mask=mask, **how)
             cache.put(content, key, saved)
         elif self._policy is not None:
-            saved = saved._replace(spec=saved.spec.for_consumer(self.name))
+            saved = _for(self.name, saved)
         return saved
 
     def quantize_independent(
@@ -247,21 +260,25 @@ class Quantizer:
         is_one = any(_is_same_memory(x, other) for other in others)
         return self.quantize(x, not is_one, slot=len(others), features=features)
 
-    def share_computed(self, y: torch.Tensor, function, copies: tuple[SavedTensors, ...]) -> None:
+    def share_computed(
+        self, y: torch.Tensor, function, copies: tuple[SavedTensors, ...], changes: int = 0
+    ) -> None:
         """Let later layers that would save y compute it again, in their backward pass, from copies of a layer's inputs.
-
-        A policy measures each copy that a layer makes, so with a policy y is not shared.
 
         Args:
             y: the result of the layer.
             function: the function that computes y from the inputs, which can be pickled.
             copies: the copies of the inputs.
+            changes: the number of in-place changes of y that its version does not count yet.
         """
-        is_usual = self.context is not None and self._policy is None and is_eager(y)
-        if is_usual and all(hasattr(copy.spec, "count") for copy in copies):
-            spec = ComputedSpec(function, tuple(copy.spec for copy in copies), y.dtype)
-            tensors = tuple(tensor for copy in copies for tensor in copy.tensors)
-            self.context.cache.put(Content(y), self.key, SavedTensors(tensors, spec))
+        can_share = self.context is not None and self.context.shares_results
+        if (
+            can_share
+            and is_eager(y)
+            and not y.is_inference()
+            and all(hasattr(copy.spec, "count") for copy in copies)
+        ):
+            computed.put(self.context.cache, self.key, Content(y, changes), function, copies)
 
     def quantize_normalized(
         self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None
@@ -307,6 +324,7 @@ class Quantizer:
         usual=ROTATED,
         mask=None,
         channels=0,
+        extra_bits=0,
     ) -> SavedTensors:
         """Quantize x, or x normalized by `normalize`. The backward pass dequantizes the copy in `dtype`.
 
@@ -320,19 +338,20 @@ class Quantizer:
             usual: the kind of the copy if the quantizer has no kind.
             mask: the mask that says where x is 0 (`saved/cache.py`), or None.
             channels: the number of channels that have a mean and a scale of their own. A masked copy has none.
+            extra_bits: as in `quantize`.
         """
         kind = self.kind_of(usual)
         if mask is not None:
             kind, channels = MASKED_KINDS[kind], 0
         if not is_plain(x):
-            return self._quantize_traced(x, kind, channels, slot)
+            return self._quantize_traced(x, kind, channels, slot, extra_bits)
         # Without the channels' means, the groups' means are small.
         fp32_min, ask = (False, False) if channels else self._fp32_min_of(x)
         seed = self._seed(x, slot, activation)
         if self._policy is None:
             normalize = _with_channels(x, normalize, channels)
             settings = self.group_size, fp32_min, normalize
-            bits = self.bits_of(slot)
+            bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
             tensors = quantizer_ops.quantize(x, seed, bits, *settings, kind=kind)
             spec = self._spec(x, dtype, bits, kind=kind)
             tensors, spec = _complete(tensors, spec, normalize, mask)
@@ -482,9 +501,9 @@ class Quantizer:
         key = bits, self.group_size, self.min_dtype
         return key if self.kind == UNIFORM else (*key, self.kind)
 
-    def _quantize_traced(self, x, kind, channels=0, slot=0) -> SavedTensors:
+    def _quantize_traced(self, x, kind, channels=0, slot=0, extra_bits=0) -> SavedTensors:
         notify_traced(self)
-        bits = self.bits_of(slot)
+        bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
         spec = self._spec(x, x.dtype, bits, kind=kind)
         fp32_min = bool(self._fp32_min()) and not channels
         settings = bits, self.group_size, fp32_min, kind, channels
@@ -540,6 +559,11 @@ def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, set
         values = QuantizationRecord(values, (), spec, *settings).exact()
     tensors, inner = codec.quantize(values.to(input_dtype), seed_on(values.device, seed))
     return tuple(tensors), CodecSpec(inner, spec)
+
+
+def _for(name: str, saved: SavedTensors) -> SavedTensors:
+    """Return a copy that another layer has made, for the layer `name`."""
+    return saved._replace(spec=saved.spec.for_consumer(name))
 
 
 def _with_channels(x, normalize: Normalization | None, channels: int) -> Normalization | None:

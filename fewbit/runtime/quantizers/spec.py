@@ -152,6 +152,11 @@ class ViewedSpec(NamedTuple):
     inner: NamedTuple
     shape: tuple[int, ...]
 
+    @property
+    def count(self) -> int:
+        """The number of saved tensors."""
+        return self.inner.count
+
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return approximate values in the new shape."""
         return self.inner.dequantize(tensors, dtype).view(self.shape)
@@ -171,6 +176,15 @@ class ComputedSpec(NamedTuple):
     function: Callable
     specs: tuple[NamedTuple, ...]
     dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        """The number of saved tensors."""
+        return sum(spec.count for spec in self.specs)
+
+    def for_consumer(self, name: str) -> ComputedSpec:
+        """Return this spec for the layer `name`, which computes a result of other layers."""
+        return self._replace(specs=tuple(spec.for_consumer(name) for spec in self.specs))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return approximate values of the result."""

@@ -65,10 +65,12 @@ class SavedTensorCache:
         """Start a forward pass with no copies."""
         local = self._local
         local.entries, local.results, local.masks, local.exposed = {}, {}, {}, {}
+        local.keys = set()
 
     def end(self) -> None:
         """Drop the copies of the forward pass."""
         self._local.entries, self._local.results, self._local.masks = None, {}, {}
+        self._local.keys = set()
 
     # -- Copies ------------------------------------------------------------------------------------------
 
@@ -96,6 +98,10 @@ class SavedTensorCache:
                 entries[place] = reference, saved, checksum
         return saved
 
+    def keys(self) -> set:
+        """Return the settings of all copies, other than fixed-point ones, that this forward pass has put into the cache."""
+        return self._local.keys
+
     def put(self, content: Content, key, saved) -> None:
         """Add a copy of a tensor, for later layers that save the tensor and whose quantizer has the same settings.
 
@@ -112,6 +118,8 @@ class SavedTensorCache:
             # While the weak reference exists, no other storage object gets the same address. The memory can be freed.
             entry = StorageWeakRef(content.storage), saved, content.checksum
             entries[content.place, key] = entry
+            if key != _FIXED_POINT:
+                self._local.keys.add(key)
 
     def put_mask(self, content: Content, mask: torch.Tensor, is_in_place: bool) -> None:
         """Add the mask of a ReLU's result y, for later layers that save y.
@@ -260,6 +268,7 @@ class _Local(threading.local):
 
     def __init__(self):
         self.entries = None  # {(place, key): (reference to the storage, SavedTensors, checksum)}
+        self.keys = set()  # of `entries`
         self.results = {}  # {place: _Result}
         self.masks = {}  # {memory: (reference to the storage, mask, checksum)}
         self.exposed = {}  # {address: reference} of storages that may change while their version does not

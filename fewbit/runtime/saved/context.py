@@ -191,6 +191,11 @@ class ForwardContext:
 
     # -- Bits --------------------------------------------------------------------------------------------
 
+    @property
+    def shares_results(self) -> bool:
+        """Whether layers compute results of earlier layers again from copies of other layers."""
+        return self.policy is None or self.policy.shares_results
+
     def assignment(self, x) -> BitAssignment | None:
         """Return the bit assignment of the forward pass in which a layer saves x; None if all bits are fixed.
 

@@ -1,0 +1,146 @@
+"""Activations in converted models, whose results are computed again in the backward pass instead of saved.
+
+A layer after an activation f would save a copy of f(x). It computes f(x^) instead, if a copy of f's input x exists, whose
+dequantized values are x^:
+
+- An activation with a smooth derivative saves a copy of x in place of codes of its derivative, or finds the copy of the
+  norm before it. Both f'(x^) and f(x^) are right at every scale of x. Their means over the random rounding differ from f'(x)
+  and f(x) by terms of the second order, f'''(x) Var[x^] / 2 and f''(x) Var[x^] / 2.
+- An activation with a derivative of two values saves 1 bit for each element, which says exactly on which side of the break x
+  lies. If the norm before it has a copy of x, the layer after it computes f from x^ and this bit. f is linear on each side,
+  so the mean of the result is exact.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fewbit.runtime.format import layout
+from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.format.fingerprint import Content
+from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.ops.torch_functions import FORWARD, IN_PLACE
+from fewbit.runtime.quantizers import computed, copies
+from fewbit.runtime.saved.single_backward import once_differentiable
+
+TWO_VALUED = frozenset(
+    "relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu identity".split()
+)
+"""The functions whose derivative has at most two values, which 1 bit represents exactly."""
+_aten = torch.ops.aten
+_DERIVATIVES = {
+    "silu": _aten.silu_backward,
+    "gelu": _aten.gelu_backward,
+    "gelu_tanh": partial(_aten.gelu_backward, approximate="tanh"),
+    "mish": _aten.mish_backward,
+    "hardswish": _aten.hardswish_backward,
+    "tanh": lambda grad, x: _aten.tanh_backward(grad, x.tanh()),
+    "sigmoid": lambda grad, x: _aten.sigmoid_backward(grad, x.sigmoid()),
+}
+"""{function: torch's function of (gradient, x) that returns the gradient times f'(x)}; autograd computes the others."""
+
+
+class CopiedActivation(Function):
+    """Computes f(x) and saves a quantized copy of x, from which later layers compute f(x) again."""
+
+    @staticmethod
+    def forward(ctx, x, function, parameters, inplace, quantizer):
+        """Return f(x)."""
+        features = (1,) if x.dim() > 3 else (-1,) if x.dim() > 1 else None
+        copy = quantizer.quantize(x, features=features)
+        if inplace:
+            y = (
+                IN_PLACE[function](x, *parameters)
+                if function in IN_PLACE
+                else x.copy_(FORWARD[function](x, *parameters))
+            )
+            ctx.mark_dirty(x)
+        else:
+            y = FORWARD[function](x, *parameters)
+        quantizer.share_computed(
+            y, partial(_result, function, parameters), (copy,), changes=inplace
+        )
+        ctx.activation = function, parameters
+        return copies.save(ctx, y, (copy,))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """Return the gradient of x."""
+        (x,), _ = copies.load(ctx)
+        return times_derivative(grad, x, *ctx.activation), None, None, None, None
+
+
+def times_derivative(grad: Tensor, x: Tensor, function: str, parameters: tuple) -> Tensor:
+    """Return grad * f'(x)."""
+    if function in _DERIVATIVES:
+        return _DERIVATIVES[function](grad, x)
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = FORWARD[function](x, *parameters)
+    return torch.autograd.grad(y, x, grad)[0]
+
+
+def _result(function, parameters, x):
+    return FORWARD[function](x, *parameters)
+
+
+def copies_of_input(x: Tensor, function: str, encoding: Encoding) -> list:
+    """Return the copies of an activation's input from which its result can be computed again (`computed.copies_of`).
+
+    Args:
+        x: the input.
+        function: the name of the activation.
+        encoding: the encoding of its codes.
+    """
+    fits = function in _SIDES and encoding.bits == 1 and not encoding.unbiased
+    return computed.copies_of(x) if fits and x.dtype != torch.float64 else []
+
+
+def share_result(
+    x, y: Content, codes: Tensor, activation: tuple, encoding: Encoding, found: list
+) -> None:
+    """Let later layers that would save y compute it again from a copy of x and from the codes of x.
+
+    Args:
+        x: the activation's input, or its result if that has overwritten the input.
+        y: the activation's result.
+        codes: the packed codes.
+        activation: the name and the parameters of the activation.
+        encoding: the encoding of the codes.
+        found: the result of `copies_of_input`.
+    """
+    stride = None if x.is_contiguous() else layout.dense_stride(x)
+    computed.share(found, y, partial(_from_side, *activation, encoding, stride), codes)
+
+
+_SIDES = {  # {function: its values where the derivative is 0, from its parameters}
+    "relu": lambda: None,
+    "leaky_relu": lambda slope: None,
+    "relu6": lambda: (0.0, 6.0),
+    "hardtanh": lambda low, high: (low, high),
+}
+
+
+def _from_side(function, parameters, encoding, stride, x, codes):
+    """Return f(x), with the slope that the code of each element stands for."""
+    y = _times_slope(x, codes, encoding, stride)
+    ends = _SIDES[function](*parameters)
+    if ends is None:
+        return y
+    low, high = ends
+    slope = _times_slope(torch.ones_like(x), codes, encoding, stride)
+    end = torch.where(x > (low + high) / 2, high, low).to(x.dtype)
+    return torch.where(slope > 0, x, end)
+
+
+def _times_slope(x, codes, encoding, stride):
+    if is_plain(x):
+        return activation_ops.decode_mul(x, codes, encoding, stride)
+    stride = stride or layout.contiguous_stride(x.shape)
+    return activation_ops.decode_mul_op(x, codes, encoding.text, stride)

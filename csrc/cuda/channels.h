@@ -23,8 +23,10 @@ struct ChannelMap {
   __host__ __device__ bool exists() const { return stored.exists(); }
 };
 
-// Returns the channels of a part of a group whose elements lie side by side.
-__device__ inline Entries entries_from(const StoredChannels& stored, int64_t element) { return Entries({stored.count, 1}, element); }
+// Returns the channels of a part of a group whose elements lie side by side; one channel for all of them if there are none.
+__device__ inline Entries entries_from(const StoredChannels& stored, int64_t element) {
+  return Entries({stored.exists() ? stored.count : 1, 1}, element);
+}
 
 // run: as in find_entries. groups: those of the copy.
 inline ChannelMap channel_map(const StoredChannels& stored, int64_t groups, int run) {

@@ -89,7 +89,7 @@ def cases():
     yield "residual", Images(), images, ("stem.0", "stem.1", "body.0", "body.1", "head")
     yield "channels last", Images(), images.to(memory_format=torch.channels_last), None
     model = CharTransformer(20, 12, width=32, depth=1, heads=2)
-    block = "norm1", "qkv", "", "proj", "norm2", "mlp.0", "mlp.2"
+    block = "norm1", "qkv", "", "proj", "norm2", "mlp.0", "mlp.1", "mlp.2"
     contexts = *(f"blocks.0.{name}".rstrip(".") for name in block), "norm", "head"
     yield "transformer", model, torch.randint(20, (16, 12)), contexts
     yield "dropout", Attention(), torch.randn(16, 8, 16), ("norm", "attention")

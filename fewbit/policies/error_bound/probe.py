@@ -167,13 +167,14 @@ class ErrorBoundProbe(VarianceProbe):
             found += [_gradient(slot, part, labels, kind, results, exact) for part in own]
         self._found[number] = found
 
-    def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int) -> torch.Tensor:
+    def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int, errors) -> torch.Tensor:
         """Return random noise to add to dequantized values: float32 in the shape of `rows`.
 
         Args:
             rows: the dequantized values, (samples, features).
             slot: the slot of the values. Its `MeasuredTensor.deviation` is the noise's standard deviation.
             level: not used.
+            errors: not used.
         """
         deviation = slot.rounding.tensor.deviation
         return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * deviation)
@@ -266,7 +267,7 @@ class _WithExactValues(Restoring):
     def is_target(self, slot) -> bool:
         return slot.rounding is not None and slot.rounding.exact is not None
 
-    def changed(self, values, spec, packed):
+    def changed(self, values, spec, tensors):
         return values.copy_(spec.slot.rounding.exact)
 
 

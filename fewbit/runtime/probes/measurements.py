@@ -8,6 +8,14 @@ parameters below, divided by the sum of squares of the noise itself. Then
 
 and the variance that rounding the slot adds in all is  sum of own[p] + sum of out[e] S(node below e)
 (docs/guides/controller.md).
+
+Noise from one source that separates at a fork, such as the input of a residual block, has correlated parts where it comes
+together again, at the joins below (`joins.py`). In trained networks, branches undo part of what passes them, so the parts cancel each
+other. By how much is measured on the gradient itself: c(join) is the square of the gradient that arrives at the join, divided by the
+sum of the squares of its parts. With P(fork), the noise at the parameters between fork and joins, and G, the growth of squares from the
+fork to a join,
+
+    S(fork) = P(fork) + sum over its joins of G c(join) S(join)
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fewbit.runtime.probes.joins import joins_of
 from fewbit.runtime.probes.norms import squared
 
 LEVELS = (1, 2)
@@ -62,7 +71,9 @@ class Node:
         exists: for each input of the node whether the input has an edge.
         is_layer: whether the node is a torch.autograd.Function.
         arriving: the norm of the incoming gradient, 0-D float32.
-        leaving: for each edge the norm of the gradient that leaves through it.
+        leaving: for each edge the norm of the gradient that leaves through it; in a layer that is probed, with random signs on the
+            incoming gradient.
+        parts: for each edge the norm of the gradient itself that leaves through it.
         handed: changes of the incoming gradient by noise in the layer above: (slot's name, level, scale, change).
         noise: the changes that noise makes to the gradients on the edges.
         is_probed: whether `VarianceProbe.probe` has measured the node.
@@ -73,13 +84,14 @@ class Node:
     is_layer: bool
     arriving: torch.Tensor | None = None
     leaving: list[torch.Tensor | None] = field(default_factory=list)
+    parts: list[torch.Tensor | None] = field(default_factory=list)
     handed: list[tuple] = field(default_factory=list)
     noise: list[Noise] = field(default_factory=list)
     is_probed: bool = False
 
     def norms(self) -> Iterator[torch.Tensor]:
         """Yield all norms that were measured at this node."""
-        norms = [self.arriving, *self.leaving]
+        norms = [self.arriving, *self.leaving, *self.parts]
         norms += [found for noise in self.noise for found in noise.norms]
         yield from (found for found in norms if found is not None)
 
@@ -96,12 +108,9 @@ def variances(nodes: list[Node], names: Iterable[tuple], host: dict) -> dict | N
         {(slot's name, level): variance}; None if a number is not finite.
     """
     sums = {(name, level): 0.0 for name in names for level in LEVELS}
-    below = []  # S of each node
+    below = _sums_below(nodes, host)
     for node in nodes:
         at = [float(n == PARAMETER) if n < 0 else below[n] for n in node.below]
-        arriving = squared(host, node.arriving)
-        passed = sum(squared(host, a) * b for a, b in zip(node.leaving, at, strict=False))
-        below.append(passed / arriving if arriving > 0 else 0.0)
         taken = [n >= 0 and nodes[n].is_probed for n in node.below]
         for noise in node.noise:
             sums[noise.name, noise.level] += noise.scale * sum(
@@ -110,3 +119,48 @@ def variances(nodes: list[Node], names: Iterable[tuple], host: dict) -> dict | N
                 if not (noise.is_own and is_taken)
             )
     return sums if all(map(math.isfinite, (*below, *sums.values()))) else None
+
+
+def _sums_below(nodes: list[Node], host: dict) -> list[float]:
+    """Return S of each node."""
+    arriving = [squared(host, node.arriving) for node in nodes]
+    parts = [0.0] * len(
+        nodes
+    )  # the sum of the squares of the parts that come together at each node
+    for node in nodes:
+        for n, part in zip(node.below, node.parts, strict=False):
+            if n >= 0:
+                parts[n] += squared(host, part)
+    edges = [
+        [
+            (n, squared(host, norm) / own if own > 0 else 0.0)
+            for n, norm in zip(node.below, node.leaving, strict=False)
+        ]
+        for node, own in zip(nodes, arriving, strict=True)
+    ]
+    joins = joins_of([[n for n in node.below if n >= 0] for node in nodes])
+    ends = frozenset().union(*filter(None, joins))
+    # What noise causes at parameters before the next joins, and its growth on the way to each of these.
+    before: list[float] = []
+    growths: list[dict[int, float]] = []
+    sums: list[float] = []
+    for number, own in enumerate(edges):
+        inner = [(n, gain) for n, gain in own if n >= 0 and n not in ends]
+        at_parameters = sum(gain for n, gain in own if n == PARAMETER)
+        before.append(at_parameters + sum(gain * before[n] for n, gain in inner))
+        growth: dict[int, float] = {}
+        for n, gain in own:
+            for join, factor in (
+                {n: 1.0}.items() if n in ends else growths[n].items() if n >= 0 else ()
+            ):
+                growth[join] = growth.get(join, 0.0) + gain * factor
+        growths.append(growth)
+        if joins[number] is None:
+            total = at_parameters + sum(gain * sums[n] for n, gain in own if n >= 0)
+        else:
+            total = before[number] + sum(
+                factor * sums[join] * (arriving[join] / parts[join] if parts[join] > 0 else 1.0)
+                for join, factor in growth.items()
+            )
+        sums.append(total)
+    return sums

@@ -8,6 +8,7 @@ added to the tensor. To *restore* a saved tensor is to dequantize it in a backwa
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from fewbit.runtime.format import layout
 
@@ -86,41 +87,43 @@ class Restoring:
         """Return whether the tensors of this slot get noise."""
         return self.target is not None and slot.name == self.target.name
 
-    def restored(self, values, spec, packed):
+    def restored(self, values, spec, tensors):
         """Record the slot of a dequantized tensor. Return the tensor's values, with noise if the slot is the target.
 
         The arguments are those of the function `restored` in this file.
         """
         slot = spec.slot
         self.slots.setdefault(slot.name, slot)
-        return self.changed(values, spec, packed) if self.is_target(slot) else values
+        return self.changed(values, spec, tensors) if self.is_target(slot) else values
 
-    def changed(self, values, spec, packed):
+    def changed(self, values, spec, tensors):
         """Add noise to `values` in place and return `values`. A subclass may change the values in another way."""
         slot = spec.slot
         if slot.rounding is not None:
             flat = layout.storage_order(values)
             rows = flat.view(spec.samples or (len(values) if values.dim() else 1), -1)
-            noise = self._noise.get(packed.data_ptr())
+            address = tensors[0].data_ptr()
+            noise = self._noise.get(address)
             if noise is None:
-                noise = self.probe.noise(rows, slot, self.level)
-                self._noise[packed.data_ptr()] = noise
+                errors = partial(spec.rounding_errors, values, tensors)
+                noise = self.probe.noise(rows, slot, self.level, errors)
+                self._noise[address] = noise
             rows += noise.to(rows.dtype)
         return values
 
 
-def restored(values, spec, packed):
+def restored(values, spec, tensors):
     """Return the values of a saved tensor that a backward has dequantized, with noise if a probe asks for noise.
 
     Args:
         values: dequantized values, which may be changed in place.
         spec: the spec of the saved tensor.
-        packed: the packed codes of the saved tensor, whose address identifies the tensor.
+        tensors: the saved tensors, of which the address of the first one identifies the dequantized tensor.
     """
     if spec.slot is None:
         return values
     restoring = getattr(_running, "restoring", None)
-    return values if restoring is None else restoring.restored(values, spec, packed)
+    return values if restoring is None else restoring.restored(values, spec, tensors)
 
 
 def record(spec) -> None:

@@ -27,7 +27,6 @@ the lower layer runs its backward with this very change as the incoming gradient
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
@@ -192,6 +191,7 @@ class VarianceProbe:
             node.arriving = norm(arriving)
             edges = zip(leaving, node.exists, strict=False)
             node.leaving = [norm([grad]) for grad, exists in edges if exists]
+            node.parts = node.leaving
 
     def _begins(self) -> None:
         """Note that a backward pass has reached a node."""
@@ -251,6 +251,7 @@ class VarianceProbe:
                 node.noise.append(Noise(name, level, scale, norms, False))
             carried = Restoring().run(backward, context, self._with_signs(*grads))
             node.leaving = [norm([grad]) for grad in by_edge(context, carried)]
+            node.parts = [norm([grad]) for grad in results]
             node.arriving, node.is_probed = norm(grads), True
 
     def _can_measure(self, tensors) -> bool:
@@ -287,23 +288,28 @@ class VarianceProbe:
         for node in self._nodes:
             node.handed = []
 
-    def noise(self, rows: torch.Tensor, slot, level: int) -> torch.Tensor:
+    def noise(self, rows: torch.Tensor, slot, level: int, errors) -> torch.Tensor:
         """Return random noise to add to dequantized values: float32 of the shape of `rows`.
 
-        The noise of all elements of a sample has the same variance: the mean of the variances that rounding adds to
-        these elements.
+        The noise is the error of rounding the values again, so that it is large where rounding adds much, as in groups with
+        huge elements. In each sample it is multiplied by a number, so that it has the variance of rounding.
 
         Args:
             rows: the dequantized values, (samples, features).
             slot: the slot of the values.
             level: 1 for the noise of 1 bit; 2 for the noise of the slot's own bits, but at least 2.
+            errors: a function of (bits, seed) that returns the errors of rounding the values again, a vector.
         """
         variance = slot.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
             variance = variance.mean().expand(len(rows))
         smaller = _share_at(slot, level) / relative_distortion(slot.kind, level)
-        deviation = variance.sqrt() * math.sqrt(smaller)
-        return self._uniform(rows).sub_(0.5).mul_(deviation[:, None] * math.sqrt(12))
+        generator = self._generator(rows.device)
+        seed = torch.randint(2**62, (1,), generator=generator, device=rows.device)
+        noise = errors(level, seed).view(rows.shape).nan_to_num_(0.0, 0.0, 0.0)
+        found = noise.square().mean(1)
+        factor = torch.where(found > 0, variance * smaller / found, 0.0).sqrt()
+        return noise.mul_(factor[:, None])
 
     def _with_signs(self, grad):
         return torch.where(self._uniform(grad) < 0.5, -grad, grad)

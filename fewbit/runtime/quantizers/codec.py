@@ -90,8 +90,11 @@ class CodecSpec(NamedTuple):
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """Return approximate values of the saved tensor. Arguments: see `QuantizedTensorSpec.dequantize`."""
-        values = restoring.restored(self.dequantize_exact(tensors), self, tensors[0])
+        values = restoring.restored(self.dequantize_exact(tensors), self, tensors)
         return map_affine(values, affine).to(dtype or self.dtype)
+
+    def rounding_errors(self, values, tensors, bits, seed) -> None:
+        """Do nothing: the errors of codecs have no bits to choose."""
 
     def dequantize_exact(self, tensors) -> torch.Tensor:
         """Return the dequantized values without the noise that a probe, which measures for a policy, may add."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.config import UNIFORM
+from fewbit.config import MASKED_KINDS, UNIFORM
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.channels import Normalization
@@ -94,9 +94,35 @@ class QuantizedTensorSpec(NamedTuple):
         """Return the dequantized values without the noise that a probe may add."""
         return self._values(tensors, self.dtype, None)
 
+    def rounding_errors(self, values, tensors, bits: int, seed) -> torch.Tensor:
+        """Return the errors of the values if they were rounded again to copies of this kind.
+
+        Args:
+            values: dequantized values, an ordinary tensor.
+            tensors: the saved tensors.
+            bits: the bits per element, 1 to 8.
+            seed: an int, or (1,) int64 on the values' device.
+
+        Returns:
+            A vector, float32, in storage order.
+        """
+        channels = tensors[self.count - 1 - self.has_mask] if self.has_channels else None
+        normalize = None if channels is None else Normalization(channels=channels)
+        fp32_min = tensors[1].shape[1] == groups.FP32_MIN_COLUMNS
+        x = values.to(torch.float32)
+        settings = bits, self.group_size, fp32_min, normalize
+        packed, ranges = quantizer_ops.quantize(x, seed, *settings, kind=self.kind)
+        place = bits, self.group_size, self.size, self.stride, torch.float32
+        rounded = quantizer_ops.dequantize(
+            packed, ranges, *place, kind=self.kind, channels=channels
+        )
+        x = layout.storage_order(x)
+        errors = layout.storage_order(rounded) - x
+        return errors.mul_(x != 0) if self.kind in MASKED_KINDS.values() else errors
+
     def _dequantize(self, tensors, dtype, affine=None):
         values = self._values(tensors, dtype, affine)
-        return restoring.restored(values, self, tensors[0])
+        return restoring.restored(values, self, tensors)
 
     def _values(self, tensors, dtype, affine):
         packed, ranges, *widths = tensors

@@ -130,7 +130,7 @@ class Probe(Protocol):
             slots: the slots whose tensors `backward` dequantized.
         """
 
-    def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int) -> torch.Tensor:
+    def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int, errors) -> torch.Tensor:
         """Return noise to add to dequantized values: float32 of the shape of `rows`.
 
         Args:
@@ -138,6 +138,7 @@ class Probe(Protocol):
             slot: the slot of the dequantized tensor.
             level: the number of bits whose rounding errors the noise imitates, one of
                 `fewbit.runtime.probes.measurements.LEVELS`.
+            errors: a function of (bits, seed) that returns the errors of the values if they were rounded again, a vector.
         """
 
 

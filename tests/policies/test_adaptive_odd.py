@@ -1,7 +1,6 @@
 """Level L3 in odd programs: graphs of several models, other ways to backward passes, threads, partly watched layers."""
 
 import copy
-import math
 import threading
 
 import pytest
@@ -108,12 +107,11 @@ def test_functional_transforms():
 
 
 @pytest.mark.slow
-def test_sensitivities_that_overflow():
-    """Such a step has no result; a step with values just below the limit has one."""
+def test_parts_that_cancel():
+    """Each sum below returns x: as independent parts, 500 of them would make noise 5^500 times as large."""
     torch.manual_seed(0)
 
     def forward(model, x, parts):
-        """The probe propagates noise as if the parts were independent, which gives 5 times the square."""
         x = model.body(x)
         for _ in range(parts):
             x = 2 * x - x.sigmoid() * 0 - x
@@ -126,13 +124,12 @@ def test_sensitivities_that_overflow():
         for _ in range(8):
             model.zero_grad()
             loss_of(model(X, parts)).backward()
-        return [tuple(row) for row in controller.allocation]
+        return {row.name: row.sensitivity for row in controller.allocation}
 
-    few = after(1)
-    assert {row[0] for row in few} == {"body.0", "body.2"}
-    assert after(500) == few
-    many = after(200)
-    assert many != few and all(math.isfinite(row.sensitivity) for row in controller.allocation)
+    few, many = after(1), after(500)
+    assert few.keys() == many.keys()
+    for name in ("body.0", "body.2"):
+        assert many[name] == pytest.approx(few[name], rel=0.5)
 
 
 def test_a_forward_of_another_thread_during_a_backward_pass():

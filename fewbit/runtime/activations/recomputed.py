@@ -6,6 +6,8 @@ dequantized values are x^:
 - An activation with a smooth derivative saves a copy of x in place of codes of its derivative, or finds the copy of the
   norm before it. Both f'(x^) and f(x^) are right at every scale of x. Their means over the random rounding differ from f'(x)
   and f(x) by terms of the second order, f'''(x) Var[x^] / 2 and f''(x) Var[x^] / 2.
+- The derivatives of tanh and sigmoid follow from their results, so these save a copy of the result. It is precise where the
+  function is saturated, whereas the same errors in x would be large there.
 - An activation with a derivative of two values saves 1 bit for each element, which says exactly on which side of the break x
   lies. If the norm before it has a copy of x, the layer after it computes f from x^ and this bit. f is linear on each side,
   so the mean of the result is exact.
@@ -39,19 +41,23 @@ _DERIVATIVES = {
     "gelu_tanh": partial(_aten.gelu_backward, approximate="tanh"),
     "mish": _aten.mish_backward,
     "hardswish": _aten.hardswish_backward,
-    "tanh": lambda grad, x: _aten.tanh_backward(grad, x.tanh()),
-    "sigmoid": lambda grad, x: _aten.sigmoid_backward(grad, x.sigmoid()),
 }
 """{function: torch's function of (gradient, x) that returns the gradient times f'(x)}; autograd computes the others."""
+_FROM_RESULT = {"tanh": _aten.tanh_backward, "sigmoid": _aten.sigmoid_backward}
+"""{function: torch's function of (gradient, f(x)) that does the same}."""
 
 
 class CopiedActivation(Function):
-    """Computes f(x) and saves a quantized copy of x, from which later layers compute f(x) again."""
+    """Computes f(x) and saves a quantized copy of x, from which later layers compute f(x) again, or a copy of f(x)."""
 
     @staticmethod
     def forward(ctx, x, function, parameters, inplace, quantizer):
         """Return f(x)."""
         features = (1,) if x.dim() > 3 else (-1,) if x.dim() > 1 else None
+        ctx.activation = function, parameters
+        if function in _FROM_RESULT:
+            y = FORWARD[function](x)
+            return copies.save(ctx, y, (quantizer.quantize(y, features=features),))
         copy = quantizer.quantize(x, features=features)
         if inplace:
             y = (
@@ -65,15 +71,19 @@ class CopiedActivation(Function):
         quantizer.share_computed(
             y, partial(_result, function, parameters), (copy,), changes=inplace
         )
-        ctx.activation = function, parameters
         return copies.save(ctx, y, (copy,))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         """Return the gradient of x."""
-        (x,), _ = copies.load(ctx)
-        return times_derivative(grad, x, *ctx.activation), None, None, None, None
+        (saved,), _ = copies.load(ctx)
+        function, parameters = ctx.activation
+        if function in _FROM_RESULT:
+            grad = _FROM_RESULT[function](grad, saved)
+        else:
+            grad = times_derivative(grad, saved, function, parameters)
+        return grad, None, None, None, None
 
 
 def times_derivative(grad: Tensor, x: Tensor, function: str, parameters: tuple) -> Tensor:

@@ -28,9 +28,11 @@ class LayerSettings(Config):
 
     Attributes:
         bits: the bits of quantized inputs. They may only be given in `overrides`, and a policy does not change them.
-        activation_bits: the bits of few-bit activations, 1 to 8. Usually they are 3 if the configuration gives quantized
-            inputs at most 4 bits, else the bits of quantized inputs, rounded down (docs/decisions/0017). With ErrorBound
-            the policy usually chooses them. Activations whose derivative has only two values have 1 bit, which is exact.
+        activation_bits: the bits of the codes for derivatives that activations save, 1 to 8. If they are not given, smooth
+            activations save a copy of their input with 2 bits more than quantized inputs, from which their result is computed
+            again (docs/decisions/0021). Compiled code, and ErrorBound, which usually chooses these bits, use codes in any case:
+            of 3 bits if the configuration gives quantized inputs at most 4 bits, else of as many bits as quantized inputs,
+            rounded down (docs/decisions/0017). Activations whose derivative has only two values have 1 bit, which is exact.
         attention_bits: the bits of the queries, keys and values of attention. With AdaptiveBits, Budget and ErrorBound
             the policy usually chooses these bits, like those of other tensors. Otherwise queries have usually 2 bits more than
             quantized inputs, keys 3 and values 1 (docs/decisions/0008). A number that is not whole is an average, which

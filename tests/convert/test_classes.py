@@ -187,7 +187,7 @@ def test_metaclasses(cls):
     model, other = cls(), cls()
     quiet(model)
     model(X).sum().backward()
-    assert model.made.grad_fn.name() == "CopiedActivationBackward"
+    assert model.made.grad_fn.name().endswith("ActivationBackward")
     assert type(type(model)) is type(cls) and isinstance(model, cls)
     # Both have a registry of their own, if they are abstract classes.
     assert not isinstance(other, type(model)) and isinstance(other, cls)

@@ -85,7 +85,7 @@ def test_an_error_that_the_forward_catches():
     fewbit.compress_(model, bits=2, exclude="left", verbose=False)
     model.left.register_forward_pre_hook(stop)
     y = model(X.clone().requires_grad_())
-    assert y.grad_fn.name() == "CopiedActivationBackward"
+    assert y.grad_fn.name().endswith("ActivationBackward")
     check_nothing_is_left()
 
 

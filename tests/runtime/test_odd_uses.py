@@ -176,7 +176,7 @@ def test_a_model_that_calls_itself():
         results.append(model(x))
         name = model.last.grad_fn.name()
     torch.testing.assert_close(*results)
-    assert name == "CopiedActivationBackward"  # after the inner call too
+    assert name.endswith("ActivationBackward")  # after the inner call too
     assert not torch.overrides._get_current_function_mode_stack()
 
 
@@ -184,7 +184,7 @@ def test_models_that_call_each_other():
     """Neither call is treated as an interrupted one."""
     inner = quiet(nn.Sequential(nn.Linear(6, 6)))
     outer = quiet(calling(lambda x: torch_f.gelu(inner(x))))
-    assert outer(normal((4, 6))).grad_fn.name() == "CopiedActivationBackward"
+    assert outer(normal((4, 6))).grad_fn.name().endswith("ActivationBackward")
     assert not torch.overrides._get_current_function_mode_stack()
 
 

@@ -82,7 +82,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         y = preactivation.activate(x, function, parameters, encoding, inplace)
         if y is not None:
             return y
-    if quantizer is not None and function not in recomputed.TWO_VALUED:
+    if quantizer is not None and recomputed.keeps_copy(x, function):
         return recomputed.CopiedActivation.apply(x, function, parameters, inplace, quantizer)
     return autograd.apply_activation(x, function, parameters, encoding, inplace)
 
@@ -119,7 +119,7 @@ def _apply_unusual(x, function, parameters, bits, table, inplace, quantizer):
         y = preactivation.activate(x, function, parameters, encoded, inplace)
         if y is not None:
             return y
-        if quantizer is not None and function not in recomputed.TWO_VALUED:
+        if quantizer is not None and recomputed.keeps_copy(x, function):
             return recomputed.CopiedActivation.apply(x, function, parameters, inplace, quantizer)
         found = recomputed.copies_of_input(x, function, encoded)
         if found:

@@ -24,6 +24,7 @@ from torch.autograd import Function
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.format.fingerprint import Content
+from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.torch_functions import FORWARD, IN_PLACE
@@ -45,6 +46,14 @@ _DERIVATIVES = {
 """{function: torch's function of (gradient, x) that returns the gradient times f'(x)}; autograd computes the others."""
 _FROM_RESULT = {"tanh": _aten.tanh_backward, "sigmoid": _aten.sigmoid_backward}
 """{function: torch's function of (gradient, f(x)) that does the same}."""
+
+
+def keeps_copy(x: Tensor, function: str) -> bool:
+    """Return whether an activation saves a copy of its input x in place of codes.
+
+    Codes take fewer bytes for parameters, such as a temperature, and for a few elements, which have a mean and a scale of their own.
+    """
+    return function not in TWO_VALUED and not x.is_leaf and x.numel() >= LEAST_FEATURES
 
 
 class CopiedActivation(Function):

@@ -166,11 +166,8 @@ class _Deferring(ResolvedSettings):
 
     noise: Noise | None = None
 
-    def make_quantizer(self, *args, **kwargs) -> Quantizer:
-        return self.noise.defer(super().make_quantizer(*args, **kwargs))
-
-    def make_attention_quantizer(self, *args, **kwargs) -> Quantizer:
-        return self.noise.defer(super().make_attention_quantizer(*args, **kwargs))
+    def _quantizer(self, *args, **kwargs) -> Quantizer:
+        return self.noise.defer(super()._quantizer(*args, **kwargs))
 
 
 class _Recorder(Recorder):

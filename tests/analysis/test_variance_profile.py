@@ -14,6 +14,8 @@ from measured import Images, gradient, squared
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fewbit
 from fewbit.analysis import deferred, progress
@@ -523,3 +525,17 @@ def test_what_torchs_operations_save_is_refused():
         fewbit.variance_profile(
             model, torch.randn(8, 4), lambda m, x: m(x).sum(), layers={"everything": True}
         )
+
+
+def test_every_quantizer_is_deferred():
+    """Batch norms, gated units and activations have bits of their own, and are contexts too, also as functions."""
+
+    class Called(nn.Module):
+        def forward(self, x):
+            return F.gelu(x)
+
+    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=2)
+    layers = nn.Linear(64, 64), nn.BatchNorm1d(64), Called(), LlamaMLP(config), nn.SiLU()
+    model = nn.Sequential(*layers, nn.Linear(64, 4))
+    profile = variance_profile(model, torch.randn(16, 64), squared, bits=2, draws=2)
+    assert {"0", "1", "2", "3", "4", "5"} <= set(profile.contexts)

@@ -75,7 +75,7 @@ def test_inputs_of_every_scale(act, errors, number, scale):
     assert relative(found, exact) < errors[number]
     # Tanh and sigmoid of such large inputs are saturated nearly everywhere.
     size = (found * exact).sum() / exact.square().sum()
-    assert abs(size - 1) < (0.02 if errors[number] <= 0.25 else 0.1)
+    assert abs(size - 1) < (0.02 if errors[number] <= 0.25 else 0.2)
 
 
 @pytest.mark.parametrize("act", [nn.GELU(), nn.SiLU(inplace=True), nn.Mish()], ids=str)

@@ -69,11 +69,7 @@ class CopiedActivation(Function):
             return copies.save(ctx, y, (quantizer.quantize(y, features=features),))
         copy = quantizer.quantize(x, features=features)
         if inplace:
-            y = (
-                IN_PLACE[function](x, *parameters)
-                if function in IN_PLACE
-                else x.copy_(FORWARD[function](x, *parameters))
-            )
+            y = IN_PLACE[function](x, *parameters)
             ctx.mark_dirty(x)
         else:
             y = FORWARD[function](x, *parameters)
@@ -101,8 +97,9 @@ def times_derivative(grad: Tensor, x: Tensor, function: str, parameters: tuple) 
         return _DERIVATIVES[function](grad, x)
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        y = FORWARD[function](x, *parameters)
-    return torch.autograd.grad(y, x, grad)[0]
+        # Given the gradient of a tensor, `torch.autograd.grad` would import sympy, which takes long.
+        product = (FORWARD[function](x, *parameters) * grad).sum()
+    return torch.autograd.grad(product, x)[0]
 
 
 def _result(function, parameters, x):

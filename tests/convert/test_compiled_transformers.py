@@ -110,8 +110,9 @@ def test_models(name, bits, backend, monkeypatch):
     model, inputs = made(name)
     # Compiled, functions that a forward calls stay exact, such as those of Mixtral's experts.
     reference = copy.deepcopy(model)
-    fewbit.compress_(reference, bits, layers={"functional": False}, verbose=False)
-    fewbit.compress_(model, bits, verbose=False)
+    codes = {"activation_bits": 3}  # which compiled code uses in any case
+    fewbit.compress_(reference, bits, layers={"functional": False, **codes}, verbose=False)
+    fewbit.compress_(model, bits, layers=codes, verbose=False)
     compiled = torch.compile(model, backend=inductor_passes if backend == "passes" else backend)
     expected = gradients(reference, reference, inputs)
     check_equal(gradients(compiled, model, inputs), expected)

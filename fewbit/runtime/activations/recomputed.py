@@ -52,8 +52,10 @@ def keeps_copy(x: Tensor, function: str) -> bool:
     """Return whether an activation saves a copy of its input x in place of codes.
 
     Codes take fewer bytes for parameters, such as a temperature, and for a few elements, which have a mean and a scale of their own.
+    The answer is the same in the second run of a checkpointed region, whose inputs are leaves.
     """
-    return function not in TWO_VALUED and not x.is_leaf and x.numel() >= LEAST_FEATURES
+    is_parameter = isinstance(x, torch.nn.Parameter)
+    return function not in TWO_VALUED and not is_parameter and x.numel() >= LEAST_FEATURES
 
 
 class CopiedActivation(Function):

@@ -87,7 +87,8 @@ def compress_(
         exclude: the modules to leave as they are, in the same form. A module that `include` and `exclude` both match is
             not converted.
         overrides: {glob pattern: settings of the modules that match}. Settings are LayerSettings, a mapping of its
-            fields, or None to leave the modules as they are. A number stands for `bits`, `attention_bits` and `gate_bits`. If several patterns match a module, the last one holds.
+            fields, or None to leave the modules as they are. A number stands for `bits`, `attention_bits` and
+            `gate_bits`. If several patterns match a module, the last one holds.
         offload: HostOffload(), or a mapping of its fields, moves saved tensors from a GPU to the host's memory until the
             backward pass needs them.
         sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares

@@ -20,6 +20,7 @@ from fewbit.errors import FunctionError
 from fewbit.functional.operations import contractions, elementwise, vector_norm
 from fewbit.functional.products import is_in_memory, is_quantized_product
 from fewbit.runtime.activations.apply import takes
+from fewbit.runtime.activations.recomputed import TWO_VALUED
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.interop.bypass import ReplacingMode, current_mode
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
@@ -31,7 +32,6 @@ _ACTIVATIONS = (
 )
 ACTIVATIONS = tuple(_ACTIVATIONS.split())
 """Names of functions that save few-bit codes."""
-_ONE_BIT = ("relu", "relu6", "leaky_relu", "rrelu", "hardsigmoid")
 _QUANTIZED = (
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm layer_norm rms_norm "
     "group_norm instance_norm prelu glu softmax log_softmax cross_entropy scaled_dot_product_attention matmul mul"
@@ -149,7 +149,7 @@ def _table() -> dict:
     }
     for family, names in families.items():
         for name in names:
-            entry = getattr(F, name), "one bit" if name in _ONE_BIT else family
+            entry = getattr(F, name), "one bit" if name in TWO_VALUED else family
             theirs = {getattr(torch_functional, name, None), *_OTHER_NAMES.get(name, ())} - {None}
             table |= dict.fromkeys(theirs, entry)
     for family, functions in {"quantized": _OTHER_QUANTIZED, "exact": _OTHER_EXACT}.items():
@@ -218,18 +218,18 @@ class FunctionQuantizers:
         x = args[0] if args else kwargs.get("input")
         if not takes(x):
             return theirs()
-        bits = {"bits": self.activation_bits} if family == "activation" else {}
+        saves = {"bits": self.activation_bits} if family == "activation" else {}
         if self.activation_quantizer is not None:
-            bits["table"] = self._own(ours.__name__, self.activation_quantizer)
+            saves["table"] = self._own(ours.__name__, self.activation_quantizer)
         context, named = self.quantizer.context, nullcontext()
         if context is not None and context.policy is not None:
             name = name_of_call(context.path(), ours.__name__)
             named = context.activation(name)
-            if "bits" in bits:
-                bits["bits"] = context.activation_bits(name, self.activation_bits, x)
+            if "bits" in saves:
+                saves["bits"] = context.activation_bits(name, self.activation_bits, x)
         try:
             with named:
-                return ours(*args, **kwargs, **bits)
+                return ours(*args, **kwargs, **saves)
         except FunctionError:  # torch accepts these parameters and fewbit does not
             return theirs()
 
@@ -254,7 +254,7 @@ def name_of_call(path: str, function: str) -> str:
 
 def bits_of_call(function: str, bits: int) -> int:
     """Return the bits of an activation function's codes: 1 if the derivative has two values, else `bits`."""
-    return 1 if function in _ONE_BIT else bits
+    return 1 if function in TWO_VALUED else bits
 
 
 class FunctionMode(ReplacingMode):

@@ -33,9 +33,9 @@ EXTRA_BITS_OF_ATTENTION = 2, 3, 1
 EXTRA_BITS_OF_GATES = 1, 1
 EXTRA_BITS_OF_ACTIVATIONS = (2,)
 EXTRA_BITS_OF_BATCH_NORMS = (1,)
-"""The bits that queries, keys and values, gates and what they multiply, and inputs of activations and batch norms usually have more than other
-tensors. Their errors grow on the way back through the network, whereas those of a linear layer's input stay in the gradient of one weight
-(docs/decisions/0008)."""
+"""The bits that queries, keys and values, gates and what they multiply, and inputs of activations and batch norms usually
+have more than other tensors. Their errors grow on the way back through the network, whereas those of a linear layer's input
+stay in the gradient of one weight (docs/decisions/0008 and 0021)."""
 FAMILIES = (
     kinds.ACTIVATION,
     kinds.CONVOLUTION,

@@ -861,7 +861,7 @@ def test_functions_of_excluded_modules_stay_exact():
     everywhere = packed(layers=on)
     assert everywhere >= {"", "a", "b"}
     assert packed(overrides={"b": off}) == everywhere - {"b"}
-    # Where an activation has no copy of its input, the layer after it saves its own.
+    # A layer saves its own input if the activation before it has no copy.
     assert packed(layers=off) == everywhere - {"", "b"} | {"b.inner"}
     assert packed(layers=off, overrides={"b": on}) == everywhere - {""} | {"b.inner"}
     assert "a" not in packed(exclude="a") and "b" in packed(exclude="a")

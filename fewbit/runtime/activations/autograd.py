@@ -69,27 +69,22 @@ apply_activation = super(Function, Activation).apply
 def _in_context(context, x, function, parameters, encoding, seed, inplace):
     """Return f(x), the packed codes of x and the `Content` of f(x), and record f(x) in the cache of the model's context.
 
-    If the cache has a copy of x, later layers compute f(x) again from it. Otherwise, if a layer saved the result of this activation in an earlier forward pass, the layer's quantized copy of f(x) is made too, in the same pass over x. The cache finds f(x) by its `Content`. If f(x) overwrites x, the `Content` counts
-    this change in advance, because torch increases x's version only when the Function returns.
+    If the cache has a copy of x, later layers compute f(x) again from it. Otherwise, if a layer saved the result of this
+    activation in an earlier forward pass, the layer's quantized copy of f(x) is made too, in the same pass over x. The cache
+    finds f(x) by its `Content`. If f(x) overwrites x, the `Content` counts this change in advance, because torch increases
+    x's version only when the Function returns.
     """
     arguments = x, function, parameters, encoding, seed, inplace
     found = recomputed.copies_of_input(x, function, encoding)
-    if found:
-        y, packed = activation_ops.activation(*arguments)
-        content = Content(y, changes=inplace)
-        context.cache.record_output(x, content)
-        recomputed.share_result(y, content, packed, (function, parameters), encoding, found)
-        return y, packed, content
-    quantizer = context.cache.consumer_quantizer(x) if layout.is_by_sample(x) else None
+    quantizer = None
+    if not found and layout.is_by_sample(x):
+        quantizer = context.cache.consumer_quantizer(x)
     made = quantizer and activation_ops.activation_quantized(*arguments, quantizer)
-    if not made:
-        y, packed = activation_ops.activation(*arguments)
-        content = Content(y, changes=inplace)
-        context.cache.record_output(x, content)
-        return y, packed, content
-    y, packed, saved = made
+    y, packed, saved = made or (*activation_ops.activation(*arguments), None)
     content = Content(y, changes=inplace)
     context.cache.record_output(x, content, quantizer, saved)
+    if found:
+        recomputed.share_result(y, content, packed, (function, parameters), encoding, found)
     return y, packed, content
 
 

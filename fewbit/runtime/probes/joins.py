@@ -42,9 +42,8 @@ def _passed_by_all(below: list[list[int]]) -> list[bool]:
             above[child].append(number)
     dominator, depth = [count] * count, [0] * (count + 1)
     for number in reversed(range(count)):
-        found = (
-            above[number][0] if above[number] else count
-        )  # `count` stands for what is above all nodes
+        # `count` stands for what is above all nodes.
+        found = above[number][0] if above[number] else count
         for other in above[number][1:]:
             while found != other:
                 if depth[found] < depth[other]:

@@ -124,9 +124,8 @@ def variances(nodes: list[Node], names: Iterable[tuple], host: dict) -> dict | N
 def _sums_below(nodes: list[Node], host: dict) -> list[float]:
     """Return S of each node."""
     arriving = [squared(host, node.arriving) for node in nodes]
-    parts = [0.0] * len(
-        nodes
-    )  # the sum of the squares of the parts that come together at each node
+    # The sum of the squares of the parts that come together at each node.
+    parts = [0.0] * len(nodes)
     for node in nodes:
         for n, part in zip(node.below, node.parts, strict=False):
             if n >= 0:
@@ -140,7 +139,7 @@ def _sums_below(nodes: list[Node], host: dict) -> list[float]:
     ]
     joins = joins_of([[n for n in node.below if n >= 0] for node in nodes])
     ends = frozenset().union(*filter(None, joins))
-    # What noise causes at parameters before the next joins, and its growth on the way to each of these.
+    # Noise causes `before` at parameters above the next joins, and grows by `growths` on the way to each of these.
     before: list[float] = []
     growths: list[dict[int, float]] = []
     sums: list[float] = []
@@ -150,9 +149,8 @@ def _sums_below(nodes: list[Node], host: dict) -> list[float]:
         before.append(at_parameters + sum(gain * before[n] for n, gain in inner))
         growth: dict[int, float] = {}
         for n, gain in own:
-            for join, factor in (
-                {n: 1.0}.items() if n in ends else growths[n].items() if n >= 0 else ()
-            ):
+            onward = {n: 1.0} if n in ends else growths[n] if n >= 0 else {}
+            for join, factor in onward.items():
                 growth[join] = growth.get(join, 0.0) + gain * factor
         growths.append(growth)
         if joins[number] is None:

@@ -8,7 +8,6 @@ added to the tensor. To *restore* a saved tensor is to dequantize it in a backwa
 from __future__ import annotations
 
 import threading
-from functools import partial
 
 from fewbit.runtime.format import layout
 
@@ -105,8 +104,12 @@ class Restoring:
             address = tensors[0].data_ptr()
             noise = self._noise.get(address)
             if noise is None:
-                errors = partial(spec.rounding_errors, values, tensors)
-                noise = self.probe.noise(rows, slot, self.level, errors)
+                noise = self.probe.noise(
+                    rows,
+                    slot,
+                    self.level,
+                    lambda bits, seed: spec.rounding_errors(values, tensors, bits, seed),
+                )
                 self._noise[address] = noise
             rows += noise.to(rows.dtype)
         return values

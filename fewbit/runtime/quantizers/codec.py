@@ -93,9 +93,6 @@ class CodecSpec(NamedTuple):
         values = restoring.restored(self.dequantize_exact(tensors), self, tensors)
         return map_affine(values, affine).to(dtype or self.dtype)
 
-    def rounding_errors(self, values, tensors, bits, seed) -> None:
-        """Do nothing: the errors of codecs have no bits to choose."""
-
     def dequantize_exact(self, tensors) -> torch.Tensor:
         """Return the dequantized values without the noise that a probe, which measures for a policy, may add."""
         return self.inner.dequantize(tensors).to(self.dtype)

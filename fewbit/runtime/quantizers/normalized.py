@@ -155,13 +155,13 @@ def batch_norm_gradients(ctx, saved, grad, rstd, weight, needs_input):
 
     Returns:
         The three gradients, those of weight and bias in float32. None in place of the three if the copy is not rotated, its
-        samples have different bits, it has means and scales of channels, elements adjacent in memory do not have adjacent channels, a tensor is not plain or has
-        a dtype that kernels lack, a probe changes the dequantized values, or the backend has no kernel for this copy.
+        samples have different bits, it has means and scales of channels, elements adjacent in memory do not have adjacent
+        channels, a tensor is not plain or has a dtype that kernels lack, a probe changes the dequantized values, or the backend has no kernel for this copy.
     """
     spec = ctx.spec
     if ctx.inner != 1 or not isinstance(spec, QuantizedTensorSpec) or spec.kind != ROTATED:
         return None
-    if spec.has_channels:
+    if spec.has_channels:  # of which the kernels know nothing
         return None
     fits = spec.samples is None and rstd.dtype == torch.float32 and grad.dtype in _IN_KERNELS
     tensors = grad, rstd, *saved, *(() if weight is None else (weight,))

@@ -44,7 +44,7 @@ class BitPolicy:
     kind = "SampleBits"
     """The name of the policy's configuration in messages."""
     shares_results = True
-    """Whether layers compute results of earlier layers again from copies of other layers (`quantizers/computed.py`)."""
+    """If True, layers compute results of earlier layers again from the copies of other layers (`quantizers/computed.py`)."""
     limit: float | None = None
     """The largest ratio E|g^|^2 / E|g|^2 that the policy allows, or None if the policy has no limit.
 

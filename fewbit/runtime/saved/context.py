@@ -193,7 +193,7 @@ class ForwardContext:
 
     @property
     def shares_results(self) -> bool:
-        """Whether layers compute results of earlier layers again from copies of other layers."""
+        """True if layers compute results of earlier layers again from the copies of other layers."""
         return self.policy is None or self.policy.shares_results
 
     def assignment(self, x) -> BitAssignment | None:

@@ -147,7 +147,7 @@ void with_map(const ValueMap& value_map, EntryKind entries, bool has_channels, C
   }
 }
 
-// How a plain kernel maps values. entries: those of the affine map, in runs of a lane's neighbors.
+// A plain kernel maps values by these. entries: those of the affine map, in runs of a lane's neighbors.
 struct PlainMap {
   const PlainEntries& entries;
   const ValueMap& value_map;

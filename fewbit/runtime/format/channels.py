@@ -46,12 +46,14 @@ def channels_of(x: torch.Tensor, features: tuple[int, ...]) -> int:
         features: the dimensions of x along which channels differ, from 0. They have to be the innermost ones in storage.
     """
     stride = x.stride() if is_dense(x) else contiguous_stride(x.shape)
-    count = 1
-    for dim in sorted(features, key=lambda dim: stride[dim]):
-        if x.shape[dim] != 1 and stride[dim] != count:
-            return 0
-        count *= x.shape[dim]
-    return count if count > 1 and x.numel() >= LEAST_ROWS * count else 0
+    count, extent = 1, 1
+    for dim in features:
+        size = x.shape[dim]
+        if size != 1:
+            count *= size
+            extent = max(extent, stride[dim] * size)
+    # The features of a dense tensor are innermost exactly if none of them spans more elements than they have together.
+    return count if 1 < count == extent and x.numel() >= LEAST_ROWS * count else 0
 
 
 def estimated_rows(rows: int) -> list[int]:

@@ -39,7 +39,7 @@ EXACT = {"gelu": nn.GELU, "silu": nn.SiLU}
 FEWBIT = {"gelu": fewbit.GELU, "silu": fewbit.SiLU}
 
 WEIGHTS, TAILS, OBJECTIVES, BITS = (
-    ("uniform", "normal", "fitted"),
+    ("uniform", "normal", "scales", "fitted"),
     ("free", "pinned"),
     ("mse", "unbiased"),
     (1, 2, 3, 4),
@@ -47,6 +47,7 @@ WEIGHTS, TAILS, OBJECTIVES, BITS = (
 CONTENDERS = (
     ("uniform", "free", "mse"),
     ("normal", "free", "mse"),
+    ("scales", "free", "mse"),
     ("fitted", "free", "mse"),
     ("uniform", "pinned", "mse"),
     ("uniform", "free", "unbiased"),

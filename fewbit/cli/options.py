@@ -180,7 +180,7 @@ _REQUEST = (
         "--weight",
         metavar="W",
         help="The density of inputs by which errors count: uniform (default), normal, "
-        "normal:MEAN,STD, or a .npy or .npz file with pre-activations or a histogram.",
+        "normal:MEAN,STD, scales, scales:LOW,HIGH, or a .npy or .npz file with pre-activations or a histogram.",
     ),
     click.option(
         "--domain",

@@ -91,8 +91,8 @@ def solve(
             the activation itself, not its derivative.
         bits: 1 to 8; the table has at most 2**bits levels.
         form: "levels" (pieces may share a level) or "intervals" (as in the paper: every piece has its own level).
-        weight: The density by which squared errors count: "uniform", "normal", "normal:MEAN,STD", samples or a
-            callable. `fewbit.solver.weight.make_weight` lists all possibilities.
+        weight: The density by which squared errors count: "uniform", "normal", "normal:MEAN,STD", "scales",
+            "scales:LOW,HIGH", samples or a callable. `fewbit.solver.weight.make_weight` lists all possibilities.
         domain: The interval (a, b) on which errors are measured. By default it is the range of the samples, if the
             weight is made of samples or a histogram, and else the function's own domain. A normal weight extends this
             domain to 8 standard deviations on both sides of the mean.

@@ -1,8 +1,9 @@
 """The weight w(x), the density by which the squared error of a table counts at x (Few-bit Backward, eq. 3).
 
-There are four kinds: "uniform" (w = 1 on the domain), "normal" (the normal density, whose integral over the domain may
-be less than 1), "histogram" (a piecewise constant density with integral 1, which may be made of raw samples) and
-"callable" (any function that a user gives). docs/reference/table_schema.md describes the JSON document of each kind.
+There are five kinds: "uniform" (w = 1 on the domain), "normal" (the normal density, whose integral over the domain may
+be less than 1), "scales" (a mixture of normal densities of all standard deviations in a range), "histogram" (a piecewise
+constant density with integral 1, which may be made of raw samples) and "callable" (any function that a user gives).
+docs/reference/table_schema.md describes the JSON document of each kind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from fewbit.errors import FewbitError, SolveError, WeightError
+from fewbit.functions.erfcx import GAUSS_END, INV_SQRT_2PI, normal_tail
 from fewbit.functions.kinks import halfway
 from fewbit.schema.documents import open_regular
 from fewbit.solver.request import check_extent
@@ -23,6 +25,8 @@ from fewbit.text import one_line, shorten
 # A sample is cut into at most 512 equally likely bins of at least 32 values.
 _MOST_BINS = 512
 _SAMPLES_PER_BIN = 32
+# The width of the bin of an atom, relative to the largest absolute value of a sample.
+_ATOM_WIDTH = 1e-9
 # A density changes steeply between points if it changes by more than 1/32 of its largest value.
 _STEEP = 32
 # A density is sampled at 4,097 points, and then at 32,769 points to find peaks that the first ones miss.
@@ -31,6 +35,8 @@ _MOST_POINTS = 2**24
 # The end of the support of a density is a node of the solver if the density rises beside it to this share of its
 # largest value.
 _NEGLIGIBLE = 1e-12
+# The weight "scales" has so many points for each factor e of |x|, and its integral is a power series below this argument.
+_POINTS_PER_E, _SERIES_END = 32, 0.1
 # The standard deviations that the solver can resolve: absolute limits, and a limit relative to the mean.
 _LEAST_STD, _MOST_STD, _LEAST_SHARE = 1e-30, 1e30, 1e-12
 # A weight is scaled if its integral is beyond 2**20 or below 2**-20.
@@ -127,6 +133,107 @@ class Normal(Weight):
         return {"kind": "normal", "mean": self.mean, "std": self.std}
 
 
+class Scales(Weight):
+    """A mixture of normal densities with mean 0, whose standard deviations count alike by their logarithms.
+
+    w(x) is the integral of N(x; 0, s) ds / s from s = `low` to `high`, divided by log(high / low). It is the density of an
+    input of which only the order of magnitude is known, within a range.
+
+    Args:
+        low: The least standard deviation.
+        high: The largest one.
+
+    Raises:
+        WeightError: The numbers are not as described.
+    """
+
+    def __init__(self, low=0.03, high=10.0):
+        if not (math.isfinite(low) and math.isfinite(high) and 0 < low < high):
+            raise WeightError(
+                f"weight scales:LOW,HIGH: expected finite numbers with 0 < LOW < HIGH, got {low:g},{high:g}"
+            )
+        if not (_LEAST_STD <= low and high <= _MOST_STD):
+            raise WeightError(
+                f"weight scales:LOW,HIGH: expected numbers from {_LEAST_STD:g} to {_MOST_STD:g}, got {low:g},{high:g}"
+            )
+        self.low, self.high = float(low), float(high)
+
+    def density(self, x):
+        """Return the density at x: (P(x / low) - P(x / high)) / (x log(high / low)), where P is the distribution function."""
+        x = np.abs(x)
+        near = x < self.low
+        result = np.empty(np.shape(x))
+        # P(u) - P(0) is precise for small u, and 1 - P(u) for large u.
+        for part, value in ((near, self._near), (~near, self._far)):
+            result[part] = value(x[part])
+        return result / math.log(self.high / self.low)
+
+    def _near(self, x):
+        return _half(x / self.low) / self.low - _half(x / self.high) / self.high
+
+    def _far(self, x):
+        high, low = (normal_tail(-np.minimum(x / s, GAUSS_END)) for s in (self.high, self.low))
+        return (high - low) / x
+
+    def mesh(self, domain):
+        """Return points between which the density changes little, up to 9 times `high` from 0."""
+        steps = math.ceil(_POINTS_PER_E * math.log(9e3 * self.high / self.low))
+        points = np.geomspace(1e-3 * self.low, 9 * self.high, steps)
+        return np.concatenate([-points[::-1], points])
+
+    def absence(self):
+        """Return the end of the message for a domain on which w has no mass."""
+        return f": the density of scales:{self.low:g},{self.high:g} is too small for float64 there"
+
+    def document(self):
+        """Return a dict with "kind": "scales", the least and the largest standard deviation."""
+        return {"kind": "scales", "low": self.low, "high": self.high}
+
+
+def _split_atoms(values):
+    """Return the samples that are atoms, the number of each, and the other samples. `values` are sorted."""
+    distinct, counts = np.unique(values, return_counts=True)
+    heavy = (counts > 1) & (counts * _bin_count(values.size) > values.size)
+    if heavy.any() and counts[~heavy].sum() <= _SAMPLES_PER_BIN:
+        heavy[:] = True  # the others are too few for a density
+    rest = np.repeat(distinct[~heavy], counts[~heavy])
+    return distinct[heavy], counts[heavy], rest
+
+
+def _bin_count(samples):
+    return int(np.clip(samples // _SAMPLES_PER_BIN, 4, _MOST_BINS))
+
+
+def _quantile_edges(values):
+    """Return the edges of bins with about equally many of the sorted values, and fewer towards both ends."""
+    if not values.size:
+        return values
+    low, high, bins = values[0], values[-1], _bin_count(values.size)
+    # Towards both ends every bin has half as many samples as its neighbor, so that an outlier gets its own bin.
+    tail = 0.5 ** np.arange(np.log2(bins), np.log2(values.size))
+    shares = np.concatenate([np.linspace(0, 1, bins + 1), tail, 1 - tail])
+    edges = np.quantile(values, np.sort(shares))
+    # If many samples have nearly the same value, a bin could be infinitely narrow, so narrow bins are merged.
+    core = np.quantile(values, [0.05, 0.95])
+    narrow = 1e-4 * (core[1] - core[0] or high - low)
+    kept = [low]
+    for edge in edges[1:-1]:
+        if edge - kept[-1] >= narrow and high - edge >= narrow:
+            kept.append(edge)
+    return np.array([*kept, high])
+
+
+def _half(u):
+    """Return (P(u) - 1/2) / u for u >= 0, where P is the normal distribution function."""
+    square = u * u
+    series, term = np.ones_like(u), np.ones_like(u)
+    for n in range(1, 6):
+        term = term * square / (-2 * n)
+        series = series + term / (2 * n + 1)
+    far = np.where(u < _SERIES_END, 1.0, u)
+    return np.where(u < _SERIES_END, INV_SQRT_2PI * series, (0.5 - normal_tail(-far)) / far)
+
+
 class Histogram(Weight):
     """A piecewise constant density whose integral is 1.
 
@@ -164,7 +271,8 @@ class Histogram(Weight):
         """Make a histogram of samples.
 
         It has up to 512 bins with about equally many samples. The outermost bins are divided further, so that an
-        outlier gets its own bin.
+        outlier gets its own bin. A value that fills a bin on its own is an atom: it gets a bin that ends at the value and is
+        almost infinitely narrow.
 
         Args:
             samples: Finite values of any shape, at least two of them different.
@@ -183,20 +291,11 @@ class Histogram(Weight):
         if low == high:
             raise WeightError(f"samples: expected more than one distinct value, got only {low:g}")
         _check_range("samples", low, high)
-        bins = int(np.clip(values.size // _SAMPLES_PER_BIN, 4, _MOST_BINS))
-        # Towards both ends every bin has half as many samples as its neighbor, so that an outlier gets its own bin.
-        tail = 0.5 ** np.arange(np.log2(bins), np.log2(values.size))
-        shares = np.concatenate([np.linspace(0, 1, bins + 1), tail, 1 - tail])
-        edges = np.quantile(values, np.sort(shares))
-        # If many samples have the same value, a bin could be infinitely narrow, so narrow bins are merged.
-        core = np.quantile(values, [0.05, 0.95])
-        narrow = 1e-4 * (core[1] - core[0] or high - low)
-        kept = [low]
-        for edge in edges[1:-1]:
-            if edge - kept[-1] >= narrow and high - edge >= narrow:
-                kept.append(edge)
-        kept.append(high)
-        counts, edges = np.histogram(values, bins=np.array(kept))
+        atoms, their_counts, rest = _split_atoms(values)
+        ends = np.concatenate([atoms, atoms - _ATOM_WIDTH * max(-low, high)])
+        edges = np.union1d(_quantile_edges(rest), ends)
+        counts = np.histogram(rest, bins=edges)[0].astype(np.float64)
+        np.add.at(counts, np.searchsorted(edges, atoms) - 1, their_counts)
         return cls(edges, _heights(counts, edges))
 
     def density(self, x):
@@ -410,8 +509,8 @@ def make_weight(spec):
     """Make a weight from a specification.
 
     Args:
-        spec: One of the following. A string: "uniform", "normal" or "normal:MEAN,STD". None, which means "uniform". An
-            array of raw samples. A tuple (edges, density) of a histogram. A callable density. The path of a .npy file
+        spec: One of the following. A string: "uniform", "normal", "normal:MEAN,STD", "scales" or "scales:LOW,HIGH". None,
+            which means "uniform". An array of raw samples. A tuple (edges, density) of a histogram. A callable density. The path of a .npy file
             with raw samples. The path of a .npz file with one array of samples, or with two arrays of a histogram:
             `edges`, and `counts` or `density`. A dict that `Weight.document` returned, except one of kind "callable".
             A `Weight`.
@@ -443,19 +542,24 @@ def _from_text(text):
     kind, _, rest = text.partition(":")
     if text == "uniform":
         return Uniform()
-    if kind == "normal" and not os.path.exists(text):
-        if not rest and text == "normal":
-            return Normal()
+    if kind in _WITH_NUMBERS and not os.path.exists(text):
+        weight, form = _WITH_NUMBERS[kind]
+        if text == kind:
+            return weight()
         try:
-            mean, std = (float(part) for part in rest.split(","))
+            first, second = (float(part) for part in rest.split(","))
         except ValueError:
-            raise WeightError(f"weight: expected normal:MEAN,STD, got {text!r}") from None
-        return Normal(mean, std)
+            raise WeightError(f"weight: expected {form}, got {text!r}") from None
+        return weight(first, second)
     if Path(text).suffix in {".npy", ".npz"}:
         return _from_file(Path(text))
     raise WeightError(
-        f"weight: expected uniform, normal, normal:MEAN,STD or a .npy or .npz file, got {text!r}"
+        "weight: expected uniform, normal, normal:MEAN,STD, scales, scales:LOW,HIGH or a .npy or .npz file, "
+        f"got {text!r}"
     )
+
+
+_WITH_NUMBERS = {"normal": (Normal, "normal:MEAN,STD"), "scales": (Scales, "scales:LOW,HIGH")}
 
 
 def _from_file(path):
@@ -504,6 +608,8 @@ def _from_document(document):
             return Uniform()
         if kind == "normal":
             return Normal(float(document.get("mean", 0.0)), float(document.get("std", 1.0)))
+        if kind == "scales":
+            return Scales(float(document["low"]), float(document["high"]))
         if kind == "histogram":
             return Histogram(document["edges"], document["density"])
         if kind == "callable":
@@ -517,7 +623,9 @@ def _from_document(document):
         raise
     except (TypeError, ValueError, OverflowError) as error:
         raise WeightError(f"weight {kind}: {error}") from None
-    raise WeightError(f"weight: expected kind uniform, normal, histogram or callable, got {kind!r}")
+    raise WeightError(
+        f"weight: expected kind uniform, normal, scales, histogram or callable, got {kind!r}"
+    )
 
 
 def _check_range(what, low, high):

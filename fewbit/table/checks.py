@@ -39,7 +39,7 @@ MOST_CHARACTERS = 200
 """Largest length of a name. schema/table-1.json repeats this limit and the two above."""
 MOST_COUNT = 2**53
 """Largest revision and number of grid cells; float64 represents all integers up to this limit exactly."""
-WEIGHT_FIELDS = ("kind", "mean", "std", "edges", "density", "name")
+WEIGHT_FIELDS = ("kind", "mean", "std", "low", "high", "edges", "density", "name")
 _SOLVER_NUMBERS = (("grid", int), ("seconds", float))
 NARROWEST = 1e-9
 """Smallest width of a domain, relative to the end with the larger absolute value."""
@@ -180,6 +180,8 @@ def checked_weight(value) -> dict[str, Any]:
     weight = checked_field("weight", value)
     if weight["kind"] == "callable":
         _check_printable("weight.name", weight["name"])
+    if weight["kind"] == "scales" and not weight["low"] < weight["high"]:
+        raise wrong("weight.high", f"a number above low, {weight['low']:g}", weight["high"])
     if weight["kind"] == "histogram":
         edges, density = np.array(weight["edges"]), np.array(weight["density"])
         check_ascending("weight.edges", edges)

@@ -19,7 +19,12 @@ def describe(function: str, parameters: Mapping[str, float]) -> str:
 def describe_weight(table) -> str:
     """Describe a table's weight and domain, such as `normal(0, 1) on [-10, 10]`."""
     weight = table.weight
-    text = {"normal": "normal({mean:g}, {std:g})", "callable": "{name}"}.get(
-        weight["kind"], "{kind}"
-    ).format(**weight)
+    text = _WEIGHTS.get(weight["kind"], "{kind}").format(**weight)
     return f"{text} on [{table.domain[0]:g}, {table.domain[1]:g}]"
+
+
+_WEIGHTS = {
+    "normal": "normal({mean:g}, {std:g})",
+    "scales": "scales({low:g}, {high:g})",
+    "callable": "{name}",
+}

@@ -53,6 +53,21 @@ def test_normal_is_the_density(text, mean, std):
     assert weight.document() == {"kind": "normal", "mean": mean, "std": std}
 
 
+@pytest.mark.parametrize(
+    ("text", "low", "high"),
+    [("scales", 0.03, 10), ("scales:0.5,2", 0.5, 2), ("scales:1e-3,1e3", 1e-3, 1e3)],
+)
+def test_scales_is_a_mixture_of_normal_densities(text, low, high):
+    weight = make_weight(text)
+    assert weight.document() == {"kind": "scales", "low": low, "high": high}
+    x = np.array([0.0, 1e-9, 1e-5, 0.002, 0.05, 0.3, 1.0, -2.5, 7.0, 30.0])
+    # The integral over log(s), by Gauss and Legendre.
+    points, shares = np.polynomial.legendre.leggauss(200)
+    s = np.exp(0.5 * (np.log(low * high) + np.log(high / low) * points))[:, None]
+    expected = 0.5 * shares @ (np.exp(-0.5 * (x / s) ** 2) / (s * np.sqrt(2 * np.pi)))
+    assert weight.density(x) == pytest.approx(expected, rel=1e-11, abs=1e-300)
+
+
 def test_a_histogram_is_its_heights_normalized():
     weight = make_weight((EDGES, HEIGHTS))
     total = (HEIGHTS * np.diff(EDGES)).sum()
@@ -111,6 +126,27 @@ def test_samples_with_a_heap_at_one_value():
     assert abs(table(np.array(0.0)) - 0.5) < 0.01
 
 
+ATOMS = {
+    "998 zeros and two outliers": np.concatenate([np.zeros(998), [1000.0, -1000.0]]),
+    "three values": np.repeat([-1.0, 0.5, 2.0], 100),
+    "integers": np.random.default_rng(4).integers(-4, 5, 5000).astype(np.float64),
+    "a density beside an atom": np.maximum(np.random.default_rng(5).standard_normal(20_000), 0),
+    "few different values": np.array([1.0, 1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gelu", "selu"])
+@pytest.mark.parametrize("kind", ATOMS)
+def test_the_error_for_samples_with_atoms_is_that_of_the_samples(kind, name, form):
+    samples = ATOMS[kind]
+    for bits in (1, 3):
+        table = solve(name, bits, weight=samples, form=form)
+        difference = functions.get(name).derivative(samples) - table(samples)
+        rel = 0.02 if kind == "a density beside an atom" else 1e-5
+        assert table.error == pytest.approx(np.mean(difference**2), rel=rel, abs=1e-13)
+
+
 @pytest.mark.parametrize("outlier", [1e2, 1e6])
 def test_one_outlier_does_not_ruin_a_table(outlier):
     samples = np.random.default_rng(3).standard_normal(100_000)
@@ -155,8 +191,8 @@ def test_a_density_that_is_none(density, expected, monkeypatch):
 
 @pytest.mark.parametrize(
     "spec",
-    ["uniform", "normal:0.25,3", (EDGES, HEIGHTS), mixture(5_000)],
-    ids=["uniform", "normal", "histogram", "samples"],
+    ["uniform", "normal:0.25,3", "scales:0.1,3", (EDGES, HEIGHTS), mixture(5_000)],
+    ids=["uniform", "normal", "scales", "histogram", "samples"],
 )
 def test_documents_round_trip(spec):
     weight = make_weight(spec)
@@ -252,10 +288,10 @@ def test_files_that_hold_no_weight(tmp_path, name):
 
 SPECIFICATIONS = [
     "", "norm", "normal:", "normal:1", "normal:1,2,3", "normal:a,b", "normal:0,0", "normal:0,-1", "normal:nan,1",
-    "normal:0,inf", "weights.txt", 5, [], [1.0], [2.0, 2.0], [1.0, float("inf")], ["a", "b"], [[1.0, 2.0], [3.0]],
+    "normal:0,inf", "scales:", "scales:1", "scales:2,1", "scales:0,1", "scales:1,inf", "scales:1e-40,1", "weights.txt", 5, [], [1.0], [2.0, 2.0], [1.0, float("inf")], ["a", "b"], [[1.0, 2.0], [3.0]],
     ([0.0, 1.0], [1.0, 2.0]), ([1.0, 0.0], [1.0]), ([0.0, 1.0], [0.0]), ([0.0, 1.0], [-1.0]), ("a", "b"),
     np.array([1 + 2j, 3.0]), np.array([True, False]),
-    {}, {"kind": "cauchy"}, {"kind": "normal", "mean": "zero"}, {"kind": "normal", "mean": 0.0, "std": -1.0},
+    {}, {"kind": "cauchy"}, {"kind": "scales"}, {"kind": "scales", "low": 2.0, "high": 1.0}, {"kind": "normal", "mean": "zero"}, {"kind": "normal", "mean": 0.0, "std": -1.0},
     {"kind": "histogram"}, {"kind": "histogram", "edges": [0.0, 1.0]},
     {"kind": "histogram", "edges": "ab", "density": [1.0]}, {"kind": "callable"},
 ]  # fmt: skip

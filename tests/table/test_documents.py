@@ -171,7 +171,7 @@ def test_limits_are_the_same_in_the_schema_and_in_the_table():
     assert fields["codes"]["maxItems"] == table.MOST_PIECES == fields["breaks"]["maxItems"] + 1
     knots = parts["knots"]["properties"]
     assert knots["points"]["maxItems"] == knots["values"]["maxItems"] == table.MOST_PIECES
-    histogram = parts["weight"]["allOf"][2]["then"]["properties"]
+    histogram = parts["weight"]["allOf"][3]["then"]["properties"]
     assert histogram["density"]["maxItems"] == table.MOST_BINS
     assert histogram["edges"]["maxItems"] == table.MOST_BINS + 1
     assert fields["function"]["maxLength"] == table.MOST_CHARACTERS

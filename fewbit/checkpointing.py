@@ -30,6 +30,7 @@ from fewbit.config import (
 )
 from fewbit.errors import InputError
 from fewbit.runtime.format.buffers import FLOATING
+from fewbit.runtime.format.channels import channels_of, usual_features
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
 from fewbit.runtime.interop.tensor_kinds import is_eager
@@ -227,10 +228,7 @@ class _Region:
         self._others = [None if isinstance(x, Tensor) else x for x in args]
         tensors = {i: x for i, x in enumerate(args) if isinstance(x, Tensor)}
         self._needs_grad = {i: x.requires_grad for i, x in tensors.items()}
-        saved = [
-            in_storage_order(x, lambda x, i=i: _save(x, i, bits, group_size))
-            for i, x in tensors.items()
-        ]
+        saved = [_save(x, i, bits, group_size) for i, x in tensors.items()]
         self._arguments, self._record = _hold(saved), None
         is_rounded = any(not isinstance(copy.spec, copies.UnquantizedSpec) for copy in saved)
         self._run, self._buffers = Run(is_rounded, preserves), Buffers()
@@ -290,7 +288,7 @@ class _Holder(Function):
 
 
 def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
-    """Return a quantized copy of an argument, or the argument itself if it is not to be quantized."""
+    """Return a quantized copy of argument `number`, or the argument itself if it is not to be quantized."""
     # Tensors without gradient are masks, positions or data, which exist anyway. A mask may contain -inf.
     is_large = x.dtype in FLOATING and x.layout is torch.strided and x.numel() >= LEAST_ELEMENTS
     if not (is_large and x.requires_grad) or isinstance(x, nn.Parameter) or not is_eager(x):
@@ -301,5 +299,7 @@ def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
     else:
         seed = context.seed(x, "checkpoint", number)
     kind = usual_kind(ROTATED, group_size)
-    # The means are float32, because recomputed tensors depend on them nonlinearly.
-    return copies.quantized(x, seed, bits, group_size, True, kind)
+    channels = channels_of(x, usual_features(x.dim())) if kind == ROTATED else 0
+    # If groups have means of their own, these are float32, because recomputed tensors depend on them nonlinearly.
+    settings = seed, bits, group_size, not channels, kind, channels
+    return in_storage_order(x, lambda x: copies.quantized(x, *settings))

@@ -40,8 +40,7 @@ inline namespace FEWBIT_NAMESPACE {
 
 // Returns how many of `rows` rows the numbers of channels are estimated from.
 FEWBIT_HD constexpr int64_t estimated_rows(int64_t rows) {
-  const int64_t eighth = rows / 8 > 32 ? rows / 8 : 32, most = eighth < kMostRows ? eighth : kMostRows;
-  return rows < most ? rows : most;
+  return rows < kMostRows ? rows : kMostRows;
 }
 
 // Returns number `index` of these `count` rows, which are evenly distributed.

@@ -18,7 +18,7 @@ from fewbit.compiler.sizes import hints
 from fewbit.config import MASKED_KINDS, ROTATED, UNIFORM, usual_kind
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.channels import LEAST_ROWS
+from fewbit.runtime.format.channels import LEAST_ROWS, usual_features
 from fewbit.runtime.ops.activation_ops import (
     pack_mask_op,
     pack_op,
@@ -358,12 +358,11 @@ def _channels(root: Root, order: list[int]) -> int:
         order: its dimensions in the order of storage, from the outermost.
     """
     value = root.node.meta["val"]
-    if value.dim() < 2:
-        return 0
+    features = set(usual_features(value.dim()))
     if root.is_attention and value.dim() == 4:
         features = {1, 3}  # heads and the entries of a head's vectors
-    else:
-        features = {1} if value.dim() > 3 else {value.dim() - 1}
+    if not features:
+        return 0
     sizes = [value.shape[dim] for dim in features]
     if set(order[-len(features) :]) != features or not all(isinstance(n, int) for n in sizes):
         return 0

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fewbit.runtime.format import layout
+from fewbit.runtime.format.channels import usual_features
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.format.groups import LEAST_FEATURES
@@ -64,7 +65,7 @@ class CopiedActivation(Function):
     @staticmethod
     def forward(ctx, x, function, parameters, inplace, quantizer):
         """Return f(x)."""
-        features = (1,) if x.dim() > 3 else (-1,) if x.dim() > 1 else None
+        features = usual_features(x.dim())
         ctx.activation = function, parameters
         if function in _FROM_RESULT:
             y = FORWARD[function](x)

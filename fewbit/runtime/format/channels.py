@@ -16,6 +16,8 @@ from fewbit.runtime.format.layout import contiguous_stride, is_dense
 
 LEAST_ROWS = 256
 """A copy has means and scales of channels if each channel has so many elements. With fewer, they would take too many bytes."""
+MOST_ROWS = 256
+"""The number of rows from which the means and scales are estimated, if there are so many."""
 BLOCK = 256
 """The number of channels whose variances are averaged."""
 
@@ -38,6 +40,13 @@ class Normalization(NamedTuple):
     channels: torch.Tensor | None = None
 
 
+def usual_features(dims: int) -> tuple[int, ...]:
+    """Return the feature dimensions of a tensor with so many dimensions: that of an image's channels, or the last one."""
+    if dims > 3:
+        return (1,)
+    return (dims - 1,) if dims > 1 else ()
+
+
 def channels_of(x: torch.Tensor, features: tuple[int, ...]) -> int:
     """Return the number of channels whose means and scales a rotated copy of x has, or 0 if it has none.
 
@@ -57,8 +66,8 @@ def channels_of(x: torch.Tensor, features: tuple[int, ...]) -> int:
 
 
 def estimated_rows(rows: int) -> list[int]:
-    """Return the rows from which the numbers of channels are estimated: an eighth, but at least 32 and at most 256."""
-    count = min(rows, max(32, rows // 8), 256)
+    """Return the rows from which the numbers of channels are estimated: at most 256, evenly distributed."""
+    count = min(rows, MOST_ROWS)
     return [index * rows // count for index in range(count)]
 
 

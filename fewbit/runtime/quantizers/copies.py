@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import seed_on
+from fewbit.runtime.format.channels import Normalization
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
@@ -42,7 +43,13 @@ def unquantized(x: Tensor) -> SavedTensors:
 
 
 def quantized(
-    x: Tensor, seed: int | Tensor, bits: int, group_size: int, fp32_min, kind: str
+    x: Tensor,
+    seed: int | Tensor,
+    bits: int,
+    group_size: int,
+    fp32_min,
+    kind: str,
+    channels: int = 0,
 ) -> SavedTensors:
     """Return a quantized copy of a dense tensor in eager mode. No policy and no cache takes part.
 
@@ -53,15 +60,27 @@ def quantized(
         group_size: the number of elements in a group.
         fp32_min: whether groups have float32 means or minimums; None if `quantizer_ops.quantize` decides.
         kind: the kind of the copy, "uniform" or "rotated".
+        channels: the number of channels that have a mean and a scale of their own (`channels_of`).
     """
     stride = tuple(layout.by_sample_stride(x))
     if is_plain(x):
-        tensors = quantizer_ops.quantize(x, seed, bits, group_size, fp32_min, kind=kind)
+        normalize = with_channels(x, None, channels)
+        tensors = quantizer_ops.quantize(x, seed, bits, group_size, fp32_min, normalize, kind=kind)
+        tensors = (*tensors, normalize.channels) if channels else tensors
     else:
-        settings = bits, group_size, bool(fp32_min), kind
-        tensors = quantizer_ops.quantize_op(x, stride, seed_on(x.device, seed), *settings)[:2]
+        settings = bits, group_size, bool(fp32_min), kind, channels
+        tensors = quantizer_ops.quantize_op(x, stride, seed_on(x.device, seed), *settings)
+        tensors = tensors[: 3 if channels else 2]
     spec = QuantizedTensorSpec(bits, group_size, tuple(x.shape), stride, x.dtype, kind=kind)
-    return SavedTensors(tuple(tensors), spec)
+    return SavedTensors(tuple(tensors), spec._replace(has_channels=channels > 0))
+
+
+def with_channels(x: Tensor, normalize: Normalization | None, channels: int):
+    """Return `normalize` with the means and scales of the channels of x, if it has some."""
+    if not channels:
+        return normalize
+    numbers = quantizer_ops.channel_statistics(x, channels, normalize)
+    return (normalize or Normalization())._replace(channels=numbers)
 
 
 def save(ctx, y: Tensor, copies: Iterable[SavedTensors | None], *others: Tensor | None) -> Tensor:

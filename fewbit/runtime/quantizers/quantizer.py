@@ -49,7 +49,7 @@ from fewbit.runtime.interop.tensor_kinds import (
 )
 from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.parallel.shards import has_arrived, is_distributed
-from fewbit.runtime.quantizers import computed
+from fewbit.runtime.quantizers import computed, copies
 from fewbit.runtime.quantizers.codec import CodecSpec, SlotCodec
 from fewbit.runtime.quantizers.spec import (
     QuantizationRecord,
@@ -349,7 +349,7 @@ class Quantizer:
         fp32_min, ask = (False, False) if channels else self._fp32_min_of(x)
         seed = self._seed(x, slot, activation)
         if self._policy is None:
-            normalize = _with_channels(x, normalize, channels)
+            normalize = copies.with_channels(x, normalize, channels)
             settings = self.group_size, fp32_min, normalize
             bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
             tensors = quantizer_ops.quantize(x, seed, bits, *settings, kind=kind)
@@ -393,7 +393,7 @@ class Quantizer:
         is_short = samples is not None and x.numel() < samples * groups.LEAST_FEATURES
         if codec is None and not is_short:
             *before, normalize = settings
-            settings = *before, _with_channels(x, normalize, channels)
+            settings = *before, copies.with_channels(x, normalize, channels)
         if codec is not None:
             tensors, spec = _quantize_by_codec(codec, x, seed, spec, settings, input_dtype)
             if samples is not None and probe is not None:
@@ -564,14 +564,6 @@ def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, set
 def _for(name: str, saved: SavedTensors) -> SavedTensors:
     """Return a copy that another layer has made, for the layer `name`."""
     return saved._replace(spec=saved.spec.for_consumer(name))
-
-
-def _with_channels(x, normalize: Normalization | None, channels: int) -> Normalization | None:
-    """Return `normalize` with the means and scales of the channels of x, if it has some."""
-    if not channels:
-        return normalize
-    numbers = quantizer_ops.channel_statistics(x, channels, normalize)
-    return (normalize or Normalization())._replace(channels=numbers)
 
 
 def _complete(tensors, spec, normalize: Normalization | None, mask: torch.Tensor | None):

@@ -2,6 +2,7 @@
 
     python benchmarks/default_table.py              # everything, about 40 minutes on 2 cores
     python benchmarks/default_table.py --quick      # one seed, a few steps, to check that it works
+    python benchmarks/default_table.py --pretrained # MiniLM with its pretrained weights; see pretrained_networks.py
 
 The networks are the demo's transformer with GELU, and a ResNet for 8 by 8 digits with GELU and with SiLU. First,
 gradients of whole models with each table are compared with exact gradients, before and after training. Then models are
@@ -9,7 +10,8 @@ trained with the tables in CONTENDERS. Runs with the same seed have the same ini
 are compared in pairs. Measurements whose results are stored are not repeated. docs/decisions/0005 draws the
 conclusion.
 
-Writes results/default_table_gradients.* and default_table_training.*. The pre-activations to which tables are fitted
+Writes results/default_table_gradients.*, default_table_training.* and default_table_pretrained.*. The last one has the errors of
+MiniLM's gradient if the GELUs alone are few-bit functions (`pretrained.py` explains the numbers). The pre-activations to which tables are fitted
 are stored in build/default_table/.
 """
 
@@ -265,6 +267,43 @@ def jobs(quick):
                 yield "training", key, training_run
 
 
+PRETRAINED = (
+    ("uniform", "free"),
+    ("normal", "free"),
+    ("scales", "free"),
+    ("uniform", "pinned"),
+    ("scales", "pinned"),
+)
+
+
+def pretrained_errors():
+    """Return rows with the error, scale and bias of MiniLM's gradient for tables of GELU."""
+    import pretrained
+    import pretrained_networks
+    from transformers.activations import GELUActivation
+
+    network = pretrained_networks.minilm()
+    batch = network.batch(0)
+    exact = pretrained.gradient(network, batch)
+    places = [
+        (module, name)
+        for module in network.model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, GELUActivation)
+    ]
+    assert len(places) == network.depth
+    rows = []
+    for bits in BITS:
+        for weight, tails in PRETRAINED:
+            chosen = fewbit.load_table("gelu", bits, weight=weight, tails=tails)
+            for module, name in places:
+                setattr(module, name, fewbit.GELU(bits=bits, table=chosen))
+            found = pretrained.measured(network, batch, exact, 1)
+            rows.append({"bits": bits, "weight": weight, "tails": tails} | found)
+            print(rows[-1], flush=True)
+    return rows
+
+
 def work_on(key, call, work, quick):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -278,8 +317,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--pretrained", action="store_true")
     parser.add_argument("--only", choices=["gradients", "training"])
     arguments = parser.parse_args()
+    if arguments.pretrained:
+        about = harness.machine("torch", "transformers") | {"fewbit": fewbit.__version__}
+        harness.save("default_table_pretrained", about, pretrained_errors())
+        return
     quick = arguments.quick
     work = Path("build") / ("default_table_quick" if quick else "default_table")
     work.mkdir(parents=True, exist_ok=True)

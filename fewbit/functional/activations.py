@@ -294,7 +294,11 @@ def tanh(
 def tanhshrink(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.tanhshrink and save `bits` bits per element."""
+    """Compute torch.nn.functional.tanhshrink and save a rotated copy of the input with `bits` bits per element.
+
+    The derivative is about input**2 near 0. No few levels represent it at all scales of the input, but a copy does. Codes are
+    saved if `table` is given, for fewer than 64 elements, for parameters, and within transforms of torch.func.
+    """
     return apply(input, "tanhshrink", (), bits, table)
 
 
@@ -327,10 +331,10 @@ def quick_gelu(
 def relu_squared(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
-    """Compute transformers' relu2, relu(x)**2, and save `bits` bits per element.
+    """Compute transformers' relu2, relu(x)**2, and save a rotated copy of the input with `bits` bits per element.
 
-    The derivative, 2 x for positive x, grows without bound, but the backward pass uses one value of the derivative for
-    all x above the table's domain.
+    The derivative is 2 x for positive x. No few levels represent it at all scales of the input, but a copy does. Codes are
+    saved if `table` is given, for fewer than 64 elements, for parameters, and within transforms of torch.func.
     """
     return apply(input, "relu_squared", (), bits, table)
 

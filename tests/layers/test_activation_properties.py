@@ -32,7 +32,9 @@ import fewbit
 import fewbit.functional as F
 from fewbit import functions
 from fewbit.errors import FunctionError, InputError, TableError
+from fewbit.runtime.activations.recomputed import ANY_SCALE
 from fewbit.runtime.activations.tables import DEFAULT
+from fewbit.runtime.ops.torch_functions import FORWARD
 
 
 def leaf(x):
@@ -236,10 +238,27 @@ def test_default_bits_and_table(sample, device):
     assert default["bits"].default == sample.bits and default["table"].default is None
     assert default["bits"].kind is default["table"].kind is inspect.Parameter.KEYWORD_ONLY
     x = leaf(normal((500,), device=device))
+    torch.manual_seed(0)
     (plain,) = torch.autograd.grad(sample(x).sum(), x)
+    torch.manual_seed(0)
     (named,) = torch.autograd.grad(sample(x, bits=sample.bits).sum(), x)
     (given,) = torch.autograd.grad(sample(x, table=sample.table(**DEFAULT)).sum(), x)
-    assert same(plain, named) and same(plain, given)
+    assert same(plain, named)
+    assert same(plain, given) != (sample.function in ANY_SCALE)
+
+
+@pytest.mark.parametrize("scale", [0.03, 0.1, 1.0, 10.0])
+@pytest.mark.parametrize("function", sorted(ANY_SCALE))
+def test_a_derivative_that_is_0_at_0_is_right_at_every_scale(function, scale, device):
+    x = leaf(normal((256, 256), scale=scale, device=device))
+    weight = normal((256, 256), seed=2, device=device)
+    for bits, most in ((3, 0.25), (4, 0.17), (8, 0.02)):
+        y = getattr(F, function)(x, bits=bits)
+        exact, got = (
+            torch.autograd.grad((z * weight).sum(), x)[0] for z in (FORWARD[function](x), y)
+        )
+        assert (got - exact).norm() < most * exact.norm()
+        assert abs((got * exact).sum() / (exact * exact).sum() - 1) < 0.03
 
 
 WITHOUT_SIGNATURE = {  # built-in functions of torch, from their documentation

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from fewbit.config import MAX_BITS, MIN_BITS
+from fewbit.config import GROUP_SIZE, MAX_BITS, MIN_BITS
 from fewbit.errors import InputError
 from fewbit.runtime.activations import autograd, recomputed, tables
 from fewbit.runtime.activations.callable_tables import check_result, name_of
@@ -23,7 +23,7 @@ from fewbit.runtime.ops import library
 from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import preactivation
-from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
 from fewbit.runtime.saved.single_backward import refuse_forward_mode
 from fewbit.text import shorten
 
@@ -42,7 +42,8 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         parameters: the parameters of f, in the order of `fewbit.functions`.
         bits: bits per code of the default table, 1 to 8, or None to run torch's own function.
         table: the table, or None for the default one. In a converted model, the quantizer of the copy of x that is saved
-            in place of codes, if f is no function of `recomputed.TWO_VALUED`.
+            in place of codes, if f is no function of `recomputed.TWO_VALUED`. The functions of `recomputed.ANY_SCALE` have no
+            default table, and save a copy of x with `bits` bits.
         inplace: whether to write f(x) to x.
 
     Raises:
@@ -66,6 +67,8 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
     if type(bits) is not int or table is not None or not MIN_BITS <= bits <= MAX_BITS:
         tables.check_choice(bits, table)
     encoding = tables.encoding_of(function, parameters, bits, table, x.dtype)
+    if quantizer is None and table is None and function in recomputed.ANY_SCALE:
+        quantizer = quantizer_of(bits, GROUP_SIZE)
     if not x.requires_grad or not torch.is_grad_enabled() or torch._C._is_tracing():
         return torchs_own(x, function, parameters, inplace)
     if forward_ad._current_level >= 0:
@@ -96,6 +99,8 @@ def _apply_unusual(x, function, parameters, bits, table, inplace, quantizer):
     parameters = tuple(map(float, parameters)) if parameters else ()
     dtype = getattr(x, "dtype", None)  # torch.fx traces with other objects in place of tensors
     encoding = tables.encoding_text(function, parameters, bits, table, dtype)
+    if quantizer is None and table is None and function in recomputed.ANY_SCALE:
+        quantizer = quantizer_of(bits, GROUP_SIZE)
     if torch.is_grad_enabled():
         if not isinstance(x, torch.Tensor):
             raise InputError(f"expected a torch.Tensor, got {shorten(x)}")

@@ -36,6 +36,9 @@ TWO_VALUED = frozenset(
     "relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu identity".split()
 )
 """The functions whose derivative has at most two values, which 1 bit represents exactly."""
+ANY_SCALE = frozenset({"relu_squared", "tanhshrink"})
+"""The functions whose derivative is proportional to x or x^2 near 0, or everywhere. No table represents it at all scales of x,
+but a copy of x does."""
 _aten = torch.ops.aten
 _DERIVATIVES = {
     "silu": _aten.silu_backward,

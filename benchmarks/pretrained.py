@@ -15,8 +15,9 @@ a draw. Each row of the results has
 - added_variance: the mean of |g^ - g|^2, over the variance of g from batch to batch.
 - mib: the bytes that a forward saves for the backward, in MiB.
 
-The settings are numbers of bits and policies, which learn for a few steps first; "8 bits, norms 3" and the like, where one
-kind of tensor has 3 bits; and "8 bits, first third 2" and the like, where a third of the blocks has 2 bits. Rows of kinds have
+The settings are numbers of bits; "4 bits, recompute_linear" and the like; policies, which learn for a few steps first;
+"checkpoint_ 8 bits" and the like, where blocks are checkpointed regions; "8 bits, norms 3" and the like, where one kind of tensor
+has 3 bits; and "8 bits, first third 2" and the like, where a third of the blocks has 2 bits. Rows of kinds have
 
 - gain: error^2, minus that of 8 bits, over the squared error of 3 bits in a normal tensor (`distortion`). Errors of b bits of
   this kind add about gain * distortion(b) to error^2.
@@ -32,6 +33,7 @@ import functools
 import math
 import time
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import harness
 import pretrained_networks
@@ -39,6 +41,7 @@ import torch
 from pretrained_networks import LOW, Kind
 
 import fewbit
+from fewbit.checkpointing import supports_checkpoints
 from fewbit.convert import settings as convert_settings
 from fewbit.runtime.format.distortion import distortion
 
@@ -52,23 +55,53 @@ FIRST_BATCH_OF_POLICY = 10
 THIRDS = ("first", "middle", "last")
 
 
-def settings_of(network: pretrained_networks.Network) -> dict[str, tuple]:
-    """Return {name: (configuration, `Kind` or None for the usual bits, steps before the measurement)}."""
-    found = {f"{bits} bits": (bits, None, 0) for bits in BITS}
+class Setting(NamedTuple):
+    """A way to compress a network.
+
+    Attributes:
+        config: the bits or the configuration for `compress_`; None to compress no layers.
+        kind: which tensors have other bits; None for the usual bits.
+        steps: the number of training passes before the measurement.
+        layers: the argument of `compress_`.
+        boundaries: the bits of `checkpoint_`; None if there are no checkpoints.
+    """
+
+    config: int | fewbit.BitConfig | None = None
+    kind: Kind | None = None
+    steps: int = 0
+    layers: dict | None = None
+    boundaries: int | None = None
+
+
+def settings_of(network: pretrained_networks.Network) -> dict[str, Setting]:
+    """Return {name: setting}."""
+    found = {f"{bits} bits": Setting(bits) for bits in BITS}
+    if any(isinstance(module, torch.nn.Linear) for module in block_of(network, 0).modules()):
+        layers = {"recompute_linear": True}
+        found |= {f"{bits} bits, recompute_linear": Setting(bits, layers=layers) for bits in BITS}
     for bits in POLICIES:
-        found[f"AdaptiveBits({bits})"] = fewbit.AdaptiveBits(bits), None, STEPS
+        found[f"AdaptiveBits({bits})"] = Setting(fewbit.AdaptiveBits(bits), steps=STEPS)
+    if supports_checkpoints(network.model):
+        found |= {f"checkpoint_ {bits} bits": Setting(boundaries=bits) for bits in (8, 6, 4)}
+        found["checkpoint_ 8 bits, 4 bits"] = Setting(4, boundaries=8)
     for name, kind in network.kinds.items():
-        found[f"8 bits, {name} {LOW}"] = 8, kind, 0
+        found[f"8 bits, {name} {LOW}"] = Setting(8, kind)
     for number, third in enumerate(THIRDS):
         first, last = (network.depth * (number + i) // 3 for i in (0, 1))
         blocks = [network.blocks.format(i) for i in range(first, last)]
-        found[f"8 bits, {third} third 2"] = 8, Kind({f"{block}.*": 2 for block in blocks}), 0
+        found[f"8 bits, {third} third 2"] = Setting(8, Kind({f"{block}.*": 2 for block in blocks}))
     return found
 
 
+def block_of(network, number):
+    """Return a block of the network, or the network itself if it has no blocks of this name."""
+    return dict(network.model.named_modules()).get(network.blocks.format(number), network.model)
+
+
 @contextmanager
-def compressed(network, config, kind: Kind | None):
+def compressed(network, setting: Setting):
     """Compress the model while the block runs."""
+    kind = setting.kind
     usual = convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES
     attention, gates = usual if kind is None else (kind.attention, kind.gates)
     convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES = (
@@ -77,9 +110,21 @@ def compressed(network, config, kind: Kind | None):
     )
     overrides = None if kind is None else kind.overrides
     try:
-        fewbit.compress_(network.model, config, overrides=overrides, verbose=False)
+        if setting.config is not None:
+            fewbit.compress_(
+                network.model,
+                setting.config,
+                layers=setting.layers,
+                overrides=overrides,
+                verbose=False,
+            )
+        if setting.boundaries is not None:
+            fewbit.checkpoint_(network.model, setting.boundaries)
         yield
-        fewbit.restore_(network.model)
+        if setting.boundaries is not None:
+            network.model.gradient_checkpointing_disable()
+        if setting.config is not None:
+            fewbit.restore_(network.model)
     finally:
         convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES = usual
 
@@ -149,18 +194,18 @@ def rows_of(name, options, keep):
     row = {"network": network.name, "setting": EXACT, "mib": round(saved_mib(network, batch), 2)}
     keep(row | {"minibatch_noise": round(math.sqrt(noise / norm), 4)})
     squared = {}
-    for setting, (config, kind, steps) in settings_of(network).items():
+    for setting, how in settings_of(network).items():
         if options.settings and setting not in options.settings:
             continue
         started = time.perf_counter()
-        with compressed(network, config, kind):
-            for step in range(steps):
+        with compressed(network, how):
+            for step in range(how.steps):
                 gradient(network, network.batch(FIRST_BATCH_OF_POLICY + step))
             found = measured(network, batch, exact, options.draws)
             found["mib"] = saved_mib(network, batch)
         squared[setting] = found["error"] ** 2
         found["added_variance"] = squared[setting] * norm / noise
-        if kind in network.kinds.values() and "8 bits" in squared:
+        if how.kind in network.kinds.values() and "8 bits" in squared:
             found["gain"] = (squared[setting] - squared["8 bits"]) / distortion("rotated", LOW)
         found = {key: float(f"{value:.4g}") for key, value in found.items()}
         keep({"network": network.name, "setting": setting, "draws": options.draws} | found)

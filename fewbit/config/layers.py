@@ -54,6 +54,9 @@ class LayerSettings(Config):
             results of softmax and tensors with groups of more than 256 elements have uniform copies, and all other
             tensors have rotated copies (docs/decisions/0016). The setting has no effect on tensors that ErrorBound
             saves with a codec other than "quant".
+        recompute_linear: whether results of linear layers are computed again in the backward pass, from the copies of the layers'
+            inputs, where other layers would save them: queries, keys, values, gates, inputs of activations (usually False). This
+            takes less memory, and one more matrix product for each tensor that is computed again. It has no effect in compiled code.
         gate_bits: the bits of the two factors of gated units, such as SwiGLU. Usually they have 1 bit more than quantized inputs,
             or the bits that the policy chooses, as `attention_bits`.
     """
@@ -69,6 +72,7 @@ class LayerSettings(Config):
         "everything": optional(flag),
         "autograd_functions": optional(autograd_functions),
         "gate_bits": optional(average_field),
+        "recompute_linear": optional(flag),
         "quantizer": optional(check_quantizer),
     }
 
@@ -83,6 +87,7 @@ class LayerSettings(Config):
     quantizer: str | None = None
     autograd_functions: Mapping[str, list[int]] | None = None
     gate_bits: float | None = None
+    recompute_linear: bool | None = None
 
     @classmethod
     def of(cls, change: float | LayerSettings | Mapping | None) -> LayerSettings | None:

@@ -33,9 +33,10 @@ EXTRA_BITS_OF_ATTENTION = 2, 3, 1
 EXTRA_BITS_OF_GATES = 1, 1
 EXTRA_BITS_OF_ACTIVATIONS = (2,)
 EXTRA_BITS_OF_BATCH_NORMS = (1,)
-"""The bits that queries, keys and values, gates and what they multiply, and inputs of activations and batch norms usually
-have more than other tensors. Their errors grow on the way back through the network, whereas those of a linear layer's input
-stay in the gradient of one weight (docs/decisions/0008 and 0021)."""
+EXTRA_BITS_OF_RECOMPUTED_NORMS = (2,)
+"""The bits that queries, keys and values, gates and what they multiply, and inputs of activations, of batch norms, and, with
+`recompute_linear`, of layer norms and RMS norms usually have more than other tensors. Their errors grow on the way back through the network,
+whereas those of a linear layer's input stay in the gradient of one weight (docs/decisions/0008, 0021 and 0022)."""
 FAMILIES = (
     kinds.ACTIVATION,
     kinds.CONVOLUTION,
@@ -56,8 +57,8 @@ class ResolvedSettings:
             `bits` if `adapts` is True, else for `bits` and EXTRA_BITS_OF_ATTENTION.
         gate_bits: the bits per element of the two factors of gated units. None stands for `bits` if `adapts` is True, else
             for `bits` and EXTRA_BITS_OF_GATES.
-        group_size, min_dtype, copies, quantizer, functional, everything, autograd_functions: settings with the meaning that
-            `fewbit.config.LayerSettings` gives.
+        group_size, min_dtype, copies, quantizer, functional, everything, autograd_functions, recompute_linear: settings with the
+            meaning that `fewbit.config.LayerSettings` gives.
         fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm restore their own
             inputs from the tensor that the norm saved.
         recomputes: whether activations save copies of their inputs, from which their results are computed again, in place of
@@ -79,6 +80,7 @@ class ResolvedSettings:
     functional: bool = False
     everything: bool = False
     autograd_functions: Mapping[str, list[int]] = field(default_factory=dict, hash=False)
+    recompute_linear: bool = False
     fuses_norms: bool = False
     recomputes: bool = False
     has_policy: bool = False
@@ -141,6 +143,12 @@ class ResolvedSettings:
         if self.fuses_norms:  # the norm's copy is in fixed point
             return self.make_quantizer(context, name)
         return self._special(None, EXTRA_BITS_OF_BATCH_NORMS, context, name)
+
+    def make_layer_norm_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
+        """Make the quantizer for the input of the layer norm or RMS norm `name`."""
+        if self.fuses_norms or not self.recompute_linear:
+            return self.make_quantizer(context, name)
+        return self._special(None, EXTRA_BITS_OF_RECOMPUTED_NORMS, context, name)
 
     def make_attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer for q, k and v of the attention layer `name`."""
@@ -209,6 +217,7 @@ class ResolvedSettings:
             fuse=self.fuses_norms,
             kind=self.quantizer,
             extra_bits=extra,
+            recomputes_linear=self.recompute_linear,
         )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fewbit.convert import kinds, transformers_attention, transformers_modules
+from fewbit.convert import kinds, transformers_attention, transformers_modules, transformers_norms
 from fewbit.convert.functions import FunctionMode
 from fewbit.convert.recurrent import StepwiseLSTM
 from fewbit.convert.report import ConvertedModule, Report, SkippedModule
@@ -316,6 +316,8 @@ def _configure(path, module, settings, context) -> float | None:
             make = settings.make_gate_quantizer
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
             make = settings.make_batch_norm_quantizer
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | transformers_norms.RMSNorm):
+            make = settings.make_layer_norm_quantizer
         module.quantizer = make(context, path)
         if hasattr(type(module), "copies"):
             module.copies = settings.copies

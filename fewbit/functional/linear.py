@@ -120,10 +120,15 @@ class _Linear(Function):
             y = layout.unviewed(torch_functional.linear(x, weight, bias))
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        tensors = ()
+        tensors, saved = (), None
         if needs_weight:
             saved = quantizer.quantize_or_reuse(x, (-1,), needs_x)
             tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        if quantizer.recomputes_linear:
+            saved = saved or quantizer.copy_of(x)  # which another layer may have made
+            parameters = [parameter for parameter in (weight, bias) if parameter is not None]
+            if saved is not None:
+                quantizer.share_linear(ctx, y, _again, saved, *map(copies.unquantized, parameters))
         ctx.save_for_backward(weight if needs_x else None, *tensors)
         return y
 
@@ -143,6 +148,11 @@ class _Linear(Function):
         if needs_bias:
             grad_bias = rows.sum(0).to(dtype_bias)
         return grad_x, grad_weight, grad_bias, None
+
+
+def _again(x, weight, bias=None):
+    bias = None if bias is None else bias.to(x.dtype)
+    return torch_functional.linear(x, weight.to(x.dtype), bias)
 
 
 _SETTINGS_OF_INPUTS = {

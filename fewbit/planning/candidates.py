@@ -234,12 +234,24 @@ def _has_norms(model: nn.Module) -> bool:
     return any(isinstance(module, tuple(NORMS)) for module in model.modules())
 
 
+def _has_linear_layers(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Linear) for module in model.modules())
+
+
 CROSS_ENTROPY = "cross-entropy"
 CURVES = (
     Curve("fixed", FixedBits, (8, 4, 3, 2)),
     Curve("shared", AdaptiveBits, (4, 3, 2, 1.5)),
     Curve("error-bound", ErrorBound, (0.1, 0.5, 1.0, 2.0)),
     Curve("pre-activation", PreActivationBits, (8, 4, 2), _has_norms, "a batch or layer norm"),
+    Curve(
+        "recompute-linear",
+        FixedBits,
+        (8, 4, 3, 2),
+        _has_linear_layers,
+        "a linear layer",
+        {"layers": LayerSettings(recompute_linear=True)},
+    ),
     Curve(
         "everything",
         FixedBits,
@@ -272,6 +284,7 @@ def default_candidates(
     - "shared": bits are divided among layers and samples (`AdaptiveBits`).
     - "error-bound": bits follow from a bound on the gradient's error (`ErrorBound`).
     - "pre-activation": norms and the layers after them save one tensor together (`PreActivationBits`).
+    - "recompute-linear": all layers have the same bits, and results of linear layers are computed again.
     - "everything": all layers have the same bits, and what torch's other operations save is compressed too.
     - "checkpoints": layers of a model of transformers are checkpointed regions with quantized inputs (`checkpoint_`).
     - "cross-entropy": all layers have the same bits, and so does the loss function's cross-entropy. These candidates are

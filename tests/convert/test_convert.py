@@ -457,7 +457,7 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
 
 
 AVERAGES = "; averages need a configuration such as fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples"
-FIELDS = "activation_bits, attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, autograd_functions, gate_bits"
+FIELDS = "activation_bits, attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, autograd_functions, gate_bits, recompute_linear"
 
 
 @pytest.mark.parametrize(

@@ -622,7 +622,7 @@ def test_command_with_a_model_by_name():
         (["resnet19"], "unknown model 'resnet19': did you mean resnet18"),
         (["resnet18", "--size", "8"], "expected an image size of 64 to 8192 pixels, got 8"),
         (["resnet18", "-o", "plan.txt"], "plan.txt: expected a file name that ends in .json"),
-        (["resnet18", "--policy", "none"], "expected one of fixed, shared, error-bound, pre-activation, everything, cross-entropy, compile, activations for"),
+        (["resnet18", "--policy", "none"], "expected one of fixed, shared, error-bound, pre-activation, recompute-linear, everything, cross-entropy, compile, activations for"),
         (["{own}:wrong"], "expected it to return (model, batch, loss), got tuple of 2"),
         (["{own}:missing"], "has no attribute 'missing'"),
         (["{own}:setting", "--batch", "3"], "--batch: expected the name of a model with it"),

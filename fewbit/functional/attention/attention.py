@@ -286,7 +286,8 @@ class _Attention(Function):
         ctx.shape, ctx.dtype, ctx.device = value.shape, value.dtype, value.device
         factors = [
             quantizer.quantize(query, features=_FEATURES),
-            quantizer.quantize(_without_mean(key), shared=False, slot=1, features=_FEATURES),
+            quantizer.computed_again(key)
+            or quantizer.quantize(_without_mean(key), shared=False, slot=1, features=_FEATURES),
             # The gradient of the value does not depend on the value itself.
             _value_copy(value, (key, query), how, quantizer)
             if any((*needs[:2], *needs[3:]))
@@ -333,7 +334,9 @@ def _value_copy(value, others, how: How, quantizer: Quantizer):
     """
     if how.dropout_p > 0:
         return quantizer.quantize_independent(value, *others, features=_FEATURES)
-    return quantizer.quantize(_without_mean(value), shared=False, slot=2, features=_FEATURES)
+    return quantizer.computed_again(value) or quantizer.quantize(
+        _without_mean(value), shared=False, slot=2, features=_FEATURES
+    )
 
 
 def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Tensor]:

@@ -53,6 +53,10 @@ def put(
     cache, key: tuple, y: Content, function: Callable, copies: tuple[SavedTensors, ...]
 ) -> None:
     """Put the function of copies into the cache, for layers with the settings `key` that would save y."""
+    cache.put(y, key, computed_from(function, copies, y.x.dtype))
+
+
+def computed_from(function: Callable, copies: tuple[SavedTensors, ...], dtype) -> SavedTensors:
+    """Return SavedTensors from which function(*copies), with dequantized values, is computed in the backward pass."""
     tensors = tuple(tensor for copy in copies for tensor in copy.tensors)
-    spec = ComputedSpec(function, tuple(copy.spec for copy in copies), y.x.dtype)
-    cache.put(y, key, SavedTensors(tensors, spec))
+    return SavedTensors(tensors, ComputedSpec(function, tuple(copy.spec for copy in copies), dtype))

@@ -49,7 +49,7 @@ from fewbit.runtime.interop.tensor_kinds import (
 )
 from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.parallel.shards import has_arrived, is_distributed
-from fewbit.runtime.quantizers import computed, copies
+from fewbit.runtime.quantizers import computed, copies, linear_results
 from fewbit.runtime.quantizers.codec import CodecSpec, SlotCodec
 from fewbit.runtime.quantizers.spec import (
     QuantizationRecord,
@@ -84,6 +84,7 @@ class Quantizer:
         kind: the kind of copies, "rotated", "uniform" or "unbiased"; None for the usual kind of each layer (`kind_of`).
         extra_bits: the bits that each of the layer's inputs has more than `bits`, in the order of slots; inputs without an
             entry have `bits`. No input has more than 8 bits. A policy that chooses the bits of the layer ignores them.
+        recomputes_linear: whether results of linear layers are computed again where they would be saved.
 
     Raises:
         InputError: bits, group_size, min_dtype or kind is not valid.
@@ -101,6 +102,7 @@ class Quantizer:
         fuse: bool = False,
         kind: str | None = None,
         extra_bits: tuple[float, ...] = (),
+        recomputes_linear: bool = False,
     ):
         check_bits(bits)
         check_group_size(group_size)
@@ -118,6 +120,7 @@ class Quantizer:
         self.fuse = fuse
         self.kind = kind
         self.extra_bits = extra_bits
+        self.recomputes_linear = recomputes_linear
         self._selector = MinDtypeSelector()
 
     def copy_for(self, name: str, **changes) -> Quantizer:
@@ -211,6 +214,10 @@ class Quantizer:
             extra_bits: the bits that x has more than other inputs, if no policy chooses them.
         """
         x = has_arrived(x)
+        if self.recomputes_linear and shared:
+            saved = self.computed_again(x)
+            if saved is not None:
+                return saved
         settings = shared, slot, usual, self._channels_of(x, usual, features), extra_bits
         if x.is_contiguous():  # the usual case, for which the host's time counts
             return self._quantize_or_share(x, *settings)
@@ -279,6 +286,25 @@ class Quantizer:
             and all(hasattr(copy.spec, "count") for copy in copies)
         ):
             computed.put(self.context.cache, self.key, Content(y, changes), function, copies)
+
+    def copy_of(self, x: torch.Tensor) -> SavedTensors | None:
+        """Return the copy of x that another layer has made in this forward pass, or None."""
+        if self.context is None or not is_eager(x) or not x.is_contiguous() or x.is_inference():
+            return None
+        return self.context.cache.get(Content(x), self.key)
+
+    def share_linear(self, node, y: torch.Tensor, function, *copies: SavedTensors) -> None:
+        """Let `computed_again` find the result y of a linear layer, which is function(*copies) with dequantized values."""
+        can_share = self.context is not None and self.context.shares_results
+        if can_share and is_eager(y) and all(hasattr(copy.spec, "count") for copy in copies):
+            saved = computed.computed_from(function, copies, y.dtype)
+            self.context.cache.put_linear(node, saved)
+
+    def computed_again(self, x: torch.Tensor) -> SavedTensors | None:
+        """Return what computes x again in the backward pass, if x follows from results of linear layers by cheap operations."""
+        if not self.recomputes_linear or self.context is None or not is_eager(x) or in_checkpoint():
+            return None
+        return linear_results.traced(x, self.context.cache.get_linear)
 
     def quantize_normalized(
         self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None

@@ -23,8 +23,10 @@ A *fixed-point copy* is a copy that a norm makes for itself and for the layers a
 from __future__ import annotations
 
 import threading
+import weakref
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.runtime.format import layout
@@ -65,12 +67,12 @@ class SavedTensorCache:
         """Start a forward pass with no copies."""
         local = self._local
         local.entries, local.results, local.masks, local.exposed = {}, {}, {}, {}
-        local.keys = set()
+        local.keys, local.linear = set(), weakref.WeakKeyDictionary()
 
     def end(self) -> None:
         """Drop the copies of the forward pass."""
         self._local.entries, self._local.results, self._local.masks = None, {}, {}
-        self._local.keys = set()
+        self._local.keys, self._local.linear = set(), {}
 
     # -- Copies ------------------------------------------------------------------------------------------
 
@@ -120,6 +122,26 @@ class SavedTensorCache:
             entries[content.place, key] = entry
             if key != _FIXED_POINT:
                 self._local.keys.add(key)
+
+    # -- Results of linear layers that later layers compute again -----------------------------------------
+
+    def put_linear(self, node, saved) -> None:
+        """Add what computes the result of a linear layer again, for later layers.
+
+        Args:
+            node: the layer's autograd node.
+            saved: what computes the result, `SavedTensors`.
+        """
+        # What a checkpointed region saves lives only while the region is differentiated.
+        if self.is_open and not in_checkpoint():
+            self._local.linear[node] = saved
+
+    def get_linear(self, node):
+        """Return what computes the result of a node again, or None if it is not the node of a linear layer."""
+        # torch's own nodes have no weak references.
+        return self._local.linear.get(node) if isinstance(node, BackwardCFunction) else None
+
+    # -- Masks ---------------------------------------------------------------------------------------------
 
     def put_mask(self, content: Content, mask: torch.Tensor, is_in_place: bool) -> None:
         """Add the mask of a ReLU's result y, for later layers that save y.
@@ -270,6 +292,7 @@ class _Local(threading.local):
         self.entries = None  # {(place, key): (reference to the storage, SavedTensors, checksum)}
         self.keys = set()  # of `entries`
         self.results = {}  # {place: _Result}
+        self.linear = {}  # {autograd node: SavedTensors}
         self.masks = {}  # {memory: (reference to the storage, mask, checksum)}
         self.exposed = {}  # {address: reference} of storages that may change while their version does not
 

@@ -1,0 +1,168 @@
+"""Tensors that are computed again from the inputs of linear layers, with the setting `recompute_linear`.
+
+A tensor that a layer would save is often the result of a linear layer, or follows from it by a few cheap operations. For example,
+queries are the projection of a norm's result, divided into heads and rotated by their positions. The linear layer has saved a
+copy of its input already. `traced` walks from the tensor back to the linear layers in autograd's graph, and returns what the
+backward pass needs to compute the tensor again: the copies of the layers' inputs, their parameters, and constants such as the
+sines and cosines of positions, which other nodes of the graph save anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fewbit.runtime.quantizers.computed import computed_from
+from fewbit.runtime.quantizers.copies import unquantized
+from fewbit.runtime.quantizers.spec import SavedTensors
+
+MOST_OPERATIONS = 32
+"""The largest number of operations between linear layers and a tensor that is computed again."""
+_aten = torch.ops.aten
+
+
+def traced(x: Tensor, find: Callable) -> SavedTensors | None:
+    """Return what computes x again; None if an operation between x and the linear layers is not known.
+
+    Args:
+        x: a tensor.
+        find: a function that returns SavedTensors of the result of an autograd node; None if the node is not that of a linear
+            layer.
+    """
+    walk = _Walk(find)
+    # The graph does not know of changes in place without gradients.
+    if x.grad_fn is None or x._version or walk.visit(x.grad_fn) is None:
+        return None
+    if not walk.steps:  # x itself is the result of a linear layer
+        return walk.found[0]
+    sources = (*walk.found, *map(unquantized, walk.constants))
+    place = {name: number for number, name in enumerate(walk.order())}
+    steps = [(name, arguments, [place[i] for i in by]) for name, arguments, by in walk.steps]
+    return computed_from(partial(_run, steps), sources, x.dtype)
+
+
+class _Walk:
+    """A walk through autograd's graph. A value is ("linear" or "constant" or "step", its number)."""
+
+    def __init__(self, find):
+        self._find = find
+        self._values, self._visits = {}, 0
+        self.found, self.constants, self.steps = [], [], []
+
+    def order(self):
+        """Return the names of all values, in the order in which `_run` has them."""
+        kinds = ("linear", self.found), ("constant", self.constants), ("step", self.steps)
+        return [(kind, i) for kind, values in kinds for i in range(len(values))]
+
+    def visit(self, node) -> tuple | None:
+        """Return the value of a node's result, or None if it cannot be computed again."""
+        if node in self._values:
+            return self._values[node]
+        saved = self._find(node)
+        if saved is not None:
+            value = self._add("linear", self.found, saved)
+        else:
+            value = self._step(node)
+        self._values[node] = value
+        return value
+
+    def _step(self, node):
+        read = _READERS.get(type(node).__name__)
+        self._visits += 1
+        if read is None or self._visits > MOST_OPERATIONS:
+            return None
+        step = read(node)
+        if step is None:
+            return None
+        name, arguments, constants = step
+        operands = [self.visit(before) for before, _ in node.next_functions if before is not None]
+        if not operands or None in operands:
+            return None
+        operands += [self._add("constant", self.constants, x) for x in constants]
+        return self._add("step", self.steps, (name, arguments, operands))
+
+    @staticmethod
+    def _add(kind, values, value):
+        values.append(value)
+        return kind, len(values) - 1
+
+
+def _run(steps, *values):
+    """Return the result of the last step."""
+    values = list(values)
+    for name, arguments, operands in steps:
+        values.append(_OPERATIONS[name](*(values[i] for i in operands), *arguments))
+    return values[-1]
+
+
+_OPERATIONS = {
+    "add": torch.add,
+    "cat": lambda *tensors_and_dim: torch.cat(tensors_and_dim[:-1], tensors_and_dim[-1]),
+    "mul": torch.mul,
+    "neg": torch.neg,
+    "permute": torch.permute,
+    "reshape": lambda x, *shape: x.reshape(shape),
+    "slice": _aten.slice.Tensor,
+    "to": torch.Tensor.to,
+    "transpose": torch.transpose,
+}
+"""{name: function of the operands and the arguments}."""
+
+
+def _signed(dim: int) -> int:
+    """Return a dimension, which autograd stores as an unsigned number of 64 bits."""
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+def _add(node):
+    both = all(before is not None for before, _ in node.next_functions)
+    return ("add", (), ()) if both and node._saved_alpha == 1 else None
+
+
+def _mul(node):
+    """Only a product with a constant, which is the factor that the node saves."""
+    first, second = (before for before, _ in node.next_functions)
+    if (first is None) == (second is None):
+        return None
+    constant = node._saved_other if second is None else node._saved_self
+    return None if constant is None else ("mul", (), (constant,))
+
+
+def _slice(node):
+    ends = node._saved_start, node._saved_end, node._saved_step
+    return "slice", (_signed(node._saved_dim), *ends), ()
+
+
+def _cat(node):
+    return "cat", (_signed(node._saved_dim),), ()
+
+
+def _shape(node):
+    return "reshape", tuple(node._input_metadata[0].shape), ()
+
+
+def _dtype(node):
+    return "to", (node._input_metadata[0].dtype,), ()
+
+
+_READERS = {
+    "AddBackward0": _add,
+    "CatBackward0": _cat,
+    "CloneBackward0": _shape,
+    "MulBackward0": _mul,
+    "NegBackward0": lambda node: ("neg", (), ()),
+    "PermuteBackward0": lambda node: ("permute", (tuple(map(_signed, node._saved_dims)),), ()),
+    "SliceBackward0": _slice,
+    "ToCopyBackward0": _dtype,
+    "TransposeBackward0": lambda node: (
+        "transpose",
+        (_signed(node._saved_dim0), _signed(node._saved_dim1)),
+        (),
+    ),
+    "UnsafeViewBackward0": _shape,
+    "ViewBackward0": _shape,
+}
+"""{class of an autograd node: a function of the node that returns (name in `_OPERATIONS`, arguments, constants), or None}."""

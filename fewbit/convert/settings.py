@@ -32,11 +32,13 @@ from fewbit.text import shorten
 EXTRA_BITS_OF_ATTENTION = 2, 3, 1
 EXTRA_BITS_OF_GATES = 1, 1
 EXTRA_BITS_OF_ACTIVATIONS = (2,)
-EXTRA_BITS_OF_BATCH_NORMS = (1,)
-EXTRA_BITS_OF_RECOMPUTED_NORMS = (2,)
-"""The bits that queries, keys and values, gates and what they multiply, and inputs of activations, of batch norms, and, with
-`recompute_linear`, of layer norms and RMS norms usually have more than other tensors. Their errors grow on the way back through the network,
-whereas those of a linear layer's input stay in the gradient of one weight (docs/decisions/0008, 0021 and 0022)."""
+EXTRA_BITS_OF_NORMS = (1,)
+"""The bits that queries, keys and values, gates and what they multiply, and inputs of activations and norms usually have more
+than other tensors. Their errors grow on the way back through the network, whereas those of a linear layer's input stay in the
+gradient of one weight (docs/decisions/0008 and 0021)."""
+EXTRA_BITS_BEFORE_LINEAR = (2,)
+"""The bits that inputs of layer norms and RMS norms have more with `recompute_linear`, because most other tensors are then computed
+from their copies (docs/decisions/0022)."""
 FAMILIES = (
     kinds.ACTIVATION,
     kinds.CONVOLUTION,
@@ -138,17 +140,22 @@ class ResolvedSettings:
         """Make the quantizer for the inputs of the layer `name`."""
         return self._quantizer(self.bits, context, name, not self.adapts)
 
-    def make_batch_norm_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
-        """Make the quantizer for the input of the batch norm `name`."""
+    def make_norm_quantizer(
+        self, context: ForwardContext, name: str = "", is_before_linear: bool = False
+    ) -> Quantizer:
+        """Make the quantizer for the input of the norm `name`.
+
+        Args:
+            context: the state that the layers of the model share.
+            name: the path of the norm.
+            is_before_linear: whether linear layers usually get the norm's result.
+        """
         if self.fuses_norms:  # the norm's copy is in fixed point
             return self.make_quantizer(context, name)
-        return self._special(None, EXTRA_BITS_OF_BATCH_NORMS, context, name)
-
-    def make_layer_norm_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
-        """Make the quantizer for the input of the layer norm or RMS norm `name`."""
-        if self.fuses_norms or not self.recompute_linear:
-            return self.make_quantizer(context, name)
-        return self._special(None, EXTRA_BITS_OF_RECOMPUTED_NORMS, context, name)
+        extra = EXTRA_BITS_OF_NORMS
+        if self.recompute_linear and is_before_linear:
+            extra = EXTRA_BITS_BEFORE_LINEAR
+        return self._special(None, extra, context, name)
 
     def make_attention_quantizer(self, context: ForwardContext, name: str = "") -> Quantizer:
         """Make the quantizer for q, k and v of the attention layer `name`."""

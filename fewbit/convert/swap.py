@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.nn.activations import TwoValued
 from fewbit.nn.base import Quantized
+from fewbit.nn.normalization import Norm
 from fewbit.nn.preactivation import PreActivation
 from fewbit.runtime.graph.compressor import GraphCompressor
 from fewbit.runtime.interop.bypass import ModeHooks
@@ -314,10 +316,11 @@ def _configure(path, module, settings, context) -> float | None:
         make = settings.make_quantizer
         if isinstance(module, GatedUnit):
             make = settings.make_gate_quantizer
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-            make = settings.make_batch_norm_quantizer
-        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | transformers_norms.RMSNorm):
-            make = settings.make_layer_norm_quantizer
+        elif isinstance(module, Norm | transformers_norms.RMSNorm):
+            of_features = nn.LayerNorm | nn.RMSNorm | transformers_norms.RMSNorm
+            make = partial(
+                settings.make_norm_quantizer, is_before_linear=isinstance(module, of_features)
+            )
         module.quantizer = make(context, path)
         if hasattr(type(module), "copies"):
             module.copies = settings.copies

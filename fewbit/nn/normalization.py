@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-class _Norm(Quantized):
+class Norm(Quantized):
     """A mixin that adds the argument `copies`, the number of quantized copies of the normalized input that are saved.
 
     With 2 independently rounded copies, the mean of the input's gradient over the rounding is exact. With 1 copy it is
@@ -51,7 +51,7 @@ class _Norm(Quantized):
         return super().extra_repr() + ", copies=2" * (self.copies == 2)
 
 
-class LayerNorm(_Norm, nn.LayerNorm):
+class LayerNorm(Norm, nn.LayerNorm):
     """A torch.nn.LayerNorm that computes `fewbit.functional.layer_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, *vectors, self.eps, **self._options)
 
 
-class RMSNorm(_Norm, nn.RMSNorm):
+class RMSNorm(Norm, nn.RMSNorm):
     """A torch.nn.RMSNorm that computes `fewbit.functional.rms_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps, **self._options)
 
 
-class GroupNorm(_Norm, nn.GroupNorm):
+class GroupNorm(Norm, nn.GroupNorm):
     """A torch.nn.GroupNorm that computes `fewbit.functional.group_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class GroupNorm(_Norm, nn.GroupNorm):
         return F.group_norm(input, self.num_groups, *vectors, self.eps, **self._options)
 
 
-class _BatchNorm(_Norm):
+class _BatchNorm(Norm):
     """A mixin with the forward of BatchNorm1d to BatchNorm3d and SyncBatchNorm."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
         return group if group.size() > 1 else None
 
 
-class _InstanceNorm(_Norm):
+class _InstanceNorm(Norm):
     """A mixin that replaces `_apply_instance_norm`, which the forward of torch's instance norms calls."""
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:

@@ -375,7 +375,7 @@ def test_the_report_says_which_modules_save_nothing_few_bit_now():
     def saves():
         return [row.saves for row in controller.report.converted]
 
-    usual = ["exact", "2 bits", "4 bits", "2 bits", "2 bits"]
+    usual = ["exact", "2 bits", "4 bits", "3 bits", "2 bits"]
     assert saves() == usual
     model[:2].requires_grad_(False)
     for module in model[2:4]:

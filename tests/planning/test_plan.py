@@ -184,15 +184,16 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
     shared = [f"shared {bits} bits" for bits in (4, 3, 2, 1.5)]
     shared += [f"error-bound e2={e2}" for e2 in ("0.1", "0.5", "1", "2")]
     everything = [f"everything {bits} bits, everything" for bits in (4, 2)]
-    assert names(nn.Linear(4, 4)) == fixed + shared + everything
+    again = [f"recompute-linear {bits} bits, recompute_linear" for bits in (8, 4, 3, 2)]
+    assert names(nn.Linear(4, 4)) == fixed + shared + again + everything
     fused = [f"pre-activation {bits} bits" for bits in (8, 4, 2)]
-    assert names(Images()) == [*fixed, *shared, *fused, *everything, "activations 1 bit"]
+    assert names(Images()) == [*fixed, *shared, *fused, *again, *everything, "activations 1 bit"]
     few = [f"activations {bits} bits" for bits in (4, 3, 2)]
-    assert names(net()) == [*fixed, *shared, *fused, *everything, *few]
+    assert names(net()) == [*fixed, *shared, *fused, *again, *everything, *few]
     assert names(net(), (name for name in ("activations", "fixed"))) == fixed + few
     with pytest.raises(
         InputError,
-        match="expected one of fixed, shared, error-bound, everything, cross-entropy, compile for policy, got 'none'",
+        match="expected one of fixed, shared, error-bound, recompute-linear, everything, cross-entropy, compile for policy, got 'none'",
     ):
         default_candidates(nn.Linear(4, 4), ["none"])
 

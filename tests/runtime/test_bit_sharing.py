@@ -93,8 +93,8 @@ def test_bytes_follow_from_the_average_alone(average):
 
     found = kept([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     assert found == kept([9.0, 0.1, 7.0, 0.0, 1.0, 1.0])
-    # The convolution, the batch norm, which has 1 bit more, the linear layer and the layer norm.
-    features = (3 * 36, 0), (8 * 36, 1), (8 * 36, 0), (40, 0)
+    # The convolution, the batch norm, the linear layer and the layer norm. Norms have 1 bit more.
+    features = (3 * 36, 0), (8 * 36, 1), (8 * 36, 0), (40, 1)
     words = sorted(
         4 * groups.words_of_total(TensorSlot(("", 0), average + extra).total(6), count)
         for count, extra in features

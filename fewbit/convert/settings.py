@@ -189,6 +189,7 @@ class ResolvedSettings:
             self.make_quantizer(context),
             self.activation_bits,
             self.make_attention_quantizer(context),
+            self.make_norm_quantizer(context, is_before_linear=True),
             self.make_activation_quantizer(context),
         )
 

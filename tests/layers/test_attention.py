@@ -187,13 +187,13 @@ def test_where_functions_are_replaced(device):
     tensors = inputs(device)
 
     def run():
-        with FunctionMode(FunctionQuantizers(Quantizer(2), 3, Quantizer(2))):
+        with FunctionMode(FunctionQuantizers(Quantizer(2), 3, Quantizer(2), Quantizer(2))):
             return torch_f.scaled_dot_product_attention(*tensors, mask)
 
     assert bytes_by(run) == sum(quantized_bytes(x.shape, 2) for x in tensors) + mask.nbytes
     assert torch.equal(run(), torch_f.scaled_dot_product_attention(*tensors, mask))
     quantizer = Remembering(2)
-    with FunctionMode(FunctionQuantizers(quantizer, 3, quantizer)):
+    with FunctionMode(FunctionQuantizers(quantizer, 3, quantizer, quantizer)):
         layer, _ = pair(device, bits=2)
         layer(*sequences(layer, device=device))
         layer.eval()(*sequences(layer, device=device))

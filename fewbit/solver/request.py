@@ -125,7 +125,8 @@ def domain_of(f, weight, asked):
     """Return the domain of a table.
 
     It is the requested domain if there is one, else the weight's if there is one, else the function's. For a normal
-    weight, the function's domain is extended to 8 standard deviations on both sides of the mean.
+    weight, the function's domain is extended to 8 standard deviations on both sides of the mean; for the weight "scales", to the
+    largest standard deviation on both sides of 0.
 
     Args:
         f: The `Function`.
@@ -144,6 +145,8 @@ def domain_of(f, weight, asked):
         return weight.domain
     low, high = f.domain
     document = weight.document()
+    if document["kind"] == "scales":
+        low, high = min(low, -document["high"]), max(high, document["high"])
     if document["kind"] == "normal":
         mean, reach = document["mean"], 8 * document["std"]
         low, high = min(low, mean - reach), max(high, mean + reach)

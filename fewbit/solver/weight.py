@@ -134,7 +134,7 @@ class Normal(Weight):
 
 
 class Scales(Weight):
-    """A mixture of normal densities with mean 0, whose standard deviations count alike by their logarithms.
+    """A mixture of normal densities with mean 0. The logarithm of their standard deviation is uniformly distributed.
 
     w(x) is the integral of N(x; 0, s) ds / s from s = `low` to `high`, divided by log(high / low). It is the density of an
     input of which only the order of magnitude is known, within a range.
@@ -271,8 +271,8 @@ class Histogram(Weight):
         """Make a histogram of samples.
 
         It has up to 512 bins with about equally many samples. The outermost bins are divided further, so that an
-        outlier gets its own bin. A value that fills a bin on its own is an atom: it gets a bin that ends at the value and is
-        almost infinitely narrow.
+        outlier gets its own bin. A value that more samples have than a usual bin contains is an atom: it gets a bin that is
+        almost infinitely narrow, and ends at the value (or begins there, if it is the least one).
 
         Args:
             samples: Finite values of any shape, at least two of them different.
@@ -292,10 +292,12 @@ class Histogram(Weight):
             raise WeightError(f"samples: expected more than one distinct value, got only {low:g}")
         _check_range("samples", low, high)
         atoms, their_counts, rest = _split_atoms(values)
-        ends = np.concatenate([atoms, atoms - _ATOM_WIDTH * max(-low, high)])
-        edges = np.union1d(_quantile_edges(rest), ends)
+        width = _ATOM_WIDTH * max(-low, high)
+        ends = np.where(atoms == low, low + width, atoms)
+        begins = np.where(atoms == low, low, atoms - width)  # the domain begins at the least sample
+        edges = np.unique(np.concatenate([_quantile_edges(rest), begins, ends]))
         counts = np.histogram(rest, bins=edges)[0].astype(np.float64)
-        np.add.at(counts, np.searchsorted(edges, atoms) - 1, their_counts)
+        np.add.at(counts, np.searchsorted(edges, ends) - 1, their_counts)
         return cls(edges, _heights(counts, edges))
 
     def density(self, x):

@@ -1,6 +1,7 @@
 """The setting recompute_linear: tensors that are computed again from the inputs of linear layers."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fewbit.runtime.quantizers.copies import unquantized
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import SavedTensors
 
+linear = sys.modules["fewbit.functional.linear"]  # the package has a function of this name
 WIDTH = 64
 ON = {"recompute_linear": True}
 COS = normal((1, 1, 6, 8), scale=1.0, seed=1)
@@ -46,6 +48,13 @@ def overwritten(x):
     return x
 
 
+def times_changed(x):
+    constant = torch.ones(32)
+    product = x * constant
+    constant.add_(1)
+    return product
+
+
 FOLLOWING = {  # {name: (a function of the results of two linear layers, whether its result can be computed again)}
     "itself": (lambda x, y: x, True),
     "view": (lambda x, y: x.view(12, 32), True),
@@ -62,7 +71,12 @@ FOLLOWING = {  # {name: (a function of the results of two linear layers, whether
     "product": (lambda x, y: x * y, False),
     "another operation": (lambda x, y: x.sin(), False),
     "many operations": (lambda x, y: many(x), False),
-    "changed in place": (lambda x, y: overwritten(x), False),
+    "changed in place": (lambda x, y: overwritten(-x), False),
+    "slice from the end": (lambda x, y: x[:, -3:, :-2], True),
+    "concatenation with a constant": (lambda x, y: torch.cat((x, torch.ones(2, 6, 4)), -1), False),
+    "changed constant": (lambda x, y: times_changed(x), False),
+    "another device": (lambda x, y: -x.to("meta"), False),
+    "four layers": (lambda x, y: x + y + (x + y), True),
     "no linear layer": (lambda x, y: -COS.clone().requires_grad_(), False),
 }
 
@@ -192,6 +206,99 @@ def test_less_memory_and_small_errors(kind):
     assert (
         found[1] < {"gated": 0.45, "attention": 0.55, "adapted": 0.5, "mlp": 0.5}[kind] * found[0]
     )
+
+
+CHANGES = {  # changes in place, which autograd does not record, of the result y of a linear layer
+    "slice": lambda y: y[..., 40:].zero_(),
+    "whole": lambda y: y.mul_(3),
+    "view": lambda y: y.view(-1).mul_(3),
+    "detached": lambda y: y.detach().mul_(3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("following", [torch.neg, lambda y: y * 1.0, lambda y: y.view(32, 8, 64)])
+def test_a_changed_result_is_not_computed_again(change, following):
+    def forward(self, x):
+        y = self.first(self.norm(x))
+        with torch.no_grad():
+            CHANGES[change](y)
+        return self.last(torch_f.silu(following(y)).flatten().view(4, 64, 64))
+
+    torch.manual_seed(0)
+    parts = {"norm": nn.LayerNorm(WIDTH), "first": nn.Linear(WIDTH, WIDTH)}
+    model = Composed(forward, **parts, last=nn.Linear(WIDTH, WIDTH))
+    x = normal((4, 64, WIDTH), scale=1.0)
+    expected = gradients(copy.deepcopy(model), x)
+    fewbit.compress_(model, bits=8, layers=ON, verbose=False)
+    assert relative(flat(gradients(model, x)), flat(expected)) < 0.05
+
+
+CHAINS = {
+    "activations": lambda x, a, b: torch_f.silu(a(x)),
+    "residual": lambda x, a, b: x + b(torch_f.silu(a(x))),
+    "linear": lambda x, a, b: b(a(x)),
+    "sums": lambda x, a, b: x + a(x),
+}
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_each_layer_of_a_chain_is_computed_again_at_most_once(kind, monkeypatch):
+    """Nothing is computed from a copy that is itself computed by a linear layer."""
+    depth = 12
+
+    def forward(self, x):
+        for a, b in zip(self.a, self.b, strict=True):
+            x = CHAINS[kind](x, a, b)
+        return torch_f.silu(x)
+
+    torch.manual_seed(0)
+    a, b = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth)) for _ in range(2))
+    model = Composed(forward, a=a, b=b)
+    fewbit.compress_(model, bits=4, layers=ON, verbose=False)
+    products = []
+    again = linear._again
+    monkeypatch.setattr(linear, "_again", lambda *x: products.append(1) or again(*x))
+    gradients(model, normal((4, 64, WIDTH), scale=1.0))
+    assert len(products) <= 2 * depth + 3
+
+
+@pytest.mark.parametrize(
+    "config", [fewbit.PreActivationBits(8), fewbit.AdaptiveBits(8), fewbit.SampleBits(8)], ids=repr
+)
+@pytest.mark.parametrize("kind", ["attention", "gated", "transposed"])
+def test_policies(kind, config):
+    def transposed(self, x):
+        x = torch_f.silu(self.first(x.flatten(0, 1))).t()
+        return self.last(torch_f.silu(self.second(x)))
+
+    torch.manual_seed(0)
+    parts = {
+        "first": nn.Linear(WIDTH, 32),
+        "second": nn.Linear(256, WIDTH),
+        "last": nn.Linear(WIDTH, 8),
+    }
+    model = Composed(transposed, **parts) if kind == "transposed" else made(kind)
+    x = normal((4, 64, WIDTH), scale=1.0)
+    expected = gradients(copy.deepcopy(model), x)
+    fewbit.compress_(model, config, layers=ON, verbose=False)
+    assert relative(flat(gradients(model, x)), flat(expected)) < 0.05
+
+
+def test_relu_saves_its_sides_and_the_layer_after_it_nothing():
+    found = []
+    for layers in ({}, ON):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, WIDTH)
+        )
+        x = normal((4, 64, WIDTH), scale=1.0)
+        expected = gradients(copy.deepcopy(model), x)
+        fewbit.compress_(model, bits=6, layers=layers, verbose=False)
+        assert relative(flat(gradients(model, x)), flat(expected)) < 0.05
+        found.append(fewbit.saved_bytes(model, x).by_kind()["packed"])
+    # The norm's copy, 8 bits in place of 7, and 1 bit for each element of the ReLU.
+    assert found[1] == 4 * 64 * (WIDTH * 8 + 256) // 8 < found[0]
 
 
 @pytest.mark.parametrize("run", ["torch", "fewbit", "copy", "policy", "evaluation", "frozen"])

@@ -140,6 +140,7 @@ ATOMS = {
 @pytest.mark.parametrize("kind", ATOMS)
 def test_the_error_for_samples_with_atoms_is_that_of_the_samples(kind, name, form):
     samples = ATOMS[kind]
+    assert make_weight(samples).domain == (samples.min(), samples.max())
     for bits in (1, 3):
         table = solve(name, bits, weight=samples, form=form)
         difference = functions.get(name).derivative(samples) - table(samples)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.tensor_kinds import is_eager
+from fewbit.runtime.quantizers import linear_results
 from fewbit.runtime.quantizers.copies import unquantized
-from fewbit.runtime.quantizers.spec import ComputedSpec, SavedTensors
+from fewbit.runtime.quantizers.spec import SavedTensors, can_be_combined, computed_from
 from fewbit.runtime.saved.context import current
 
 
@@ -25,8 +26,13 @@ def copies_of(x: Tensor) -> list[tuple[tuple, SavedTensors]]:
     if not is_eager(x) or x.is_inference():
         return []
     content = Content(x)
-    found = [(key, context.cache.get(content, key)) for key in context.cache.keys()]
-    return [(key, copy) for key, copy in found if hasattr(getattr(copy, "spec", None), "count")]
+    cache = context.cache
+    found = [(key, cache.get(content, key)) for key in cache.keys()]
+    found = [(key, copy) for key, copy in found if copy is not None and can_be_combined(copy)]
+    if not found and cache.has_linear:
+        again = linear_results.traced(x, cache.get_linear)
+        found = [] if again is None else [(key, again) for key in cache.keys()]
+    return found
 
 
 def share(
@@ -54,9 +60,3 @@ def put(
 ) -> None:
     """Put the function of copies into the cache, for layers with the settings `key` that would save y."""
     cache.put(y, key, computed_from(function, copies, y.x.dtype))
-
-
-def computed_from(function: Callable, copies: tuple[SavedTensors, ...], dtype) -> SavedTensors:
-    """Return SavedTensors from which function(*copies), with dequantized values, is computed in the backward pass."""
-    tensors = tuple(tensor for copy in copies for tensor in copy.tensors)
-    return SavedTensors(tensors, ComputedSpec(function, tuple(copy.spec for copy in copies), dtype))

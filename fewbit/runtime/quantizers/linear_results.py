@@ -15,10 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fewbit.runtime.quantizers.computed import computed_from
 from fewbit.runtime.quantizers.copies import unquantized
-from fewbit.runtime.quantizers.spec import SavedTensors
+from fewbit.runtime.quantizers.spec import SavedTensors, computed_from
 
+MOST_LAYERS = 3
+"""The largest number of linear layers from whose results a tensor is computed again."""
 MOST_OPERATIONS = 32
 """The largest number of operations between linear layers and a tensor that is computed again."""
 _aten = torch.ops.aten
@@ -33,11 +34,14 @@ def traced(x: Tensor, find: Callable) -> SavedTensors | None:
             layer.
     """
     walk = _Walk(find)
-    # The graph does not know of changes in place without gradients.
-    if x.grad_fn is None or x._version or walk.visit(x.grad_fn) is None:
+    if x.grad_fn is None or walk.visit(x.grad_fn) is None or len(walk.found) > MOST_LAYERS:
         return None
     if not walk.steps:  # x itself is the result of a linear layer
         return walk.found[0]
+    if (
+        x._version and not walk.is_view
+    ):  # the graph does not know of changes in place without gradients
+        return None
     sources = (*walk.found, *map(unquantized, walk.constants))
     place = {name: number for number, name in enumerate(walk.order())}
     steps = [(name, arguments, [place[i] for i in by]) for name, arguments, by in walk.steps]
@@ -51,6 +55,11 @@ class _Walk:
         self._find = find
         self._values, self._visits = {}, 0
         self.found, self.constants, self.steps = [], [], []
+
+    @property
+    def is_view(self) -> bool:
+        """Whether all steps are views, so that the result has the version of a linear layer's result."""
+        return all(name in _VIEWS for name, *_ in self.steps)
 
     def order(self):
         """Return the names of all values, in the order in which `_run` has them."""
@@ -74,13 +83,17 @@ class _Walk:
         self._visits += 1
         if read is None or self._visits > MOST_OPERATIONS:
             return None
+        nodes = [before for before, _ in node.next_functions]
+        operands = [self.visit(before) for before in nodes if before is not None]
+        if not operands or None in operands:
+            return None
+        # Saved tensors are read last, because hooks may have to restore them.
         step = read(node)
         if step is None:
             return None
         name, arguments, constants = step
-        operands = [self.visit(before) for before, _ in node.next_functions if before is not None]
-        if not operands or None in operands:
-            return None
+        if len(operands) + len(constants) != len(nodes):
+            return None  # an operand that needs no gradient, which the node does not save
         operands += [self._add("constant", self.constants, x) for x in constants]
         return self._add("step", self.steps, (name, arguments, operands))
 
@@ -98,23 +111,25 @@ def _run(steps, *values):
     return values[-1]
 
 
+_VIEWS = "permute", "slice", "transpose", "view"
 _OPERATIONS = {
     "add": torch.add,
+    "clone": torch.Tensor.contiguous,
     "cat": lambda *tensors_and_dim: torch.cat(tensors_and_dim[:-1], tensors_and_dim[-1]),
     "mul": torch.mul,
     "neg": torch.neg,
     "permute": torch.permute,
-    "reshape": lambda x, *shape: x.reshape(shape),
     "slice": _aten.slice.Tensor,
     "to": torch.Tensor.to,
     "transpose": torch.transpose,
+    "view": lambda x, *shape: x.reshape(shape),
 }
 """{name: function of the operands and the arguments}."""
 
 
-def _signed(dim: int) -> int:
-    """Return a dimension, which autograd stores as an unsigned number of 64 bits."""
-    return dim - 2**64 if dim >= 2**63 else dim
+def _signed(number: int) -> int:
+    """Return an integer that autograd shows as an unsigned number of 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _add(node):
@@ -127,13 +142,16 @@ def _mul(node):
     first, second = (before for before, _ in node.next_functions)
     if (first is None) == (second is None):
         return None
-    constant = node._saved_other if second is None else node._saved_self
+    try:
+        constant = node._saved_other if second is None else node._saved_self
+    except RuntimeError:  # it has been changed in place
+        return None
     return None if constant is None else ("mul", (), (constant,))
 
 
 def _slice(node):
-    ends = node._saved_start, node._saved_end, node._saved_step
-    return "slice", (_signed(node._saved_dim), *ends), ()
+    numbers = node._saved_dim, node._saved_start, node._saved_end, node._saved_step
+    return "slice", tuple(map(_signed, numbers)), ()
 
 
 def _cat(node):
@@ -141,17 +159,19 @@ def _cat(node):
 
 
 def _shape(node):
-    return "reshape", tuple(node._input_metadata[0].shape), ()
+    return "view", tuple(node._input_metadata[0].shape), ()
 
 
 def _dtype(node):
-    return "to", (node._input_metadata[0].dtype,), ()
+    ((before, number),) = node.next_functions
+    old, new = before._input_metadata[number], node._input_metadata[0]
+    return ("to", (new.dtype,), ()) if old.device == new.device else None
 
 
 _READERS = {
     "AddBackward0": _add,
     "CatBackward0": _cat,
-    "CloneBackward0": _shape,
+    "CloneBackward0": lambda node: ("clone", (), ()),
     "MulBackward0": _mul,
     "NegBackward0": lambda node: ("neg", (), ()),
     "PermuteBackward0": lambda node: ("permute", (tuple(map(_signed, node._saved_dims)),), ()),

@@ -55,8 +55,11 @@ from fewbit.runtime.quantizers.spec import (
     QuantizationRecord,
     QuantizedTensorSpec,
     SavedTensors,
+    can_be_combined,
+    computed_from,
     flat,
     in_storage_order,
+    products_of,
 )
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
@@ -181,7 +184,7 @@ class Quantizer:
             if saved is not None:
                 return saved
         extra = EXTRA_BITS_OF_MODEL_INPUTS if self.context is not None and not needs_grad else 0
-        return self.quantize(x, features=features, extra_bits=extra)
+        return self.quantize(x, features=features, extra_bits=extra, recomputes=False)
 
     @property
     def fixed_point_context(self) -> ForwardContext | None:
@@ -201,6 +204,7 @@ class Quantizer:
         usual: str = ROTATED,
         features: tuple[int, ...] | None = None,
         extra_bits: int = 0,
+        recomputes: bool = True,
     ) -> SavedTensors:
         """Return a quantized copy of x, made now or by another layer that saved x in the same forward pass.
 
@@ -212,9 +216,10 @@ class Quantizer:
             features: the dimensions of x along which its channels differ, counted from the last dimension, which is -1; None
                 if x has no channels. If x has many rows, channels have a mean and a scale of their own.
             extra_bits: the bits that x has more than other inputs, if no policy chooses them.
+            recomputes: whether `computed_again` may take the place of a copy.
         """
         x = has_arrived(x)
-        if self.recomputes_linear and shared:
+        if self.recomputes_linear and shared and recomputes:
             saved = self.computed_again(x)
             if saved is not None:
                 return saved
@@ -279,12 +284,7 @@ class Quantizer:
             changes: the number of in-place changes of y that its version does not count yet.
         """
         can_share = self.context is not None and self.context.shares_results
-        if (
-            can_share
-            and is_eager(y)
-            and not y.is_inference()
-            and all(hasattr(copy.spec, "count") for copy in copies)
-        ):
+        if can_share and is_eager(y) and not y.is_inference() and all(map(can_be_combined, copies)):
             computed.put(self.context.cache, self.key, Content(y, changes), function, copies)
 
     def copy_of(self, x: torch.Tensor) -> SavedTensors | None:
@@ -295,10 +295,12 @@ class Quantizer:
 
     def share_linear(self, node, y: torch.Tensor, function, *copies: SavedTensors) -> None:
         """Let `computed_again` find the result y of a linear layer, which is function(*copies) with dequantized values."""
-        can_share = self.context is not None and self.context.shares_results
-        if can_share and is_eager(y) and all(hasattr(copy.spec, "count") for copy in copies):
-            saved = computed.computed_from(function, copies, y.dtype)
-            self.context.cache.put_linear(node, saved)
+        can_share = self.context is not None and self.context.shares_results and is_eager(y)
+        # Otherwise the tensors of a chain of layers would all be computed from the input of the first one.
+        is_first = not any(map(products_of, copies))
+        if can_share and is_first and all(map(can_be_combined, copies)):
+            saved = computed_from(function, copies, y.dtype, products=1)
+            self.context.cache.put_linear(node, y, saved)
 
     def computed_again(self, x: torch.Tensor) -> SavedTensors | None:
         """Return what computes x again in the backward pass, if x follows from results of linear layers by cheap operations."""

@@ -7,7 +7,7 @@ for the policy how rounding a slot changes the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import NamedTuple
 
@@ -162,6 +162,10 @@ class PermutedSpec(NamedTuple):
         """The number of saved tensors."""
         return self.inner.count
 
+    def for_consumer(self, name: str) -> PermutedSpec:
+        """Return this spec for the layer `name`, which reads a tensor that another layer saved."""
+        return self._replace(inner=self.inner.for_consumer(name))
+
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return approximate values, with the dimensions in their original order."""
         return self.inner.dequantize(tensors, dtype).permute(self.order)
@@ -183,6 +187,10 @@ class ViewedSpec(NamedTuple):
         """The number of saved tensors."""
         return self.inner.count
 
+    def for_consumer(self, name: str) -> ViewedSpec:
+        """Return this spec for the layer `name`, which reads a tensor that another layer saved."""
+        return self._replace(inner=self.inner.for_consumer(name))
+
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return approximate values in the new shape."""
         return self.inner.dequantize(tensors, dtype).view(self.shape)
@@ -197,11 +205,13 @@ class ComputedSpec(NamedTuple):
         function: a function of the dequantized inputs that returns the result.
         specs: the specs of the copies.
         dtype: the dtype of the result.
+        products: the number of linear layers that are computed again.
     """
 
     function: Callable
     specs: tuple[NamedTuple, ...]
     dtype: torch.dtype
+    products: int = 0
 
     @property
     def count(self) -> int:
@@ -243,6 +253,38 @@ class SavedTensors(NamedTuple):
     def tie(self, y: torch.Tensor) -> torch.Tensor:
         """Return y. While a compiler traces, make y depend on the saved tensors, so that forward computes them."""
         return y if self.trace_anchor is None else y * self.trace_anchor.to(y.dtype)
+
+
+def computed_from(
+    function: Callable, copies: Iterable[SavedTensors], dtype: torch.dtype, products: int = 0
+) -> SavedTensors:
+    """Return SavedTensors from which the backward pass computes function(*copies), with dequantized values.
+
+    Args:
+        function: the function, which can be pickled.
+        copies: the copies. Each of them `can_be_combined`.
+        dtype: the dtype of the result.
+        products: the number of linear layers that `function` computes.
+    """
+    copies = tuple(copies)
+    tensors = tuple(tensor for copy in copies for tensor in copy.tensors)
+    products += sum(products_of(copy) for copy in copies)
+    specs = tuple(copy.spec for copy in copies)
+    return SavedTensors(tensors, ComputedSpec(function, specs, dtype, products))
+
+
+def can_be_combined(copy: SavedTensors) -> bool:
+    """Return whether `computed_from` takes this copy: its spec knows the number of its tensors."""
+    # Every NamedTuple has the method `count` of tuples.
+    return isinstance(getattr(copy.spec, "count", None), int)
+
+
+def products_of(copy: SavedTensors) -> int:
+    """Return the number of linear layers that are computed again to restore a tensor."""
+    spec = copy.spec
+    while isinstance(spec, PermutedSpec | ViewedSpec):
+        spec = spec.inner
+    return spec.products if isinstance(spec, ComputedSpec) else 0
 
 
 class QuantizationRecord(NamedTuple):

@@ -125,21 +125,38 @@ class SavedTensorCache:
 
     # -- Results of linear layers that later layers compute again -----------------------------------------
 
-    def put_linear(self, node, saved) -> None:
+    @property
+    def has_linear(self) -> bool:
+        """Whether `put_linear` has added results in this forward pass."""
+        return bool(self._local.linear)
+
+    def put_linear(self, node, y: torch.Tensor, saved) -> None:
         """Add what computes the result of a linear layer again, for later layers.
 
         Args:
             node: the layer's autograd node.
+            y: the result.
             saved: what computes the result, `SavedTensors`.
         """
         # What a checkpointed region saves lives only while the region is differentiated.
         if self.is_open and not in_checkpoint():
-            self._local.linear[node] = saved
+            # This tensor has no memory, but it has the version of y, and of all views of y.
+            version = y.detach()
+            version.data = y.new_empty(0)
+            self._local.linear[node] = saved, version, version._version
 
     def get_linear(self, node):
-        """Return what computes the result of a node again, or None if it is not the node of a linear layer."""
+        """Return what computes the result of a node again.
+
+        Returns:
+            `SavedTensors`. None if the node is not that of a linear layer, or if its result has been changed in place.
+        """
         # torch's own nodes have no weak references.
-        return self._local.linear.get(node) if isinstance(node, BackwardCFunction) else None
+        found = self._local.linear.get(node) if isinstance(node, BackwardCFunction) else None
+        if found is None:
+            return None
+        saved, version, number = found
+        return saved if version._version == number else None
 
     # -- Masks ---------------------------------------------------------------------------------------------
 
@@ -292,7 +309,7 @@ class _Local(threading.local):
         self.entries = None  # {(place, key): (reference to the storage, SavedTensors, checksum)}
         self.keys = set()  # of `entries`
         self.results = {}  # {place: _Result}
-        self.linear = {}  # {autograd node: SavedTensors}
+        self.linear = {}  # {autograd node: (SavedTensors, a tensor with the version of the result, its version)}
         self.masks = {}  # {memory: (reference to the storage, mask, checksum)}
         self.exposed = {}  # {address: reference} of storages that may change while their version does not
 

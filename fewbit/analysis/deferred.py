@@ -99,6 +99,7 @@ class DeferredQuantizer(Quantizer):
         usual: str = ROTATED,
         features: tuple[int, ...] | None = None,
         extra_bits: int = 0,
+        recomputes: bool = True,
     ) -> SavedTensors:
         """Save x unchanged. Backward passes round it to a copy of the kind that `Quantizer.quantize` would make."""
         kind = self.kind_of(usual)

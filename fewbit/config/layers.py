@@ -55,8 +55,8 @@ class LayerSettings(Config):
             tensors have rotated copies (docs/decisions/0016). The setting has no effect on tensors that ErrorBound
             saves with a codec other than "quant".
         recompute_linear: whether results of linear layers are computed again in the backward pass, from the copies of the layers'
-            inputs, where other layers would save them: queries, keys, values, gates, inputs of activations (usually False). This
-            takes less memory, and one more matrix product for each tensor that is computed again. It has no effect in compiled code.
+            inputs, where other layers would save them: queries, keys, values, gates, inputs of activations (usually False). The
+            model then saves fewer bytes, and the backward pass computes one more matrix product for each of these tensors. It has no effect in compiled code.
         gate_bits: the bits of the two factors of gated units, such as SwiGLU. Usually they have 1 bit more than quantized inputs,
             or the bits that the policy chooses, as `attention_bits`.
     """

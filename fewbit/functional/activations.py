@@ -296,7 +296,7 @@ def tanhshrink(
 ) -> Tensor:
     """Compute torch.nn.functional.tanhshrink and save a rotated copy of the input with `bits` bits per element.
 
-    The derivative is about input**2 near 0. No few levels represent it at all scales of the input, but a copy does. Codes are
+    The derivative is about input**2 near 0. A few levels cannot represent it at all scales of the input, but a copy does. Codes are
     saved if `table` is given, for fewer than 64 elements, for parameters, and within transforms of torch.func.
     """
     return apply(input, "tanhshrink", (), bits, table)
@@ -333,7 +333,7 @@ def relu_squared(
 ) -> Tensor:
     """Compute transformers' relu2, relu(x)**2, and save a rotated copy of the input with `bits` bits per element.
 
-    The derivative is 2 x for positive x. No few levels represent it at all scales of the input, but a copy does. Codes are
+    The derivative is 2 x for positive x. A few levels cannot represent it at all scales of the input, but a copy does. Codes are
     saved if `table` is given, for fewer than 64 elements, for parameters, and within transforms of torch.func.
     """
     return apply(input, "relu_squared", (), bits, table)

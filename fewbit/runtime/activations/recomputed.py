@@ -37,8 +37,8 @@ TWO_VALUED = frozenset(
 )
 """The functions whose derivative has at most two values, which 1 bit represents exactly."""
 ANY_SCALE = frozenset({"relu_squared", "tanhshrink"})
-"""The functions whose derivative is proportional to x or x^2 near 0, or everywhere. No table represents it at all scales of x,
-but a copy of x does."""
+"""The functions whose derivative is 0 at 0 and grows with |x|: 2 x for positive x, and about x^2 near 0. No table represents it at
+all scales of x, but a copy of x does."""
 _aten = torch.ops.aten
 _DERIVATIVES = {
     "silu": _aten.silu_backward,

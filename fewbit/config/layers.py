@@ -27,7 +27,8 @@ class LayerSettings(Config):
     rest of the model has.
 
     Attributes:
-        bits: the bits of quantized inputs. They may only be given in `overrides`, and a policy does not change them.
+        bits: the bits of quantized inputs. They may only be given in `overrides`, and a policy does not change them. A norm then has
+            exactly these bits, otherwise usually 1 bit more than other layers (docs/decisions/0008).
         activation_bits: the bits of the codes for derivatives that activations save, 1 to 8. If they are not given, smooth
             activations save a copy of their input with 2 bits more than quantized inputs, from which their result is computed
             again (docs/decisions/0021). Compiled code, and ErrorBound, which usually chooses these bits, use codes in any case:

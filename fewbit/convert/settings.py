@@ -66,6 +66,7 @@ class ResolvedSettings:
         recomputes: whether activations save copies of their inputs, from which their results are computed again, in place of
             codes of `activation_bits`.
         has_policy: whether there is a policy, an object that chooses bits while the model trains.
+        has_own_bits: whether an override gives `bits`.
         adapts: whether a policy chooses the bits of the module's inputs.
         chooses_activation_bits: whether a policy chooses `activation_bits`.
         families: the families of modules that are converted (`fewbit/convert/kinds.py`).
@@ -86,6 +87,7 @@ class ResolvedSettings:
     fuses_norms: bool = False
     recomputes: bool = False
     has_policy: bool = False
+    has_own_bits: bool = False
     adapts: bool = False
     chooses_activation_bits: bool = False
     families: tuple[str, ...] = FAMILIES
@@ -105,11 +107,17 @@ class ResolvedSettings:
         given = {each.name: getattr(change, each.name) for each in fields(change)}
         given = {name: value for name, value in given.items() if value is not None}
         # A policy does not change bits that the user gives.
+        has_own_bits = self.has_own_bits or "bits" in given
         adapts = self.adapts and "bits" not in given
         chooses = self.chooses_activation_bits and "activation_bits" not in given
         recomputes = self.recomputes and "activation_bits" not in given
         changed = replace(
-            self, **given, adapts=adapts, chooses_activation_bits=chooses, recomputes=recomputes
+            self,
+            **given,
+            has_own_bits=has_own_bits,
+            adapts=adapts,
+            chooses_activation_bits=chooses,
+            recomputes=recomputes,
         )
         if change.autograd_functions:
             _check_functions(change.autograd_functions, changed.everything)
@@ -150,7 +158,9 @@ class ResolvedSettings:
             name: the path of the norm.
             is_before_linear: whether linear layers usually get the norm's result.
         """
-        if self.fuses_norms:  # the norm's copy is in fixed point
+        if (
+            self.fuses_norms or self.has_own_bits
+        ):  # the norm's copy is in fixed point, or has the bits that the user gave
             return self.make_quantizer(context, name)
         extra = EXTRA_BITS_OF_NORMS
         if self.recompute_linear and is_before_linear:

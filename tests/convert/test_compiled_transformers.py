@@ -81,7 +81,11 @@ def test_a_llama_of_mixed_bits(monkeypatch):
     model, inputs = made("llama", (2, 33), **sizes)
     at_one_bit = copy.deepcopy(model)
     fewbit.compress_(
-        at_one_bit, bits=1, layers={"attention_bits": 1, "gate_bits": 1}, verbose=False
+        at_one_bit,
+        bits=1,
+        layers={"attention_bits": 1, "gate_bits": 1},
+        overrides={"*norm": {"bits": 1}},
+        verbose=False,
     )
     expected = gradients(at_one_bit, at_one_bit, inputs)
     fewbit.compress_(model, bits=1.75, verbose=False)

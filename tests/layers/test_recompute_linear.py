@@ -333,6 +333,7 @@ def test_a_changed_weight_is_refused_as_by_torch():
 
 
 @pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_code_saves_as_without_the_setting():
     x = normal((4, 64, WIDTH), scale=1.0)
     found = []

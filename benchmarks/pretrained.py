@@ -2,6 +2,7 @@
 
     python benchmarks/pretrained.py                         # all networks and settings; about an hour on two cores
     python benchmarks/pretrained.py --quick                 # a short form, to check that it works
+    python benchmarks/pretrained.py --times                 # times of passes, relative to exact ones, in pretrained_times.*
     python benchmarks/pretrained.py --networks minilm --settings "2 bits" "4 bits"
     python benchmarks/pretrained.py --device cuda --dtype bfloat16
 
@@ -31,6 +32,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import statistics
 import time
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -212,6 +214,48 @@ def rows_of(name, options, keep):
         print(f"  {time.perf_counter() - started:.0f} s", flush=True)
 
 
+TIMED = (
+    "8 bits",
+    "4 bits",
+    "2 bits",
+    "4 bits, recompute_linear",
+    "2 bits, recompute_linear",
+    "checkpoint_ 8 bits, 4 bits",
+)
+ROUNDS = 7
+
+
+def times_of(network) -> list[dict]:
+    """Return rows with the time of a forward and backward pass, divided by that of an exact one right before it."""
+    batch, rows = network.batch(0), []
+    settings = settings_of(network)
+    for setting in TIMED:
+        if setting not in settings:
+            continue
+        ratios = []
+        for number in range(ROUNDS + 1):
+            exact = _seconds(network, batch)
+            with compressed(network, settings[setting]):
+                gradient(
+                    network, batch
+                )  # the first pass of a converted model makes what later ones use
+                ratio = _seconds(network, batch) / exact
+            if number > 0:  # the first round is a warm-up
+                ratios.append(ratio)
+        low, _, high = statistics.quantiles(ratios, n=4)
+        found = {"time": statistics.median(ratios), "quartile_1": low, "quartile_3": high}
+        found = {key: round(value, 3) for key, value in found.items()}
+        rows.append({"network": network.name, "setting": setting, "rounds": ROUNDS} | found)
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _seconds(network, batch) -> float:
+    started = time.perf_counter()
+    gradient(network, batch)
+    return time.perf_counter() - started
+
+
 def _on(network, device, dtype):
     """Return network.batch with batches on a device; floating tensors in a dtype."""
 
@@ -237,6 +281,7 @@ def main(arguments=None):
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--random", action="store_true", help="random weights")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--times", action="store_true")
     parser.add_argument("--output", help="the name of the results")
     options = parser.parse_args(arguments)
     options.sizes = {}
@@ -256,6 +301,11 @@ def main(arguments=None):
         "device": options.device,
         "dtype": options.dtype,
     }
+    if options.times:
+        networks = (pretrained_networks.NETWORKS[each]() for each in options.networks)
+        rows = [row for network in networks for row in times_of(network)]
+        harness.save("pretrained_times", about, rows)
+        return
     rows = harness.stored(name)
 
     def keep(row):

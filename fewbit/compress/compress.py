@@ -282,6 +282,13 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
         notes.append(
             f"quantized copies: uniform, as groups have more than {LARGEST_ROTATED_GROUP} elements"
         )
+    if settings.recompute_linear:
+        is_used = not isinstance(config, ErrorBound)
+        notes.append(
+            "results of linear layers are computed again where layers would save them"
+            if is_used
+            else "recompute_linear has no effect with ErrorBound"
+        )
     if not model.training:
         notes.append(
             "the model is in evaluation mode, in which nothing is compressed: call train() before training"

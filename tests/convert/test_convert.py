@@ -359,6 +359,25 @@ def test_what_is_left_alone_and_why():
     assert (reasons["4"], reasons["5"]) == (own, einsum)
 
 
+@pytest.mark.parametrize("bits, of_layer", [(6, 0), (5, 0), (4, 0), (2, 4)])
+def test_a_layer_uses_a_copy_of_a_norm_that_has_more_bits(bits, of_layer):
+    """An override of the norm alone adds a copy only if the norm has fewer bits than the layer after it."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8))
+    quiet(model, 4, overrides={"0": {"bits": bits}})
+    saved = fewbit.saved_bytes(model, torch.randn(32, 64, requires_grad=True)).by_kind()["packed"]
+    assert saved == 32 * 64 * (bits + of_layer) // 8
+
+
+def test_the_report_says_that_results_are_computed_again():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    note = "results of linear layers are computed again"
+    assert note not in str(quiet(model).report)
+    layers = {"recompute_linear": True}
+    assert note in str(quiet(model, layers=layers).report)
+    report = str(quiet(model, fewbit.ErrorBound(e2=0.1), layers=layers).report)
+    assert "recompute_linear has no effect with ErrorBound" in report
+
+
 def test_the_report_says_that_all_parameters_are_frozen():
     model, note = nn.Linear(8, 8), "no parameter of the model requires a gradient"
     assert note not in str(quiet(model, sample=torch.ones(2, 8)).report)

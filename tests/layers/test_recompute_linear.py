@@ -213,6 +213,7 @@ CHANGES = {  # changes in place, which autograd does not record, of the result y
     "whole": lambda y: y.mul_(3),
     "view": lambda y: y.view(-1).mul_(3),
     "detached": lambda y: y.detach().mul_(3),
+    "data": lambda y: y.data.mul_(3),
 }
 
 

@@ -242,6 +242,8 @@ class Quantizer:
         context.record_save()
         cache, content, key = context.cache, Content(x), self.key
         saved = cache.get(content, key)
+        if saved is None and cache.keys() != {key}:
+            saved = self._with_more_bits(content, key)
         mask = None
         if (saved is None or channels) and self.kind_of(usual) in MASKED_KINDS:
             mask = cache.get_mask(content)
@@ -255,6 +257,16 @@ class Quantizer:
         elif self._policy is not None:
             saved = _for(self.name, saved)
         return saved
+
+    def _with_more_bits(self, content: Content, key: tuple) -> SavedTensors | None:
+        """Return a copy that differs from those of this layer only in that it has more bits, as overrides may give; or None."""
+        bits, *others = key
+        for more, *of_other in sorted(self.context.cache.keys(), key=str):
+            if bits is not None and more is not None and more > bits and of_other == others:
+                saved = self.context.cache.get(content, (more, *others))
+                if saved is not None:
+                    return saved
+        return None
 
     def quantize_independent(
         self, x: torch.Tensor, *others: torch.Tensor, features: tuple[int, ...] | None = None

@@ -143,7 +143,8 @@ class SavedTensorCache:
             # This tensor has no memory, but it has the version of y, and of all views of y.
             version = y.detach()
             version.data = y.new_empty(0)
-            self._local.linear[node] = saved, version, version._version
+            place = y.untyped_storage()._cdata
+            self._local.linear[node] = saved, version, version._version, place
 
     def get_linear(self, node):
         """Return what computes the result of a node again.
@@ -155,8 +156,9 @@ class SavedTensorCache:
         found = self._local.linear.get(node) if isinstance(node, BackwardCFunction) else None
         if found is None:
             return None
-        saved, version, number = found
-        return saved if version._version == number else None
+        saved, version, number, place = found
+        is_changed = version._version != number or place in self._local.exposed
+        return None if is_changed else saved
 
     # -- Masks ---------------------------------------------------------------------------------------------
 
@@ -309,7 +311,8 @@ class _Local(threading.local):
         self.entries = None  # {(place, key): (reference to the storage, SavedTensors, checksum)}
         self.keys = set()  # of `entries`
         self.results = {}  # {place: _Result}
-        self.linear = {}  # {autograd node: (SavedTensors, a tensor with the version of the result, its version)}
+        # {autograd node: (SavedTensors, a tensor with the version of the result, its version, the result's storage)}
+        self.linear = {}
         self.masks = {}  # {memory: (reference to the storage, mask, checksum)}
         self.exposed = {}  # {address: reference} of storages that may change while their version does not
 

@@ -238,8 +238,17 @@ def test_an_address_that_is_used_again_is_another_tensor():
         assert relative(layer.weight.grad, factor * x.sum(0).expand(2, -1)) < 0.02
 
 
-def test_layers_with_other_settings_have_their_own_copy():
-    assert copies(compressed(Branches(), overrides={"layers.1": 4}), X) == 2
+@pytest.mark.parametrize(
+    "layer, override, expected",
+    [
+        (1, {"bits": 4}, 1),  # the first layer's copy has more bits
+        (0, {"bits": 4}, 2),
+        (1, {"group_size": 64}, 2),
+        (1, {"quantizer": "uniform", "bits": 4}, 2),
+    ],
+)
+def test_layers_with_other_settings_have_their_own_copy(layer, override, expected):
+    assert copies(compressed(Branches(), overrides={f"layers.{layer}": override}), X) == expected
 
 
 def test_nothing_outlives_a_forward():

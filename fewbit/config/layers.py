@@ -57,7 +57,8 @@ class LayerSettings(Config):
             saves with a codec other than "quant".
         recompute_linear: whether results of linear layers are computed again in the backward pass, from the copies of the layers'
             inputs, where other layers would save them: queries, keys, values, gates, inputs of activations (usually False). The
-            model then saves fewer bytes, and the backward pass computes one more matrix product for each of these tensors. It has no effect in compiled code.
+            model then saves fewer bytes, and the backward pass computes one more matrix product for each of these tensors. In
+            compiled code nothing is computed again.
         gate_bits: the bits of the two factors of gated units, such as SwiGLU. Usually they have 1 bit more than quantized inputs,
             or the bits that the policy chooses, as `attention_bits`.
     """

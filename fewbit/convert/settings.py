@@ -158,9 +158,8 @@ class ResolvedSettings:
             name: the path of the norm.
             is_before_linear: whether linear layers usually get the norm's result.
         """
-        if (
-            self.fuses_norms or self.has_own_bits
-        ):  # the norm's copy is in fixed point, or has the bits that the user gave
+        # The norm's copy is in fixed point, or has the bits that the user gave.
+        if self.fuses_norms or self.has_own_bits:
             return self.make_quantizer(context, name)
         extra = EXTRA_BITS_OF_NORMS
         if self.recompute_linear and is_before_linear:

@@ -126,8 +126,8 @@ class _Linear(Function):
             tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
         if quantizer.recomputes_linear:
             saved = saved or quantizer.copy_of(x)  # which another layer may have made
-            parameters = [parameter for parameter in (weight, bias) if parameter is not None]
             if saved is not None:
+                parameters = [parameter for parameter in (weight, bias) if parameter is not None]
                 quantizer.share_linear(ctx, y, _again, saved, *map(copies.unquantized, parameters))
         ctx.save_for_backward(weight if needs_x else None, *tensors)
         return y

@@ -512,8 +512,8 @@ def make_weight(spec):
 
     Args:
         spec: One of the following. A string: "uniform", "normal", "normal:MEAN,STD", "scales" or "scales:LOW,HIGH". None,
-            which means "uniform". An array of raw samples. A tuple (edges, density) of a histogram. A callable density. The path of a .npy file
-            with raw samples. The path of a .npz file with one array of samples, or with two arrays of a histogram:
+            which means "uniform". An array of raw samples. A tuple (edges, density) of a histogram. A callable density. The
+            path of a .npy file with raw samples. The path of a .npz file with one array of samples, or with two arrays of a histogram:
             `edges`, and `counts` or `density`. A dict that `Weight.document` returned, except one of kind "callable".
             A `Weight`.
 

@@ -34,51 +34,45 @@ def traced(x: Tensor, find: Callable) -> SavedTensors | None:
             layer.
     """
     walk = _Walk(find)
-    if x.grad_fn is None or walk.visit(x.grad_fn) is None or len(walk.found) > MOST_LAYERS:
+    value = None if x.grad_fn is None else walk.visit(x.grad_fn)
+    if value is None or walk.layers > MOST_LAYERS:
         return None
     if not walk.steps:  # x itself is the result of a linear layer
-        return walk.found[0]
-    if (
-        x._version and not walk.is_view
-    ):  # the graph does not know of changes in place without gradients
+        return walk.sources[value]
+    # The graph does not know of changes in place without gradients.
+    if x._version and not walk.is_view:
         return None
-    sources = (*walk.found, *map(unquantized, walk.constants))
-    place = {name: number for number, name in enumerate(walk.order())}
-    steps = [(name, arguments, [place[i] for i in by]) for name, arguments, by in walk.steps]
-    return computed_from(partial(_run, steps), sources, x.dtype)
+    return computed_from(partial(_run, walk.steps), walk.sources, x.dtype)
 
 
 class _Walk:
-    """A walk through autograd's graph. A value is ("linear" or "constant" or "step", its number)."""
+    """A walk through autograd's graph. The number i stands for `sources[i]`, and ~i for the result of `steps[i]`.
+
+    Attributes:
+        sources: the results of linear layers and the constants, `SavedTensors`.
+        layers: the number of linear layers.
+        steps: tuples (name in `_OPERATIONS`, arguments, numbers of the operands).
+    """
 
     def __init__(self, find):
         self._find = find
-        self._values, self._visits = {}, 0
-        self.found, self.constants, self.steps = [], [], []
+        self._numbers, self._visits = {}, 0
+        self.sources, self.layers, self.steps = [], 0, []
 
     @property
     def is_view(self) -> bool:
-        """Whether all steps are views, so that the result has the version of a linear layer's result."""
+        """True if all steps are views, so that the result has the version of a linear layer's result."""
         return all(name in _VIEWS for name, *_ in self.steps)
 
-    def order(self):
-        """Return the names of all values, in the order in which `_run` has them."""
-        kinds = ("linear", self.found), ("constant", self.constants), ("step", self.steps)
-        return [(kind, i) for kind, values in kinds for i in range(len(values))]
+    def visit(self, node) -> int | None:
+        """Return the number of a node's result, or None if it cannot be computed again."""
+        if node not in self._numbers:
+            saved = self._find(node)
+            self.layers += saved is not None
+            self._numbers[node] = self._step(node) if saved is None else self._source(saved)
+        return self._numbers[node]
 
-    def visit(self, node) -> tuple | None:
-        """Return the value of a node's result, or None if it cannot be computed again."""
-        if node in self._values:
-            return self._values[node]
-        saved = self._find(node)
-        if saved is not None:
-            value = self._add("linear", self.found, saved)
-        else:
-            value = self._step(node)
-        self._values[node] = value
-        return value
-
-    def _step(self, node):
+    def _step(self, node) -> int | None:
         read = _READERS.get(type(node).__name__)
         self._visits += 1
         if read is None or self._visits > MOST_OPERATIONS:
@@ -94,21 +88,22 @@ class _Walk:
         name, arguments, constants = step
         if len(operands) + len(constants) != len(nodes):
             return None  # an operand that needs no gradient, which the node does not save
-        operands += [self._add("constant", self.constants, x) for x in constants]
-        return self._add("step", self.steps, (name, arguments, operands))
+        operands += [self._source(unquantized(x)) for x in constants]
+        self.steps.append((name, arguments, operands))
+        return ~(len(self.steps) - 1)
 
-    @staticmethod
-    def _add(kind, values, value):
-        values.append(value)
-        return kind, len(values) - 1
+    def _source(self, saved: SavedTensors) -> int:
+        self.sources.append(saved)
+        return len(self.sources) - 1
 
 
-def _run(steps, *values):
+def _run(steps, *sources):
     """Return the result of the last step."""
-    values = list(values)
+    results = []
     for name, arguments, operands in steps:
-        values.append(_OPERATIONS[name](*(values[i] for i in operands), *arguments))
-    return values[-1]
+        values = (sources[i] if i >= 0 else results[~i] for i in operands)
+        results.append(_OPERATIONS[name](*values, *arguments))
+    return results[-1]
 
 
 _VIEWS = "permute", "slice", "transpose", "view"
@@ -133,12 +128,11 @@ def _signed(number: int) -> int:
 
 
 def _add(node):
-    both = all(before is not None for before, _ in node.next_functions)
-    return ("add", (), ()) if both and node._saved_alpha == 1 else None
+    return ("add", (), ()) if node._saved_alpha == 1 else None
 
 
 def _mul(node):
-    """Only a product with a constant, which is the factor that the node saves."""
+    """Read a product with a constant, which is the factor that the node saves."""
     first, second = (before for before, _ in node.next_functions)
     if (first is None) == (second is None):
         return None

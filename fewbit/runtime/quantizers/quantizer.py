@@ -295,9 +295,14 @@ class Quantizer:
             copies: the copies of the inputs.
             changes: the number of in-place changes of y that its version does not count yet.
         """
-        can_share = self.context is not None and self.context.shares_results
-        if can_share and is_eager(y) and not y.is_inference() and all(map(can_be_combined, copies)):
+        if self._can_share(y, copies):
             computed.put(self.context.cache, self.key, Content(y, changes), function, copies)
+
+    def _can_share(self, y: torch.Tensor, copies: tuple[SavedTensors, ...]) -> bool:
+        """Return whether later layers may compute y again from these copies."""
+        if self.context is None or not self.context.shares_results:
+            return False
+        return is_eager(y) and not y.is_inference() and all(map(can_be_combined, copies))
 
     def copy_of(self, x: torch.Tensor) -> SavedTensors | None:
         """Return the copy of x that another layer has made in this forward pass, or None."""
@@ -307,10 +312,9 @@ class Quantizer:
 
     def share_linear(self, node, y: torch.Tensor, function, *copies: SavedTensors) -> None:
         """Let `computed_again` find the result y of a linear layer, which is function(*copies) with dequantized values."""
-        can_share = self.context is not None and self.context.shares_results and is_eager(y)
         # Otherwise the tensors of a chain of layers would all be computed from the input of the first one.
         is_first = not any(map(products_of, copies))
-        if can_share and is_first and all(map(can_be_combined, copies)):
+        if is_first and self._can_share(y, copies):
             saved = computed_from(function, copies, y.dtype, products=1)
             self.context.cache.put_linear(node, y, saved)
 

@@ -127,7 +127,7 @@ class SavedTensorCache:
 
     @property
     def has_linear(self) -> bool:
-        """Whether `put_linear` has added results in this forward pass."""
+        """True if `put_linear` has added results in this forward pass."""
         return bool(self._local.linear)
 
     def put_linear(self, node, y: torch.Tensor, saved) -> None:
@@ -138,7 +138,7 @@ class SavedTensorCache:
             y: the result.
             saved: what computes the result, `SavedTensors`.
         """
-        # What a checkpointed region saves lives only while the region is differentiated.
+        # A checkpointed region keeps its saved tensors only while it is differentiated.
         if self.is_open and not in_checkpoint():
             # This tensor has no memory, but it has the version of y, and of all views of y.
             version = y.detach()

@@ -9,6 +9,7 @@ computed from unbiased copies of the frontier is exact in expectation.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,9 @@ from fewbit.compiler.normal_form import STATISTIC
 from fewbit.compiler.sizes import SizeNodes, count
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 
+MOST_STEPS_OF_STATISTIC = 16
+"""The number of nodes by which a norm computes its statistics, at most."""
+
 
 @dataclass
 class Root:
@@ -35,17 +39,23 @@ class Root:
 
     Attributes:
         node: its node.
-        is_attention: whether it is a query, key or value of an attention, or a result of softmax in a batched product.
+        roles: why the tensor has other bits than most: pairs of "attention", "gates", "activations" or "norms", and the
+            number of the input among those of the layer, for example ("attention", 1) for keys.
         is_derivative: whether only the backward pass uses it, as a nonlinear function of one tensor.
         is_probability: whether it is a result of exp, as in softmax.
         modules: the dotted paths of the modules whose backward passes use it.
     """
 
     node: fx.Node
-    is_attention: bool = False
+    roles: set[tuple[str, int]] = field(default_factory=set)
     is_derivative: bool = False
     is_probability: bool = False
     modules: set[str] = field(default_factory=set)
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is a query, key or value of an attention, or a result of softmax in a batched product."""
+        return any(role == "attention" for role, _ in self.roles)
 
     @property
     def codes(self) -> int | None:
@@ -71,7 +81,8 @@ class JointGraph:
             compute them again.
         exact: {frontier node that stays exact: the reason}.
         roots: {node: Root} of the tensors to quantize. Each other node of the frontier is a view or an affine function of
-            one of them.
+            one of them, or in `again`.
+        again: nodes that the backward pass computes again from copies of roots (`computed_again.py`).
         sizes: the nodes that compute sizes that vary.
     """
 
@@ -85,6 +96,7 @@ class JointGraph:
     constants: set[fx.Node] = field(default_factory=set)
     exact: dict[fx.Node, str] = field(default_factory=dict)
     roots: dict[fx.Node, Root] = field(default_factory=dict)
+    again: set[fx.Node] = field(default_factory=set)
     sizes: SizeNodes = field(init=False)
 
     def __post_init__(self):
@@ -105,10 +117,13 @@ class JointGraph:
             if self._is_derived(node):
                 del self.roots[node]
         for node in frontier:
-            root = self._root_of(node)
+            root = self.root_of(node)
             if root is not None:
                 users = [user for user in node.users if user in self.backward]
                 root.modules |= {path for user in users for path in modules_of(user)}
+        for node, root in self.roots.items():
+            if _is_normalized(node):
+                root.roles.add(("norms", 0))
 
     def source_of(self, node: fx.Node) -> fx.Node | None:
         """Return the only input that a view or an affine function has besides constants and masks.
@@ -120,7 +135,7 @@ class JointGraph:
             return None
         if any(x in self.changed for x in node.all_input_nodes):
             return None  # the backward pass would compute it from the new values
-        sources = [x for x in node.all_input_nodes if self._varies(x)]
+        sources = [x for x in node.all_input_nodes if self.varies(x)]
         others = [x for x in sources if uses.codes_of(x) is None]
         if len(others or sources) != 1:
             return None
@@ -155,7 +170,7 @@ class JointGraph:
         inner, leaves, todo = set(), set(), [*nodes]
         while todo:
             node = todo.pop()
-            if node in inner or not self._varies(node):
+            if node in inner or not self.varies(node):
                 continue
             if node.target in uses.POINTWISE:
                 inner.add(node)
@@ -164,7 +179,8 @@ class JointGraph:
                 leaves.add(node)
         return inner, leaves
 
-    def _varies(self, node) -> bool:
+    def varies(self, node) -> bool:
+        """Return whether a node of the forward part has to be saved or computed again, if the backward pass needs it."""
         return not (node in self.constants or node in self.exact or node in self.backward)
 
     def _needed_by_forward(self) -> set[fx.Node]:
@@ -219,7 +235,8 @@ class JointGraph:
         value = node.meta["val"]
         if not self.sizes.knows(value):
             return "its size depends on values of tensors"
-        unknown = sorted(uses_ - {uses.LINEAR, uses.ATTENTION, uses.UNUSED})
+        known = {uses.LINEAR, uses.UNUSED, *uses.ATTENTION.values()}
+        unknown = sorted(uses_ - known, key=str)
         if unknown and self._codes_behind(node) is None:
             return f"{unknown[0]} needs it exactly"
         if is_recomputed(node):
@@ -229,37 +246,42 @@ class JointGraph:
         return "a statistic of larger tensors" if self._is_statistic(node) else ""
 
     def _is_statistic(self, node) -> bool:
-        """Return whether all products with the node are much larger than the node, as for the deviations of a norm.
+        """Return whether a node is a statistic of rows or channels, as the deviations of a norm, or a factor for them.
 
         A group of such a tensor has statistics of many samples, which may have very different sizes, and each of them
         multiplies many elements of the gradient.
         """
         value = node.meta["val"]
+        if not value.is_floating_point():
+            return False
+        _, leaves = self._pointwise_part([node])
+        if leaves and all(map(_is_reduced, leaves)):
+            return True
         users = [user.meta.get("val") for user in node.users if user in self.backward]
         sizes = [count(x) for x in users if isinstance(x, torch.Tensor)]
-        is_reduced = value.is_floating_point() and any(
-            isinstance(size, int) and size == 1 for size in value.shape
-        )
-        return is_reduced and bool(sizes) and min(sizes) >= STATISTIC * count(value)
+        is_factor = any(isinstance(size, int) and size == 1 for size in value.shape)
+        return is_factor and bool(sizes) and min(sizes) >= STATISTIC * count(value)
 
     def _add_root(self, node, uses_) -> None:
         if uses_ <= {uses.UNUSED}:
             return
         is_product = any(user.target is torch.ops.aten.bmm.default for user in node.users)
-        is_attention = uses.ATTENTION in uses_ or (is_product and _is_probability(node))
-        node = self._codes_behind(node) or self._viewed(node)
+        roles = {use for use in uses_ if isinstance(use, tuple)}
+        if is_product and _is_probability(node):
+            roles.add(("attention", 0))
+        node = self._codes_behind(node) or self.viewed(node)
         root = self.roots.setdefault(node, Root(node))
-        root.is_attention |= is_attention
+        root.roles |= roles
         root.is_probability = _is_probability(node)
         root.is_derivative = not root.is_probability and self._is_derivative(node)
 
-    def _root_of(self, node) -> Root | None:
+    def root_of(self, node) -> Root | None:
         """Return the root from which a node of the frontier is restored, None if the node stays exact."""
         while node is not None and node not in self.roots:
-            node = self.source_of(node) if self._varies(node) else None
+            node = self.source_of(node) if self.varies(node) else None
         return self.roots.get(node)
 
-    def _viewed(self, node) -> fx.Node:
+    def viewed(self, node) -> fx.Node:
         """Return the tensor of which a node is a view, unless this tensor has more elements."""
         while node.op == "call_function" and node.target in uses.VIEWS:
             source = node.all_input_nodes[0]
@@ -272,15 +294,15 @@ class JointGraph:
         """Return the mask or index that a node casts, scales or views, as dropout does; None if there is none."""
         while node is not None and uses.codes_of(node) is None:
             node = self.source_of(node)
-        return None if node is None else self._viewed(node)
+        return None if node is None else self.viewed(node)
 
     def _is_derived(self, node) -> bool:
         """Return whether the node is an affine function of another root, perhaps masked by roots."""
         if uses.codes_of(node) is not None:
             return False
         while (source := self.source_of(node)) is not None:
-            others = [x for x in node.all_input_nodes if x is not source and self._varies(x)]
-            if any(self._viewed(x) not in self.roots for x in others):
+            others = [x for x in node.all_input_nodes if x is not source and self.varies(x)]
+            if any(self.viewed(x) not in self.roots for x in others):
                 return False
             if source in self.roots:
                 return True
@@ -311,6 +333,38 @@ def _changed(graph: fx.Graph) -> set[fx.Node]:
         if any(x in found for x in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _is_reduced(node) -> bool:
+    """Return whether a node is a sum, mean, variance or maximum of many elements for each of its own."""
+    producer = node.args[0] if node.target is operator.getitem else node
+    if producer.target not in uses.REDUCTIONS:
+        return False
+    return STATISTIC * count(node.meta["val"]) <= count(producer.args[0].meta["val"])
+
+
+def _is_normalized(node) -> bool:
+    """Return whether a node is a tensor divided by a statistic of its rows or channels, as the result of a norm."""
+    while node.target in uses.VIEWS | uses.CASTS:
+        node = node.all_input_nodes[0]
+    inputs = node.all_input_nodes
+    if (
+        node.target not in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+        or len(inputs) != 2
+    ):
+        return False
+    statistic, x = sorted(inputs, key=lambda y: count(y.meta["val"]))
+    if count(statistic.meta["val"]) * STATISTIC > count(x.meta["val"]):
+        return False
+    origins, seen, todo = {x, *x.all_input_nodes}, set(), [statistic]
+    while todo and len(seen) < MOST_STEPS_OF_STATISTIC:
+        y = todo.pop()
+        if y in origins and y is not statistic:
+            return True
+        if y not in seen:
+            seen.add(y)
+            todo += y.all_input_nodes
+    return False
 
 
 def _is_small(node) -> bool:

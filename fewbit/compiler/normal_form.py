@@ -28,6 +28,21 @@ STATISTIC = 16
 """A tensor is a statistic of another if it broadcasts to at least this many times its elements."""
 
 
+_RESHAPES = aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.view.default
+"""Ops that change the shape, and not the order of elements."""
+
+
+def undo_reshapes(graph: fx.Graph) -> None:
+    """Replace nodes that restore the shape that a tensor had, as the backward pass of batch norm does with means and deviations."""
+    for node in graph.nodes:
+        source = node
+        while source.target in _RESHAPES:
+            source = source.args[0]
+            if is_same(source.meta["val"].shape, node.meta["val"].shape):
+                node.replace_all_uses_with(source)
+                break
+
+
 def simplify(graph: fx.Graph) -> None:
     """Change a joint graph as the text above says."""
     for node in graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):

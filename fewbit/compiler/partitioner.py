@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fewbit.compiler.joint_graph import JointGraph, Root
-from fewbit.compiler.normal_form import simplify
+from fewbit.compiler.normal_form import simplify, undo_reshapes
 from fewbit.compiler.report import CompileReport, SavedRow, rows_of
 from fewbit.compiler.rewrite import Copy, Rewriter
 from fewbit.compiler.seeds import counter_of
@@ -71,6 +71,7 @@ class Partitioner(CustomPartitionerFn):
 
     def _rewrite(self, module, options) -> tuple[JointGraph, Mapping[fx.Node, Copy]]:
         """Insert copies into a joint graph. Return the analysis of the graph, and {node: the copy of its tensor}."""
+        undo_reshapes(module.graph)
         module.graph = fx_graph_cse(module.graph)
         simplify(module.graph)
         module.graph = fx_graph_cse(module.graph)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from fewbit.compiler import uses
+from fewbit.compiler.computed_again import compute_again
 from fewbit.compiler.graphs import insert, origin
 from fewbit.compiler.joint_graph import JointGraph, Root
 from fewbit.compiler.seeds import draw_seeds_op
@@ -75,6 +77,7 @@ class Rewriter:
     def run(self) -> dict[fx.Node, Copy]:
         """Change the graph. Return {node: the copy of its tensor}."""
         joint = self.joint
+        compute_again(joint, self.settings_of)
         chosen = {}
         for node, root in joint.roots.items():
             settings = self.settings_of(root)
@@ -211,12 +214,7 @@ class Rewriter:
                 tag=True,
             )
             back = self._call(aten.permute.default, (back, _inverse(order)), tag=True)
-            if mask is None:
-                return back
-            kwargs = {"dtype": value.dtype, "device": value.device}
-            zero = self._call(aten.scalar_tensor.default, (0.0,), kwargs, tag=True)
-            where = self._restore(mask), zero, back
-            return self._call(aten.where.self, where, like=node, tag=True)
+            return back if mask is None else self._zero_where(mask, back, node)
 
         return Copy(root, bits, tuple(saved), restore)
 
@@ -226,6 +224,13 @@ class Rewriter:
             return None
         masks = [x for x in self.joint.roots if x.target is aten.le.Scalar and x.args[1] == 0]
         return next((x for x in masks if uses.unaliased(x.args[0]) is node), None)
+
+    def _zero_where(self, mask, x, like) -> fx.Node:
+        """Return x in the backward graph, with zeros where a mask is true."""
+        value = like.meta["val"]
+        kwargs = {"dtype": value.dtype, "device": value.device}
+        zero = self._call(aten.scalar_tensor.default, (0.0,), kwargs, tag=True)
+        return self._call(aten.where.self, (self._restore(mask), zero, x), like=like, tag=True)
 
     # -- The backward part ---------------------------------------------------------------------------------------
 
@@ -271,7 +276,10 @@ class Rewriter:
             return self.copies[node].restore()
         if self.joint.is_cast_parameter(node):
             return self._cast_again(node)
-        if self.joint.source_of(node) is None:
+        mask = self._mask_of(node) if node in self.joint.again else None
+        if mask is not None:  # the mean of relu(copy) is not the exact value
+            return self._zero_where(mask, self._restore(node.args[0]), node)
+        if self.joint.source_of(node) is None and node not in self.joint.again:
             return node
         inputs = {x: self._restore(x) for x in node.all_input_nodes}
         if all(x is other for x, other in inputs.items()):
@@ -328,9 +336,17 @@ def bits_of(root: Root, settings: ResolvedSettings | None) -> int:
     """Return the bits per element of a tensor's copy. The settings do not matter for masks and indices."""
     if root.codes:
         return max(1, (root.codes - 1).bit_length())
-    if root.is_attention:
-        return math.floor(settings.bits_of_attention)
-    return settings.activation_bits if root.is_derivative else math.floor(settings.bits)
+    if root.is_derivative:
+        return settings.activation_bits
+    is_before_linear = root.node.meta["val"].dim() <= 3  # rather than before a convolution
+    makers = {
+        "attention": settings.make_attention_quantizer,
+        "gates": settings.make_gate_quantizer,
+        "activations": settings.make_activation_quantizer,
+        "norms": partial(settings.make_norm_quantizer, is_before_linear=is_before_linear),
+    }
+    found = [makers[role](None).bits_of(number) for role, number in root.roles]
+    return max(found, default=math.floor(settings.bits))
 
 
 def kind_of(root: Root, settings: ResolvedSettings) -> str:

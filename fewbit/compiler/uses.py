@@ -15,7 +15,7 @@ from torch import fx
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-LINEAR, ATTENTION, UNUSED = "linear", "attention", "unused"
+LINEAR, UNUSED = "linear", "unused"
 
 
 def _overloads(*names: str, ops=aten) -> set:
@@ -42,19 +42,25 @@ VIEWS = _overloads(
 """Ops that return elements of their argument in another order or shape."""
 CASTS = _overloads("convert_element_type.default", ops=prims) | _overloads("_to_copy.default")
 """Ops that return their argument in another dtype."""
-AFFINE = VIEWS | CASTS | _overloads("fma.default", ops=prims) | _overloads(
+PADDING = _overloads("constant_pad_nd.default")
+AFFINE = VIEWS | CASTS | PADDING | _overloads("fma.default", ops=prims) | _overloads(
     "mul.Tensor", "mul.Scalar", "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "neg.default",
 )  # fmt: skip
-"""Pointwise ops and views that are affine in each argument, if the other arguments are fixed."""
+"""Pointwise ops, views and padding, which are affine in each argument, if the other arguments are fixed."""
 MULTILINEAR = AFFINE | _overloads(
     "mm.default", "bmm.default", "addmm.default", "baddbmm.default", "mv.default", "dot.default", "sum.default",
     "sum.dim_IntList", "mean.default", "mean.dim", "cat.default", "stack.default", "where.self", "where.ScalarSelf",
     "convolution.default", "convolution_backward.default", "gather.default", "index_select.default", "index.Tensor",
-    "constant_pad_nd.default", "slice_backward.default", "select_backward.default", "addcmul.default", "flip.default",
+    "slice_backward.default", "select_backward.default", "addcmul.default", "flip.default",
     "cumsum.default", "roll.default",
 )  # fmt: skip
 """Ops that are affine in each floating argument, if the other arguments are fixed."""
 DIVISIONS = _overloads("div.Tensor", "div.Scalar")
+REDUCTIONS = _overloads(
+    "sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "var.correction", "var_mean.correction", "std.correction",
+    "std_mean.correction", "amax.default", "amin.default", "logsumexp.default", "linalg_vector_norm.default",
+)  # fmt: skip
+"""Ops that compute a number for each row or channel."""
 _SELECTIONS = _overloads("topk.default", "sort.default", "sort.stable", "max.dim", "min.dim")
 """Ops whose second result has the places of elements along a dimension."""
 _POOLS = _overloads(
@@ -88,6 +94,11 @@ POINTWISE = AFFINE | DIVISIONS | _overloads(
     "iota.default", "inductor_lookup_seed.default", "inductor_random.default", "inductor_randint.default", ops=prims
 )  # fmt: skip
 """Ops whose result takes no longer to compute again than to dequantize."""
+ELEMENTWISE = {op for op in POINTWISE if op.namespace == "aten"} - VIEWS - CASTS - PADDING - _overloads(
+    "full.default", "scalar_tensor.default", "ones.default", "zeros.default", "empty.default", "arange.default",
+    "arange.start", "arange.start_step", "full_like.default", "scatter.value", "tril.default", "triu.default",
+)  # fmt: skip
+"""Ops each element of whose result is a function of one element of each argument."""
 
 _ATTENTION = "_scaled_dot_product_"
 _ATTENTIONS = "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"
@@ -100,6 +111,8 @@ ATTENTIONS = {
 
 
 _QKV = "query", "key", "value"
+ATTENTION = {name: ("attention", number) for number, name in enumerate(_QKV)}
+"""{the name of an argument of attention: its use}."""
 RESULTS = "out", "logsumexp"
 """The names of the backward op's arguments that are the first two results of the forward op."""
 
@@ -155,7 +168,7 @@ def unaliased(node: fx.Node) -> fx.Node:
     return node
 
 
-def use_of(user: fx.Node, x: fx.Node) -> str | None:
+def use_of(user: fx.Node, x: fx.Node) -> str | tuple[str, int] | None:
     """Return how a node of the backward graph uses its input x.
 
     Args:
@@ -163,8 +176,8 @@ def use_of(user: fx.Node, x: fx.Node) -> str | None:
         x: one of its inputs, which does not depend on the tangents.
 
     Returns:
-        LINEAR: user is linear in x, or x is a mask or an index. ATTENTION: x is a query, key or value of an attention that the
-        backward pass computes again. UNUSED: the op needs only the size of x, or x is a result of such an attention.
+        LINEAR: user is linear in x, or x is a mask or an index. A value of ATTENTION: x is a query, key or value of an attention
+        that the backward pass computes again. UNUSED: the op needs only the size of x, or x is a result of such an attention.
         None: user needs x exactly.
     """
     if user.op != "call_function" or not isinstance(x.meta.get("val"), torch.Tensor):
@@ -172,8 +185,9 @@ def use_of(user: fx.Node, x: fx.Node) -> str | None:
     if user.target in ATTENTIONS:
         if attention_of(user) is None:
             return None
-        if any(argument(user, name) is x for name in _QKV):
-            return ATTENTION
+        for name in _QKV:
+            if argument(user, name) is x:
+                return ATTENTION[name]
         is_result = any(argument(user, name) is x for name in RESULTS)
         return UNUSED if is_result else None
     if user.target in _ONLY_SIZES:

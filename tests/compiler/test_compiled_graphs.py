@@ -72,11 +72,12 @@ def test_converted_layers_keep_their_copies(name):
     """The copies of layers are not quantized again, and what functions save is quantized too."""
     model, x = made(name)
     exact = gradient(model, model, x)
-    compiled = fewbit.compile(model, 8, backend="aot_eager")
+    layers = {"activation_bits": 8}
+    compiled = fewbit.compile(model, 8, layers=layers, backend="aot_eager")
     gradient(model, compiled, x)
     alone = compiled.partitioner.report.saved_bytes
     torch._dynamo.reset()
-    fewbit.compress_(model, bits=8, layers={"activation_bits": 8}, verbose=False)
+    fewbit.compress_(model, bits=8, layers=layers, verbose=False)
     plain = torch.compile(model, backend="aot_eager")
     _, saved = saved_by(plain, x)
     of_layers = sum(x.nbytes for x in saved if x.dtype in (torch.int32, torch.bfloat16))

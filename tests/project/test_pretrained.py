@@ -4,7 +4,7 @@ The limits are about 1.3 times the errors that were measured for these small bat
 """
 
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,14 +39,21 @@ LIMITS = {  # {network: {setting: the greatest error, and the greatest share of 
         "4 bits": (0.075, 0.12),
         "2 bits": (0.28, 0.08),
         "4 bits, recompute_linear": (0.06, 0.037),
+        "compiled, 4 bits": (0.075, 0.12),
+        "compiled, 4 bits, recompute_linear": (0.06, 0.04),
     },
-    "efficientnet": {"8 bits": (0.02, 0.095), "4 bits": (0.145, 0.065), "2 bits": (0.52, 0.045)},
+    "efficientnet": {
+        "8 bits": (0.02, 0.095),
+        "4 bits": (0.145, 0.065),
+        "2 bits": (0.52, 0.045),
+        "compiled, 4 bits": (0.145, 0.07),
+    },
 }
 
 
 @cache
 def prepared(name):
-    """Return the benchmark, a network, a batch, its exact gradient, and the MiB that exact training saves."""
+    """Return the benchmark, a network, a batch, a function for the exact gradient, and the MiB that exact training saves."""
     for package in PACKAGES[name]:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
@@ -55,8 +62,14 @@ def prepared(name):
     pretrained = import_module("pretrained")
     network = import_module("pretrained_networks").NETWORKS[name](**SIZES[name])
     batch = network.batch(0)
-    exact = pretrained.gradient(network, batch)
-    return pretrained, network, batch, exact, pretrained.saved_mib(network, batch)
+    full = pretrained.saved_mib(network, batch)
+    return (
+        pretrained,
+        network,
+        batch,
+        cache(partial(pretrained.exact_gradient, network, batch)),
+        full,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of other packages
@@ -65,9 +78,11 @@ def prepared(name):
     [(name, setting) for name, settings in LIMITS.items() for setting in settings],
 )
 def test_error_scale_and_bytes(name, setting):
-    pretrained, network, batch, exact, full = prepared(name)
+    pretrained, network, batch, exact_of, full = prepared(name)
     torch.manual_seed(0)
-    with pretrained.compressed(network, pretrained.settings_of(network)[setting]):
+    how = pretrained.settings_of(network)[setting]
+    exact = exact_of(how.is_compiled)
+    with pretrained.compressed(network, how):
         found = pretrained.measured(network, batch, exact, draws=2)
         share = pretrained.saved_mib(network, batch) / full
     most, most_bytes = LIMITS[name][setting]

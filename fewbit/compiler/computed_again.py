@@ -1,0 +1,241 @@
+"""Tensors that get no copy, because the backward pass computes them again from copies of other tensors.
+
+Eager mode does the same (docs/decisions/0021 and 0022). The result of an activation and its derivative follow from a copy of the
+activation's input, and what a gated unit saves follows from copies of the gate and of what it multiplies. With `recompute_linear`,
+results of linear layers follow from copies of the inputs of these layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from fewbit.compiler import uses
+from fewbit.compiler.graphs import is_recomputed
+from fewbit.compiler.joint_graph import JointGraph, Root
+from fewbit.compiler.normal_form import STATISTIC
+from fewbit.compiler.sizes import count
+from fewbit.convert.settings import ResolvedSettings
+
+aten = torch.ops.aten
+STEEPEST = 1.25
+"""Functions of one tensor that are steeper than this are not computed again: they would amplify the errors of a copy."""
+_POINTS = torch.linspace(-12, 12, 4801, dtype=torch.float64)
+"""Where the slope is measured. Activations are linear or constant beyond."""
+_CONSTANTS = {aten.full.default: 1, aten.scalar_tensor.default: 0}
+"""{op that makes a constant: the position of its value among the arguments}."""
+_PRODUCTS = {aten.mm.default, aten.addmm.default}
+_LINEAR = uses.AFFINE | _PRODUCTS | {aten.cat.default}
+MOST_LAYERS, MOST_OPERATIONS = 3, 32
+"""The numbers of linear layers and of operations by which a tensor may follow from copies."""
+
+Settings = Callable[[Root], ResolvedSettings | None]
+
+
+def compute_again(joint: JointGraph, settings_of: Settings) -> None:
+    """Replace roots of a graph by tensors from which they are computed, if these have fewer elements together.
+
+    Args:
+        joint: the analysis of the graph, which is changed.
+        settings_of: a function that returns the settings for a root, or None if it stays exact.
+    """
+    for group in _groups(joint, settings_of):
+        _replace(joint, group)
+    for node, root in [*joint.roots.items()]:
+        settings = settings_of(root)
+        is_norm = any(role == "norms" for role, _ in root.roles)
+        if settings is not None and settings.recompute_linear and not (root.codes or is_norm):
+            between = _between_copies(joint, node)
+            if between:
+                joint.again |= between
+                del joint.roots[node]
+
+
+# -- Functions of one tensor, and products of two of them ------------------------------------------------------
+
+
+def _groups(joint: JointGraph, settings_of: Settings) -> Iterable[dict[fx.Node, list[fx.Node]]]:
+    """Return {root: the tensors of which it is a function}, in groups without common tensors."""
+    groups: list[dict[fx.Node, list[fx.Node]]] = []
+    for node, root in joint.roots.items():
+        settings = settings_of(root)
+        if root.codes or root.is_attention or root.is_probability or settings is None:
+            continue
+        leaves = _arguments_of(joint, node) if settings.recomputes else None
+        if not leaves:
+            continue
+        group = {node: leaves}
+        for other in [*groups]:
+            if any(leaf in leaves for found in other.values() for leaf in found):
+                groups.remove(other)
+                group |= other
+        groups.append(group)
+    return groups
+
+
+def _arguments_of(joint: JointGraph, node: fx.Node) -> list[fx.Node] | None:
+    """Return one or two tensors whose functions with moderate slopes have the product `node`, up to constants and masks.
+
+    The result is None if there are none, or if `node` is such a tensor itself.
+    """
+    factors: dict[fx.Node, list[fx.Node]] = {}
+    todo = [node]
+    while todo:
+        x = _without_constants(joint, todo.pop(), node)
+        leaf = None if x is None else _leaf(joint, x)
+        if leaf is not None:
+            factors.setdefault(leaf, []).append(x)
+        elif x is not None and x.target is aten.mul.Tensor:
+            todo += x.args
+        else:
+            return None
+    is_moderate = all(_slope(own, leaf) <= STEEPEST for leaf, own in factors.items())
+    is_own = factors == {leaf: [leaf] for leaf in factors} and len(factors) == 1
+    return None if len(factors) > 2 or not is_moderate or is_own else [*factors]
+
+
+def _without_constants(joint: JointGraph, node, start: fx.Node) -> fx.Node | None:
+    """Return the tensor of which a node is an affine function, perhaps with masks that are saved; None if there is none.
+
+    The tensor is the first root on the way, besides the start.
+    """
+    if not isinstance(node, fx.Node) or not joint.varies(node):
+        return None
+    while (node is start or node not in joint.roots) and (
+        source := joint.source_of(node)
+    ) is not None:
+        others = [x for x in node.all_input_nodes if x is not source and joint.varies(x)]
+        if any(joint.viewed(x) not in joint.roots for x in others):
+            return None
+        node = source
+    return node
+
+
+def _leaf(joint: JointGraph, node: fx.Node) -> fx.Node | None:
+    """Return the tensor of the forward pass of which a node is an elementwise function, perhaps the node itself."""
+    leaves, seen, todo = set(), set(), [node]
+    while todo:
+        x = todo.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if _is_elementwise(joint, x):
+            todo += [y for y in x.all_input_nodes if joint.varies(y)]
+        else:
+            leaves.add(x)
+    if len(leaves) != 1:
+        return None
+    (leaf,) = leaves
+    return leaf if leaf in joint.forward and leaf.meta["val"].is_floating_point() else None
+
+
+def _is_elementwise(joint: JointGraph, node: fx.Node) -> bool:
+    """Return whether each element of a node is a function of one element of each input that is no constant number."""
+    if node.op != "call_function" or node in joint.changed:
+        return False
+    inputs = node.all_input_nodes
+    if node.target in uses.VIEWS | uses.CASTS:
+        return _elements(inputs[0]) == _elements(node)
+    is_elementwise = node.target in uses.ELEMENTWISE
+    return is_elementwise and all(joint.varies(x) or _is_number(x) for x in inputs)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Return whether a node is a constant that is known when the model is compiled, and has the same value everywhere."""
+    return node.op == "call_function" and node.target in _CONSTANTS
+
+
+def _slope(factors: list[fx.Node], leaf: fx.Node) -> float:
+    """Return the largest slope of a product of elementwise functions of a leaf."""
+    with unset_fake_temporarily():
+        values = math.prod(_value(x, leaf, {}) for x in factors)
+        return (values.diff() / _POINTS.diff()).abs().nan_to_num(math.inf).max().item()
+
+
+def _value(node, leaf: fx.Node, known: dict[fx.Node, torch.Tensor]):
+    """Return the values of an elementwise function of a leaf at _POINTS, or an argument that is no node."""
+    if not isinstance(node, fx.Node):
+        return node
+    if node is leaf:
+        return _POINTS
+    if node not in known:
+        if node.target in _CONSTANTS:
+            value = torch.tensor(float(node.args[_CONSTANTS[node.target]]), dtype=torch.float64)
+        elif node.target in uses.VIEWS | uses.CASTS:
+            value = _value(node.args[0], leaf, known)
+        else:
+            value = node.target(*(_value(x, leaf, known) for x in node.args), **node.kwargs)
+        known[node] = value
+    return known[node]
+
+
+def _replace(joint: JointGraph, group) -> None:
+    """Let a group of roots be computed again, if their arguments have fewer elements."""
+    role = "activations" if all(len(found) == 1 for found in group.values()) else "gates"
+    modules = set().union(*(joint.roots[node].modules for node in group))
+    new, old = {}, {node: joint.roots[node] for node in group}
+    for leaf in dict.fromkeys(leaf for found in group.values() for leaf in found):
+        node, known = joint.viewed(leaf), joint.root_of(leaf)
+        if known is not None and known.node in group:
+            return
+        if known is None:
+            new[node] = Root(node, {(role, 0)}, modules=modules)
+        elif known.node is node:
+            roles, modules = {*known.roles, (role, 0)}, {*known.modules, *modules}
+            new[node], old[node] = replace(known, roles=roles, modules=modules), known
+    has_fewer = sum(map(_elements, new)) < sum(map(_elements, old))
+    if has_fewer and all(_may_have_copy(joint, node, group) for node in new):
+        joint.again |= _between(joint, group)
+        for node in group:
+            del joint.roots[node]
+        joint.roots |= new
+
+
+def _elements(node: fx.Node) -> int:
+    return count(node.meta["val"])
+
+
+def _may_have_copy(joint: JointGraph, node: fx.Node, group) -> bool:
+    is_factor = _elements(node) * STATISTIC <= min(map(_elements, group))
+    return joint.sizes.knows(node.meta["val"]) and not (is_recomputed(node) or is_factor)
+
+
+def _between(joint: JointGraph, group) -> set[fx.Node]:
+    """Return the nodes by which a group of roots follows from the tensors of which they are functions."""
+    ends = {leaf for leaves in group.values() for leaf in leaves}
+    found, todo = set(), [*group]
+    while todo:
+        node = todo.pop()
+        is_mask = node in joint.roots and node not in group
+        if node not in found and node not in ends and not is_mask and joint.varies(node):
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+# -- Results of linear layers ------------------------------------------------------------------------------------
+
+
+def _between_copies(joint: JointGraph, node: fx.Node) -> set[fx.Node]:
+    """Return the nodes by which a root follows from the copies of inputs of linear layers; the empty set if it does not."""
+    found, layers, todo = set(), 0, [node]
+    while todo:
+        x = todo.pop()
+        if x in found or not joint.varies(x) or (x in joint.roots and x is not node):
+            continue
+        is_usable = x.target in _LINEAR or x in joint.again
+        if not is_usable or x in joint.changed or is_recomputed(x):
+            return set()
+        found.add(x)
+        layers += x.target in _PRODUCTS
+        inputs = [y for y in x.all_input_nodes if joint.varies(y)]
+        if x.target in _PRODUCTS and len(inputs) != 1:
+            return set()
+        todo += inputs
+    is_bounded = layers <= MOST_LAYERS and len(found) <= MOST_OPERATIONS
+    return found if layers and is_bounded else set()

@@ -29,6 +29,8 @@ from fewbit.compiler.normal_form import STATISTIC
 from fewbit.compiler.sizes import SizeNodes, count
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 
+STATISTIC_REASON = "a statistic of larger tensors"
+_AS_STRIDED = torch.ops.aten.as_strided.default
 MOST_STEPS_OF_STATISTIC = 16
 """The number of nodes by which a norm computes its statistics, at most."""
 
@@ -77,8 +79,10 @@ class JointGraph:
         backward: the nodes that depend on tangents, in their order.
         forward: the nodes on which results of the forward graph depend.
         parameters: the inputs that are parameters or buffers.
-        constants: nodes that need no copy, because parameters, inputs without gradient and small tensors suffice to
-            compute them again.
+        constants: nodes that need no copy, because parameters, inputs without gradient, small tensors and statistics of large
+            ones suffice to compute them again.
+        statistics: those of them that are large, and a number for each row or channel of a larger tensor, such as the deviations
+            of a norm.
         exact: {frontier node that stays exact: the reason}.
         roots: {node: Root} of the tensors to quantize. Each other node of the frontier is a view or an affine function of
             one of them, or in `again`.
@@ -94,6 +98,7 @@ class JointGraph:
     forward: set[fx.Node] = field(default_factory=set)
     parameters: set[fx.Node] = field(default_factory=set)
     constants: set[fx.Node] = field(default_factory=set)
+    statistics: set[fx.Node] = field(default_factory=set)
     exact: dict[fx.Node, str] = field(default_factory=dict)
     roots: dict[fx.Node, Root] = field(default_factory=dict)
     again: set[fx.Node] = field(default_factory=set)
@@ -110,6 +115,7 @@ class JointGraph:
             node: why for node, uses_ in frontier.items() if (why := self._why_exact(node, uses_))
         }
         self._find_constants()  # what exact tensors suffice to compute needs no copy
+        self.exact |= dict.fromkeys(self.statistics, STATISTIC_REASON)
         for node, uses_ in frontier.items():
             if node not in self.constants and node not in self.exact:
                 self._add_root(node, uses_)
@@ -122,7 +128,7 @@ class JointGraph:
                 users = [user for user in node.users if user in self.backward]
                 root.modules |= {path for user in users for path in modules_of(user)}
         for node, root in self.roots.items():
-            if _is_normalized(node):
+            if _is_normalized(node) or _has_variance(node):
                 root.roles.add(("norms", 0))
 
     def source_of(self, node: fx.Node) -> fx.Node | None:
@@ -209,15 +215,21 @@ class JointGraph:
         for node in self.graph.nodes:
             if node in self.backward or node.op in ("output", "placeholder"):
                 continue
+            inputs = node.all_input_nodes
             if _is_small(node) or node.op == "get_attr" or is_from_fewbit(node):
                 self.constants.add(node)
-            elif node.target in uses.POINTWISE and all(
-                x in self.constants or x in self.exact for x in node.all_input_nodes
+            elif _is_reduced(node):
+                self.constants.add(node)
+                self.statistics.add(node)
+            elif node.target in uses.POINTWISE | {_AS_STRIDED} and all(
+                x in self.constants or x in self.exact for x in inputs
             ):
                 # torch would save functions of the data, which take more operations than a view.
-                is_data = any(x in data for x in node.all_input_nodes) and is_floating(node)
+                is_data = any(x in data for x in inputs) and is_floating(node)
                 if not is_data or node.target in uses.VIEWS:
                     self.constants.add(node)
+                if not is_data and any(x in self.statistics for x in inputs):
+                    self.statistics.add(node)
                 if is_data:
                     data.add(node)
 
@@ -243,24 +255,21 @@ class JointGraph:
             return "a checkpointed region computes it again"
         if not value.is_floating_point() and self._codes_behind(node) is None:
             return "integers"
-        return "a statistic of larger tensors" if self._is_statistic(node) else ""
+        return STATISTIC_REASON if self._is_factor_of_rows(node) else ""
 
-    def _is_statistic(self, node) -> bool:
-        """Return whether a node is a statistic of rows or channels, as the deviations of a norm, or a factor for them.
+    def _is_factor_of_rows(self, node) -> bool:
+        """Return whether all products with the node are much larger than the node, as with a gate for each channel.
 
-        A group of such a tensor has statistics of many samples, which may have very different sizes, and each of them
+        A group of such a tensor has factors of many rows or channels, which may have very different sizes, and each of them
         multiplies many elements of the gradient.
         """
         value = node.meta["val"]
-        if not value.is_floating_point():
-            return False
-        _, leaves = self._pointwise_part([node])
-        if leaves and all(map(_is_reduced, leaves)):
-            return True
         users = [user.meta.get("val") for user in node.users if user in self.backward]
         sizes = [count(x) for x in users if isinstance(x, torch.Tensor)]
-        is_factor = any(isinstance(size, int) and size == 1 for size in value.shape)
-        return is_factor and bool(sizes) and min(sizes) >= STATISTIC * count(value)
+        is_reduced = value.is_floating_point() and any(
+            isinstance(size, int) and size == 1 for size in value.shape
+        )
+        return is_reduced and bool(sizes) and min(sizes) >= STATISTIC * count(value)
 
     def _add_root(self, node, uses_) -> None:
         if uses_ <= {uses.UNUSED}:
@@ -336,11 +345,18 @@ def _changed(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_reduced(node) -> bool:
-    """Return whether a node is a sum, mean, variance or maximum of many elements for each of its own."""
-    producer = node.args[0] if node.target is operator.getitem else node
-    if producer.target not in uses.REDUCTIONS:
+    """Return whether a node is a sum, mean, variance or maximum of many elements for each of its own.
+
+    A group of copies would have statistics of many rows or channels, which may have very different sizes, and each of them
+    multiplies many elements of the gradient.
+    """
+    producer, value = (
+        node.args[0] if node.target is operator.getitem else node,
+        node.meta.get("val"),
+    )
+    if producer.target not in uses.REDUCTIONS or not isinstance(value, torch.Tensor):
         return False
-    return STATISTIC * count(node.meta["val"]) <= count(producer.args[0].meta["val"])
+    return STATISTIC * count(value) <= count(producer.args[0].meta["val"])
 
 
 def _is_normalized(node) -> bool:
@@ -364,6 +380,17 @@ def _is_normalized(node) -> bool:
         if y not in seen:
             seen.add(y)
             todo += y.all_input_nodes
+    return False
+
+
+def _has_variance(node) -> bool:
+    """Return whether a norm takes the variance of a node, whose backward pass uses the node itself, as that of a group norm does."""
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.target in uses.VARIANCES:
+                return True
+            todo += [user] if user.target in uses.VIEWS else []
     return False
 
 

@@ -56,9 +56,11 @@ MULTILINEAR = AFFINE | _overloads(
 )  # fmt: skip
 """Ops that are affine in each floating argument, if the other arguments are fixed."""
 DIVISIONS = _overloads("div.Tensor", "div.Scalar")
-REDUCTIONS = _overloads(
-    "sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "var.correction", "var_mean.correction", "std.correction",
-    "std_mean.correction", "amax.default", "amin.default", "logsumexp.default", "linalg_vector_norm.default",
+VARIANCES = _overloads(
+    "var.correction", "var_mean.correction", "std.correction", "std_mean.correction"
+)
+REDUCTIONS = VARIANCES | _overloads(
+    "sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "amax.default", "amin.default", "logsumexp.default", "linalg_vector_norm.default",
 )  # fmt: skip
 """Ops that compute a number for each row or channel."""
 _SELECTIONS = _overloads("topk.default", "sort.default", "sort.stable", "max.dim", "min.dim")

@@ -128,3 +128,26 @@ def test_refuses_a_position_without_tensor():
     model = compressed(Block(product), {Product: [1, 4]})
     with pytest.raises(InputError, match="expected positions below 4 for .*Product, which saves 4"):
         model(inputs())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length, most", [(128, 1.0), (256, 0.2), (1000, 0.3)])
+def test_a_small_factor_of_a_channel_beside_large_ones(length, most):
+    """Snake: groups that crossed from channel to channel made the gradients of small factors 15 to 130 times too large."""
+
+    def forward(model, x):
+        x, a = model.conv(x), model.a
+        return (x + torch.sin(a * x) ** 2 / a).square().mean()
+
+    torch.manual_seed(0)
+    small = torch.arange(32) % 8 == 0
+    a = nn.Parameter(torch.where(small, 0.01, 1.0)[:, None])
+    model, x = Composed(forward, conv=nn.Conv1d(8, 32, 3), a=a), torch.randn(8, 8, length + 2)
+    model(x).backward()
+    exact, squares, draws = a.grad[small].clone(), 0, 4
+    fewbit.compress_(model, 4, layers={"everything": True}, verbose=False)
+    for _ in range(draws):
+        model.zero_grad()
+        model(x).backward()
+        squares += (a.grad[small] - exact).square().mean() / draws
+    assert squares.sqrt() < most * exact.square().mean().sqrt()

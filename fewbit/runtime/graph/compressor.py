@@ -254,13 +254,24 @@ class GraphCompressor:
             _hold(member.argument, copy.tensors, _checked(restore, pack.rule.is_exact))
 
 
+LEAST_ROW = 128
+"""The number of elements from which rows of a tensor have groups of their own. Smaller ones would take many more bytes."""
+
+
 def _copied(x, rule: Rule, settings: GraphSettings, name: str, context) -> SavedTensors | None:
     """Return the copy of x that the rule makes, or None if the rule makes none."""
 
     def quantize(x, bits, kind):
         kind = usual_kind(kind, settings.group_size)
         given = context.seed(x, name, 0), bits, settings.group_size, settings.has_fp32_min(x), kind
-        return in_storage_order(x, lambda x: copies.quantized(x, *given))
+
+        def save(x):
+            if x.dim() < 3 or x.shape[-1] < LEAST_ROW or x.shape[-1] % settings.group_size == 0:
+                return copies.quantized(x, *given)
+            # No group crosses from one row, which may be a channel, to the next.
+            return copies.quantized(x.flatten(0, -2), *given).viewed(tuple(x.shape))
+
+        return in_storage_order(x, save)
 
     how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
     hold_for_stream((x,))  # the node may have run in another stream

@@ -139,6 +139,26 @@ def test_each_part_of_the_variance(name, kind):
     assert 1 / 1.4 < sum(measured.values()) / sum(predicted.values()) < 1.4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_few_probabilities_of_many_classes(bits):
+    """Values of a uniform copy lie on its steps. Noise from rounding them again was far too small."""
+
+    def forward(model, x):
+        return torch.nn.functional.cross_entropy(model.head(x), torch.arange(len(x)))
+
+    torch.manual_seed(0)
+    head = nn.Linear(32, 2048)
+    with torch.no_grad():
+        head.weight.mul_(10)  # a few classes have almost all the probability
+    model, x = Composed(forward, head=head), torch.randn(64, 32)
+    controller = converted(model, bits, overrides={"head": {"bits": 8}})
+    slot = ":cross_entropy", 0
+    predicted = observed(model, controller, x, seeds=8)[slot] * relative_distortion("uniform", bits)
+    draws = torch.stack([gradient(model, x, seed) for seed in range(32)])
+    assert 0.5 < predicted / draws.var(0).sum().item() < 2
+
+
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0), (3.0, 3.0)])
 def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):

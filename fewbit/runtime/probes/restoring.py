@@ -108,7 +108,7 @@ class Restoring:
                     rows,
                     slot,
                     self.level,
-                    lambda bits, seed: spec.rounding_errors(values, tensors, bits, seed),
+                    lambda *how: spec.rounding_errors(values, tensors, *how),
                 )
                 self._noise[address] = noise
             rows += noise.to(rows.dtype)

@@ -143,12 +143,18 @@ class VarianceProbe:
             record: the tensor and its quantized copy, a `QuantizationRecord`.
 
         Returns:
-            {bits: variance of an element, as a mean for each sample, (samples,) float32}, for 1 and 2 bits. `noise`
-            computes the variance for more bits from that for 2 bits. None after `end` was called.
+            {bits: variance of an element, as a mean for each sample, (samples,) float32}, for 1 and 2 bits. The second follows
+            from the variance at the slot's own bits, and `noise` computes the latter from it. None after `end` was called.
         """
         if not self._is_open:
             return None
-        return {level: record.variance(level, self._generator) for level in LEVELS}
+        found = {}
+        for level in LEVELS:
+            # The variance of uniform copies of few large and many small values falls less with the bits than the formula says.
+            bits = 1 if level == 1 else max(slot.uniform(), 2)
+            share = relative_distortion(slot.kind, level) / relative_distortion(slot.kind, bits)
+            found[level] = record.variance(bits, self._generator) * share
+        return found
 
     def knows(self, name: tuple[str, int]) -> bool:
         """Return whether `record_saved` was called for a slot named `name`."""
@@ -298,15 +304,15 @@ class VarianceProbe:
             rows: the dequantized values, (samples, features).
             slot: the slot of the values.
             level: 1 for the noise of 1 bit; 2 for the noise of the slot's own bits, but at least 2.
-            errors: a function of (bits, seed) that returns the errors of rounding the values again, a vector.
+            errors: a function of (bits, generator) that returns the errors of rounding the values again, a vector.
         """
         variance = slot.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
             variance = variance.mean().expand(len(rows))
         smaller = _share_at(slot, level) / relative_distortion(slot.kind, level)
-        generator = self._generator(rows.device)
-        seed = torch.randint(2**62, (1,), generator=generator, device=rows.device)
-        noise = errors(level, seed).view(rows.shape).nan_to_num_(0.0, 0.0, 0.0)
+        noise = (
+            errors(level, self._generator(rows.device)).view(rows.shape).nan_to_num_(0.0, 0.0, 0.0)
+        )
         found = noise.square().mean(1)
         factor = torch.where(found > 0, variance * smaller / found, 0.0).sqrt()
         return noise.mul_(factor[:, None])

@@ -242,7 +242,8 @@ class Quantizer:
         context.record_save()
         cache, content, key = context.cache, Content(x), self.key
         saved = cache.get(content, key)
-        if saved is None and cache.keys() != {key}:
+        # Which copy an activation made depends on the forward before this one, so only equal settings share it.
+        if saved is None and cache.keys() != {key} and not cache.has_result(content):
             saved = self._with_more_bits(content, key)
         mask = None
         if (saved is None or channels) and self.kind_of(usual) in MASKED_KINDS:

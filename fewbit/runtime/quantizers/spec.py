@@ -94,22 +94,34 @@ class QuantizedTensorSpec(NamedTuple):
         """Return the dequantized values without the noise that a probe may add."""
         return self._values(tensors, self.dtype, None)
 
-    def rounding_errors(self, values, tensors, bits: int, seed) -> torch.Tensor:
+    def rounding_errors(self, values, tensors, bits: int, generator) -> torch.Tensor:
         """Return the errors of the values if they were rounded again to copies of this kind.
+
+        Values of a uniform copy lie on the steps of their group, so that rounding them again changes nothing. Their errors are
+        random numbers in proportion to the range of the group.
 
         Args:
             values: dequantized values, an ordinary tensor.
             tensors: the saved tensors.
             bits: the bits per element, 1 to 8.
-            seed: an int, or (1,) int64 on the values' device.
+            generator: a random generator of the values' device.
 
         Returns:
             A vector, float32, in storage order.
         """
+        if self.kind == UNIFORM:
+            packed, *rest = tensors
+            lowest, highest = (
+                layout.storage_order(self._values((codes, *rest), torch.float32, None))
+                for codes in (torch.zeros_like(packed), torch.full_like(packed, -1))
+            )
+            noise = torch.rand(lowest.shape, generator=generator, device=values.device)
+            return (highest - lowest).mul_(noise.sub_(0.5))
         channels = tensors[self.count - 1 - self.has_mask] if self.has_channels else None
         normalize = None if channels is None else Normalization(channels=channels)
         fp32_min = tensors[1].shape[1] == groups.FP32_MIN_COLUMNS
         x = values.to(torch.float32)
+        seed = torch.randint(2**62, (1,), generator=generator, device=x.device)
         settings = bits, self.group_size, fp32_min, normalize
         packed, ranges = quantizer_ops.quantize(x, seed, *settings, kind=self.kind)
         place = bits, self.group_size, self.size, self.stride, torch.float32

@@ -250,6 +250,10 @@ class SavedTensorCache:
         """The number of activations that have run in this forward pass, which is the next activation's number."""
         return len(self._local.results)
 
+    def has_result(self, content: Content) -> bool:
+        """Return whether a tensor is the result of an activation of this forward pass."""
+        return content.place in self._local.results
+
     def consumer_quantizer(self, x):
         """Return the quantizer of the consumer of the activation that runs next, or None if no consumer is known.
 

@@ -74,6 +74,7 @@ class Node:
         leaving: for each edge the norm of the gradient that leaves through it; in a layer that is probed, with random signs on the
             incoming gradient.
         parts: for each edge the norm of the gradient itself that leaves through it.
+        reaches: {edge: the number of the layer below it}, where only changes of the shape or dtype lie between the two.
         handed: changes of the incoming gradient by noise in the layer above: (slot's name, level, scale, change).
         noise: the changes that noise makes to the gradients on the edges.
         is_probed: whether `VarianceProbe.probe` has measured the node.
@@ -85,6 +86,7 @@ class Node:
     arriving: torch.Tensor | None = None
     leaving: list[torch.Tensor | None] = field(default_factory=list)
     parts: list[torch.Tensor | None] = field(default_factory=list)
+    reaches: dict[int, int] = field(default_factory=dict)
     handed: list[tuple] = field(default_factory=list)
     noise: list[Noise] = field(default_factory=list)
     is_probed: bool = False
@@ -110,12 +112,13 @@ def variances(nodes: list[Node], names: Iterable[tuple], host: dict) -> dict | N
     sums = {(name, level): 0.0 for name in names for level in LEVELS}
     below = _sums_below(nodes, host)
     for node in nodes:
-        at = [float(n == PARAMETER) if n < 0 else below[n] for n in node.below]
-        taken = [n >= 0 and nodes[n].is_probed for n in node.below]
+        sums_below = [float(n == PARAMETER) if n < 0 else below[n] for n in node.below]
+        following = [node.reaches.get(at, n) for at, n in enumerate(node.below)]
+        taken = [n >= 0 and nodes[n].is_probed for n in following]
         for noise in node.noise:
             sums[noise.name, noise.level] += noise.scale * sum(
                 squared(host, a) * b
-                for a, b, is_taken in zip(noise.norms, at, taken, strict=True)
+                for a, b, is_taken in zip(noise.norms, sums_below, taken, strict=True)
                 if not (noise.is_own and is_taken)
             )
     return sums if all(map(math.isfinite, (*below, *sums.values()))) else None

@@ -17,7 +17,8 @@ below. Three kinds of numbers are measured:
 - At every other node of the graph, gain[e] is measured on the gradient itself: the sum of squares of the gradient that
   leaves through the edge, divided by that of the incoming gradient.
 
-There is one exception. If an edge of a layer leads directly to another layer, the gains of the lower layer are not
+There is one exception. If an edge of a layer leads to another layer, directly or through nodes that only change the shape or
+dtype, the gains of the lower layer are not
 used for the noise of the upper layer, because this noise can be far from random signs. For example, noise in a batch
 norm changes the gradient of the convolution below by a multiple of the convolution's result in each channel. Instead,
 the lower layer runs its backward with this very change as the incoming gradient.
@@ -41,6 +42,12 @@ from fewbit.runtime.probes.measurements import LEVELS, Node, Noise, variances
 from fewbit.runtime.probes.norms import by_edge, is_dense, norm
 from fewbit.runtime.probes.restoring import OBSERVED, Restoring
 
+RESHAPES = frozenset(
+    f"{name}Backward{number}"
+    for name in "View UnsafeView Alias T Transpose Permute Unsqueeze Squeeze Slice Expand Clone ToCopy".split()
+    for number in (0, 1, 2)
+)
+"""Names of autograd nodes that only change the shape or dtype of a gradient."""
 SPREAD = 16
 """The number of entries of `RoundingEffect.spread`."""
 
@@ -244,7 +251,7 @@ class VarianceProbe:
             for level in LEVELS:
                 restoring = Restoring(slot, level, self)
                 noisy = by_edge(context, restoring.run(backward, context, *grads))
-                self._add(node, slot, level, results, noisy)
+                self._add(node, slot, level, results, noisy, context)
         if len(grads) == 1:
             while handed:
                 name, level, scale, change = handed.pop()
@@ -266,18 +273,30 @@ class VarianceProbe:
         )
         return not self.is_void
 
-    def _add(self, node, slot, level, exact, noisy) -> None:
+    def _add(self, node, slot, level, exact, noisy, context) -> None:
         scale, norms = 1.0 / _share_at(slot, level), []
+        edges = [child for child, _ in context.next_functions if child is not None]
         for at, below in enumerate(node.below):
             change = _difference(exact[at], noisy[at])
             noisy[at] = None
             norms.append(norm([change]))
+            if change is not None:
+                below, change = self._passed_on(edges[at], below, change)
             if change is not None and below >= 0 and self._nodes[below].is_layer:
+                node.reaches[at] = below
                 # The changes at both levels are held at a time. bfloat16 saves memory and is precise enough for noise.
                 noise = change.bfloat16() if change.dtype == torch.float32 else change
                 self._nodes[below].handed.append((slot.name, level, scale, noise))
             del change
         node.noise.append(Noise(slot.name, level, scale, norms, True))
+
+    def _passed_on(self, edge, below: int, change):
+        """Carry a change through nodes that only change shape or dtype. Return the node that it reaches, and the change there."""
+        while below >= 0 and edge.name() in RESHAPES and len(self._nodes[below].below) == 1:
+            change = edge(change)
+            (edge,) = (child for child, _ in edge.next_functions if child is not None)
+            (below,) = self._nodes[below].below
+        return below, change
 
     def _ends(self) -> None:
         """Note that a backward pass has ended."""

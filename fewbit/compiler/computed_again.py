@@ -16,8 +16,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fewbit.compiler import uses
-from fewbit.compiler.graphs import is_recomputed
-from fewbit.compiler.joint_graph import JointGraph, Root
+from fewbit.compiler.graphs import is_floating, is_recomputed
+from fewbit.compiler.joint_graph import JointGraph, Root, is_probability
 from fewbit.compiler.normal_form import STATISTIC
 from fewbit.compiler.sizes import count
 from fewbit.convert.settings import ResolvedSettings
@@ -25,6 +25,9 @@ from fewbit.convert.settings import ResolvedSettings
 aten = torch.ops.aten
 STEEPEST = 1.25
 """Functions of one tensor that are steeper than this are not computed again: they would amplify the errors of a copy."""
+LEAST_GROWTH = 5.0
+"""Bounded functions such as tanh are not computed again: inputs that are large would leave large errors. Each tensor needs a
+function that grows by so much from the first to the last point."""
 _POINTS = torch.linspace(-12, 12, 4801, dtype=torch.float64)
 """Where the slope is measured. Activations are linear or constant beyond."""
 _CONSTANTS = {aten.full.default: 1, aten.scalar_tensor.default: 0}
@@ -46,7 +49,8 @@ def compute_again(joint: JointGraph, settings_of: Settings) -> None:
     """
     for group in _groups(joint, settings_of):
         _replace(joint, group)
-    for node, root in [*joint.roots.items()]:
+    place = {node: number for number, node in enumerate(joint.graph.nodes)}
+    for node, root in sorted(joint.roots.items(), key=lambda item: place[item[0]]):
         settings = settings_of(root)
         is_norm = any(role == "norms" for role, _ in root.roles)
         if settings is not None and settings.recompute_linear and not (root.codes or is_norm):
@@ -59,9 +63,11 @@ def compute_again(joint: JointGraph, settings_of: Settings) -> None:
 # -- Functions of one tensor, and products of two of them ------------------------------------------------------
 
 
-def _groups(joint: JointGraph, settings_of: Settings) -> Iterable[dict[fx.Node, list[fx.Node]]]:
-    """Return {root: the tensors of which it is a function}, in groups without common tensors."""
-    groups: list[dict[fx.Node, list[fx.Node]]] = []
+def _groups(
+    joint: JointGraph, settings_of: Settings
+) -> Iterable[dict[fx.Node, dict[fx.Node, float]]]:
+    """Return {root: {tensor of which it is a function: by how much the function grows}}, in groups without common tensors."""
+    groups: list[dict[fx.Node, dict[fx.Node, float]]] = []
     for node, root in joint.roots.items():
         settings = settings_of(root)
         if root.codes or root.is_attention or root.is_probability or settings is None:
@@ -78,10 +84,12 @@ def _groups(joint: JointGraph, settings_of: Settings) -> Iterable[dict[fx.Node, 
     return groups
 
 
-def _arguments_of(joint: JointGraph, node: fx.Node) -> list[fx.Node] | None:
+def _arguments_of(joint: JointGraph, node: fx.Node) -> dict[fx.Node, float] | None:
     """Return one or two tensors whose functions with moderate slopes have the product `node`, up to constants and masks.
 
-    The result is None if there are none, or if `node` is such a tensor itself.
+    Returns:
+        {tensor: by how much its function grows from the first to the last point}; None if there are no such tensors, or if
+        `node` is such a tensor itself.
     """
     factors: dict[fx.Node, list[fx.Node]] = {}
     todo = [node]
@@ -94,9 +102,11 @@ def _arguments_of(joint: JointGraph, node: fx.Node) -> list[fx.Node] | None:
             todo += x.args
         else:
             return None
-    is_moderate = all(_slope(own, leaf) <= STEEPEST for leaf, own in factors.items())
-    is_own = factors == {leaf: [leaf] for leaf in factors} and len(factors) == 1
-    return None if len(factors) > 2 or not is_moderate or is_own else [*factors]
+    is_own = len(factors) == 1 and all(own == [leaf] for leaf, own in factors.items())
+    if len(factors) > 2 or is_own:
+        return None
+    growths = {leaf: _growth(own, leaf) for leaf, own in factors.items()}
+    return None if None in growths.values() else growths
 
 
 def _without_constants(joint: JointGraph, node, start: fx.Node) -> fx.Node | None:
@@ -139,6 +149,8 @@ def _is_elementwise(joint: JointGraph, node: fx.Node) -> bool:
     if node.op != "call_function" or node in joint.changed:
         return False
     inputs = node.all_input_nodes
+    if node.target in uses.CASTS and (not is_floating(node) or node.meta["val"].itemsize == 1):
+        return False  # rounding to integers or to 8 bits is steep
     if node.target in uses.VIEWS | uses.CASTS:
         return _elements(inputs[0]) == _elements(node)
     is_elementwise = node.target in uses.ELEMENTWISE
@@ -150,11 +162,13 @@ def _is_number(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _CONSTANTS
 
 
-def _slope(factors: list[fx.Node], leaf: fx.Node) -> float:
-    """Return the largest slope of a product of elementwise functions of a leaf."""
+def _growth(factors: list[fx.Node], leaf: fx.Node) -> float | None:
+    """Return by how much a product of elementwise functions grows over the points; None if it is steep somewhere."""
     with unset_fake_temporarily():
         values = math.prod(_value(x, leaf, {}) for x in factors)
-        return (values.diff() / _POINTS.diff()).abs().nan_to_num(math.inf).max().item()
+        slopes = (values.diff() / _POINTS.diff()).abs().nan_to_num(math.inf)
+        is_moderate = slopes.max().item() <= STEEPEST
+        return abs((values[-1] - values[0]).item()) if is_moderate else None
 
 
 def _value(node, leaf: fx.Node, known: dict[fx.Node, torch.Tensor]):
@@ -179,12 +193,16 @@ def _replace(joint: JointGraph, group) -> None:
     role = "activations" if all(len(found) == 1 for found in group.values()) else "gates"
     modules = set().union(*(joint.roots[node].modules for node in group))
     new, old = {}, {node: joint.roots[node] for node in group}
-    for leaf in dict.fromkeys(leaf for found in group.values() for leaf in found):
+    leaves = dict.fromkeys(leaf for found in group.values() for leaf in found)
+    if any(max(found.get(leaf, 0) for found in group.values()) < LEAST_GROWTH for leaf in leaves):
+        return
+    for leaf in leaves:
         node, known = joint.viewed(leaf), joint.root_of(leaf)
         if known is not None and known.node in group:
             return
         if known is None:
-            new[node] = Root(node, {(role, 0)}, modules=modules)
+            is_probable = is_probability(node)
+            new[node] = Root(node, {(role, 0)}, is_probability=is_probable, modules=modules)
         elif known.node is node:
             roles, modules = {*known.roles, (role, 0)}, {*known.modules, *modules}
             new[node], old[node] = replace(known, roles=roles, modules=modules), known
@@ -222,20 +240,24 @@ def _between(joint: JointGraph, group) -> set[fx.Node]:
 
 
 def _between_copies(joint: JointGraph, node: fx.Node) -> set[fx.Node]:
-    """Return the nodes by which a root follows from the copies of inputs of linear layers; the empty set if it does not."""
-    found, layers, todo = set(), 0, [node]
+    """Return the nodes by which a root follows from the copies of inputs of linear layers; the empty set if it does not.
+
+    No input of these layers follows from another linear layer.
+    """
+    found, layers, todo = set(), 0, [(node, False)]
     while todo:
-        x = todo.pop()
+        x, is_input = todo.pop()
         if x in found or not joint.varies(x) or (x in joint.roots and x is not node):
             continue
+        is_layer = x.target in _PRODUCTS
         is_usable = x.target in _LINEAR or x in joint.again
-        if not is_usable or x in joint.changed or is_recomputed(x):
+        if not is_usable or x in joint.changed or is_recomputed(x) or (is_layer and is_input):
             return set()
         found.add(x)
-        layers += x.target in _PRODUCTS
+        layers += is_layer
         inputs = [y for y in x.all_input_nodes if joint.varies(y)]
-        if x.target in _PRODUCTS and len(inputs) != 1:
+        if is_layer and len(inputs) != 1:
             return set()
-        todo += inputs
+        todo += [(y, is_input or is_layer) for y in inputs]
     is_bounded = layers <= MOST_LAYERS and len(found) <= MOST_OPERATIONS
     return found if layers and is_bounded else set()

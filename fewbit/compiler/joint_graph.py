@@ -276,12 +276,12 @@ class JointGraph:
             return
         is_product = any(user.target is torch.ops.aten.bmm.default for user in node.users)
         roles = {use for use in uses_ if isinstance(use, tuple)}
-        if is_product and _is_probability(node):
+        if is_product and is_probability(node):
             roles.add(("attention", 0))
         node = self._codes_behind(node) or self.viewed(node)
         root = self.roots.setdefault(node, Root(node))
         root.roles |= roles
-        root.is_probability = _is_probability(node)
+        root.is_probability = is_probability(node)
         root.is_derivative = not root.is_probability and self._is_derivative(node)
 
     def root_of(self, node) -> Root | None:
@@ -356,7 +356,22 @@ def _is_reduced(node) -> bool:
     )
     if producer.target not in uses.REDUCTIONS or not isinstance(value, torch.Tensor):
         return False
-    return STATISTIC * count(value) <= count(producer.args[0].meta["val"])
+    is_small = STATISTIC * count(value) <= count(producer.args[0].meta["val"])
+    return is_small and _is_broadcast(node)
+
+
+def _is_broadcast(node) -> bool:
+    """Return whether elementwise operations combine a node, or what follows from it, with much larger tensors."""
+    least, seen, todo = STATISTIC * count(node.meta["val"]), set(), [node]
+    while todo and len(seen) < MOST_STEPS_OF_STATISTIC:
+        for user in todo.pop().users:
+            if user in seen or user.target not in uses.POINTWISE | {_AS_STRIDED}:
+                continue
+            seen.add(user)
+            if user.target not in uses.VIEWS and count(user.meta["val"]) >= least:
+                return True
+            todo.append(user)
+    return False
 
 
 def _is_normalized(node) -> bool:
@@ -402,7 +417,7 @@ def _is_small(node) -> bool:
     return not free_unbacked_symbols(value) and count(value) < LEAST_ELEMENTS
 
 
-def _is_probability(node) -> bool:
+def is_probability(node) -> bool:
     """Return whether the node is the exponential of a tensor, perhaps divided by its sum, scaled, cast or viewed."""
     while node.target in uses.AFFINE | uses.DIVISIONS and node.all_input_nodes:
         node = node.all_input_nodes[0]

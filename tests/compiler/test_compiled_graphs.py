@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.compiler import partitioner
-from fewbit.compiler.joint_graph import _is_probability as is_probability
+from fewbit.compiler.joint_graph import is_probability
 
 pytestmark = MARKS
 

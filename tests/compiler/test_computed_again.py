@@ -49,7 +49,7 @@ CASES = {  # {name: (model and input, layers=, {shape of a copied tensor: bits o
     "GELU by tanh": (lambda: mlp(nn.GELU("tanh")), {}, {NORM: {3}, INNER: {4}}),
     "SiLU": (lambda: mlp(nn.SiLU()), {}, {NORM: {3}, INNER: {4}}),
     "Mish": (lambda: mlp(nn.Mish()), {}, {NORM: {3}, INNER: {4}}),
-    "tanh": (lambda: mlp(nn.Tanh()), {}, {NORM: {3}, INNER: {4}}),
+    "tanh": (lambda: mlp(nn.Tanh()), {}, {NORM: {3}, INNER: {2, 3}}),
     "codes": (lambda: mlp(nn.GELU()), {"activation_bits": 3}, {NORM: {3}, INNER: {2, 3}}),
     "SwiGLU": (lambda: gated_by(F.silu), {}, {NORM: {3}, INNER: {3}}),
     "GEGLU": (lambda: gated_by(F.gelu), {"gate_bits": 5}, {NORM: {3}, INNER: {5}}),
@@ -63,6 +63,14 @@ CASES = {  # {name: (model and input, layers=, {shape of a copied tensor: bits o
         lambda: gated_by(F.silu),
         {"recompute_linear": True},
         {NORM: {4}},
+    ),
+    "layers without norms, recompute_linear": (
+        lambda: (
+            with_loss(*(part for _ in range(3) for part in (nn.Linear(64, 64), nn.GELU()))),
+            torch.randn(32, 16, 64),
+        ),
+        {"recompute_linear": True},
+        {NORM: {3, 4}},  # of the last activation, only the derivative is used
     ),
     "batch norm and ReLU": (
         lambda: convolutions(nn.ReLU()),
@@ -115,3 +123,35 @@ def test_statistics_of_many_channels_stay_exact():
         model.layers[0].weight.mul_(10 ** (-4 * torch.rand(1152, 1, 1, 1)))
     _, error = copies_of(model, x, bits=8)
     assert 0 < error < 0.02
+
+
+INNERS = {
+    "sine": lambda x: torch.sin(20 * x),
+    "tanh": lambda x: torch.tanh(20 * x),
+    "gate": lambda x: torch.sigmoid(20 * x) * torch.tanh(20 * x.flip(-1)),
+    "integers": lambda x: (4 * x).to(torch.int32).float() / 4 + x,
+    "learned factor": None,
+}
+
+
+@pytest.mark.parametrize("name", INNERS)
+def test_bounded_functions_of_large_tensors_have_copies_of_their_own(name):
+    def forward(model, x):
+        x = model.first(x)
+        x = torch.sin(x * model.factor) if name == "learned factor" else INNERS[name](x)
+        return model.last(x)
+
+    torch.manual_seed(0)
+    factor = nn.Parameter(torch.full((64,), 20.0))
+    layers = {"first": nn.Linear(64, 64), "last": nn.Linear(64, 64)}
+    model = with_loss(Composed(forward, **layers, factor=factor))
+    _, error = copies_of(model, torch.randn(32, 16, 64), bits=8)
+    assert 0 < error < 0.02
+
+
+def test_pooled_embeddings_have_copies():
+    model = with_loss(
+        Composed(lambda m, i: m.b(m.e(i).sum(1)), e=nn.Embedding(100, 64), b=nn.Linear(64, 64))
+    )
+    found, _ = copies_of(model, torch.randint(100, (64, 16)), bits=2)
+    assert found == {64 * 64: {2}}

@@ -159,6 +159,28 @@ def test_few_probabilities_of_many_classes(bits):
     assert 0.5 < predicted / draws.var(0).sum().item() < 2
 
 
+@pytest.mark.slow
+def test_noise_is_carried_through_views():
+    """The loss's noise is in all classes, its gradient mostly in those that are right, whose weights are small here."""
+
+    def forward(model, x):
+        logits = model.head(model.up(x)).view(8, 8, -1).transpose(0, 1)
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).unsqueeze(1).squeeze(1), labels
+        )
+
+    torch.manual_seed(0)
+    labels = torch.arange(64)
+    model = Composed(forward, up=nn.Linear(16, 32), head=nn.Linear(32, 1024))
+    with torch.no_grad():
+        model.head.weight[:64] *= 0.1
+    x, slot = torch.randn(64, 16), (":cross_entropy", 0)
+    controller = converted(model, 2, overrides={"up": {"bits": 8}, "head": {"bits": 8}})
+    predicted = observed(model, controller, x, seeds=8)[slot] * relative_distortion("uniform", 2)
+    draws = torch.stack([gradient(model, x, seed) for seed in range(32)])
+    assert 0.6 < predicted / draws.var(0).sum().item() < 1.6
+
+
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0), (3.0, 3.0)])
 def test_each_call_of_a_layer_has_noise_of_its_own(scales, is_checkpointed):

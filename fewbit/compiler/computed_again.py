@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -29,7 +28,7 @@ LEAST_GROWTH = 5.0
 """Bounded functions such as tanh are not computed again: inputs that are large would leave large errors. Each tensor needs a
 function that grows by so much from the first to the last point."""
 _POINTS = torch.linspace(-12, 12, 4801, dtype=torch.float64)
-"""Where the slope is measured. Activations are linear or constant beyond."""
+"""Slopes are measured here. Activations are linear or constant beyond."""
 _CONSTANTS = {aten.full.default: 1, aten.scalar_tensor.default: 0}
 """{op that makes a constant: the position of its value among the arguments}."""
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
@@ -116,28 +115,18 @@ def _without_constants(joint: JointGraph, node, start: fx.Node) -> fx.Node | Non
     """
     if not isinstance(node, fx.Node) or not joint.varies(node):
         return None
-    while (node is start or node not in joint.roots) and (
-        source := joint.source_of(node)
-    ) is not None:
-        others = [x for x in node.all_input_nodes if x is not source and joint.varies(x)]
-        if any(joint.viewed(x) not in joint.roots for x in others):
+    while node is start or node not in joint.roots:
+        if joint.source_of(node) is None:
+            break
+        node = joint.source_beside_roots(node)
+        if node is None:
             return None
-        node = source
     return node
 
 
 def _leaf(joint: JointGraph, node: fx.Node) -> fx.Node | None:
     """Return the tensor of the forward pass of which a node is an elementwise function, perhaps the node itself."""
-    leaves, seen, todo = set(), set(), [node]
-    while todo:
-        x = todo.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        if _is_elementwise(joint, x):
-            todo += [y for y in x.all_input_nodes if joint.varies(y)]
-        else:
-            leaves.add(x)
+    _, leaves = joint.part([node], lambda x: _is_elementwise(joint, x))
     if len(leaves) != 1:
         return None
     (leaf,) = leaves
@@ -165,25 +154,24 @@ def _is_number(node: fx.Node) -> bool:
 def _growth(factors: list[fx.Node], leaf: fx.Node) -> float | None:
     """Return by how much a product of elementwise functions grows over the points; None if it is steep somewhere."""
     with unset_fake_temporarily():
-        values = math.prod(_value(x, leaf, {}) for x in factors)
+        known = {leaf: _POINTS}
+        values = math.prod(_value(x, known) for x in factors)
         slopes = (values.diff() / _POINTS.diff()).abs().nan_to_num(math.inf)
         is_moderate = slopes.max().item() <= STEEPEST
         return abs((values[-1] - values[0]).item()) if is_moderate else None
 
 
-def _value(node, leaf: fx.Node, known: dict[fx.Node, torch.Tensor]):
-    """Return the values of an elementwise function of a leaf at _POINTS, or an argument that is no node."""
+def _value(node, known: dict[fx.Node, torch.Tensor]):
+    """Return the values of an elementwise function of the known nodes, or an argument that is no node."""
     if not isinstance(node, fx.Node):
         return node
-    if node is leaf:
-        return _POINTS
     if node not in known:
         if node.target in _CONSTANTS:
             value = torch.tensor(float(node.args[_CONSTANTS[node.target]]), dtype=torch.float64)
         elif node.target in uses.VIEWS | uses.CASTS:
-            value = _value(node.args[0], leaf, known)
+            value = _value(node.args[0], known)
         else:
-            value = node.target(*(_value(x, leaf, known) for x in node.args), **node.kwargs)
+            value = node.target(*(_value(x, known) for x in node.args), **node.kwargs)
         known[node] = value
     return known[node]
 
@@ -192,7 +180,7 @@ def _replace(joint: JointGraph, group) -> None:
     """Let a group of roots be computed again, if their arguments have fewer elements."""
     role = "activations" if all(len(found) == 1 for found in group.values()) else "gates"
     modules = set().union(*(joint.roots[node].modules for node in group))
-    new, old = {}, {node: joint.roots[node] for node in group}
+    new: dict[fx.Node, Root] = {}
     leaves = dict.fromkeys(leaf for found in group.values() for leaf in found)
     if any(max(found.get(leaf, 0) for found in group.values()) < LEAST_GROWTH for leaf in leaves):
         return
@@ -201,17 +189,19 @@ def _replace(joint: JointGraph, group) -> None:
         if known is not None and known.node in group:
             return
         if known is None:
-            is_probable = is_probability(node)
-            new[node] = Root(node, {(role, 0)}, is_probability=is_probable, modules=modules)
+            new[node] = Root(node, is_probability=is_probability(node))
         elif known.node is node:
-            roles, modules = {*known.roles, (role, 0)}, {*known.modules, *modules}
-            new[node], old[node] = replace(known, roles=roles, modules=modules), known
-    has_fewer = sum(map(_elements, new)) < sum(map(_elements, old))
+            new[node] = known
+    added = [node for node in new if node not in joint.roots]
+    has_fewer = sum(map(_elements, added)) < sum(map(_elements, group))
     if has_fewer and all(_may_have_copy(joint, node, group) for node in new):
         joint.again |= _between(joint, group)
         for node in group:
             del joint.roots[node]
-        joint.roots |= new
+        for node, root in new.items():
+            root.roles.add((role, 0))
+            root.modules |= modules
+            joint.roots[node] = root
 
 
 def _elements(node: fx.Node) -> int:
@@ -226,14 +216,9 @@ def _may_have_copy(joint: JointGraph, node: fx.Node, group) -> bool:
 def _between(joint: JointGraph, group) -> set[fx.Node]:
     """Return the nodes by which a group of roots follows from the tensors of which they are functions."""
     ends = {leaf for leaves in group.values() for leaf in leaves}
-    found, todo = set(), [*group]
-    while todo:
-        node = todo.pop()
-        is_mask = node in joint.roots and node not in group
-        if node not in found and node not in ends and not is_mask and joint.varies(node):
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
+    ends |= joint.roots.keys() - group.keys()  # masks
+    between, _ = joint.part(group, lambda x: x not in ends)
+    return between
 
 
 # -- Results of linear layers ------------------------------------------------------------------------------------

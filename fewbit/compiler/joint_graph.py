@@ -56,7 +56,7 @@ class Root:
 
     @property
     def is_attention(self) -> bool:
-        """Whether it is a query, key or value of an attention, or a result of softmax in a batched product."""
+        """True if it is a query, key or value of an attention, or a result of softmax in a batched product."""
         return any(role == "attention" for role, _ in self.roles)
 
     @property
@@ -168,22 +168,30 @@ class JointGraph:
         torch could save these tensors and compute the others again. It may save fewer bytes if there are smaller tensors
         in between. Tensors that stay exact in any case do not count.
         """
-        _, leaves = self._pointwise_part(self.roots)
+        _, leaves = self.part(self.roots, _is_pointwise)
         return sum(map(size_in_bytes, leaves))
 
-    def _pointwise_part(self, nodes) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Return the pointwise ops and views by which nodes are computed, and the tensors from which they are computed."""
+    def part(self, nodes, is_inner) -> tuple[set[fx.Node], set[fx.Node]]:
+        """Return the varying nodes with `is_inner` by which some nodes are computed, and those from which these are computed."""
         inner, leaves, todo = set(), set(), [*nodes]
         while todo:
             node = todo.pop()
             if node in inner or not self.varies(node):
                 continue
-            if node.target in uses.POINTWISE:
+            if is_inner(node):
                 inner.add(node)
                 todo += node.all_input_nodes
             else:
                 leaves.add(node)
         return inner, leaves
+
+    def source_beside_roots(self, node: fx.Node) -> fx.Node | None:
+        """Return the source of a node whose other inputs, such as masks, are views of roots; None if there is none."""
+        source = self.source_of(node)
+        if source is None:
+            return None
+        others = [x for x in node.all_input_nodes if x is not source and self.varies(x)]
+        return source if all(self.viewed(x) in self.roots for x in others) else None
 
     def varies(self, node) -> bool:
         """Return whether a node of the forward part has to be saved or computed again, if the backward pass needs it."""
@@ -309,10 +317,7 @@ class JointGraph:
         """Return whether the node is an affine function of another root, perhaps masked by roots."""
         if uses.codes_of(node) is not None:
             return False
-        while (source := self.source_of(node)) is not None:
-            others = [x for x in node.all_input_nodes if x is not source and self.varies(x)]
-            if any(self.viewed(x) not in self.roots for x in others):
-                return False
+        while (source := self.source_beside_roots(node)) is not None:
             if source in self.roots:
                 return True
             node = source
@@ -322,7 +327,7 @@ class JointGraph:
         """Return whether a node is a nonlinear pointwise function of one large tensor, and no result needs it."""
         if node in self.forward:
             return False
-        inner, leaves = self._pointwise_part([node])
+        inner, leaves = self.part([node], _is_pointwise)
         return len(leaves) == 1 and any(x.target not in uses.AFFINE for x in inner)
 
 
@@ -342,6 +347,10 @@ def _changed(graph: fx.Graph) -> set[fx.Node]:
         if any(x in found for x in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _is_pointwise(node) -> bool:
+    return node.target in uses.POINTWISE
 
 
 def _is_reduced(node) -> bool:

@@ -242,7 +242,7 @@ class Quantizer:
         context.record_save()
         cache, content, key = context.cache, Content(x), self.key
         saved = cache.get(content, key)
-        # Which copy an activation made depends on the forward before this one, so only equal settings share it.
+        # An activation chooses its copy by the forward before this one, so only equal settings share the copy.
         if saved is None and cache.keys() != {key} and not cache.has_result(content):
             saved = self._with_more_bits(content, key)
         mask = None

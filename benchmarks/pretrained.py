@@ -13,6 +13,7 @@ a draw. Each row of the results has
 - error: the root of the mean of |g^ - g|^2, over |g|.
 - scale: the mean of <g^, g>, over |g|^2. 1 is right.
 - bias: the norm of E[g^] - g, over |g|, from the products of errors of different draws; 0 if their mean is negative.
+- bias_noise: the bias that these draws show if there is none (one standard deviation). More `--draws` make it smaller.
 - added_variance: the mean of |g^ - g|^2, over the variance of g from batch to batch.
 - mib: the bytes that a forward saves for the backward, in MiB.
 
@@ -194,18 +195,23 @@ def saved_mib(network, batch) -> float:
 def measured(network, batch, exact, draws) -> dict[str, float]:
     """Return the error, scale and bias of `draws` gradients of the compressed model."""
     norm = product(exact, exact)
-    total, squares, inner = None, 0.0, 0.0
+    total, squares, inner, products = None, 0.0, 0.0, []
     for _ in range(draws):
         found = gradient(network, batch)
         inner += product(found, exact)
         error = minus(found, exact)
         squares += product(error, error)
-        total = error if total is None else {name: total[name] + error[name] for name in total}
+        if total is None:
+            total = error
+        else:
+            products.append(product(error, total))
+            total = {name: total[name] + error[name] for name in total}
     found = {"error": math.sqrt(squares / draws / norm), "scale": inner / draws / norm}
     if draws > 1:
-        # |sum of errors|^2 is the squares plus the products of different draws.
-        products = (product(total, total) - squares) / (draws * (draws - 1))
-        found["bias"] = math.sqrt(max(products, 0.0) / norm)
+        # There are draws * (draws - 1) / 2 products of two draws' errors. Without bias, the sums in the list are uncorrelated.
+        pairs = norm * draws * (draws - 1) / 2
+        found["bias"] = math.sqrt(max(sum(products), 0.0) / pairs)
+        found["bias_noise"] = math.sqrt(math.hypot(*products) / pairs)
     return found
 
 

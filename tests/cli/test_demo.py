@@ -155,6 +155,17 @@ def test_runs_compare_in_pairs(demo):
     assert one.runs != four.runs
 
 
+def test_notes_explain_the_rows(demo):
+    """A word of a row's name is explained if there is such a row."""
+    for arms, words in (
+        (demo.arms, {"all", "L3"}),
+        (demo.arms[:4], {"all"}),
+        (demo.arms[:3], set()),
+    ):
+        notes = {note.partition(":")[0] for note in replace(demo, arms=arms).view().notes}
+        assert notes & {"all", "L3"} == words
+
+
 def test_the_demo_leaves_threads_and_random_numbers_alone(corpus):
     state = torch.random.get_rng_state()
     torch.set_num_threads(2)

@@ -1,6 +1,7 @@
 """Modules: torch's classes with bits and a table, in copies, files, processes and threads."""
 
 import copy
+import inspect
 import io
 import math
 import pickle
@@ -13,6 +14,7 @@ import torch
 from conftest import _kernels
 from samples import gradient, load_table, normal, same
 from torch import nn
+from torch.nn import functional as torch_f
 
 import fewbit
 import fewbit.nn
@@ -31,6 +33,34 @@ def gradient_of(module, x):
     torch.manual_seed(0)  # RReLU draws
     y = module(x * 1.0)
     return y, torch.autograd.grad(y.sum(), x)[0]
+
+
+OWN = {"group_size": 256, "copies": 1, "quantizer": None, "table": None}
+"""Defaults of the arguments that torch's functions do not have, besides `bits`."""
+
+
+def defaults(function):
+    """Return {name: default} of the parameters that have one; {} for a function of C++, which has no signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return {}
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
+
+
+def test_defaults_of_functions_are_torchs():
+    """Functions of C++ are compared with torch's class, which has the same arguments."""
+    compared = 0
+    classes = {name.lower(): kind for name, kind in vars(nn).items() if isinstance(kind, type)}
+    for name in fewbit.functional.__all__:
+        ours = defaults(getattr(fewbit.functional, name))
+        theirs = {"bias": None} | OWN
+        theirs = defaults(classes.get(name.replace("_", ""), len)) | theirs
+        theirs |= defaults(getattr(torch_f, name, len))
+        both = ours.keys() & theirs.keys() - {"ignore_index", "training"}
+        assert {each: ours[each] for each in both} == {each: theirs[each] for each in both}, name
+        compared += len(both)
+    assert compared > 150
 
 
 @pytest.mark.parametrize("name", NAMES)

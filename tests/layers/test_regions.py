@@ -191,10 +191,12 @@ def saved(function, x):
 
 
 def test_bytes_of_decisions():
-    """A mask takes 1 bit per element, and an index as many bits as its dimension needs. A region without decisions saves none."""
+    """Masks and coins take 1 bit per element, indices as many as their dimension needs. Regions without decisions save none."""
     x = normal((WIDTH, WIDTH), scale=1.0).requires_grad_()
     usual = saved(torch.sin, x)
     assert saved(lambda x: x.sin() * (x > 0), x) - usual == WIDTH * WIDTH // 8
+    coins = saved(lambda x: x.sin() * x.detach().sigmoid().bernoulli(), x)
+    assert coins - usual == WIDTH * WIDTH // 8
     assert saved(lambda x: x.sin() * x.argmax(-1), x) - usual == WIDTH * 6 // 8
     assert saved(lambda x: x.sin() * x.sort(-1)[1], x) - usual == WIDTH * WIDTH * 6 // 8
 

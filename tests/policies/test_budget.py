@@ -159,3 +159,22 @@ def test_a_large_budget_gives_activations_as_many_bits(layers, bits):
     model, budget = activated(), fewbit.Budget("1 GiB")
     fewbit.compress_(model, budget, sample=torch.randn(64, 64), layers=layers, verbose=False)
     assert model[1].bits == bits
+
+
+def test_tensors_with_given_bits_do_not_count_as_tensors_whose_bits_change():
+    """The budget that 4 bits need for one layer gives it 4 bits, whatever the layer after it saves."""
+    sample = normal((1024, 64), scale=1.0)
+    overrides = {"1": 8, "2": 8}
+
+    def converted(config):
+        torch.manual_seed(0)
+        layers = [nn.Linear(64, 64, bias=False), nn.Softplus(), nn.Linear(64, 64, bias=False)]
+        model = nn.Sequential(*layers)
+        controller = fewbit.compress_(
+            model, config, sample=sample, overrides=overrides, verbose=False
+        )
+        return fewbit.saved_bytes(model, sample).total, controller.average_bits
+
+    needed, _ = converted(fewbit.AdaptiveBits(4))
+    saved, average = converted(fewbit.Budget(needed))
+    assert saved <= needed and 3 < average <= 4

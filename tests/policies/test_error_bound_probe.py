@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -364,3 +365,12 @@ def test_bits_that_samples_do_not_share():
     squares = (X[:5] - X[:5].mean(1, keepdim=True)).square().sum()
     assert seen.samples == 0 and not any(seen.squares[1:])
     assert seen.squares[0] == pytest.approx(float(squares), rel=1e-4)
+
+
+def test_the_noise_has_the_deviation_of_rounding():
+    """It is uniform, so that its largest number is sqrt(3) deviations."""
+    slot = SimpleNamespace(rounding=SimpleNamespace(tensor=SimpleNamespace(deviation=0.5)))
+    noise = ErrorBoundProbe(0).noise(torch.zeros(400, 500), slot, 0, None)
+    assert noise.mean().item() == pytest.approx(0, abs=0.01)
+    assert noise.std().item() == pytest.approx(0.5, rel=0.01)
+    assert noise.abs().max().item() == pytest.approx(0.5 * 3**0.5, rel=0.001)

@@ -33,7 +33,7 @@ from fewbit.table import (
     round_breaks,
     save_tables,
 )
-from fewbit.table.plot import plot_grid, plot_table, steps, window
+from fewbit.table.plot import _between, plot_grid, plot_table, steps, window
 from fewbit.table.sketch import sketch
 
 ROOT = Path(__file__).parents[2]
@@ -674,6 +674,21 @@ def test_plot_into_given_axes():
     x, y = axes.lines[-1].get_data()
     assert np.isnan(y).sum() == 2  # f' is not joined across its two jumps
     assert set(y[~np.isnan(y)]) == {0.0, 1.0}
+
+
+def test_the_error_is_drawn_between_the_breaks_and_kinks():
+    """No point lies at an edge or beyond, where f' and the table have other values."""
+    table = relu6_table()
+    edges = [-1.0, 0.0, 6.0, 7.0]
+    parts = np.split(_between(edges), np.flatnonzero(np.isnan(_between(edges))))
+    assert len(parts) == 3
+    for part, low, high in zip(parts, edges, edges[1:], strict=False):
+        points = part[~np.isnan(part)]
+        assert low < points[0] < low + 1e-4 and high - 1e-4 < points[-1] < high
+    figure = plot_table(table)
+    assert (
+        abs(np.nan_to_num(figure.axes[-1].lines[-1].get_ydata())).max() == 0
+    )  # the table of ReLU6 is exact
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ are compared in pairs. Measurements whose results are stored are not repeated. d
 conclusion.
 
 Writes results/default_table_gradients.*, default_table_training.* and default_table_pretrained.*. The last one has the errors of
-MiniLM's gradient if the GELUs alone are few-bit functions (`pretrained.py` explains the numbers). The pre-activations to which tables are fitted
+MiniLM's gradient if the GELUs alone are few-bit functions (`pretrained.py` explains the numbers); tables are fitted to each layer's
+pre-activations in two other batches. The pre-activations to which tables are fitted
 are stored in build/default_table/.
 """
 
@@ -271,6 +272,7 @@ PRETRAINED = (
     ("uniform", "free"),
     ("normal", "free"),
     ("scales", "free"),
+    ("fitted", "free"),
     ("uniform", "pinned"),
     ("scales", "pinned"),
 )
@@ -292,16 +294,33 @@ def pretrained_errors():
         if isinstance(child, GELUActivation)
     ]
     assert len(places) == network.depth
+    samples = _inputs_of(places, lambda: [network.loss(network.batch(other)) for other in (1, 2)])
     rows = []
     for bits in BITS:
         for weight, tails in PRETRAINED:
-            chosen = fewbit.load_table("gelu", bits, weight=weight, tails=tails)
-            for module, name in places:
+            for (module, name), own in zip(places, samples, strict=True):
+                given = own if weight == "fitted" else weight
+                chosen = fewbit.load_table("gelu", bits, weight=given, tails=tails)
                 setattr(module, name, fewbit.GELU(bits=bits, table=chosen))
             found = pretrained.measured(network, batch, exact, 1)
             rows.append({"bits": bits, "weight": weight, "tails": tails} | found)
             print(rows[-1], flush=True)
     return rows
+
+
+def _inputs_of(places, run) -> list[np.ndarray]:
+    """Return the inputs that modules, given as (parent, name), get while a function runs."""
+    seen = [[] for _ in places]
+    hooks = [
+        getattr(parent, name).register_forward_pre_hook(
+            lambda _, inputs, own=own: own.append(inputs[0].detach().flatten().numpy().copy())
+        )
+        for (parent, name), own in zip(places, seen, strict=True)
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return [np.concatenate(own) for own in seen]
 
 
 def work_on(key, call, work, quick):

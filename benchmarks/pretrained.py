@@ -20,8 +20,10 @@ a draw. Each row of the results has
 The settings are numbers of bits; "4 bits, recompute_linear" and the like; "compiled, 4 bits" and the like, with `fewbit.compile`
 (compared with torch.compile without fewbit); policies, which learn for a few steps first;
 "checkpoint_ 8 bits" and the like, where blocks are checkpointed regions; "8 bits, norms 3" and the like, where one kind of tensor
-has 3 bits; and "8 bits, first third 2" and the like, where a third of the blocks has 2 bits. Rows of kinds have
+has 3 bits; and "8 bits, first third 2" and the like, where a third of the blocks has 2 bits. Rows of kinds and policies have
 
+- predicted: the error that AdaptiveBits predicts. In "AdaptiveBits(4), one batch" and the like it has learned from the batch for
+  which the error is measured; in other rows of AdaptiveBits it has learned from other batches.
 - gain: error^2, minus that of 8 bits, over the squared error of 3 bits in a normal tensor (`distortion`). Errors of b bits of
   this kind add about gain * distortion(b) to error^2.
 
@@ -67,6 +69,7 @@ class Setting(NamedTuple):
         config: the bits or the configuration for `compress_`; None to compress no layers.
         kind: which tensors have other bits; None for the usual bits.
         steps: the number of training passes before the measurement.
+        is_one_batch: whether these passes have the batch of the measurement.
         layers: the argument of `compress_`.
         boundaries: the bits of `checkpoint_`; None if there are no checkpoints.
         is_compiled: whether `fewbit.compile` takes the place of `compress_`. Its gradients are compared with those of torch.compile,
@@ -76,6 +79,7 @@ class Setting(NamedTuple):
     config: int | fewbit.BitConfig | None = None
     kind: Kind | None = None
     steps: int = 0
+    is_one_batch: bool = False
     layers: dict | None = None
     boundaries: int | None = None
     is_compiled: bool = False
@@ -91,7 +95,9 @@ def settings_of(network: pretrained_networks.Network) -> dict[str, Setting]:
         if setting.config in (4, 2):
             found[f"compiled, {name}"] = setting._replace(is_compiled=True)
     for bits in POLICIES:
-        found[f"AdaptiveBits({bits})"] = Setting(fewbit.AdaptiveBits(bits), steps=STEPS)
+        adaptive = Setting(fewbit.AdaptiveBits(bits), steps=STEPS)
+        found[f"AdaptiveBits({bits})"] = adaptive
+        found[f"AdaptiveBits({bits}), one batch"] = adaptive._replace(is_one_batch=True)
     if supports_checkpoints(network.model):
         found |= {f"checkpoint_ {bits} bits": Setting(boundaries=bits) for bits in (8, 6, 4)}
         found["checkpoint_ 8 bits, 4 bits"] = Setting(4, boundaries=8)
@@ -111,8 +117,8 @@ def block_of(network, number):
 
 @contextmanager
 def compressed(network, setting: Setting):
-    """Compress the model while the block runs."""
-    kind = setting.kind
+    """Compress the model while the block runs. The block gets the controller, if `compress_` makes one."""
+    kind, controller = setting.kind, None
     usual = convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES
     attention, gates = usual if kind is None else (kind.attention, kind.gates)
     convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES = (
@@ -125,7 +131,7 @@ def compressed(network, setting: Setting):
             given = {"layers": setting.layers, "backend": "aot_eager"}
             compile_in_place(network.model, setting.config, **given)
         elif setting.config is not None:
-            fewbit.compress_(
+            controller = fewbit.compress_(
                 network.model,
                 setting.config,
                 layers=setting.layers,
@@ -134,7 +140,7 @@ def compressed(network, setting: Setting):
             )
         if setting.boundaries is not None:
             fewbit.checkpoint_(network.model, setting.boundaries)
-        yield
+        yield controller
         if setting.boundaries is not None:
             network.model.gradient_checkpointing_disable()
         if setting.is_compiled:
@@ -232,13 +238,17 @@ def rows_of(name, options, keep):
         if options.settings and setting not in options.settings:
             continue
         started, reference = time.perf_counter(), exact_of(how.is_compiled)
-        with compressed(network, how):
+        with compressed(network, how) as controller:
             for step in range(how.steps):
-                gradient(network, network.batch(FIRST_BATCH_OF_POLICY + step))
+                other = network.batch(FIRST_BATCH_OF_POLICY + step)
+                gradient(network, batch if how.is_one_batch else other)
+            predicted = sum(row.variance for row in controller.allocation) if how.steps else None
             found = measured(network, batch, reference, options.draws)
             found["mib"] = saved_mib(network, batch)
         squared[setting] = found["error"] ** 2
         found["added_variance"] = squared[setting] * norm / noise
+        if predicted is not None:
+            found["predicted"] = math.sqrt(predicted / norm)
         if how.kind in network.kinds.values() and "8 bits" in squared:
             found["gain"] = (squared[setting] - squared["8 bits"]) / distortion("rotated", LOW)
         found = {key: float(f"{value:.4g}") for key, value in found.items()}

@@ -12,7 +12,7 @@ attention (docs/decisions/0008): the final loss of the demo's transformer if all
 attention's.
 
 bias (docs/concepts/layers.md): for the layers in LAYERS, whose gradients are not exact in expectation, on normal random inputs,
-with rotated, uniform and unbiased copies.
+with rotated and uniform copies.
 The bias is the distance between the mean gradient over many backward passes and torch's gradient in float64, after
 correction for the sampling error of the mean. The noise is the root mean square error of a single backward pass. Bias,
 sampling error and noise are divided by the norm of torch's gradient, and are medians over inputs.
@@ -48,7 +48,7 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 NORM_BITS = (2, 3, 4, 8)
 ATTENTION_BITS = (2, 3, 4, 8)
 BIAS_BITS = (2, 3, 4, 8)
-KINDS = ("rotated", "uniform", "unbiased")
+KINDS = ("rotated", "uniform")
 CHUNK = 1000  # backward passes at once
 EPS = 1e-5
 

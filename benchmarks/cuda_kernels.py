@@ -33,7 +33,7 @@ import harness
 import torch
 
 import fewbit
-from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNBIASED, UNIFORM
+from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format.channels import Normalization, estimated_rows
@@ -145,7 +145,7 @@ def quantize(kind, bits, axis=None):
 
     def case(backend, x):
         seed = torch.tensor([7], device=x.device)
-        x = x.clamp(min=0) if kind in (MASKED, MASKED_UNBIASED) else x
+        x = x.clamp(min=0) if kind == MASKED else x
         widths = words = None
         if bits is None:
             widths = torch.arange(len(x), device=x.device).remainder(3).add(1).to(torch.uint8)
@@ -296,11 +296,6 @@ CASES = {
     "rotated dequantize scaled features, 2 bits": dequantize(ROTATED, 2, "features"),
     "rotated dequantize with channels, 2 bits": dequantize(ROTATED, 2, "channels"),
     "batch norm backward, 2 bits": batch_norm_backward(2),
-    "unbiased quantize, 2 bits": quantize(UNBIASED, 2),
-    "unbiased quantize, 4 bits": quantize(UNBIASED, 4),
-    "masked unbiased quantize, 2 bits": quantize(MASKED_UNBIASED, 2),
-    "unbiased dequantize, 2 bits": dequantize(UNBIASED, 2),
-    "unbiased dequantize, 4 bits": dequantize(UNBIASED, 4),
     "encode fixed point, 4 bits": fixed_point("encode", 4),
     "decode fixed point, 4 bits": fixed_point("decode", 4),
     "mask fixed point, 4 bits": fixed_point("mask", 4),

@@ -12,11 +12,10 @@ The kind of a tensor is the class of the layer that saves it, or the name of the
     standardized    the mean of each channel is subtracted, the result is divided by the channel's standard deviation, and a
                     rotated copy of this is made. Both numbers come from another batch, as if a layer had kept them from
                     an earlier step
-    unbiased        a rotation and the exactly unbiased codes with shared randomness, computed in NumPy
     fixed signs     a rotation with the same signs in every step, computed in NumPy: for comparison
 
-Tensors are measured at the start of training ("early") and after 200 steps of exact training ("late"). The last two
-methods divide the tensor into rows of 256 elements, and leave out the elements that do not fill a row.
+Tensors are measured at the start of training ("early") and after 200 steps of exact training ("late"). The last
+method divides the tensor into rows of 256 elements, and leaves out the elements that do not fill a row.
 
 Every tensor is copied several times with fresh random numbers. Let x be the exact tensor, and e the error of a copy.
 "error" is the mean of |e|^2 / |x|^2. "worst channel" is the greatest such ratio of a channel: an entry of the last
@@ -41,8 +40,7 @@ import quantizer_choice
 import torch
 
 import fewbit
-from fewbit.catalog.normal_levels import unbiased_levels
-from fewbit.catalog.quantizers import restore_rotated, restore_unbiased
+from fewbit.catalog.quantizers import restore_rotated
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import QuantizationRecord
 
@@ -132,19 +130,14 @@ def by_library(saved, bits, quantizer, x):
     return made.spec.dequantize(made.tensors)
 
 
-def by_numpy(method, bits, x, generator):
-    """Return a copy of the elements of x, in rows of GROUP elements."""
+def with_fixed_signs(bits, x):
+    """Return a copy of the elements of x, in rows of GROUP elements. All rows have the same signs in every step."""
     rows = x.double().numpy()
     means = rows.mean(1, keepdims=True)
     rows = rows - means
     rows[~rows.any(1), 0] = 1e-30  # a row of zeros has no direction
-    if method == "fixed signs":
-        signs = np.sign(np.random.default_rng(0).standard_normal((1, GROUP)))
-        return torch.from_numpy(means + restore_rotated(rows, bits, signs))
-    levels = np.array(unbiased_levels(bits))
-    signs = generator.choice([-1.0, 1.0], rows.shape)
-    shared, noise = generator.integers(len(levels), size=rows.shape), generator.random(rows.shape)
-    return torch.from_numpy(means + restore_unbiased(rows, levels, signs, shared, noise))
+    signs = np.sign(np.random.default_rng(0).standard_normal((1, GROUP)))
+    return torch.from_numpy(means + restore_rotated(rows, bits, signs))
 
 
 def standardized(x, earlier, bits):
@@ -193,12 +186,10 @@ def copies_of(kind, x, earlier, saved, copies):
         whole = x.numel() // GROUP * GROUP
         if whole:
             rows = x.reshape(-1)[:whole].view(-1, GROUP)
-            generator = np.random.default_rng(0)
-            for method in ("unbiased", "fixed signs"):
-                made = [by_numpy(method, bits, rows, generator) for _ in range(copies)]
-                found = relative_errors(rows.double(), torch.stack(made))
-                del found["worst channel"]  # rows of GROUP elements are not rows of channels
-                yield method, bits, found
+            made = [with_fixed_signs(bits, rows)] * copies
+            found = relative_errors(rows.double(), torch.stack(made))
+            del found["worst channel"]  # rows of GROUP elements are not rows of channels
+            yield "fixed signs", bits, found
 
 
 def gradient_errors(network, model, batch, kinds, draws):

@@ -1,4 +1,4 @@
-"""Measure the gradient error of networks with uniform, rotated and unbiased copies, at equal bits (docs/decisions/0016).
+"""Measure the gradient error of networks with uniform and rotated copies, at equal bits (docs/decisions/0016).
 
     python benchmarks/quantizer_choice.py            # about 35 minutes on one core
     python benchmarks/quantizer_choice.py --quick    # few steps and draws, to check that it works
@@ -6,7 +6,7 @@
 Each network is compressed once with each kind of copies, by `layers={"quantizer": "uniform"}` and so on. Let g be the
 exact gradient of all parameters for one batch, and g^ the gradient of the compressed network. The error is the mean of
 |g^ - g|^2 / |g|^2 over draws of the random rounding. It is measured at the start of training ("early"), and after 200
-steps of exact training ("late"). Copies of all kinds take the same bytes, except for the 8 bytes of the seed, which
+steps of exact training ("late"). Copies of both kinds take the same bytes, except for the 8 bytes of the seed, which
 uniform copies do not have. Attention has the same bits as the other tensors. Activations have the same bits
 too, but at least 3 (ReLU 1), so that their error does not hide that of the copies.
 
@@ -44,7 +44,7 @@ import fewbit
 from fewbit.demo import text, training
 
 BITS = range(1, 9)
-KINDS = ("uniform", "rotated", "unbiased")
+KINDS = ("uniform", "rotated")
 WIDTH, LAYERS, HEADS, CONTEXT = 128, 2, 4, 64
 LATE, DRAWS = 200, 8
 
@@ -236,7 +236,6 @@ def errors(network, model, batch, draws):
             row[kind] = statistics.fmean(found)
             row[f"{kind} ±"] = statistics.stdev(found) / len(found) ** 0.5
         row["ratio"] = row["uniform"] / row["rotated"]
-        row["unbiased / rotated"] = row["unbiased"] / row["rotated"]
         yield row
 
 
@@ -287,8 +286,7 @@ def line(row):
     return (
         f"{row['network']:27} {row['time']:5} {row['bits']} bits: uniform {row['uniform']:.3g} "
         f"± {row['uniform ±']:.1g}, rotated {row['rotated']:.3g} ± {row['rotated ±']:.1g}, "
-        f"ratio {row['ratio']:.2f}, unbiased {row['unbiased']:.3g} ± {row['unbiased ±']:.1g}, "
-        f"to rotated {row['unbiased / rotated']:.2f}"
+        f"ratio {row['ratio']:.2f}"
     )
 
 

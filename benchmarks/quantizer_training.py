@@ -51,8 +51,6 @@ ARMS = {
     "1 bit": {"bits": 1},
     "2 bits, uniform": {"bits": 2, "layers": {"quantizer": "uniform"}},
     "1 bit, uniform": {"bits": 1, "layers": {"quantizer": "uniform"}},
-    "2 bits, unbiased": {"bits": 2, "layers": {"quantizer": "unbiased"}},
-    "1 bit, unbiased": {"bits": 1, "layers": {"quantizer": "unbiased"}},
     "2 bits, attention 2": {"bits": 2, "layers": {"attention_bits": 2}},
     "2 bits, attention 3": {"bits": 2, "layers": {"attention_bits": 3}},
     "2 bits, gates 4": {"bits": 2, "overrides": {"*.mlp": {"bits": 4}, "*.mlp.*": {"bits": 2}}},

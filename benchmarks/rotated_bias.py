@@ -1,4 +1,4 @@
-"""Measure the mean error of rotated and of unbiased copies, also of groups whose rotation does not look normal (docs/concepts/quantizer.md).
+"""Measure the mean error of rotated copies, also of groups whose rotation does not look normal (docs/concepts/quantizer.md).
 
     python benchmarks/rotated_bias.py           # about two minutes on one core
 
@@ -14,11 +14,10 @@ large.
   energy. Only groups with a single watched element have it, and only if this element has less than an eighth of the
   energy.
 
-There are four arms:
+There are three arms:
 
 - quantizer: fewbit's rotated copies with float32 means, which rotate a group twice if one element has more than an
   eighth of the energy.
-- unbiased: fewbit's unbiased copies with float32 means.
 - once: a simulation that rotates every group once, by one transform of the whole group. Its scale is not rounded.
 - fixed signs: the same simulation with one set of signs for all draws. All draws are equal, so all of the error is
   bias.
@@ -45,8 +44,7 @@ DRAWS, CHUNK = 100_000, 10_000
 PAD = (
     64  # elements before a group of fewer than 64, so that the group is the last one of its sample
 )
-ARMS = ("quantizer", "unbiased", "once", "fixed signs")
-KINDS = {"quantizer": "rotated", "unbiased": "unbiased"}
+ARMS = ("quantizer", "once", "fixed signs")
 
 
 class Group(NamedTuple):
@@ -96,13 +94,13 @@ def groups() -> list[Group]:
 # -- the arms ----------------------------------------------------------------------------------------------
 
 
-def of_quantizer(x, kind, bits, draws, seed):
-    """Return copies of a kind by fewbit's quantizer, (draws, n)."""
+def of_quantizer(x, bits, draws, seed):
+    """Return rotated copies by fewbit's quantizer, (draws, n)."""
     n = len(x)
     pad = PAD if n < PAD else 0
     group_size = PAD if pad else 256
     rows = torch.cat((torch.zeros(pad), x)).expand(draws, -1).contiguous()
-    return copied(rows, kind, bits, group_size, seed)[:, pad:]
+    return copied(rows, "rotated", bits, group_size, seed)[:, pad:]
 
 
 def copied(rows, kind, bits, group_size, seed):
@@ -135,8 +133,8 @@ def simulated(x, bits, signs):
 
 def copies(arm, group, bits, draws, seed):
     """Return copies of a group by an arm, (draws, n)."""
-    if arm in KINDS:
-        return of_quantizer(group.x, KINDS[arm], bits, draws, seed)
+    if arm == "quantizer":
+        return of_quantizer(group.x, bits, draws, seed)
     signs = torch.randint(
         0, 2, (draws, len(group.x)), generator=torch.Generator().manual_seed(seed)
     )

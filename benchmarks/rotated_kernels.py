@@ -1,11 +1,11 @@
-"""Compare the times of the CPU kernels of rotated, unbiased and uniform copies, for each instruction set.
+"""Compare the times of the CPU kernels of rotated and uniform copies, for each instruction set.
 
     python benchmarks/rotated_kernels.py              # about 5 minutes
     python benchmarks/rotated_kernels.py --quick
 
 A round quantizes and dequantizes a tensor once with each kind of copy, so that a slow moment of the machine affects
 both. The kernels run on one thread, and times are processor times, so other processes hardly matter. The ratio of a
-round is the time of the rotated or unbiased copy divided by the time of the uniform copy. The table has the median of the ratios,
+round is the time of the rotated copy divided by the time of the uniform copy. The table has the median of the ratios,
 and their quartiles. The smaller tensors stay in the processor's caches, so their ratios compare only the computation.
 With the largest tensor, the kernels also wait for memory. Before anything is timed, the kernels are compared with the
 reference backend.
@@ -23,7 +23,7 @@ import harness
 import torch
 
 from fewbit import _kernels
-from fewbit.config import ROTATED, UNBIASED, UNIFORM
+from fewbit.config import ROTATED, UNIFORM
 from fewbit.runtime.backends import native, reference
 
 GROUP_SIZE = 256
@@ -42,17 +42,17 @@ CASES = [
 QUICK = [(2**16, 2, torch.float32, FEATURES)]
 
 
-def check(backend, kind, bits, dtype, features):
-    """Raise AssertionError unless a backend's copies of a kind are those of the reference backend."""
+def check(backend, bits, dtype, features):
+    """Raise AssertionError unless a backend's rotated copies are those of the reference backend."""
     x = torch.randn(20, features, generator=torch.Generator().manual_seed(0)).to(dtype)
-    arguments = x, torch.tensor([7]), bits, GROUP_SIZE, False, None, None, None, kind
+    arguments = x, torch.tensor([7]), bits, GROUP_SIZE, False, None, None, None, ROTATED
     packed, ranges, _ = backend.quantize(*arguments)
     expected = reference.quantize(*arguments)
     assert torch.equal(packed, expected[0])
     assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16))
     values, expected = torch.empty_like(x), torch.empty_like(x)
     for of, out in ((backend, values), (reference, expected)):
-        of.dequantize(packed, ranges, bits, GROUP_SIZE, out, None, None, kind)
+        of.dequantize(packed, ranges, bits, GROUP_SIZE, out, None, None, ROTATED)
     assert torch.equal(values, expected)
 
 
@@ -69,38 +69,36 @@ def times(backend, kind, x, bits, out):
 def measure(isa, n, bits, dtype, features, rounds):
     """Return the rows of one case: for quantizing, dequantizing and both."""
     backend = native.cpu(isa)
-    for kind in (ROTATED, UNBIASED):
-        check(backend, kind, bits, dtype, features)
+    check(backend, bits, dtype, features)
     x = torch.randn(n // features, features).to(dtype)
     out = torch.empty_like(x)
-    taken = {UNIFORM: [], ROTATED: [], UNBIASED: []}
+    taken = {UNIFORM: [], ROTATED: []}
     for _ in range(rounds + 1):
         for kind, of_kind in taken.items():
             quantize, dequantize = times(backend, kind, x, bits, out)
             of_kind.append((quantize, dequantize, quantize + dequantize))
     rows = []
     for column, step in enumerate(("quantize", "dequantize", "both")):
-        uniform, *others = ([round_[column] for round_ in taken[kind][1:]] for kind in taken)
-        for kind, found in zip((ROTATED, UNBIASED), others, strict=True):
-            ratios = [f / u for f, u in zip(found, uniform, strict=True)]
-            lower, median, upper = statistics.quantiles(ratios, n=4)
-            rows.append(
-                {
-                    "isa": isa,
-                    "kind": kind,
-                    "elements": n,
-                    "features": features,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "bits": bits,
-                    "step": step,
-                    "uniform_ms": statistics.median(uniform) * 1e3,
-                    "milliseconds": statistics.median(found) * 1e3,
-                    "ratio": median,
-                    "ratio_lower_quartile": lower,
-                    "ratio_upper_quartile": upper,
-                    "ratio_of_least": min(found) / min(uniform),
-                }
-            )
+        uniform, rotated = ([round_[column] for round_ in taken[kind][1:]] for kind in taken)
+        ratios = [r / u for r, u in zip(rotated, uniform, strict=True)]
+        lower, median, upper = statistics.quantiles(ratios, n=4)
+        rows.append(
+            {
+                "isa": isa,
+                "kind": ROTATED,
+                "elements": n,
+                "features": features,
+                "dtype": str(dtype).removeprefix("torch."),
+                "bits": bits,
+                "step": step,
+                "uniform_ms": statistics.median(uniform) * 1e3,
+                "milliseconds": statistics.median(rotated) * 1e3,
+                "ratio": median,
+                "ratio_lower_quartile": lower,
+                "ratio_upper_quartile": upper,
+                "ratio_of_least": min(rotated) / min(uniform),
+            }
+        )
     return rows
 
 

@@ -4,7 +4,7 @@
     python benchmarks/step_time.py --quick
 
 A step is a forward, a backward and an optimizer step, of a wider version of the demo's transformer and of ResNet-18.
-The arms are exact training, fixed bits (also with unbiased copies), and "L3" and "observed" with 2 bits on average.
+The arms are exact training, fixed bits, and "L3" and "observed" with 2 bits on average.
 "L3" has adapted before it is timed. In "observed" every step is an observed step, so that the difference to "L3",
 divided by the interval, is the cost of adapting. The arms take turns step by step, so that a slow moment of the machine affects all of them. A ratio
 is that of the medians in one process, and the median over several processes. First, gradients at 8 bits are compared
@@ -37,8 +37,7 @@ import fewbit
 from fewbit.demo.transformer import CharTransformer
 from fewbit.models.resnet import ResNet
 
-UNBIASED = "2, unbiased"
-ARMS = ("exact", 2, UNBIASED, 4, 8, "L3")
+ARMS = ("exact", 2, 4, 8, "L3")
 TIMED = (*ARMS, "observed")
 INTERVAL = fewbit.AdaptiveBits.interval
 INTERVALS = {"L3": 10**6, "observed": 1}
@@ -66,8 +65,7 @@ def build(case, settings, arm):
     if arm in INTERVALS:
         fewbit.compress_(model, fewbit.AdaptiveBits(2, INTERVALS[arm]), verbose=False)
     elif arm != "exact":
-        bits, kind = (2, "unbiased") if arm == UNBIASED else (arm, None)
-        fewbit.compress_(model, bits, layers={"quantizer": kind}, verbose=False)
+        fewbit.compress_(model, arm, verbose=False)
     return model
 
 

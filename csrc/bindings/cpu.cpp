@@ -71,24 +71,24 @@ class Cpu {
   }
 
   std::pair<float, float> quantize(const Buffer& x, const CopyShape& shape, const Buffer& widths, const SeedArgument& seed,
-                                   const Buffer& levels, const Buffer& packed, const Buffer& ranges, const Buffer& mean,
-                                   const Buffer& rstd, int64_t inner, const Buffer& channels) const {
+                                   const Buffer& packed, const Buffer& ranges, const Buffer& mean, const Buffer& rstd,
+                                   int64_t inner, const Buffer& channels) const {
     const Entry entry("quantize", kDevice);
     const DType dtype = numbers_of(entry, "x", x, shape);
     auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
     const OwnedChannels numbers(entry.channels(channels, shape));
     normalization.channels = numbers.get();
-    const Coding coding(seed_at(entry.seed("seed", seed)), entry.levels(levels, shape.kind));
+    const uint64_t key = seed_at(entry.seed("seed", seed));
     const StreamPlan plan = plan_of(entry, shape, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
     const int threads = torch_threads();
     py::gil_scoped_release release;
-    const Extent extent = fewbit::quantize(*kernels_, shape.kind, plan, address_of<const void>(x), dtype, normalization, coding,
+    const Extent extent = fewbit::quantize(*kernels_, shape.kind, plan, address_of<const void>(x), dtype, normalization, key,
                                            copy.packed, copy.ranges, threads);
     // When memory was allocated, only a bound on the number of words was known, so some may be left over.
     std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
     std::fill(copy.ranges + plan.streams.groups * copy.columns, copy.seed_rows(), uint16_t{0});
-    if (shape.is_rotated()) store_seed(coding.seed, shape.fp32_min, copy.seed_rows());
+    if (shape.is_rotated()) store_seed(key, shape.fp32_min, copy.seed_rows());
     return {extent.least, extent.greatest};
   }
 
@@ -118,12 +118,12 @@ class Cpu {
   std::optional<std::pair<float, float>> forward_quantized(int function, double p0, double p1, const OwnedTable& table,
                                                            const Buffer& x, const CopyShape& shape, const Buffer& y,
                                                            const Buffer& codes, const SeedArgument& seed,
-                                                           const SeedArgument& quantizer_seed, const Buffer& levels,
-                                                           const Buffer& packed, const Buffer& ranges) const {
+                                                           const SeedArgument& quantizer_seed, const Buffer& packed,
+                                                           const Buffer& ranges) const {
     const Entry entry("forward_quantized", kDevice);
     const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
     numbers_of(entry, "x", x, shape);
-    const Coding coding(seed_at(entry.seed("quantizer_seed", quantizer_seed)), entry.levels(levels, shape.kind));
+    const uint64_t key = seed_at(entry.seed("quantizer_seed", quantizer_seed));
     const Streams streams = shape.streams();
     const Copy copy = copy_at(entry, packed, ranges, streams, false, shape.is_rotated());
     const Forward forward{function, p0, p1, &table.get(), of.from, of.dtype, of.to, of.packed, seed_at(of.seed)};
@@ -131,14 +131,13 @@ class Cpu {
     if (threads_of_forward(streams, threads) < threads_for(of.n, threads)) return std::nullopt;
     py::gil_scoped_release release;
     const Extent extent =
-        fewbit::forward_quantized(*kernels_, shape.kind, streams, forward, coding, copy.packed, copy.ranges, threads);
-    if (shape.is_rotated()) store_seed(coding.seed, shape.fp32_min, copy.seed_rows());
+        fewbit::forward_quantized(*kernels_, shape.kind, streams, forward, key, copy.packed, copy.ranges, threads);
+    if (shape.is_rotated()) store_seed(key, shape.fp32_min, copy.seed_rows());
     return std::pair(extent.least, extent.greatest);
   }
 
-  void dequantize(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& widths, const Buffer& levels,
-                  const Buffer& out, const Buffer& scale, const Buffer& shift, int64_t inner, const Buffer& mask,
-                  const Buffer& channels) const {
+  void dequantize(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& widths, const Buffer& out,
+                  const Buffer& scale, const Buffer& shift, int64_t inner, const Buffer& mask, const Buffer& channels) const {
     const Entry entry("dequantize", kDevice);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = widths.exists && shape.features < kLeastFeatures;
@@ -147,11 +146,10 @@ class Cpu {
     value_map.channels = numbers.get();
     const StreamPlan plan = plan_of(entry, shape, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
-    const float* const codes = entry.levels(levels, shape.kind);
     const int threads = torch_threads();
     py::gil_scoped_release release;
-    const Coding coding(shape.is_rotated() ? load_seed(copy.seed_rows()) : 0, codes);
-    fewbit::dequantize(*kernels_, shape.kind, plan, copy.packed, copy.ranges, coding, value_map, address_of<void>(out), dtype,
+    const uint64_t seed = shape.is_rotated() ? load_seed(copy.seed_rows()) : 0;
+    fewbit::dequantize(*kernels_, shape.kind, plan, copy.packed, copy.ranges, seed, value_map, address_of<void>(out), dtype,
                        threads);
   }
 
@@ -256,15 +254,15 @@ void bind_cpu(py::module_& module) {
            py::arg("y"), py::arg("packed"), py::arg("seed"), "Compute y = f(x) and the packed codes of x. y may be x.")
       .def("forward_quantized", &Cpu::forward_quantized, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
            py::arg("x"), py::arg("shape"), py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("quantizer_seed"),
-           py::arg("levels"), py::arg("packed"), py::arg("ranges"),
+           py::arg("packed"), py::arg("ranges"),
            "Run forward, with its codes in `codes`, and quantize on y, in one pass. Return None and do nothing if threads would "
            "have to share groups.")
-      .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("shape"), py::arg("widths"), py::arg("seed"), py::arg("levels"),
-           py::arg("packed"), py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1,
+      .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("shape"), py::arg("widths"), py::arg("seed"), py::arg("packed"),
+           py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1,
            py::arg("channels") = py::none(),
            "Quantize x to packed codes and ranges, and return its (least, greatest) element. widths: a uint8 for each sample, or "
-           "None if all samples have the bits of `shape`. levels: the codes of unbiased copies, or None for other kinds. mean, "
-           "rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner % their length. "
+           "None if all samples have the bits of `shape`. mean, rstd: "
+           "float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner % their length. "
            "channels: (count, 2) bfloat16, the results of channel_statistics, which are taken out; or None.")
       .def("squares", &Cpu::squares, py::arg("x"), py::arg("shape"), py::arg("out"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1, py::arg("channels") = py::none(),
@@ -276,7 +274,7 @@ void bind_cpu(py::module_& module) {
            "mean, rstd as in quantize.")
       .def(
           "dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("shape"), py::arg("widths"),
-          py::arg("levels"), py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1,
+          py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1,
           py::arg("mask") = py::none(), py::arg("channels") = py::none(),
           "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; element e is "
           "value * scale[i] + shift[i]. mask: None, or a bit for each element, packed, by which its value is multiplied; not for "

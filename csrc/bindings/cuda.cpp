@@ -113,8 +113,8 @@ struct Cuda {
   }
 
   void quantize(const Buffer& x, const CopyShape& shape, const Buffer& order, const Buffer& counts, const SeedArgument& seed,
-                const Buffer& levels, const Buffer& packed, const Buffer& ranges, const Buffer& mean, const Buffer& rstd,
-                int64_t inner, const Buffer& channels) const {
+                const Buffer& packed, const Buffer& ranges, const Buffer& mean, const Buffer& rstd, int64_t inner,
+                const Buffer& channels) const {
     const Entry entry("quantize", x.device);
     const DType dtype = numbers_of(entry, "x", x, shape);
     const auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
@@ -122,18 +122,14 @@ struct Cuda {
     const int64_t* const address = seed.is_value ? nullptr : entry.seed("seed", seed);
     const cuda::Seed key = {address, seed.value};
     const auto [of, copy] = quantized(entry, shape, order, counts, packed, ranges);
-    const float* const codes = entry.levels(levels, shape.kind);
     const Where at("quantize", x);
     py::gil_scoped_release release;
     const auto* from = address_of<const void>(x);
     if (shape.kind == CopyKind::uniform) {
       cuda::quantize(of, from, item_of(dtype), normalization, key, words_at(copy.packed), copy.ranges, at.device, at.stream);
-    } else if (is_unbiased(shape.kind)) {
-      cuda::quantize_unbiased(of, is_masked(shape.kind), codes, from, item_of(dtype), normalization, key, words_at(copy.packed),
-                              copy.ranges, at.device, at.stream);
     } else {
-      cuda::quantize_rotated(of, is_masked(shape.kind), from, item_of(dtype), normalization, numbers, key, words_at(copy.packed),
-                             copy.ranges, at.device, at.stream);
+      cuda::quantize_rotated(of, shape.kind == CopyKind::masked, from, item_of(dtype), normalization, numbers, key,
+                             words_at(copy.packed), copy.ranges, at.device, at.stream);
     }
   }
 
@@ -177,7 +173,8 @@ struct Cuda {
     if (shape.kind == CopyKind::uniform) {
       cuda::squares(streams, from, item_of(dtype), normalization, to, at.device, at.stream);
     } else {
-      cuda::squares_rotated(streams, is_masked(shape.kind), from, item_of(dtype), normalization, numbers, to, at.device, at.stream);
+      cuda::squares_rotated(streams, shape.kind == CopyKind::masked, from, item_of(dtype), normalization, numbers, to, at.device,
+                            at.stream);
     }
   }
 
@@ -189,22 +186,16 @@ struct Cuda {
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& order, const Buffer& counts,
-                  const Buffer& levels, const Buffer& out, const Buffer& scale, const Buffer& shift, int64_t inner,
-                  const Buffer& mask, const Buffer& channels) const {
+                  const Buffer& out, const Buffer& scale, const Buffer& shift, int64_t inner, const Buffer& mask,
+                  const Buffer& channels) const {
     const Entry entry("dequantize", out.device);
     const DType dtype = numbers_of(entry, "out", out, shape);
     const bool scattered = counts.exists && shape.features < kLeastFeatures;
     const auto value_map = entry.value_map(mask, scale, shift, inner, shape, scattered);
     const StoredChannels numbers = entry.channels(channels, shape, scattered);
     const auto [of, copy] = quantized(entry, shape, order, counts, packed, ranges);
-    const float* const codes = entry.levels(levels, shape.kind);
     const Where at("dequantize", out);
     py::gil_scoped_release release;
-    if (is_unbiased(shape.kind)) {
-      cuda::dequantize_unbiased(of, codes, words_at(copy.packed), copy.ranges, value_map, address_of<void>(out), item_of(dtype),
-                                at.device, at.stream);
-      return;
-    }
     if (shape.is_rotated()) {
       cuda::dequantize_rotated(of, words_at(copy.packed), copy.ranges, value_map, numbers, address_of<void>(out), item_of(dtype),
                                at.device, at.stream);
@@ -307,7 +298,7 @@ void bind_cuda(py::module_& module) {
       .def("forward", &Cuda::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"), py::arg("x"),
            py::arg("y"), py::arg("packed"), py::arg("seed"))
       .def("quantize", &Cuda::quantize, py::arg("x"), py::arg("shape"), py::arg("order"), py::arg("counts"), py::arg("seed"),
-           py::arg("levels"), py::arg("packed"), py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(),
+           py::arg("packed"), py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(),
            py::arg("inner") = 1, py::arg("channels") = py::none())
       .def("channel_statistics", &Cuda::channel_statistics, py::arg("x"), py::arg("out"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1)
@@ -324,7 +315,7 @@ void bind_cuda(py::module_& module) {
       .def("squares", &Cuda::squares, py::arg("x"), py::arg("shape"), py::arg("out"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1, py::arg("channels") = py::none())
       .def("dequantize", &Cuda::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("shape"), py::arg("order"),
-           py::arg("counts"), py::arg("levels"), py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
+           py::arg("counts"), py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
            py::arg("inner") = 1, py::arg("mask") = py::none(), py::arg("channels") = py::none())
       .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"), py::arg("grid"))
       .def("encode_fixed", &Cuda::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"), py::arg("inner"), py::arg("bits"),

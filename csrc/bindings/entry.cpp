@@ -23,8 +23,8 @@ CopyShape copy_shape(int64_t samples, int64_t features, int group_size, int bits
   if (group_size < kBlock || group_size > kMostGroupSize || group_size % kBlock != 0) {
     refuse("group_size", "a multiple of 32 from 32 to 65536", std::to_string(group_size));
   }
-  if (kind < 0 || kind > 4) {
-    refuse("kind", "0 (uniform), 1 (rotated), 2 (masked), 3 (unbiased) or 4 (masked, unbiased)", std::to_string(kind));
+  if (kind < 0 || kind > 2) {
+    refuse("kind", "0 (uniform), 1 (rotated) or 2 (masked)", std::to_string(kind));
   }
   if (kind != 0 && group_size > kFullGroup) {
     refuse("group_size", "at most 256 unless the copy is uniform", std::to_string(group_size));

@@ -12,7 +12,6 @@
 #include "common/rotate.h"
 #include "common/streams.h"
 #include "common/table.h"
-#include "common/unbiased.h"
 #include "cpu/kernels.h"
 
 namespace fewbit::bindings {
@@ -180,12 +179,6 @@ class Entry {
     const bool is_known = buffer.item >= 0 && buffer.item < kItems;
     return std::to_string(buffer.count) + " " + (is_known ? kItemNames[buffer.item] : "of no known dtype") +
            place_of(buffer.device) + (buffer.count > 0 && !buffer.address ? " at no address" : "");
-  }
-
-  // Returns the codes of unbiased copies; null for other kinds.
-  const float* levels(const Buffer& levels, CopyKind kind) const {
-    if (!is_unbiased(kind)) return nullptr;
-    return exactly<const float>("levels", levels, kUnbiasedFloats, 0);
   }
 
  private:

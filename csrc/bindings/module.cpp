@@ -119,7 +119,7 @@ void bind_common(py::module_& module) {
 
   py::class_<CopyShape>(module, "CopyShape", py::module_local(),
                         "The shape of a quantized tensor, as samples and their features, and the settings of its copy. kind: 0 "
-                        "(uniform), 1 (rotated), 2 (masked), 3 (unbiased) or 4 (masked, unbiased).")
+                        "(uniform), 1 (rotated) or 2 (masked).")
       .def(py::init(&copy_shape), py::arg("samples"), py::arg("features"), py::arg("group_size"), py::arg("bits"),
            py::arg("fp32_min"), py::arg("kind"))
       .def_property_readonly(

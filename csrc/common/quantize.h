@@ -25,14 +25,6 @@ struct VectorIndex {
   int64_t count = 1, inner = 1;
 };
 
-// The seed of a copy, and the table of its codes. codes: the table of exactly unbiased copies (unbiased.h); null for other kinds.
-struct Coding {
-  uint64_t seed;
-  const float* codes;
-
-  FEWBIT_HD Coding(uint64_t seed, const float* codes = nullptr) : seed(seed), codes(codes) {}
-};
-
 // Normalization of elements before they are quantized: (x - mean) * rstd. Without rstd there is none. Without a mean the
 // mean is 0. Then the numbers of channels are taken out.
 struct Normalization {

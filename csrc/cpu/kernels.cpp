@@ -28,8 +28,6 @@ extern const Kernels kernels;
 extern const QuantizerKernels uniform_kernels;       // quantize.cpp
 extern const QuantizerKernels rotated_kernels;       // rotated.cpp
 extern const QuantizerKernels masked_kernels;        // rotated.cpp
-extern const QuantizerKernels unbiased_kernels;      // rotated.cpp
-extern const QuantizerKernels masked_unbiased_kernels;  // rotated.cpp
 extern const FixedPointKernels fixed_point_kernels;  // fixed_point.cpp
 ChannelStatistics channel_statistics;                // channels.cpp
 
@@ -491,8 +489,6 @@ const Kernels kernels = {FEWBIT_STRING(FEWBIT_NAMESPACE),
                          &uniform_kernels,
                          &rotated_kernels,
                          &masked_kernels,
-                         &unbiased_kernels,
-                         &masked_unbiased_kernels,
                          &fixed_point_kernels,
                          channel_statistics};
 

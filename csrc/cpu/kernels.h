@@ -26,10 +26,7 @@ struct Spread {
 };
 
 // The kinds of copies that the group quantizer makes.
-enum class CopyKind { uniform, rotated, masked, unbiased, masked_unbiased };
-
-constexpr bool is_masked(CopyKind kind) { return kind == CopyKind::masked || kind == CopyKind::masked_unbiased; }
-constexpr bool is_unbiased(CopyKind kind) { return kind == CopyKind::unbiased || kind == CopyKind::masked_unbiased; }
+enum class CopyKind { uniform, rotated, masked };
 
 // The group quantizer (docs/concepts/quantizer.md), for copies of one kind. Each function works on the groups [begin, end) of all
 // streams. order: the samples by stream; null if they are in order already. Pointers are aligned to one element. `ranges` does
@@ -37,16 +34,16 @@ constexpr bool is_unbiased(CopyKind kind) { return kind == CopyKind::unbiased ||
 struct QuantizerKernels {
   // Quantizes. Words may share blocks with those of other calls (word_writer.h). `spread` is extended by the elements.
   void (*quantize)(const Streams& streams, const int64_t* order, const void* x, DType dtype,
-                   const Normalization& normalization, const Coding& coding, int64_t begin, int64_t end, uint32_t* packed,
+                   const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
                    uint16_t* ranges, Spread& spread);
   // Computes out[g], to which the variance of group g is proportional, from exact ranges or means in float32: length * range^2
   // of a uniform copy, the sum of the squares of the elements minus their mean of the other kinds. NaN if an element is not finite.
   void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalization& normalization,
                   int64_t begin, int64_t end, float* out);
-  // Dequantizes. coding: a uniform copy needs none. value_map: not affine if there is an order and groups run across
+  // Dequantizes. seed: a uniform copy needs none. value_map: not affine if there is an order and groups run across
   // samples. past_caches: `out` is too large to stay in the caches until it is read.
   void (*dequantize)(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                     const Coding& coding, const ValueMap& value_map, int64_t begin, int64_t end, void* out, DType dtype,
+                     uint64_t seed, const ValueMap& value_map, int64_t begin, int64_t end, void* out, DType dtype,
                      bool past_caches);
 };
 
@@ -87,8 +84,6 @@ struct Kernels {
   const QuantizerKernels* uniform;
   const QuantizerKernels* rotated;
   const QuantizerKernels* masked;
-  const QuantizerKernels* unbiased;
-  const QuantizerKernels* masked_unbiased;
   const FixedPointKernels* fixed_point;
   ChannelStatistics* channel_statistics;
 
@@ -98,12 +93,8 @@ struct Kernels {
         return *uniform;
       case CopyKind::rotated:
         return *rotated;
-      case CopyKind::masked:
-        return *masked;
-      case CopyKind::unbiased:
-        return *unbiased;
       default:
-        return *masked_unbiased;
+        return *masked;
     }
   }
 };

@@ -57,13 +57,13 @@ constexpr OfBits kOfBits[] = {of_bits<1>, of_bits<2>, of_bits<3>, of_bits<4>,
 
 template <class Number>
 void quantize_groups(const Streams& streams, const int64_t* order, const typename Number::Type* x,
-                     const Normalization& normalization, const Coding& coding, int64_t begin, int64_t end, uint32_t* packed,
+                     const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
                      uint16_t* ranges, Spread& spread) {
   alignas(64) typename Number::Type copy[kPart];
   alignas(64) float wide[kPart];
   alignas(64) uint32_t draws[4 * kDrawCounters];
   uint32_t words[kPartBlocks * kMaxBits];
-  const DrawKeys keys(coding.seed);
+  const DrawKeys keys(seed);
   Normalizer normalizer(normalization);
   const float infinity = __builtin_inff();
   while (begin < end) {
@@ -111,11 +111,11 @@ void quantize_groups(const Streams& streams, const int64_t* order, const typenam
 }
 
 void quantize(const Streams& streams, const int64_t* order, const void* x, DType dtype,
-              const Normalization& normalization, const Coding& coding, int64_t begin, int64_t end, uint32_t* packed,
+              const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
               uint16_t* ranges, Spread& spread) {
   with_number(dtype, [=, &streams, &normalization, &spread](auto number) {
     typedef decltype(number) Number;
-    quantize_groups<Number>(streams, order, static_cast<const typename Number::Type*>(x), normalization, coding, begin,
+    quantize_groups<Number>(streams, order, static_cast<const typename Number::Type*>(x), normalization, seed, begin,
                             end, packed, ranges, spread);
   });
 }
@@ -182,7 +182,7 @@ void dequantize_groups(const Streams& streams, const int64_t* order, const uint3
 }
 
 void dequantize(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                const Coding&, const ValueMap& value_map, int64_t begin, int64_t end, void* out, DType dtype,
+                uint64_t, const ValueMap& value_map, int64_t begin, int64_t end, void* out, DType dtype,
                 bool past_caches) {
   with_number(dtype, [=, &streams, &value_map](auto number) {
     typedef decltype(number) Number;

@@ -124,7 +124,7 @@ void channel_statistics(const Kernels& kernels, const void* x, DType dtype, cons
 }
 
 Extent quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const void* x, DType dtype,
-                const Normalization& normalization, const Coding& coding, uint32_t* packed, uint16_t* ranges, int threads) {
+                const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
   const Streams& streams = plan.streams;
   if (streams.groups == 0) return {0.0f, 0.0f};
   will_write(packed, streams.words * static_cast<int64_t>(sizeof(uint32_t)));
@@ -137,7 +137,7 @@ Extent quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, c
   std::vector<Spread> spreads(static_cast<size_t>(shares), kNothing);
   run_shares(streams.groups, shares, [&](int share, int64_t begin, int64_t end) {
     Spread spread = spreads[static_cast<size_t>(share)];  // a copy: neighbors share a cache line
-    kernels.quantizer(kind).quantize(streams, plan.order_or_null(), x, dtype, normalization, coding, begin, end,
+    kernels.quantizer(kind).quantize(streams, plan.order_or_null(), x, dtype, normalization, seed, begin, end,
                                      packed, ranges, spread);
     spreads[static_cast<size_t>(share)] = spread;
   });
@@ -159,7 +159,7 @@ int threads_of_forward(const Streams& streams, int threads) {
 }
 
 Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& streams, const Forward& forward,
-                         const Coding& coding, uint32_t* packed, uint16_t* ranges, int threads) {
+                         uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
   if (streams.groups == 0) return {0.0f, 0.0f};
   const Stream& stream = streams.of[0];
   const int64_t n = element_count(streams), word = static_cast<int64_t>(sizeof(uint32_t));
@@ -183,7 +183,7 @@ Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& s
       const int64_t ready = done == elements_end ? groups_end : first_unfinished(streams, stream, done);
       if (ready == group) continue;
       if (ready < groups_end) clear_edge(streams, ready, packed);
-      kernels.quantizer(kind).quantize(streams, nullptr, forward.y, forward.dtype, {}, coding, group, ready, packed,
+      kernels.quantizer(kind).quantize(streams, nullptr, forward.y, forward.dtype, {}, seed, group, ready, packed,
                                        ranges, spread);
       group = ready;
     }
@@ -193,7 +193,7 @@ Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& s
 }
 
 void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const uint32_t* packed,
-                const uint16_t* ranges, const Coding& coding, const ValueMap& value_map, void* out, DType dtype, int threads) {
+                const uint16_t* ranges, uint64_t seed, const ValueMap& value_map, void* out, DType dtype, int threads) {
   const Streams& streams = plan.streams;
   if (streams.groups == 0) return;
   const int64_t n = element_count(streams), bytes = n * item_size(dtype);
@@ -201,7 +201,7 @@ void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, c
   const int shares = threads_for(n, threads);
   const bool past_caches = bytes / shares >= kPastCaches;
   run_shares(streams.groups, shares, [&](int, int64_t begin, int64_t end) {
-    kernels.quantizer(kind).dequantize(streams, plan.order_or_null(), packed, ranges, coding, value_map, begin, end, out,
+    kernels.quantizer(kind).dequantize(streams, plan.order_or_null(), packed, ranges, seed, value_map, begin, end, out,
                                        dtype, past_caches);
   });
 }

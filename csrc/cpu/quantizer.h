@@ -47,7 +47,7 @@ struct Extent {
 // Writes all words and ranges of the streams, but not the rows of the seed, and returns the extent of the elements that are
 // quantized.
 Extent quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const void* x, DType dtype,
-                const Normalization& normalization, const Coding& coding, uint32_t* packed, uint16_t* ranges, int threads);
+                const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads);
 
 // Computes the number to which the variance of each group is proportional (QuantizerKernels), for a stream whose samples are in
 // order. out: (groups,).
@@ -71,11 +71,11 @@ int threads_of_forward(const Streams& streams, int threads);
 
 // Runs `forward`, and `quantize` on its y, in one pass over memory, for samples that all have one width. Returns the extent
 // of y.
-Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& streams, const Forward& forward, const Coding& coding,
+Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& streams, const Forward& forward, uint64_t seed,
                          uint32_t* packed, uint16_t* ranges, int threads);
 
-// Dequantizes. coding: a uniform copy needs none. value_map: not affine if samples of several widths share groups.
+// Dequantizes. seed: a uniform copy needs none. value_map: not affine if samples of several widths share groups.
 void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const uint32_t* packed,
-                const uint16_t* ranges, const Coding& coding, const ValueMap& value_map, void* out, DType dtype, int threads);
+                const uint16_t* ranges, uint64_t seed, const ValueMap& value_map, void* out, DType dtype, int threads);
 
 }  // namespace fewbit

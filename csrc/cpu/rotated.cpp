@@ -31,7 +31,6 @@
 #include "rotated_codes.h"
 #include "rotations.h"
 #include "signs.h"
-#include "unbiased_codes.h"
 #include "word_writer.h"
 
 namespace fewbit {
@@ -39,8 +38,6 @@ inline namespace FEWBIT_NAMESPACE {
 
 extern const QuantizerKernels rotated_kernels;
 extern const QuantizerKernels masked_kernels;
-extern const QuantizerKernels unbiased_kernels;
-extern const QuantizerKernels masked_unbiased_kernels;
 
 namespace {
 
@@ -168,9 +165,7 @@ class Batch {
     }
   }
 
-  // codes: a RotatedCodes or an UnbiasedCodes.
-  template <class Codes>
-  void store_codes(const Codes& codes, int bits, Signs& signs, WordWriter& writer, uint16_t* ranges) {
+  void store_codes(const RotatedCodes& codes, int bits, Signs& signs, WordWriter& writer, uint16_t* ranges) {
     float rms[kMost];
     for (int i = 0; i < count_; ++i) {
       rms[i] = root_mean_square(entries_[i].remainders.energy, entries_[i].elements.m);
@@ -229,18 +224,18 @@ class Batch {
 
 // -- quantize --------------------------------------------------------------------------------------------------
 
-template <class Number, class Codes>
+template <class Number>
 void quantize_groups(const Streams& streams, const int64_t* order, const typename Number::Type* x,
-                     const Normalization& normalization, const Coding& coding, int64_t begin, int64_t end, uint32_t* packed,
+                     const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
                      uint16_t* ranges, Spread& spread, bool is_masked) {
   GroupReader<Number> reader(x, normalization, is_masked);
   Batch<Number> batch(streams.fp32_min, is_masked);
-  Signs signs(coding.seed);
+  Signs signs(seed);
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
     const int64_t last = stream.first_group + stream.groups < end ? stream.first_group + stream.groups : end;
     Cursor cursor(streams, stream, order, begin - stream.first_group, last - stream.first_group);
-    const Codes codes(coding, stream.bits);
+    const RotatedCodes codes(stream.bits);
     WordWriter writer(packed + stream.first_word, stream.bits, cursor.group().first);
     while (cursor.exists()) {
       batch.read(cursor, reader);
@@ -253,13 +248,13 @@ void quantize_groups(const Streams& streams, const int64_t* order, const typenam
   }
 }
 
-template <class Codes, bool IsMasked>
+template <bool IsMasked>
 void quantize(const Streams& streams, const int64_t* order, const void* x, DType dtype,
-              const Normalization& normalization, const Coding& coding, int64_t begin, int64_t end, uint32_t* packed,
+              const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
               uint16_t* ranges, Spread& spread) {
-  with_number(dtype, [=, &streams, &normalization, &coding, &spread](auto number) {
+  with_number(dtype, [=, &streams, &normalization, &spread](auto number) {
     typedef decltype(number) Number;
-    quantize_groups<Number, Codes>(streams, order, static_cast<const typename Number::Type*>(x), normalization, coding,
+    quantize_groups<Number>(streams, order, static_cast<const typename Number::Type*>(x), normalization, seed,
                                    begin, end, packed, ranges, spread, IsMasked);
   });
 }
@@ -290,17 +285,17 @@ void squares(const Streams& streams, const void* x, DType dtype, const Normaliza
 
 // -- dequantize ------------------------------------------------------------------------------------------------
 
-template <class Number, class Codes>
+template <class Number>
 void dequantize_groups(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                       const Coding& coding, const ValueMap& value_map, int64_t begin, int64_t end, typename Number::Type* out,
+                       uint64_t seed, const ValueMap& value_map, int64_t begin, int64_t end, typename Number::Type* out,
                        bool past_caches) {
   uint32_t buffer[(kPartBlocks + 1) * kMaxBits];
   ValueWriter<Number> writer(out, value_map, past_caches);
-  Signs signs(coding.seed);
+  Signs signs(seed);
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
     const int64_t last = stream.first_group + stream.groups < end ? stream.first_group + stream.groups : end;
-    const Codes codes(coding, stream.bits);
+    const RotatedCodes codes(stream.bits);
     Cursor cursor(streams, stream, order, begin - stream.first_group, last - stream.first_group);
     for (; cursor.exists(); cursor.advance()) {
       const Group& group = cursor.group();
@@ -315,23 +310,20 @@ void dequantize_groups(const Streams& streams, const int64_t* order, const uint3
   writer.finish();
 }
 
-template <class Codes>
 void dequantize(const Streams& streams, const int64_t* order, const uint32_t* packed, const uint16_t* ranges,
-                const Coding& coding, const ValueMap& value_map, int64_t begin, int64_t end, void* out, DType dtype,
+                uint64_t seed, const ValueMap& value_map, int64_t begin, int64_t end, void* out, DType dtype,
                 bool past_caches) {
-  with_number(dtype, [=, &streams, &coding, &value_map](auto number) {
+  with_number(dtype, [=, &streams, &value_map](auto number) {
     typedef decltype(number) Number;
-    dequantize_groups<Number, Codes>(streams, order, packed, ranges, coding, value_map, begin, end,
+    dequantize_groups<Number>(streams, order, packed, ranges, seed, value_map, begin, end,
                                      static_cast<typename Number::Type*>(out), past_caches);
   });
 }
 
 }  // namespace
 
-const QuantizerKernels rotated_kernels = {quantize<RotatedCodes, false>, squares<false>, dequantize<RotatedCodes>};
-const QuantizerKernels masked_kernels = {quantize<RotatedCodes, true>, squares<true>, dequantize<RotatedCodes>};
-const QuantizerKernels unbiased_kernels = {quantize<UnbiasedCodes, false>, squares<false>, dequantize<UnbiasedCodes>};
-const QuantizerKernels masked_unbiased_kernels = {quantize<UnbiasedCodes, true>, squares<true>, dequantize<UnbiasedCodes>};
+const QuantizerKernels rotated_kernels = {quantize<false>, squares<false>, dequantize};
+const QuantizerKernels masked_kernels = {quantize<true>, squares<true>, dequantize};
 
 }  // namespace FEWBIT_NAMESPACE
 }  // namespace fewbit

@@ -15,7 +15,7 @@ namespace {
 // The functions of an instruction set for a number of bits.
 class RotatedCodes {
  public:
-  RotatedCodes(const Coding&, int bits) : kernels_(kOfBits[bits - 1]) {}
+  explicit RotatedCodes(int bits) : kernels_(kOfBits[bits - 1]) {}
 
   // Computes the words of a group that has codes. Returns the number to store for its scale.
   uint16_t encode(const float* values, int m, int64_t group, const Remainders& of, float rms, Signs& signs,

@@ -142,13 +142,6 @@ int64_t batch_norm_floats(int64_t channels);
 bool batch_norm_backward(const Quantized& of, const BatchNorm& norm, const int32_t* packed, const uint16_t* ranges, const void* grad,
                          int dtype, void* out, int device, void* stream);
 
-// Quantize and dequantize exactly unbiased copies, whose sums of squares are those of rotated ones. codes: kUnbiasedFloats numbers in device
-// memory (common/unbiased.h).
-void quantize_unbiased(const Quantized& of, bool is_masked, const float* codes, const void* x, int dtype, const Normalization& normalization,
-                       const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream);
-void dequantize_unbiased(const Quantized& of, const float* codes, const int32_t* packed, const uint16_t* ranges,
-                         const ValueMap& value_map, void* out, int dtype, int device, void* stream);
-
 // Computes the grid (kGridRows, n) of gamma and beta (n,).
 void grid_fixed(const float* gamma, const float* beta, int64_t n, int bits, float* grid, int device, void* stream);
 

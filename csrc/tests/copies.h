@@ -98,15 +98,15 @@ struct CopyResults {
 };
 
 // is_fused: with normalization, and an affine map unless samples are mixed. Otherwise half of the copies that are not uniform have
-// a mask. codes: those of unbiased copies.
+// a mask.
 template <class T, DType DTYPE>
-void test_case(const Kernels& kernels, CopyKind kind, const Case& c, bool is_fused, const float* codes) {
+void test_case(const Kernels& kernels, CopyKind kind, const Case& c, bool is_fused) {
   using N = Number<T, DTYPE>;
   const int64_t n = c.samples * c.features;
   Exact<T> x(elements_of<T, DTYPE>(c));
   std::vector<uint8_t> widths;
   for (int64_t i = 0; i < c.samples; ++i) widths.push_back(static_cast<uint8_t>(c.mixed ? any_bits() : c.bits));
-  const Coding coding(generator(), codes);
+  const uint64_t seed = generator();
   const StreamPlan plan = plan_streams(c.samples, c.features, c.group_size, c.fp32_min, c.bits,
                                        c.mixed ? widths.data() : nullptr);
   const Streams& streams = plan.streams;
@@ -135,9 +135,9 @@ void test_case(const Kernels& kernels, CopyKind kind, const Case& c, bool is_fus
     Exact<uint16_t> ranges(streams.groups * columns(c.fp32_min));
     for (int64_t i = 0; i < streams.words; ++i) packed[i] = 0xA5A5A5A5u;
     const Extent extent =
-        quantize(by, kind, plan, x.data(), DTYPE, normalization, coding, packed.data(), ranges.data(), threads);
+        quantize(by, kind, plan, x.data(), DTYPE, normalization, seed, packed.data(), ranges.data(), threads);
     Exact<T> out(n);
-    dequantize(by, kind, plan, packed.data(), ranges.data(), coding, value_map, out.data(), DTYPE, threads);
+    dequantize(by, kind, plan, packed.data(), ranges.data(), seed, value_map, out.data(), DTYPE, threads);
     Exact<float> of_groups(c.mixed ? 0 : streams.groups);
     if (!c.mixed) squares(by, kind, streams, x.data(), DTYPE, normalization, of_groups.data(), threads);
     normalization.channels = value_map.channels = {};
@@ -153,12 +153,11 @@ void test_case(const Kernels& kernels, CopyKind kind, const Case& c, bool is_fus
   CHECK(is_same(found.extent.least, expected.extent.least) && is_same(found.extent.greatest, expected.extent.greatest));
 }
 
-// codes: those of unbiased copies.
-inline void test_all_types(const Kernels& kernels, CopyKind kind, const Case& c, const float* codes = nullptr) {
+inline void test_all_types(const Kernels& kernels, CopyKind kind, const Case& c) {
   for (const bool is_fused : {false, true}) {
-    test_case<float, DType::float32>(kernels, kind, c, is_fused, codes);
-    test_case<uint16_t, DType::float16>(kernels, kind, c, is_fused, codes);
-    test_case<uint16_t, DType::bfloat16>(kernels, kind, c, is_fused, codes);
+    test_case<float, DType::float32>(kernels, kind, c, is_fused);
+    test_case<uint16_t, DType::float16>(kernels, kind, c, is_fused);
+    test_case<uint16_t, DType::bfloat16>(kernels, kind, c, is_fused);
   }
 }
 

@@ -24,7 +24,6 @@ using namespace fewbit;
 
 void test_quantizer(const Kernels& kernels);    // quantizer_test.cpp
 void test_rotated(const Kernels& kernels);      // rotated_test.cpp
-void test_unbiased(const Kernels& kernels);     // rotated_test.cpp
 void test_fixed_point(const Kernels& kernels);  // fixed_point_test.cpp
 
 namespace {
@@ -265,7 +264,6 @@ int main() {
     test_checksum(*kernels_of(isa));
     test_quantizer(*kernels_of(isa));
     test_rotated(*kernels_of(isa));
-    test_unbiased(*kernels_of(isa));
     test_fixed_point(*kernels_of(isa));
     std::printf("%s: passed\n", isa.c_str());
   }

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.config import MASKED_KINDS, ROTATED
+from fewbit.config import MASKED, ROTATED
 from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.tensor_kinds import is_eager
@@ -103,9 +103,9 @@ class DeferredQuantizer(Quantizer):
     ) -> SavedTensors:
         """Save x unchanged. Backward passes round it to a copy of the kind that `Quantizer.quantize` would make."""
         kind = self.kind_of(usual)
-        if kind in MASKED_KINDS and shared and self.context is not None and is_eager(x):
+        if kind == ROTATED and shared and self.context is not None and is_eager(x):
             if self.context.cache.get_mask(Content(x)) is not None:
-                kind = MASKED_KINDS[kind]
+                kind = MASKED
         return self._save_exactly(x.detach(), False, kind, features, slot, extra_bits)
 
     def quantize_normalized(
@@ -177,7 +177,7 @@ class _Deferred(NamedTuple):
             saved = quantizer.quantize(x, **how)
         values = saved.spec.dequantize(saved.tensors, self.dtype)
         # The mask of a masked copy says where x is 0.
-        return values.mul_(x != 0) if self.kind in MASKED_KINDS.values() else values
+        return values.mul_(x != 0) if self.kind == MASKED else values
 
 
 class _Seeded(Quantizer):

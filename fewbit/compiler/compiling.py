@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from fewbit.compiler.seeds import counter_of
-from fewbit.config import UNBIASED, BitConfig, FixedBits, LayerSettings, as_config
+from fewbit.config import BitConfig, FixedBits, LayerSettings, as_config
 from fewbit.convert.select import Selection
 from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.errors import CompileWarning, InputError
-from fewbit.runtime import backends
 
 TESTED = ("2.11", "2.13")
 """The versions of torch whose partitioner fewbit's was tested with."""
@@ -166,10 +165,6 @@ def _arguments(
     # The partitioner makes counters too, but it does not run if torch finds the code in its cache on disk.
     for device in {parameter.device for parameter in model.parameters()}:
         counter_of(device)
-        if device.type == "cuda" and UNBIASED in {
-            each.quantizer for each in (usual, *own.values())
-        }:
-            backends.prepare(device)
     if backend == "inductor":
         options = {**_of_mode(mode), **(options or {}), "custom_partitioner_fn": partitioner}
         return partitioner, {"options": options, **settings}

@@ -17,7 +17,7 @@ from fewbit.compiler.graphs import insert, origin
 from fewbit.compiler.joint_graph import JointGraph, Root
 from fewbit.compiler.seeds import draw_seeds_op
 from fewbit.compiler.sizes import hints
-from fewbit.config import MASKED_KINDS, ROTATED, UNIFORM, usual_kind
+from fewbit.config import MASKED, ROTATED, UNIFORM, usual_kind
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.channels import LEAST_ROWS, usual_features
@@ -183,9 +183,9 @@ class Rewriter:
     def _group_copy(self, root: Root, settings: ResolvedSettings) -> Copy:
         node, value = root.node, root.node.meta["val"]
         bits, kind = bits_of(root, settings), kind_of(root, settings)
-        mask = self._mask_of(node) if kind in MASKED_KINDS else None
+        mask = self._mask_of(node) if kind == ROTATED else None
         if mask is not None:
-            kind = MASKED_KINDS[kind]
+            kind = MASKED
         order = _order(value)
         source = self._call(aten.permute.default, (node, order))
         shape = [value.shape[dim] for dim in order]

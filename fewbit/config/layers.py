@@ -51,7 +51,7 @@ class LayerSettings(Config):
             the gates of recurrent layers (usually False; docs/guides/compress.md). Their bits are fixed: no policy chooses them.
         autograd_functions: {an autograd Function, or its name "module.Class": positions in its `ctx.saved_tensors`} of
             tensors in which the Function's gradients are linear. With `everything`, these tensors are quantized too.
-        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased" (docs/concepts/quantizer.md). Usually,
+        quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/concepts/quantizer.md). Usually,
             results of softmax and tensors with groups of more than 256 elements have uniform copies, and all other
             tensors have rotated copies (docs/decisions/0016). The setting has no effect on tensors that ErrorBound
             saves with a codec other than "quant".

@@ -21,13 +21,10 @@ BLOCK = 32
 """The number of elements whose codes are packed together. Group sizes are multiples of this number."""
 MIN_DTYPES = ("auto", "bfloat16", "float32")
 UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
-UNBIASED, MASKED_UNBIASED = "unbiased", "masked-unbiased"
-KINDS = (ROTATED, UNIFORM, MASKED, UNBIASED, MASKED_UNBIASED)
+KINDS = (ROTATED, UNIFORM, MASKED)
 """The kinds of quantized copies that layers save."""
-QUANTIZERS = (ROTATED, UNIFORM, UNBIASED)
+QUANTIZERS = (ROTATED, UNIFORM)
 """The kinds of copies that a user can choose (docs/concepts/quantizer.md). The first one is the default of layers."""
-MASKED_KINDS = {ROTATED: MASKED, UNBIASED: MASKED_UNBIASED}
-"""The kind of the copy that layers make of a ReLU's result, for each kind that the user can choose and that is rotated."""
 
 
 def plain_number(value):
@@ -82,12 +79,12 @@ def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
 
 
 def check_quantizer(quantizer, name: str = "quantizer") -> str:
-    """Return `quantizer`. Raise InputError if `quantizer` is not "rotated", "uniform" or "unbiased".
+    """Return `quantizer`. Raise InputError if `quantizer` is neither "rotated" nor "uniform".
 
     `quantizer` says which kind of quantized copies a layer makes. The message calls the value `name`.
     """
     is_known = isinstance(quantizer, str) and quantizer in QUANTIZERS
-    return require(is_known, "rotated, uniform or unbiased", name, quantizer)
+    return require(is_known, "rotated or uniform", name, quantizer)
 
 
 def check_rotated_size(kind, group_size) -> None:

@@ -73,7 +73,7 @@ def batch_norm(
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
         copies: how many quantized copies of the normalized input are saved: 1, or 2 for an input gradient that is exact
             in expectation.
-        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
             (docs/concepts/quantizer.md).
             A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 

@@ -50,7 +50,7 @@ def linear(
         bias: (out_features,), or None.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
             (docs/concepts/quantizer.md).
             A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
@@ -97,7 +97,7 @@ def bilinear(
         bias: (K,), or None.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
             (docs/concepts/quantizer.md).
             A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 

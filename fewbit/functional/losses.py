@@ -62,7 +62,7 @@ def cross_entropy(
         label_smoothing: as in torch, 0 to 1.
         bits: bits per saved probability, 1 to 8.
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for "uniform". A Quantizer may be given
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for "uniform". A Quantizer may be given
             instead; then `bits` and `group_size` are ignored.
 
     Returns:

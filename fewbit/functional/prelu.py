@@ -44,7 +44,7 @@ def prelu(
         weight: (1,) or (C,), the slopes for negative elements.
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated", "uniform" or "unbiased", or None for the usual kind
+        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
             (docs/concepts/quantizer.md).
             A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 

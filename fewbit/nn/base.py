@@ -42,7 +42,7 @@ class Quantized(Guarded):
     """A mixin that adds the arguments `bits`, `group_size` and `quantizer`.
 
     `bits` is the number of bits per element of quantized tensors, 4 unless it is given, as in `fewbit.compress_`.
-    `quantizer` is the kind of quantized copies, "rotated", "uniform" or "unbiased"; None stands for the usual kind of the
+    `quantizer` is the kind of quantized copies, "rotated" or "uniform"; None stands for the usual kind of the
     layer. The attribute `quantizer` is a Quantizer made from these arguments.
 
     The quantizer quantizes the tensors that the forward saves. In evaluation mode nothing is quantized.

@@ -30,8 +30,7 @@ DRAWN = Encoding.of(load_table("gelu", 2, objective="unbiased"))
 N, BITS, CHANNELS = 225, 3, 3
 WORDS = packed_words(N, BITS)
 SEED = np.array([5], np.int64)
-UNIFORM_COPY, MASKED_COPY, UNBIASED_COPY = 0, 2, 3  # the numbers of the kinds
-LEVELS = 8 + 3 * 8320  # numbers in the codes of unbiased copies
+UNIFORM_COPY, MASKED_COPY = 0, 2  # the numbers of the kinds
 SHAPE = {"samples": 3, "features": 75, "group_size": 256}
 OF_SHAPE = (*SHAPE, "bits", "fp32_min", "kind")  # the arguments of CopyShape
 MIXED = np.array([2, 4, 4], np.uint8)
@@ -67,11 +66,9 @@ def good_calls():
     )
     vectors = dict(mean=floats(CHANNELS), rstd=floats(CHANNELS), inner=25)
     affine = dict(scale=floats(CHANNELS), shift=floats(CHANNELS), inner=25)
-    by_table, draws = dict(table=TABLE, seed=None), dict(seed=SEED, levels=None)
-    unbiased = dict(kind=UNBIASED_COPY, levels=floats(LEVELS))
-    masked = dict(kind=MASKED_COPY, levels=None, mask=words(packed_words(N, 1)))
+    by_table, draws = dict(table=TABLE, seed=None), dict(seed=SEED)
+    masked = dict(kind=MASKED_COPY, mask=words(packed_words(N, 1)))
     function = dict(function=_kernels.FUNCTIONS["silu"][0], p0=0.0, p1=0.0, y=floats(N)) | by_table
-    seeds = dict(quantizer_seed=SEED, levels=None)
     return {
         "pack": dict(codes=codes(), bits=BITS, packed=words()),
         "unpack": dict(packed=words(), bits=BITS, codes=codes()),
@@ -79,15 +76,19 @@ def good_calls():
         "encode drawn": x | dict(table=DRAWN, packed=words(packed_words(N, 2)), seed=SEED),
         "decode_mul": dict(table=TABLE, grad=floats(N), packed=words()) | out,
         "forward": x | function | {"packed": words()},
-        "forward_quantized": x | function | {"codes": words()} | alike | seeds | copy,
+        "forward_quantized": x
+        | function
+        | {"codes": words()}
+        | alike
+        | copy
+        | {"quantizer_seed": SEED},
         "quantize": x | rounded | draws | copy | vectors,
         "quantize mixed": x | mixed | draws | mixed_copy,
-        "quantize unbiased": x | rounded | draws | unbiased | copy_of_energies,
+        "quantize masked": x | rounded | draws | {"kind": MASKED_COPY} | copy_of_energies,
         "squares": x | alike | {"out": floats(3)} | vectors,
-        "dequantize": copy | rounded | {"levels": None} | out | affine,
-        "dequantize unbiased": copy_of_energies | rounded | unbiased | out,
+        "dequantize": copy | rounded | out | affine,
         "dequantize masked": copy_of_energies | rounded | masked | out,
-        "dequantize mixed": mixed_copy | mixed | {"levels": None} | out,
+        "dequantize mixed": mixed_copy | mixed | out,
         "grid_fixed": dict(gamma=floats(4), beta=floats(4), bits=BITS, grid=floats(28)),
         "encode_fixed": dict(y=floats(N), packed=words(), mean=floats(CHANNELS))
         | dict(rstd=floats(CHANNELS), inner_of_entries=25)
@@ -198,7 +199,7 @@ OTHERS = [  # (entry, changes of its arguments, message)
     *(
         (name, {"group_size": 288, "kind": kind}, AT_MOST_256)
         for name in ("quantize", "squares", "dequantize", "forward_quantized")
-        for kind in (1, 2, 3, 4)
+        for kind in (1, 2)
     ),
     ("quantize", {"bits": 0}, "bits: expected 1 to 8, got 0"),
     ("quantize", {"inner": 0}, r"quantize: rstd: expected entries \* inner to divide .*"),
@@ -208,12 +209,7 @@ OTHERS = [  # (entry, changes of its arguments, message)
     ("dequantize", {"kind": 1}, "dequantize: ranges: expected 10 bfloat16 .*, got 6 .*"),
     ("dequantize", {"mask": MASK}, "dequantize: scale, shift: expected none with a mask, got one"),
     ("dequantize mixed", {"mask": MASK}, "dequantize: mask: expected None for uniform copies, .*"),
-    ("quantize", {"kind": 5}, "kind: expected 0 .*, got 5"),
-    (
-        "quantize unbiased",
-        {"levels": None},
-        "quantize: levels: expected 24968 float32 .*, got none",
-    ),
+    ("quantize", {"kind": 3}, "kind: expected 0 .*, got 3"),
     ("quantize mixed", {"widths": MIXED % 4}, "bits: expected 1 to 8, got 0"),
     ("dequantize mixed", {"widths": MIXED + 7}, "bits: expected .*, got 9"),
     ("dequantize mixed", {"widths": MIXED + 1}, "dequantize: packed: .*"),

@@ -8,7 +8,7 @@ from quantized import kinds, mixed, possible_sizes, random_mask
 
 from fewbit import functions
 from fewbit.catalog import store
-from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNIFORM
+from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.runtime.backends import reference, reference_quantizer
 from fewbit.runtime.backends.reference_bits import philox_words
 from fewbit.runtime.format import groups
@@ -21,9 +21,7 @@ DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
 QUANTIZED = DTYPES[0], DTYPES[2], DTYPES[3]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 quantized_dtypes = pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
-rotated_kinds = pytest.mark.parametrize(
-    "kind", ["rotated", "masked", "unbiased", "masked-unbiased"]
-)
+rotated_kinds = pytest.mark.parametrize("kind", ["rotated", "masked"])
 
 
 # -- tables and inputs -----------------------------------------------------------------------------------
@@ -238,7 +236,7 @@ def quantized(kind):
 
 
 def compare_quantizer(cuda, x, bits, group_size, fp32_min, widths=None, words=None, offset=0, kind=UNIFORM):  # fmt: skip
-    if kind in (MASKED, MASKED_UNBIASED):  # about half of the elements are 0
+    if kind == MASKED:  # about half of the elements are 0
         x = off_alignment(x.clamp(min=0), offset)
     if widths is not None and words is None:
         words = groups.mixed_words(widths.tolist(), x.shape[1])
@@ -386,7 +384,7 @@ def test_fused_kernels_refuse_other_kinds(cuda):
     kernels, x = cuda.native._kernels, torch.zeros(4, 512)
     mask, packed = (torch.zeros(words, dtype=torch.int32) for words in (64, 128))
     ranges, rows = torch.zeros(10, 2).bfloat16(), torch.ones(4)
-    for number, kind in enumerate(("uniform", "rotated", "masked", "unbiased", "masked-unbiased")):
+    for number, kind in enumerate(("uniform", "rotated", "masked")):
         copy = kernels.CopyShape(4, 512, 256, 2, False, number)
         if kind != MASKED:
             with pytest.raises(ValueError, match="^relu_quantized: kind: expected 2"):
@@ -632,7 +630,7 @@ def test_squares_of_what_is_beyond_float32(cuda):
 SPECIAL = torch.tensor([0.0, torch.inf, torch.nan, -0.0, 1.0, 1.0, 1e-42, 3e38])
 
 
-@pytest.mark.parametrize("kind", ["uniform", "rotated", "unbiased"])
+@pytest.mark.parametrize("kind", ["uniform", "rotated"])
 @pytest.mark.parametrize("samples", [1, 3, 31, 255, 256, 700])
 def test_bits_of_samples(cuda, samples, kind):
     rng = np.random.default_rng(samples)
@@ -685,7 +683,7 @@ def test_groups_of_more_elements_than_an_int_counts(cuda, kind):
     x, out = sparse((n, torch.bfloat16), (n, torch.bfloat16))
     begin, word = first * 256, first * 8 * bits
     tail = normal(np.random.default_rng(0), n - begin, x.dtype)
-    x[begin:] = tail.clamp(min=0) if kind in (MASKED, MASKED_UNBIASED) else tail
+    x[begin:] = tail.clamp(min=0) if kind == MASKED else tail
     with cuda.device_of(1 << 20, first // 16):
         packed, ranges, _ = cuda.kernels.quantize(x[None], seed, bits, 256, False, kind=kind)
         if kind != UNIFORM:  # the first block writes them

@@ -112,7 +112,7 @@ def test_numbers_stand_for_configurations(given, expected, average):
         (lambda: fewbit.Level("L0", 2), "expected no bits at level L0"),
         (lambda: fewbit.Level("L2", 1.75), "expected a whole number from 1 to 8 for bits, got 1.75"),
         (lambda: fewbit.LayerSettings(group_size=33), "expected a multiple of 32 from 32 to 65536"),
-        (lambda: fewbit.LayerSettings(quantizer="octal"), "expected rotated, uniform or unbiased for quantizer, got 'octal'"),
+        (lambda: fewbit.LayerSettings(quantizer="octal"), "expected rotated or uniform for quantizer, got 'octal'"),
         (lambda: fewbit.LayerSettings(min_dtype="int8"), "expected auto, bfloat16 or float32 for min_dtype"),
         (lambda: fewbit.LayerSettings(copies=3), "expected 1 or 2 for copies, got 3"),
         (lambda: fewbit.nn.Linear(4, 4, group_size=256.0), "expected a multiple of 32 from 32 to 65536 for group_size, got 256.0"),

@@ -84,8 +84,7 @@ def covariance(x, bits, kind, count=40000):
     """Return the covariance that rounding gives the n elements of x, which are one group, (n, n) float64.
 
     In a uniform copy, elements are rounded independently. In a rotated copy, they are not quite: the error is
-    orthogonal to the group minus its mean. In an unbiased copy, elements share the group's rotation. The covariance is
-    measured from `count` independent roundings.
+    orthogonal to the group minus its mean. The covariance is measured from `count` independent roundings.
     """
     if kind == "uniform":
         return variance(x, bits, kind).flatten().diag()

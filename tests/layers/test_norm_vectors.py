@@ -298,13 +298,13 @@ def test_rms_norm_of_two_dtypes(device, dtype, weight_dtype):
     ("kind", "draws"),
     [
         ("uniform", 600),
-        *(pytest.param(kind, 4000, marks=pytest.mark.slow) for kind in ("rotated", "unbiased")),
+        pytest.param("rotated", 4000, marks=pytest.mark.slow),
     ],
 )
 def test_the_bias_of_a_norm_with_one_copy(kind, draws, monkeypatch):
     """The bias is -Cov g / (N s), and nothing else (long version of ActNN, appendix B.2).
 
-    In a uniform copy, elements are rounded independently, and this is -g Var / (N s) elementwise. The bias of other
+    In a uniform copy, elements are rounded independently, and this is -g Var / (N s) elementwise. The bias of rotated
     copies is smaller, so more draws are needed to see it.
     """
     (layer,) = first("LayerNorm")
@@ -328,6 +328,4 @@ def test_the_bias_of_a_norm_with_one_copy(kind, draws, monkeypatch):
     assert max(abs(z) for z in signed_z(samples, exact[0] + bias, 1e-9)) < 4
     assert abs(pooled_z(samples, exact[0], 1e-9)) > 5  # it is seen
     assert signed_z(samples, exact[0], 1e-9)[1] < -15  # along the gradient still better
-    assert (
-        bias.norm() / exact[0].norm() < {"uniform": 0.02, "rotated": 0.005, "unbiased": 0.01}[kind]
-    )  # and small
+    assert bias.norm() / exact[0].norm() < {"uniform": 0.02, "rotated": 0.005}[kind]  # and small

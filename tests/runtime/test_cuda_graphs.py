@@ -50,7 +50,6 @@ MODELS = {
 }
 SETTINGS = {
     "2 bits": {"bits": 2},
-    "unbiased": {"bits": 2, "layers": {"quantizer": "unbiased"}},
     "uniform": {"bits": 2, "layers": {"quantizer": "uniform"}},
 }
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from samples import normal
 
-from fewbit.catalog.normal_levels import normal_error, unbiased_levels
-from fewbit.catalog.quantizers import unbiased_error
-from fewbit.config import MASKED, MASKED_UNBIASED, ROTATED, UNBIASED, UNIFORM
+from fewbit.catalog.normal_levels import normal_error
+from fewbit.config import MASKED, ROTATED, UNIFORM
 from fewbit.runtime.backends.reference_quantizer import dequantize, quantize, squares
 from fewbit.runtime.format.distortion import (
     BITS,
@@ -25,7 +24,7 @@ def errors2(x, bits, group_size, kind, draws=1, normalize=None):
     exact = x if normalize is None else (x - normalize[0]) * normalize[1]
     for seed in range(draws):
         found = restored(x, bits, group_size, kind, seed, normalize)
-        if kind in (MASKED, MASKED_UNBIASED):
+        if kind == MASKED:
             found *= x != 0  # the mask, which a layer has anyway
         total += (found - exact).double().square()
     return total / draws
@@ -82,9 +81,7 @@ DATA = {
 
 OF_DATA = [  # (kind, data, numbers of bits, bounds of the ratio)
     *((ROTATED, name, (1, 2, 4, 6), 0.93, 1.05) for name in DATA),
-    *((UNBIASED, name, (1, 2, 4, 8), 0.7, 1.04) for name in DATA),
     (MASKED, "relu", (1, 2, 4), 0.95, 1.05),
-    (MASKED_UNBIASED, "relu", (1, 2, 4), 0.8, 1.05),
 ]
 
 
@@ -100,13 +97,6 @@ def test_copies_of_other_data(kind, name, bits, least, most):
 def test_masks_make_energies_smaller():
     x = DATA["relu"]()
     assert squares(x, 256, kind=MASKED).sum() < 0.3 * squares(x, 256, kind=ROTATED).sum()
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_unbiased_copies_of_normal_numbers(bits):
-    """With many bits, the distortion is lower by 2 %: the scale is rounded up, so fewer numbers are near the code's limit."""
-    x = normal((2**9, 256), scale=1.0, seed=bits)
-    assert 0.96 < ratio(x, bits, 256, UNBIASED, 2) < 1.02
 
 
 @pytest.mark.parametrize("group_size", [32, 256, 1024])
@@ -146,14 +136,7 @@ def test_rotated_distortions():
     assert excess[6] > 0.03 * limits[6]
 
 
-@pytest.mark.slow
-def test_unbiased_distortions():
-    pytest.importorskip("scipy")
-    expected = [unbiased_error(unbiased_levels(bits)) for bits in BITS]
-    assert [distortion(UNBIASED, bits) for bits in BITS] == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, MASKED, UNBIASED, MASKED_UNBIASED])
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, MASKED])
 def test_each_bit_gains_less_than_the_bit_before(kind):
     """The division of bits needs this."""
     values = [distortion(kind, bits) for bits in BITS]
@@ -166,7 +149,7 @@ def test_each_bit_gains_less_than_the_bit_before(kind):
 
 def test_averages_that_are_not_whole():
     """Half of the samples have one bit more."""
-    for kind in (UNIFORM, ROTATED, UNBIASED):
+    for kind in (UNIFORM, ROTATED):
         assert distortion(kind, 2.5) == pytest.approx(
             (distortion(kind, 2) + distortion(kind, 3)) / 2
         )
@@ -189,7 +172,7 @@ def variance_of(record, bits):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 5])
-@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, UNBIASED])
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED])
 @pytest.mark.parametrize("shape, samples", [((8, 2048), None), ((8, 2048), 4), ((1024, 10), None)])
 def test_the_variance_of_a_record(shape, samples, kind, bits):
     """The mean variance of an element of each sample; groups run across samples of 10 elements."""
@@ -204,7 +187,7 @@ def test_the_variance_of_a_record(shape, samples, kind, bits):
         assert (found / expected).tolist() == pytest.approx([1.0] * len(rows), abs=0.25)
 
 
-@pytest.mark.parametrize("kind", [UNIFORM, ROTATED, UNBIASED])
+@pytest.mark.parametrize("kind", [UNIFORM, ROTATED])
 def test_the_variance_of_a_normalized_tensor(kind):
     x = 3 + normal((64, 256), scale=1.0) * 7
     normalize = x.mean().view(1), 1 / x.std().view(1), x.numel()

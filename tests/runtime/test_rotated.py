@@ -1,4 +1,4 @@
-"""The promises of docs/concepts/quantizer.md for rotated and for exactly unbiased copies: their mean error, and their randomness."""
+"""The promises of docs/concepts/quantizer.md for rotated copies: their mean error, and their randomness."""
 
 import math
 
@@ -10,21 +10,10 @@ from quantized import dequantize, inputs, quantize
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fewbit
-from fewbit.catalog.unbiased_codes import unbiased_code
-from fewbit.errors import FewbitError, InputError
-from fewbit.runtime import backends
-from fewbit.runtime.backends import reference_unbiased
+from fewbit.errors import InputError
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.ops import quantizer_ops
-from fewbit.table.staircase import draw_codes
-
-try:
-    from fewbit.runtime.backends import native
-except ImportError:
-    native = None
-
-kinds = pytest.mark.parametrize("kind", ["rotated", "unbiased"])
 
 
 def one_group(data, n=256):
@@ -53,17 +42,17 @@ GROUPS = (
 )
 
 
-def copied(backend, x, bits, kind, seed=0, group_size=256, fp32_min=True):
-    """Return the values of a copy, float64."""
-    packed, ranges, _ = quantize(backend, x, bits, group_size, fp32_min, seed=seed, kind=kind)
-    return dequantize(backend, packed, ranges, x, bits, group_size, kind=kind).double()
+def copied(backend, x, bits, seed=0, group_size=256, fp32_min=True):
+    """Return the values of a rotated copy, float64."""
+    packed, ranges, _ = quantize(backend, x, bits, group_size, fp32_min, seed=seed, kind="rotated")
+    return dequantize(backend, packed, ranges, x, bits, group_size, kind="rotated").double()
 
 
-def draws_of(backend, x, bits, kind, seeds=8, rows=64, **settings):
+def draws_of(backend, x, bits, seeds=8, rows=64, **settings):
     """Return independent copies of one sample: of several seeds, and as several samples, (seeds * rows, n)."""
     many = x.expand(rows, -1).contiguous()
     return torch.cat(
-        [copied(backend, many, bits, kind, 1000 * bits + i, **settings) for i in range(seeds)]
+        [copied(backend, many, bits, 1000 * bits + i, **settings) for i in range(seeds)]
     )
 
 
@@ -85,31 +74,26 @@ def check_mean(errors, x):
 # -- the mean error ------------------------------------------------------------------------------------------
 
 
-@kinds
 @pytest.mark.parametrize("fp32_min", [False, True], ids=["bfloat16", "fp32_min"])
 @pytest.mark.parametrize("bits", [1, 2, 8])
 @pytest.mark.parametrize("data", GROUPS)
-def test_mean_error(usual_backend, data, bits, fp32_min, kind):
+def test_mean_error(usual_backend, data, bits, fp32_min):
     x = one_group(data)
-    check_mean(draws_of(usual_backend, x, bits, kind, fp32_min=fp32_min) - x, x)
+    check_mean(draws_of(usual_backend, x, bits, fp32_min=fp32_min) - x, x)
 
 
 LIMITS = {1: (0.6, 0.06), 2: (0.31, 0.03), 4: (0.085, 0.005)}
 """The norm of the mean error over the norm of the group, by bits: in groups of 3 to 8 elements, and in longer ones."""
 
 
-@kinds
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 12, 33])
 @pytest.mark.parametrize("bits", LIMITS)
-def test_mean_error_of_short_groups(usual_backend, n, bits, kind):
+def test_mean_error_of_short_groups(usual_backend, n, bits):
     """A rotated group of few elements has few patterns of signs. Its mean error is not 0, but orthogonal to the group."""
     for seed in range(3):
         x = inputs((1, 64 + n), torch.float32, seed=seed)[0]
-        errors = (draws_of(usual_backend, x, bits, kind, rows=256, group_size=64) - x)[:, -n:]
+        errors = (draws_of(usual_backend, x, bits, rows=256, group_size=64) - x)[:, -n:]
         x = x[-n:]
-        if kind == "unbiased":
-            check_mean(errors, x)
-            continue
         assert abs(z_score(along_and_across(errors, x)[0])) < 4.5
         energy = (x.double() - x.double().mean()).square().sum()
         sampling = errors.var(0).sum() / len(errors)
@@ -120,105 +104,39 @@ def test_mean_error_of_short_groups(usual_backend, n, bits, kind):
 # -- randomness ----------------------------------------------------------------------------------------------
 
 
-@kinds
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_errors_of_equal_tokens_average_out(usual_backend, bits, kind):
+def test_errors_of_equal_tokens_average_out(usual_backend, bits):
     """The error of the weight's gradient falls as 1 / N if N tokens are equal: groups have random numbers of their own."""
     x = one_group("normal")
     v = (x - x.mean()).double()
     for tokens in (1, 8, 64):
         many = x.expand(tokens, -1).contiguous()
         means = [
-            copied(usual_backend, many, bits, kind, seed=i).mean(0) - x
+            copied(usual_backend, many, bits, seed=i).mean(0) - x
             for i in range(4096 // tokens // 8)
         ]
         found = float(torch.stack(means).square().sum(1).mean() / (v @ v))
-        assert 0.75 < found * tokens / distortion(kind, bits) < 1.25, tokens
+        assert 0.75 < found * tokens / distortion("rotated", bits) < 1.25, tokens
 
 
-@kinds
 @pytest.mark.parametrize("bits", [1, 2, 8])
 @pytest.mark.parametrize("seeds", [(7, 8), (7, 7 + 2**32), (7, -7), (0, -(2**63))], ids=str)
-def test_copies_of_two_seeds_are_independent(usual_backend, seeds, bits, kind):
+def test_copies_of_two_seeds_are_independent(usual_backend, seeds, bits):
     """Errors have no correlation: of elements, which also have signs and levels in common, and of scales."""
     x = inputs((128, 256), torch.float32)
-    errors = [copied(usual_backend, x, bits, kind, seed) - x for seed in seeds]
+    errors = [copied(usual_backend, x, bits, seed) - x for seed in seeds]
     for a, b in zip(*(along_and_across(error, x) for error in errors), strict=True):
         assert abs(float((a * b).sum() / (a.norm() * b.norm()))) < 4.5 / math.sqrt(a.numel())
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_errors_of_elements_are_not_correlated(usual_backend, bits):
-    """Elements of an unbiased copy share no random numbers, so 4,096 copies show no correlation of their errors."""
-    x = one_group("normal")
-    errors = draws_of(usual_backend, x, bits, "unbiased", seeds=16, rows=256) - x
-    correlations = torch.corrcoef(errors.t())
-    apart = correlations[~torch.eye(256, dtype=torch.bool)]
-    expected = 1 / math.sqrt(len(errors))
-    assert 0.9 < float(apart.square().mean().sqrt()) / expected < 1.2
-    assert float(apart.abs().max()) < 7 * expected
-
-
-@kinds
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_one_number_that_is_not_finite_among_zeros(backend, value, kind):
+def test_one_number_that_is_not_finite_among_zeros(backend, value):
     for place in (0, 100, 255):
         x = torch.zeros(3, 256)
         x[1, place] = value
         for bits, fp32_min in ((1, False), (8, True)):
-            out = copied(backend, x, bits, kind, fp32_min=fp32_min)
+            out = copied(backend, x, bits, fp32_min=fp32_min)
             assert out[1].isnan().all() and not out[::2].any()
-
-
-# -- the codes of unbiased copies ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bits", [1, 2, 5, 8])
-def test_codes_are_those_of_the_staircase(bits):
-    """The inequality of `unbiased_codes` gives the codes that `draw_codes` draws with the same random numbers."""
-    rng = np.random.default_rng(bits)
-    code = unbiased_code(bits)
-    limit = 1 / code.inverse_limit
-    z, noise = rng.uniform(-limit, limit, 10000), rng.random(10000)
-    shared = rng.integers(0, len(code.levels), 10000)
-    thresholds = (code.means + noise[:, None, None] * code.gaps)[range(10000), shared][:, :-1]
-    above = (z[:, None] > thresholds).sum(1)
-    assert (above == draw_codes(code.levels, z, shared, noise)).mean() > 0.9999
-
-
-def test_codes_that_are_made_while_a_compiler_traces(backend):
-    """They are no fake tensors, so that later copies can use them."""
-    x = inputs((2, 256), torch.float32)
-    expected = copied(backend, x, 2, "unbiased")
-    for cache in (reference_unbiased._code, *([native._unbiased_levels] if native else [])):
-        cache.cache_clear()
-    with FakeTensorMode():
-        backends.prepare(torch.device(backend.device))
-    assert torch.equal(copied(backend, x, 2, "unbiased"), expected)
-
-
-@pytest.mark.skipif(native is None, reason="fewbit was installed without kernels")
-def test_a_capture_without_a_step_before_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    message = "^the codes of unbiased copies are not on cuda:7 yet: run a step there"
-    with pytest.raises(FewbitError, match=message):
-        native.levels_of("unbiased", torch.device("cuda:7"))
-
-
-@pytest.mark.parametrize(
-    "kind, expected", [("unbiased", 2), ("masked-unbiased", 2), ("rotated", 0)]
-)
-def test_a_compiler_prepares_the_device(kind, expected, monkeypatch):
-    """Otherwise, the codes would be in the memory of the first CUDA graph."""
-    devices = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(backends, "prepare", devices.append)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        x = torch.empty(2, 256, device="cuda")
-        seed = torch.empty(1, dtype=torch.int64, device="cuda")
-        packed, ranges, *_ = quantizer_ops.quantize_op(x, x.stride(), seed, 2, 256, False, kind)
-        quantizer_ops.dequantize_op(packed, ranges, 2, 256, (2, 256), (256, 1), x.dtype, kind)
-    assert [device.type for device in devices] == ["cuda"] * expected
 
 
 # -- groups that are too large -------------------------------------------------------------------------------
@@ -245,12 +163,11 @@ def test_groups_that_are_too_large_are_refused(backend, kind):
             call()
 
 
-@kinds
-def test_layers_refuse_large_groups(kind):
-    message = f"expected at most 256 for group_size with {kind} copies, got 288$"
+def test_layers_refuse_large_groups():
+    message = "expected at most 256 for group_size with rotated copies, got 288$"
     with pytest.raises(InputError, match=f"^{message}"):
-        fewbit.nn.Linear(4, 4, group_size=288, quantizer=kind)
-    settings = fewbit.LayerSettings(group_size=288, quantizer=kind)
+        fewbit.nn.Linear(4, 4, group_size=288, quantizer="rotated")
+    settings = fewbit.LayerSettings(group_size=288, quantizer="rotated")
     with pytest.raises(InputError, match=f"^layers: {message}"):
         fewbit.compress_(torch.nn.Linear(4, 4), 2, layers=settings, verbose=False)
 

@@ -32,7 +32,7 @@ def questions():
         for name, setting in SETTINGS.items():
             if (row.has_bits or name != "8 bits") and (row.is_norm or name != "2 copies"):
                 yield f"layer/{row.id}/{name}", partial(_row, row, **setting)
-    for kind in ("rotated", "uniform", "unbiased"):
+    for kind in ("rotated", "uniform"):
         for bits in range(1, 9):
             yield f"quantizer/{kind}, {bits} bits", partial(_quantizer, kind, bits)
     for sample in ACTIVATIONS:

@@ -31,7 +31,7 @@ SETTINGS = {
     "8 bits": {"bits": 8},
     "small groups": {**FIXED, "layers": {"group_size": 32, "min_dtype": "float32"}},
     "2 copies": {**FIXED, "layers": {"copies": 2, "activation_bits": 1}},
-    "unbiased": {**FIXED, "layers": {"quantizer": "unbiased", "attention_bits": 2}},
+    "uniform": {**FIXED, "layers": {"quantizer": "uniform", "attention_bits": 2}},
     "no functions": {**FIXED, "layers": {"functional": False}},
     "some modules": {**FIXED, "include": "*[0246]*", "overrides": {"*2*": 5, "4*": None}},
     "level L1": {"bits": fewbit.Level("L1")},

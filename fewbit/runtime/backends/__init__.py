@@ -3,7 +3,6 @@
 `of` chooses the best backend that works on a tensor's device. A *code* is the integer of 1 to 8 bits that is saved for
 one element. A backend is an object with these attributes, which the module `reference` defines and documents:
 
-    prepare                      make the tensors that the backend keeps on a device
     name                         the name in reports: "reference", "cuda" or an instruction set of the CPU
     pack, unpack                 store codes as bit-planes in int32 words, and read them back
     encode                       get the codes that a few-bit activation saves
@@ -37,7 +36,6 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fewbit.runtime.backends import reference
 
@@ -54,12 +52,6 @@ def of(tensor: torch.Tensor):
     if backend is None:
         backend = _chosen[device] = _choose(device)
     return backend
-
-
-def prepare(device: torch.device) -> None:
-    """Let the backend of a device make the tensors that it keeps there for all calls."""
-    with unset_fake_temporarily():
-        of(torch.empty(0, device=device)).prepare(device)
 
 
 def _choose(device: torch.device):

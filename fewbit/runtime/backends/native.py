@@ -7,20 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fewbit import _kernels
-from fewbit.catalog.unbiased_codes import packed_codes
-from fewbit.config import (
-    GROUP_SIZE,
-    MASKED,
-    MASKED_UNBIASED,
-    MAX_BITS,
-    MIN_BITS,
-    ROTATED,
-    UNBIASED,
-    UNIFORM,
-)
+from fewbit.config import GROUP_SIZE, MASKED, MAX_BITS, MIN_BITS, ROTATED, UNIFORM
 from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
@@ -34,7 +23,7 @@ _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.D
 # A build of torch without CUDA has no streams.
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 _kernels.use_torch(torch.Tensor, _DTYPES, check_dense, torch.get_num_threads, _stream)
-KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2, UNBIASED: 3, MASKED_UNBIASED: 4}
+KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
 """The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
 _NO_VECTORS = None, None, 1
@@ -70,10 +59,6 @@ class Kernels:
         self._kernels = kernels
         self._widths_arguments = widths_arguments
         self.name = name
-
-    def prepare(self, device: torch.device) -> None:
-        """Make the tensors that the kernels keep on a device, see `reference.prepare`."""
-        levels_of(UNBIASED, device)
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
         """Pack codes as bit-planes, see `reference.pack`."""
@@ -162,7 +147,6 @@ class Kernels:
             codes,
             seed,
             qseed,
-            levels_of(kind, x.device),
             packed,
             ranges,
         )
@@ -208,7 +192,6 @@ class Kernels:
             copy,
             *self._widths_arguments(widths),
             seed,
-            levels_of(kind, x.device),
             packed,
             ranges,
             *_vectors(normalize, x.numel()),
@@ -265,7 +248,6 @@ class Kernels:
             ranges,
             copy,
             *self._widths_arguments(widths),
-            levels_of(kind, out.device),
             out,
             *_map(affine, mask, channels, out.numel()),
         )
@@ -340,21 +322,6 @@ class Kernels:
     def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
         """Write the gradient of a ReLU or LeakyReLU to `out`, see `reference.mask_fixed`."""
         self._kernels.mask_fixed(grad, packed, grid, inner, bits, slope, out)
-
-
-def levels_of(kind: str, device: torch.device) -> torch.Tensor | None:
-    """Return the constants with which kernels encode and decode unbiased copies (`packed_codes`); None for other kinds."""
-    return _unbiased_levels(device) if kind in (UNBIASED, MASKED_UNBIASED) else None
-
-
-@lru_cache(maxsize=32)
-def _unbiased_levels(device):
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise FewbitError(
-            f"the codes of unbiased copies are not on {device} yet: run a step there before capturing a CUDA graph"
-        )
-    with unset_fake_temporarily():  # a compiler may be tracing
-        return torch.from_numpy(packed_codes()).to(device)
 
 
 def _element(tensor, like):

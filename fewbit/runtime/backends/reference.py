@@ -24,7 +24,6 @@ from fewbit.runtime.backends.reference_quantizer import (
     quantize,
     squares,
 )
-from fewbit.runtime.backends.reference_unbiased import prepare
 from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.buffers import Entry
@@ -47,7 +46,6 @@ __all__ = [
     "mask_fixed",
     "name",
     "pack",
-    "prepare",
     "quantize",
     "share_bits",
     "squares",

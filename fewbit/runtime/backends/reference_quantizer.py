@@ -3,24 +3,17 @@
 The results equal those of the compiled kernels exactly. A *group* is a run of elements that are quantized together. An
 element is saved as a code from 0 to 2^bits - 1. In a uniform copy, a group has a minimum and a range, and the code is
 the element's distance from the minimum, in units of range / (2^bits - 1), rounded at random so that the mean is exact.
-For rotated copies see `reference_rotated.py`, for exactly unbiased ones `reference_unbiased.py`. A *sample* is a slice of a tensor along dimension 0,
-and its elements are called features. A group never crosses samples of 64 features or more. Shorter samples are
-concatenated, and groups run across them.
+For rotated copies see `reference_rotated.py`. A *sample* is a slice of a tensor along dimension 0, and its elements are
+called features. A group never crosses samples of 64 features or more. Shorter samples are concatenated, and groups run
+across them.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fewbit.config import (
-    MASKED_KINDS,
-    MASKED_UNBIASED,
-    ROTATED,
-    UNBIASED,
-    UNIFORM,
-    check_rotated_size,
-)
-from fewbit.runtime.backends import reference_rotated, reference_unbiased
+from fewbit.config import MASKED, ROTATED, UNIFORM, check_rotated_size
+from fewbit.runtime.backends import reference_rotated
 from fewbit.runtime.backends.reference_bits import entries_of, pack, sixteen_bit_draws, unpack
 from fewbit.runtime.backends.results import QuantizedGroups
 from fewbit.runtime.format import groups
@@ -30,7 +23,6 @@ from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.layout import storage_order
 
 _MASK32 = 0xFFFFFFFF
-_MASKED = MASKED_KINDS.values()
 _BLOCK = 256  # this many elements get their random numbers from one run of counters
 
 
@@ -183,7 +175,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
     per_row = -(-features // group_size)
     if kind != UNIFORM:
         cut, exists = _cut_rows(rows, group_size)
-        energies = reference_rotated.energies(cut, exists, kind in _MASKED)
+        energies = reference_rotated.energies(cut, exists, kind == MASKED)
         if channels is not None:  # errors are multiplied by the scales of channels
             _, scales = _spread_channels(rows, channels)
             scales, _ = _cut_rows(scales.double().square(), group_size)
@@ -326,8 +318,8 @@ def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
     """
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
     if kind != UNIFORM:
-        groups_of = cut, exists, seed, bits, fp32_min, first_group, kind in _MASKED
-        codes, minimum, extent = _reference(kind).quantize_groups(*groups_of)
+        groups_of = cut, exists, seed, bits, fp32_min, first_group, kind == MASKED
+        codes, minimum, extent = reference_rotated.quantize_groups(*groups_of)
     else:
         codes, minimum, extent = _uniform(
             cut, exists, seed, bits, fp32_min, first_group, group_size
@@ -337,11 +329,6 @@ def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
     if fp32_min:
         columns.append(_lower(minimum))
     return packed, torch.stack(columns, 1).view(torch.bfloat16)
-
-
-def _reference(kind):
-    """Return the module that quantizes and restores the groups of copies that are not uniform."""
-    return reference_unbiased if kind in (UNBIASED, MASKED_UNBIASED) else reference_rotated
 
 
 def _uniform(cut, exists, seed, bits, fp32_min, first_group, group_size):
@@ -399,7 +386,7 @@ def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, f
     if kind != UNIFORM:
         cut = cut.to(torch.int64)
         groups_of = cut, exists, minimum, extent, seed, bits, first_group
-        return _reference(kind).restore_groups(*groups_of)[exists].view(samples, features)
+        return reference_rotated.restore_groups(*groups_of)[exists].view(samples, features)
     part = cut * torch.tensor(1.0 / (2**bits - 1), dtype=torch.float32, device=cut.device)
     values = minimum[:, None] + extent[:, None] * part
     return values[exists].view(samples, features)

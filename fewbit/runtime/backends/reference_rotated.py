@@ -21,11 +21,11 @@ _FIRST_COUNTER = -(2**63)  # 2^63 as int64: no draw of a uniform copy has such a
 _COUNTERS = 16  # of each group
 _SCALE_COUNTER = 8  # the counter of the scale's random rounding, after those of the signs
 _LEAST_ENERGY, _MOST_ENERGY, _RESCUE = 2.0**-80, 2.0**100, 2.0**96
-MOST_SCALE = torch.finfo(torch.bfloat16).max
+_MOST_SCALE = torch.finfo(torch.bfloat16).max
 _SHARE_OF_ONE = 8.0  # a group is rotated twice if one element has more than 1 / 8 of the energy
 
 
-class Remainders(NamedTuple):
+class _Remainders(NamedTuple):
     """Groups without their means.
 
     Attributes:
@@ -43,7 +43,7 @@ class Remainders(NamedTuple):
     energy: torch.Tensor
 
 
-def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked=False):
+def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked):
     """Quantize groups.
 
     Args:
@@ -60,18 +60,18 @@ def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked=F
         negative if a group was rotated twice.
     """
     breaks, levels = _normal_levels(bits, cut.device)
-    left = remainders(cut, exists, fp32_mean, is_masked)
+    left = _remainders(cut, exists, fp32_mean, is_masked)
     most = left.values.abs().amax(1)
     is_twice = most * most * _SHARE_OF_ONE > left.energy
-    words = sign_words(seed, first_group, len(cut))
-    y = rotated(left.values, left.lengths, words, is_twice)
+    words = _sign_words(seed, first_group, len(cut))
+    y = _rotated(left.values, left.lengths, words, is_twice)
     rms = root(left.energy / left.lengths.to(torch.float32))
     magnitude = y.abs()
     index = (magnitude[..., None] > breaks * rms[:, None, None]).sum(-1)
     codes = index + (torch.signbit(y).to(torch.int64) << (bits - 1))
-    products = torch.where(padded(exists), magnitude * levels[index], 0.0)
+    products = torch.where(_padded(exists), magnitude * levels[index], 0.0)
     scale = left.energy / _sums(products) * (1.0 / left.factor)
-    scale = scale.clamp(max=MOST_SCALE)
+    scale = scale.clamp(max=_MOST_SCALE)
     draw, *_ = philox_words(seed, _counters(seed, first_group, len(cut)) + _SCALE_COUNTER)
     scale = torch.where(left.energy == 0, 0.0, _drop_half(scale, draw & 0xFFFF))
     is_good = left.energy.isfinite() & left.mean.isfinite()
@@ -96,13 +96,13 @@ def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
     _, levels = _normal_levels(bits, codes.device)
     half = 2 ** (bits - 1)
     y = levels[codes % half] * torch.where(codes >= half, -1.0, 1.0)
-    words = sign_words(seed, first_group, len(codes))
-    values = rotated_back(padded(y), exists.sum(1), words, torch.signbit(scale), scale.abs())
+    words = _sign_words(seed, first_group, len(codes))
+    values = _rotated_back(_padded(y), exists.sum(1), words, torch.signbit(scale), scale.abs())
     values = mean[:, None] + values[:, : codes.shape[1]]
     return torch.where(scale[:, None].isnan(), torch.nan, values)
 
 
-def energies(cut, exists, is_masked=False):
+def energies(cut, exists, is_masked):
     """Return the sum of squares of the elements of each group minus the group's mean.
 
     If elements are left out, the sum is multiplied by the share of the other elements: the rounding errors of elements
@@ -116,7 +116,7 @@ def energies(cut, exists, is_masked=False):
     Returns:
         (groups,) float32; NaN for a group with an element that is not finite.
     """
-    left = remainders(cut, exists, fp32_mean=True, is_masked=is_masked)
+    left = _remainders(cut, exists, fp32_mean=True, is_masked=is_masked)
     back = 1.0 / left.factor
     energy = left.energy * back * back
     if is_masked:
@@ -124,11 +124,11 @@ def energies(cut, exists, is_masked=False):
     return torch.where(left.energy.isfinite() & left.mean.isfinite(), energy, torch.nan)
 
 
-def remainders(cut, exists, fp32_mean, is_masked) -> Remainders:
+def _remainders(cut, exists, fp32_mean, is_masked) -> _Remainders:
     """Return groups without their means. The arguments are those of `quantize_groups`."""
-    there = padded(exists)
+    there = _padded(exists)
     lengths = there.sum(1)
-    x = torch.where(there, padded(cut), 0.0)
+    x = torch.where(there, _padded(cut), 0.0)
     if is_masked:
         there = there & (x != 0)
     count = there.sum(1).to(torch.float32)
@@ -141,7 +141,7 @@ def remainders(cut, exists, fp32_mean, is_masked) -> Remainders:
     factor = torch.where(energy < _LEAST_ENERGY, _RESCUE, torch.ones_like(energy))
     factor = torch.where(energy < _MOST_ENERGY, factor, 1 / _RESCUE)
     left = left * factor[:, None]
-    return Remainders(left, lengths, mean, factor, _sums(left * left))
+    return _Remainders(left, lengths, mean, factor, _sums(left * left))
 
 
 def root(x):
@@ -149,7 +149,7 @@ def root(x):
     return x.double().sqrt().float()
 
 
-def padded(x):
+def _padded(x):
     """Return (groups, group_size) numbers as (groups, 256), with zeros at the end."""
     return torch.nn.functional.pad(x, (0, LARGEST_ROTATED_GROUP - x.shape[1]))
 
@@ -185,7 +185,7 @@ def _counters(seed, first_group, count):
     return _FIRST_COUNTER + _COUNTERS * group
 
 
-def sign_words(seed, first_group, count):
+def _sign_words(seed, first_group, count):
     """Return whether signs are negative, (count, 4, 256) bool: for two rotations of two transforms each."""
     counter = _counters(seed, first_group, count)[:, None] + torch.arange(8, device=seed.device)
     words = torch.stack(philox_words(seed, counter), -1).view(count, 4, 8)
@@ -196,13 +196,13 @@ def sign_words(seed, first_group, count):
 # -- Rotations -----------------------------------------------------------------------------------------------
 
 
-def rotated(values, lengths, words, is_twice):
+def _rotated(values, lengths, words, is_twice):
     """Rotate groups.
 
     Args:
         values: (groups, 256) float32, with zeros where no elements are.
         lengths: (groups,) int64, the number of elements of each group.
-        words: the signs, the result of `sign_words`.
+        words: the signs, the result of `_sign_words`.
         is_twice: (groups,) bool, whether a group is rotated twice although its length is a power of two.
     """
     once = _rotate(values, lengths, words[:, :2])
@@ -245,8 +245,8 @@ def _rotate(values, lengths, signs):
     return out
 
 
-def rotated_back(values, lengths, words, is_twice, scale):
-    """Undo the rotations of `rotated`, and multiply by the scale of each group, (groups,) float32."""
+def _rotated_back(values, lengths, words, is_twice, scale):
+    """Undo the rotations of `_rotated`, and multiply by the scale of each group, (groups,) float32."""
     once = _rotate_back(values, lengths, words[:, 2:], torch.ones_like(scale))
     y = torch.where(_second(lengths, is_twice), _moved(once, lengths, -1), values)
     return _rotate_back(y, lengths, words[:, :2], scale)

@@ -18,13 +18,7 @@ variance D / (1 - D) (EDEN, Vargaftik et al., ICML 2022). The random rounding of
 variance, which matters from 7 bits on. The actual variance differs a little from the sum of both. Rotated numbers have
 shorter tails than normal numbers, so the variance of a group of n elements is lower by up to the share 4.5 / n. The
 levels are rounded to multiples of a power of two, which adds at most 0.11 % (docs/concepts/theory/rounding.md). In a *masked*
-copy, the distortion is that of rotated or unbiased copies.
-
-For an *unbiased* copy, `squares` is computed as for a rotated copy. The variance of an element depends on its rotated value, so
-the distortion is not the same for all data. The returned distortion is that of groups of 256 normal numbers. No data
-has a distortion that is more than a few percent larger, because rotated numbers have tails that are no heavier than
-those of normal numbers. Groups in which one element has almost all energy have a distortion that is up to a quarter
-smaller.
+copy, the distortion is that of rotated copies.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ import math
 from functools import cache
 
 from fewbit.catalog.normal_levels import normal_error
-from fewbit.config import MASKED_UNBIASED, MAX_BITS, MIN_BITS, UNBIASED, UNIFORM
+from fewbit.config import MAX_BITS, MIN_BITS, UNIFORM
 
 BITS = range(MIN_BITS, MAX_BITS + 1)
 """The possible numbers of bits per element."""
@@ -43,21 +37,6 @@ _SCALE_VARIANCE = 2.0**-14 * (3 / (8 * math.log(2))) / 6
 A scale m 2^e, with m from 1 to 2, is rounded in steps of 2^(e - 7). The mean variance is a sixth of the squared step if
 the positions of scales within a step are spread evenly. The mean of 1 / m^2 is 3 / (8 ln 2) if the logarithm of m is
 spread evenly.
-"""
-
-_UNBIASED_DISTORTIONS = (
-    1.5502,
-    0.22905,
-    0.045662,
-    0.010194,
-    0.0024065,
-    0.00058448,
-    0.00014402,
-    3.5743e-05,
-)
-"""The distortions of unbiased copies with 1 to 8 bits, as `fewbit.catalog.quantizers.unbiased_error` computes them.
-
-The function needs SciPy, so its results are repeated here.
 """
 
 
@@ -86,8 +65,7 @@ def largest_distortion(kind: str, bits: int) -> float:
     """Return an upper bound on the distortion, for any data.
 
     Uniform copies reach the bound if every element lies in the middle between the values of two neighboring codes.
-    Rotated copies have the same distortion for all data, so their bound is `distortion`. So is that of unbiased copies:
-    some data has a smaller distortion, and no data has one that is more than a few percent larger.
+    Rotated copies have the same distortion for all data, so their bound is `distortion`.
 
     Args:
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
@@ -100,8 +78,6 @@ def largest_distortion(kind: str, bits: int) -> float:
 def _distortions(kind: str) -> tuple[float, ...]:
     if kind == UNIFORM:
         return tuple(_step2(bits) / 6.0 for bits in BITS)
-    if kind in (UNBIASED, MASKED_UNBIASED):
-        return _UNBIASED_DISTORTIONS
     errors = map(normal_error, BITS)
     return tuple(error / (1.0 - error) + _SCALE_VARIANCE for error in errors)
 

@@ -18,7 +18,7 @@ import math
 import torch
 from torch.library import register_fake
 
-from fewbit.config import MASKED_UNBIASED, UNBIASED, UNIFORM, check_rotated_size
+from fewbit.config import UNIFORM, check_rotated_size
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.channels import Normalization
@@ -322,20 +322,8 @@ dequantize_op = define(
 )
 
 
-def _prepare(kind, device):
-    """Let the backend make what it keeps on a GPU for copies of a kind.
-
-    A compiler calls this function before torch runs the compiled code, and perhaps records a CUDA graph. What is made
-    while torch records would be in the memory of the graph, which torch uses again.
-    """
-    is_needed = kind in (UNBIASED, MASKED_UNBIASED) and device.type == "cuda"
-    if is_needed and torch.cuda.is_available():
-        backends.prepare(device)
-
-
 @register_fake("fewbit::quantize")
 def _(x, stride, seed, bits, group_size, fp32_min, kind, channels=0):
-    _prepare(kind, x.device)
     samples, features = groups.samples_of(x.shape)
     packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
     rows = groups.group_count(samples, features, group_size) + groups.seed_rows(kind)
@@ -346,7 +334,6 @@ def _(x, stride, seed, bits, group_size, fp32_min, kind, channels=0):
 
 @register_fake("fewbit::dequantize")
 def _(packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None, channels=None):
-    _prepare(kind, packed.device)
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
 
 

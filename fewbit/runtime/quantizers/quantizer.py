@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from fewbit.config import (
     DEFAULT_BITS,
     GROUP_SIZE,
-    MASKED_KINDS,
+    MASKED,
     MAX_BITS,
     ROTATED,
     UNIFORM,
@@ -84,7 +84,7 @@ class Quantizer:
         average: the mean number of bits per element, if a policy divides bits among samples; `bits` unless given.
         is_fixed: whether the policy must not change the average.
         fuse: whether norms make fixed-point copies, which the layers after the norms can use.
-        kind: the kind of copies, "rotated", "uniform" or "unbiased"; None for the usual kind of each layer (`kind_of`).
+        kind: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer (`kind_of`).
         extra_bits: the bits that each of the layer's inputs has more than `bits`, in the order of slots; inputs without an
             entry have `bits`. No input has more than 8 bits. A policy that chooses the bits of the layer ignores them.
         recomputes_linear: whether results of linear layers are computed again where they would be saved.
@@ -246,7 +246,7 @@ class Quantizer:
         if saved is None and cache.keys() != {key} and not cache.has_result(content):
             saved = self._with_more_bits(content, key)
         mask = None
-        if (saved is None or channels) and self.kind_of(usual) in MASKED_KINDS:
+        if (saved is None or channels) and self.kind_of(usual) == ROTATED:
             mask = cache.get_mask(content)
         if mask is not None:
             how["channels"] = channels = 0
@@ -387,7 +387,7 @@ class Quantizer:
         """
         kind = self.kind_of(usual)
         if mask is not None:
-            kind, channels = MASKED_KINDS[kind], 0
+            kind, channels = MASKED, 0
         if not is_plain(x):
             return self._quantize_traced(x, kind, channels, slot, extra_bits)
         # Without the channels' means, the groups' means are small.
@@ -517,8 +517,8 @@ class Quantizer:
         seed = self.context.seed_of_result(y, self.key)
         fp32_min, ask = self._fp32_min_of(y)
         kind = self.kind_of(ROTATED)
-        is_masked = kind in MASKED_KINDS and are_masks
-        kind = MASKED_KINDS[kind] if is_masked else kind
+        is_masked = kind == ROTATED and are_masks
+        kind = MASKED if is_masked else kind
         made = run(seed, self.bits, self.group_size, bool(fp32_min), kind)
         if made is None:
             return None
@@ -637,7 +637,7 @@ def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None =
     Args:
         bits: the bits per element, 1 to 8.
         group_size: the number of elements in a group, a multiple of 32.
-        quantizer: the kind of copies, "rotated", "uniform" or "unbiased"; None for the usual kind of each layer; or a Quantizer,
+        quantizer: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer; or a Quantizer,
             which is returned.
 
     Raises:

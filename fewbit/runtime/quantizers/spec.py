@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.config import MASKED_KINDS, UNIFORM
+from fewbit.config import MASKED, UNIFORM
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.channels import Normalization
@@ -130,7 +130,7 @@ class QuantizedTensorSpec(NamedTuple):
         )
         x = layout.storage_order(x)
         errors = layout.storage_order(rounded) - x
-        return errors.mul_(x != 0) if self.kind in MASKED_KINDS.values() else errors
+        return errors.mul_(x != 0) if self.kind == MASKED else errors
 
     def _dequantize(self, tensors, dtype, affine=None):
         values = self._values(tensors, dtype, affine)

@@ -25,7 +25,7 @@ def normal_levels(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     Raises:
         TableError: No table with this number of bits is shipped.
     """
-    table = value_table(bits, "mse")
+    table = value_table(bits)
     half = 2 ** (bits - 1)
     return tuple(table["breaks"][half:]), tuple(table["levels"][half:])
 
@@ -74,32 +74,11 @@ def normal_error(bits: int) -> float:
     Raises:
         TableError: No table with this number of bits is shipped.
     """
-    return float(value_table(bits, "mse")["error"])
+    return float(value_table(bits)["error"])
 
 
-@cache
-def unbiased_levels(bits: int) -> tuple[tuple[float, ...], ...]:
-    """Return the levels of the exactly unbiased code with shared randomness that the solver found for normal numbers.
-
-    `fewbit.table.staircase` describes the code. The code is unbiased for numbers in [-T, T], where T is the mean of the
-    last column of the levels. Each number of bits has its own T, which is chosen for groups of 256 numbers. Such a
-    group is divided by its root mean square, or by its greatest magnitude over T if that is larger, so that no number
-    exceeds T.
-
-    Args:
-        bits: The bits of a code, 1 to 8.
-
-    Returns:
-        A row of 2**bits ascending levels for each value of the shared random number.
-
-    Raises:
-        TableError: No table with this number of bits is shipped.
-    """
-    return tuple(tuple(row) for row in value_table(bits, "shared")["shared_levels"])
-
-
-def value_table(bits: int, objective: str) -> dict:
-    """Return the document of the shipped table of the function `value` with this number of bits and this objective.
+def value_table(bits: int) -> dict:
+    """Return the document of the shipped table of the function `value` with this number of bits.
 
     The document is not validated, to save time. Tests validate all shipped tables.
 
@@ -107,7 +86,7 @@ def value_table(bits: int, objective: str) -> dict:
         TableError: No such table is shipped.
     """
     for document in _documents():
-        if document["bits"] == bits and document["objective"] == objective:
+        if document["bits"] == bits:
             return document
     raise TableError(f"bits: expected 1 to 8, got {bits!r}")
 

@@ -9,8 +9,6 @@ Numbers that a quantizer saves for a whole group, such as a scale, are not round
 - *rotated*: random signs and a Walsh-Hadamard transform, rounding to the nearest of the levels that are optimal for
   normal numbers, and the scale that makes the result unbiased for a uniformly random rotation (EDEN, Vargaftik et al.,
   ICML 2022).
-- *unbiased*: the same rotation, and an exactly unbiased code whose levels depend on a few random bits that encoder and
-  decoder share (QUIC-FL, Ben Basat et al., 2022).
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from fewbit.catalog.error_table import checked_bits
-from fewbit.catalog.normal_levels import normal_levels, unbiased_levels, value_table
+from fewbit.catalog.normal_levels import normal_levels, value_table
 from fewbit.extras import needed_for
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
-from fewbit.table.staircase import draw_codes, draw_variance
 
 GROUP = 256
 """The number of elements of a group."""
@@ -34,7 +31,6 @@ _SEED = 0
 # The least and the greatest of 256 normal numbers lie in [-_REACH, -_START] and [_START, _REACH], except with a
 # probability below 1e-15 for each side. The quadrature rule has _POINTS points on each interval.
 _START, _REACH, _POINTS = 0.5, 8.5, 64
-_MIDPOINTS = 2**14
 
 
 @dataclass(frozen=True)
@@ -49,8 +45,6 @@ class QuantizerRow:
         rotated_measured: The same error, measured.
         rotated_limit: The limit of the computed error for long groups: D / (1 - D), with D the error of the shipped
             table of the function `value`.
-        unbiased: The computed error of rotation and an unbiased code with shared randomness.
-        unbiased_measured: The same error, measured.
         bound: 1 / (4**bits - 1), a lower bound for every unbiased code of this size.
     """
 
@@ -60,8 +54,6 @@ class QuantizerRow:
     rotated: float
     rotated_measured: float
     rotated_limit: float
-    unbiased: float
-    unbiased_measured: float
     bound: float
 
 
@@ -86,14 +78,11 @@ class QuantizerComparison(Result):
             Column("rotated", lambda row: _digits(row.rotated)),
             Column("rotated*", lambda row: _digits(row.rotated_measured), drop=3),
             Column("limit", lambda row: _digits(row.rotated_limit), drop=1),
-            Column("unbiased", lambda row: _digits(row.unbiased)),
-            Column("unbiased*", lambda row: _digits(row.unbiased_measured), drop=4),
             Column("bound", lambda row: _digits(row.bound)),
         )
         notes = (
             "uniform: equal steps from the least to the greatest element, random rounding.",
-            "rotated: random rotation, tables of 'value' with objective mse, EDEN's scale.",
-            "unbiased: random rotation, tables of 'value' with objective shared.",
+            "rotated: random rotation, the levels of the tables of 'value', EDEN's scale.",
             "limit: rotated in long groups, D / (1 - D) with D the error of these levels.",
             f"*: measured with NumPy on {_GROUPS} random groups; other errors are computed.",
             "bound: 1 / (4^bits - 1), no unbiased code of so many bits is below it.",
@@ -124,13 +113,10 @@ def compare_quantizers(
     x = random.standard_normal((_GROUPS, GROUP))
     signs = random.choice([-1.0, 1.0], x.shape)
     noise = random.random(x.shape)
-    shared = random.integers(0, 2**8, x.shape)
     rows = []
     for done, count in enumerate(bits):
         if progress is not None:
             progress(f"measuring {count} bits", done, len(bits))
-        levels = np.array(unbiased_levels(count))
-        unbiased = restore_unbiased(x, levels, signs, shared % len(levels), noise)
         rows.append(
             QuantizerRow(
                 bits=count,
@@ -139,8 +125,6 @@ def compare_quantizers(
                 rotated=rotated_error(count),
                 rotated_measured=_relative(restore_rotated(x, count, signs), x),
                 rotated_limit=rotated_limit(count),
-                unbiased=unbiased_error(levels),
-                unbiased_measured=_relative(unbiased, x),
                 bound=1.0 / (4**count - 1),
             )
         )
@@ -153,7 +137,7 @@ def _relative(restored: np.ndarray, x: np.ndarray) -> float:
 
 def rotated_limit(bits: int) -> float:
     """Return the error of `rotated` in long groups: D / (1 - D), where D is the error of the levels."""
-    error = value_table(bits, "mse")["error"]
+    error = value_table(bits)["error"]
     return error / (1.0 - error)
 
 
@@ -282,77 +266,3 @@ def walsh_hadamard(x: np.ndarray) -> np.ndarray:
         y = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
         width *= 2
     return y.reshape(rows, length) / np.sqrt(length)
-
-
-def unbiased_error(levels: np.ndarray, group: int = GROUP) -> float:
-    """Compute the expected error of rotation and an unbiased code with shared randomness, in groups of length n.
-
-    Let T be the greatest mean of the code's staircase. A group is divided by its unit: its root mean square, or its
-    greatest magnitude over T if that is larger. Let G(s) be the expected error of n independent normal numbers with the
-    standard deviation s, if the unit is 1, or their greatest magnitude over T if that is larger. A rotated group y with
-    the mean square 1 is uniformly distributed on a sphere. r y is a group of independent normal numbers if r**2 has the
-    distribution of chi**2 / n, with n degrees of freedom. The mean of r is 1 - 1 / (4 n) and its variance 1 / (2 n), up
-    to terms of the order 1 / n**2. So the expected error of y is G(1) + (G'(1) - G''(1)) / (4 n).
-
-    Args:
-        levels: float64 (H, K), the levels for every shared random number.
-        group: The length n of a group.
-    """
-    levels = np.asarray(levels)
-    step = 0.05
-    below, middle, above = (
-        _independent_error(levels, group, 1.0 + change) for change in (-step, 0.0, step)
-    )
-    slope, bend = (above - below) / (2 * step), (above - 2 * middle + below) / step**2
-    return middle + (slope - bend) / (4 * group)
-
-
-def _independent_error(levels: np.ndarray, group: int, deviation: float) -> float:
-    """Return G(deviation), as `unbiased_error` describes it.
-
-    If the greatest |z| of the group is m, the others are independent, with a normal density cut off at -m and m.
-    """
-    with needed_for("the comparison of quantizers"):
-        from scipy.special import ndtr
-
-    limit = float(levels[:, -1].mean())
-    step = limit / _MIDPOINTS
-    x = step * (np.arange(_MIDPOINTS) + 0.5)
-    variance = draw_variance(levels, x)
-    node, share = np.polynomial.legendre.leggauss(_POINTS)
-    total = 0.0
-    for start, end in ((0.0, limit), (limit, _REACH)):
-        half = 0.5 * (end - start)
-        greatest = start + half * (node + 1.0)
-        below = 2.0 * ndtr(greatest / deviation) - 1.0
-        density = 2.0 * group * _density(greatest / deviation) / deviation * below ** (group - 1)
-        unit = np.maximum(1.0, greatest / limit)
-        own = draw_variance(levels, np.minimum(greatest, limit))
-        for m, size, mine, inside, weight in zip(
-            greatest, unit, own, below, half * share * density, strict=True
-        ):
-            z = size * x[size * x < m]
-            others = 2.0 * size * step / deviation * _density(z / deviation)
-            error = mine + (group - 1) / inside * np.sum(variance[: len(z)] * others)
-            total += float(weight * size**2 * error / group)
-    return total
-
-
-def restore_unbiased(
-    x: np.ndarray, levels: np.ndarray, signs: np.ndarray, shared: np.ndarray, noise: np.ndarray
-) -> np.ndarray:
-    """Rotate every row of x, draw codes with shared randomness, and rotate the restored levels back.
-
-    Args:
-        x: Groups, float64 (n, elements); the number of elements is a power of two.
-        levels: float64 (H, K), the levels for every shared random number.
-        signs: Random signs, 1.0 or -1.0, in the shape of x.
-        shared: The shared random numbers, integers in [0, H), in the shape of x.
-        noise: Uniform random numbers in [0, 1), in the shape of x.
-    """
-    y = walsh_hadamard(signs * x)
-    limit = levels[:, -1].mean()
-    norm = np.sqrt(np.mean(y * y, axis=1, keepdims=True))
-    unit = np.maximum(norm, np.max(np.abs(y), axis=1, keepdims=True) / limit)
-    codes = draw_codes(levels, y / unit, shared, noise)
-    return signs * walsh_hadamard(unit * levels[shared, codes])

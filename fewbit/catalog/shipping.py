@@ -2,8 +2,8 @@
 
 For every activation function with default parameters there are tables of form "levels" with 1 to 8 bits and uniform and
 normal weight, and tables of form "intervals" (as in the paper) with 1 to 4 bits and uniform weight. For the function
-`value`, which is no activation, there are tables with normal weight: of objective "mse" on the whole domain, and of
-objective "shared" on [-T, T] (`SHARED`). `fewbit.catalog.normal_levels` reads them.
+`value`, which is no activation, there are tables of form "levels" with 1 to 8 bits and normal weight, which
+`fewbit.catalog.normal_levels` reads.
 """
 
 from __future__ import annotations
@@ -18,23 +18,7 @@ from fewbit import functions
 from fewbit.catalog.store import tables_directory
 from fewbit.sizes import counted
 from fewbit.solver.solve import solve
-from fewbit.table import load_file, lower_pieces, save_tables
-
-SHARED = {
-    1: (6, 3.0),
-    2: (5, 2.9),
-    3: (4, 2.8),
-    4: (4, 2.75),
-    5: (4, 2.75),
-    6: (4, 2.75),
-    7: (4, 2.75),
-    8: (4, 2.75),
-}
-"""{bits: (shared bits, T)} of the tables of objective "shared" for the function `value`.
-
-One more shared bit would lower the error by less than 1 %. T, a multiple of 0.05, is the one with the least
-`fewbit.catalog.quantizers.unbiased_error`.
-"""
+from fewbit.table import load_file, save_tables
 
 
 def requests(name):
@@ -44,27 +28,13 @@ def requests(name):
         name: The canonical name of the function.
     """
     wanted = [("levels", "uniform", 8), ("levels", "normal", 8), ("intervals", "uniform", 4)]
-    if name not in functions.solver_names():
-        return list(_plain_requests(wanted))
-    shared = [
-        {
-            "form": "levels",
-            "weight": "normal",
-            "bits": bits,
-            "objective": "shared",
-            "shared_bits": shared_bits,
-            "domain": (-limit, limit),
-        }
-        for bits, (shared_bits, limit) in SHARED.items()
+    if name in functions.solver_names():
+        wanted = [("levels", "normal", 8)]
+    return [
+        {"form": form, "weight": weight, "bits": bits}
+        for form, weight, most in wanted
+        for bits in range(1, most + 1)
     ]
-    return [*_plain_requests([("levels", "normal", 8)]), *shared]
-
-
-def _plain_requests(wanted):
-    """Yield requests for (form, weight, most bits) with 1 bit to most bits."""
-    for form, weight, most in wanted:
-        for bits in range(1, most + 1):
-            yield {"form": form, "weight": weight, "bits": bits}
 
 
 def make(name, request):
@@ -95,14 +65,7 @@ def symmetric(table):
     def odd(numbers):
         return 0.5 * (numbers - np.flip(numbers))
 
-    if table.objective != "shared":
-        return replace(table, levels=odd(table.levels), breaks=odd(table.breaks))
-    shared = odd(table.shared_levels)
-    levels = odd(shared.mean(axis=0))
-    breaks, codes, closed = lower_pieces(levels, table.knots)
-    return replace(
-        table, levels=levels, breaks=breaks, codes=codes, closed=closed, shared_levels=shared
-    )
+    return replace(table, levels=odd(table.levels), breaks=odd(table.breaks))
 
 
 def main(names):

@@ -19,7 +19,6 @@ from fewbit.schema.documents import parse_json, read_text
 from fewbit.solver.request import (
     check_request,
     checked_domain,
-    checked_shared_bits,
     count_levels,
     domain_of,
 )
@@ -80,7 +79,6 @@ def load_table(
     objective: str = "mse",
     tails: str = "free",
     levels: int | None = None,
-    shared_bits: int | None = None,
     parameters: Mapping[str, float] | None = None,
 ) -> Table:
     """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
@@ -94,11 +92,9 @@ def load_table(
         form: "levels" (pieces may share a level) or "intervals" (every piece has its own level).
         weight: The density by which errors count.
         domain: The interval (a, b) on which errors are measured.
-        objective: "mse", "unbiased", "minimax" or "shared".
+        objective: "mse", "unbiased" or "minimax".
         tails: "free", or "pinned" to give the outermost pieces the limits of f' at infinity.
         levels: The number of levels, instead of `bits`.
-        shared_bits: For objective "shared": the number of random bits per element that encoder and decoder share. By
-            default a shipped table may have any number of them, and others have 4.
         parameters: Parameters of a named function.
 
     Returns:
@@ -112,7 +108,6 @@ def load_table(
     """
     count, all_bits = count_levels(bits, levels)
     check_request(form, objective, tails, parameters)
-    resolved_bits = checked_shared_bits(objective, shared_bits, count, tails)
     domain = checked_domain(domain)
     request = {
         "bits": None if bits is None else all_bits,
@@ -121,7 +116,6 @@ def load_table(
         "objective": objective,
         "tails": tails,
         "levels": None if levels is None else count,
-        "shared_bits": shared_bits,
     }
     named = isinstance(function, str) and ":" not in function
     if named:
@@ -154,11 +148,9 @@ def load_table(
         "domain": domain_of(resolved, weight, domain),
         "tails": tails,
     }
-    request["shared_bits"] = resolved_bits
     asked = {
         **expected,
         "levels": count,
-        "shared_bits": resolved_bits,
         "schema": CACHED,
         "version": __version__,
     }
@@ -176,8 +168,6 @@ def _find_shipped(function, weight, parameters, request):
     resolved = functions.get(function, parameters)
     asked["parameters"] = dict(resolved.parameters)
     asked["domain"] = domain_of(resolved, make_weight(weight), request["domain"])
-    if request["shared_bits"] is not None:
-        asked["shared_bits"] = request["shared_bits"]
     return next((table for table in shipped_tables(function) if _has_all(table, asked)), None)
 
 

@@ -8,7 +8,7 @@ from fewbit.catalog import paper
 from fewbit.render.formats import short
 from fewbit.render.view import Column, View
 from fewbit.sizes import counted
-from fewbit.table import DRAWN, Table, describe_function, describe_weight
+from fewbit.table import Table, describe_function, describe_weight
 from fewbit.table.notebook import intervals
 
 MOST_LEVELS = 16
@@ -32,7 +32,7 @@ class TableReport:
         table = self.table
         levels, pieces = counted(len(table.levels), "level"), counted(table.n_pieces, "piece")
         name = f"{describe_function(table)}, {counted(table.bits, 'bit')}"
-        how = "drawn in" if table.objective in DRAWN else "in"
+        how = "drawn in" if table.objective == "unbiased" else "in"
         yield Text(f"{name}: {levels} {how} {pieces}", style="bold")
         yield ""
         yield _facts_grid(table)
@@ -48,13 +48,11 @@ class TableReport:
 _ERRORS = {
     "mse": "integral of w (f' - q)^2",
     "unbiased": "expected integral of w (f' - draw)^2",
-    "shared": "expected integral of w (f' - draw)^2",
     "minimax": "largest |f' - q|",
 }
 _RELATIVE = {
     "mse": "sqrt(error / integral of w f'^2)",
     "unbiased": "sqrt(error / integral of w f'^2)",
-    "shared": "sqrt(error / integral of w f'^2)",
     "minimax": "error / largest |f'|",
 }
 _STATUS = {
@@ -91,9 +89,6 @@ def _facts(table: Table) -> Iterator[tuple[str, str, str]]:
     yield "problem", f"form {table.form}, objective {table.objective}, tails {table.tails}", ""
     yield "error", f"{table.error:.6g}", _ERRORS[table.objective]
     yield "lower bound", f"{table.lower_bound:.6g}", f"no table of this size is below it{gap}"
-    if table.shared_levels is not None:
-        rows = len(table.shared_levels)
-        yield "shared bits", str(rows.bit_length() - 1), f"levels for each of {rows} shared numbers"
     yield "relative error", _percent(table.relative_error), _RELATIVE[table.objective]
     if table.knots is not None:
         knots = f"of f' drawn as {len(table.knots.points)} knots"
@@ -126,7 +121,7 @@ def _against(error: float, printed: float) -> str:
 def _levels(table: Table) -> View:
     """Return the list of a table's levels, each with the pieces that have this level."""
     place = "where x is in"
-    if table.objective in DRAWN:
+    if table.objective == "unbiased":
         place = "draws between this level and the next where x is in"
     pieces = [[] for _ in table.levels]
     for code, piece in zip(table.codes, intervals(table), strict=True):

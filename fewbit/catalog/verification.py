@@ -19,8 +19,7 @@ from fewbit.errors import FewbitError, FunctionError, MissingPackageError, Table
 from fewbit.extras import needed_for
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
-from fewbit.table import DRAWN, describe_function, load_file, lower_pieces
-from fewbit.table.staircase import build_staircase, draw_variance
+from fewbit.table import describe_function, load_file
 from fewbit.text import printable
 
 TOLERANCE = 1e-6
@@ -189,17 +188,11 @@ def _rises(table, tables):
     names = ("function", "parameters", "form", "objective", "weight", "domain", "tails")
     for other in tables:
         is_alike = all(getattr(other, name) == getattr(table, name) for name in names)
-        is_alike &= _rows(other) <= _rows(table)
         if is_alike and other.bits < table.bits and table.error > other.error * (1 + 1e-9):
             yield (
                 f"error rises with bits: {table.error:.6g} at {table.bits}, "
                 f"{other.error:.6g} at {other.bits}"
             )
-
-
-def _rows(table):
-    """Return the number of values of the shared random number."""
-    return 1 if table.shared_levels is None else len(table.shared_levels)
 
 
 def _recompute(table, weight=None):
@@ -232,11 +225,8 @@ def _smooth_intervals(table, f, weight):
     """Return ascending points between which f', q and w are smooth."""
     low, high = table.domain
     knots = table.knots.points if table.knots is not None else []
-    breaks = table.breaks
-    if table.objective == "shared":
-        breaks, _, _ = lower_pieces(build_staircase(table.shared_levels).means, table.knots)
     edges = weight.edges(table.domain), weight.support_edges(table.domain)
-    points = np.concatenate([breaks, f.kinks, *edges, knots, f.panels])
+    points = np.concatenate([table.breaks, f.kinks, *edges, knots, f.panels])
     inside = points[(points > low) & (points < high)]
     # Adaptive quadrature could miss a narrow density without points of the density's own mesh.
     hints = weight.mesh(table.domain)[::20]
@@ -251,11 +241,9 @@ def _smooth_intervals(table, f, weight):
 def _loss(table, f, x):
     """Return (f'(x) - q(x))**2. In some tables q(x) is a random draw, and the expected value is returned."""
     slope = f.derivative(x)
-    if table.objective not in DRAWN:
+    if table.objective != "unbiased":
         return (slope - table(x)) ** 2
     mean = table(x)
-    if table.objective == "shared":
-        return draw_variance(table.shared_levels, mean) + (slope - mean) ** 2
     lower = table.code(x)
     levels = table.levels
     return (mean - levels[lower]) * (levels[lower + 1] - mean) + (slope - mean) ** 2

@@ -191,15 +191,9 @@ _REQUEST = (
     ),
     click.option(
         "--objective",
-        type=click.Choice(["mse", "unbiased", "minimax", "shared"]),
+        type=click.Choice(["mse", "unbiased", "minimax"]),
         help="mse (default): minimize the squared error. unbiased: draw levels at random with the "
-        "right mean, and minimize the variance. minimax: minimize the largest error. shared: as "
-        "unbiased, with levels that depend on random bits that encoder and decoder share.",
-    ),
-    number(
-        "--shared-bits",
-        "The number of shared random bits per element, for --objective shared.  [default: 4]",
-        metavar="S",
+        "right mean, and minimize the variance. minimax: minimize the largest error.",
     ),
     click.option(
         "--tails",

@@ -9,14 +9,12 @@ import numpy as np
 
 from fewbit.errors import SolveError
 from fewbit.sizes import counted
-from fewbit.table import FORMS, MOST_SHARED_LEVELS, OBJECTIVES, TAILS
+from fewbit.table import FORMS, OBJECTIVES, TAILS
 from fewbit.table.checks import NARROWEST
 from fewbit.text import shorten
 
 _FARTHEST = 1e30
 _LEAST_WIDTH = float(np.finfo(np.float32).tiny)
-DEFAULT_SHARED_BITS = 4
-"""With more shared random bits, the error of a normal number with at least 3 bits falls by less than 1 %."""
 
 
 def count_levels(bits, levels):
@@ -58,35 +56,6 @@ def check_request(form, objective, tails, parameters):
     check_choice("tails", tails, TAILS)
     if parameters is not None and not isinstance(parameters, Mapping):
         raise SolveError(f"parameters: expected a mapping of names to numbers, got {parameters!r}")
-
-
-def checked_shared_bits(objective, shared_bits, count, tails):
-    """Return the number of shared random bits of a request; None unless the objective is "shared".
-
-    Args:
-        objective: The objective.
-        shared_bits: 0 to 8, or None for the default.
-        count: The number of levels for each value of the shared random number.
-        tails: "free" or "pinned".
-
-    Raises:
-        SolveError: The number is out of range, or does not fit the other arguments.
-    """
-    if objective != "shared":
-        if shared_bits is not None:
-            raise SolveError(f"shared_bits: expected none for objective {objective}")
-        return None
-    if tails != "free":
-        raise SolveError("objective shared: expected tails free")
-    if shared_bits is None:
-        return DEFAULT_SHARED_BITS
-    if not (is_integer(shared_bits) and 0 <= shared_bits <= 8):
-        raise SolveError(f"shared_bits: expected an integer from 0 to 8, got {shared_bits!r}")
-    if count * 2**shared_bits > MOST_SHARED_LEVELS:
-        raise SolveError(
-            f"shared_bits: expected at most {MOST_SHARED_LEVELS} levels in all, got {count} times {2**shared_bits}"
-        )
-    return int(shared_bits)
 
 
 def is_integer(value):

@@ -2,9 +2,8 @@
 
 Each stage has its own module. `weight` makes the weight, and `cells` cuts the domain into cells. `relaxation` solves a
 discrete problem exactly, with the help of `partition`, `dynamic_program` and `segments`. Its optimum gives the lower
-bound and the first levels. `refine` improves these levels until the error is stationary. Two objectives have modules of
-their own for this, in `drawn`: `unbiased`, and `shared`, which also finds another lower bound. Objective "minimax" needs
-only `minimax`, which finds the optimum directly.
+bound and the first levels. `refine` improves these levels until the error is stationary. Objective "unbiased" has the
+module `unbiased` for this. Objective "minimax" needs only `minimax`, which finds the optimum directly.
 """
 
 from __future__ import annotations
@@ -22,13 +21,6 @@ from fewbit.errors import SolveError
 from fewbit.functions.callables import resolve
 from fewbit.solver.cells import merge, survey
 from fewbit.solver.certificate import widened
-from fewbit.solver.drawn.shared import RESIDUAL as SHARED_RESIDUAL
-from fewbit.solver.drawn.shared import (
-    interleaved,
-    lower_bound,
-    refine_shared,
-)
-from fewbit.solver.drawn.unbiased import build_stand_in, refine_unbiased, variance, with_tails
 from fewbit.solver.dynamic_program import thread_count
 from fewbit.solver.finish import (
     closed_sides,
@@ -43,14 +35,14 @@ from fewbit.solver.relaxation import relax_intervals, relax_levels, relax_unbias
 from fewbit.solver.request import (
     check_request,
     checked_domain,
-    checked_shared_bits,
     count_levels,
     domain_of,
     is_integer,
 )
 from fewbit.solver.steps import nearest_steps, totals
+from fewbit.solver.unbiased import build_stand_in, refine_unbiased, variance, with_tails
 from fewbit.solver.weight import make_weight
-from fewbit.table import DRAWN, MOST_PIECES, Knots, Table, lower_pieces
+from fewbit.table import MOST_PIECES, Knots, Table, lower_pieces
 from fewbit.table.checks import FLOAT32_MAX, checked_function, checked_weight
 
 _FINE = 4096
@@ -77,7 +69,6 @@ def solve(
     levels: int | None = None,
     grid: int | None = None,
     refine: bool = True,
-    shared_bits: int | None = None,
     parameters: Mapping[str, float] | None = None,
     derivative: Callable | None = None,
     kinks: Sequence[float] | None = None,
@@ -96,16 +87,13 @@ def solve(
         domain: The interval (a, b) on which errors are measured. By default it is the range of the samples, if the
             weight is made of samples or a histogram, and else the function's own domain. A normal weight extends this
             domain to 8 standard deviations on both sides of the mean.
-        objective: What is minimized: "mse" (the squared error), "minimax" (the largest error), "unbiased" (the squared
-            error if one of two levels is drawn at random such that the mean of the draw is f'), or "shared" (the same,
-            if encoder and decoder share a few random bits, on which the levels depend).
+        objective: What is minimized: "mse" (the squared error), "minimax" (the largest error), or "unbiased" (the
+            squared error if one of two levels is drawn at random such that the mean of the draw is f').
         tails: "pinned" to give the outermost pieces the limits of f' at both infinities as levels, "free" not to.
         levels: The number of levels, 2 to 256, instead of `bits`.
         grid: The number of cells into which the domain is cut to get the first levels and the lower bound. More cells
             narrow the gap between error and lower bound.
         refine: Whether to improve the first levels until the error is stationary.
-        shared_bits: For objective "shared": the number of random bits per element that encoder and decoder share, 0 to
-            8, by default 4. The sum with `bits` is at most 12.
         parameters: Parameters of a named function.
         derivative: The derivative f' of a callable f. fewbit checks that its integrals agree with f, to 1e-7 of
             max |f'|. Then it is treated as exact: `error` and `lower_bound` hold for the given derivative.
@@ -128,7 +116,6 @@ def solve(
     started = time.perf_counter()
     count, bits = count_levels(bits, levels)
     _check_arguments(form, objective, tails, threads, parameters, grid, progress)
-    shared_bits = checked_shared_bits(objective, shared_bits, count, tails)
     weight, domain = make_weight(weight), checked_domain(domain)
     checked_weight(weight.document())
 
@@ -162,7 +149,6 @@ def solve(
         atoms=atoms,
         refine=refine,
         effort=Effort(threads or thread_count(), progress or _silent),
-        rows=2 ** (shared_bits or 0),
     )
     _check_size(landscape, request, f)
     outcome = _METHODS[objective](landscape, request, f)
@@ -198,7 +184,6 @@ def solve(
         },
         knots=outcome.knots,
         knots_error=outcome.knots_error,
-        shared_levels=outcome.shared_levels,
         _function=f,
     )
     if grid is None:
@@ -214,10 +199,8 @@ def _check_arguments(form, objective, tails, threads, parameters, grid, progress
         raise SolveError(f"progress: expected a callable, got {progress!r}")
     if threads is not None and not (is_integer(threads) and threads >= 1):
         raise SolveError(f"threads: expected an integer of at least 1, got {threads!r}")
-    if objective in ("unbiased", "shared") and form != "levels":
-        raise SolveError(
-            f"objective {objective}: expected form levels (the draw is between levels)"
-        )
+    if objective == "unbiased" and form != "levels":
+        raise SolveError("objective unbiased: expected form levels (the draw is between levels)")
 
 
 def _check_size(landscape, request, f):
@@ -227,8 +210,8 @@ def _check_size(landscape, request, f):
         return
     cells = landscape.cells(_FINE)
     levels = relax_levels(cells, request.count, np.empty(0), Effort(1), _ESTIMATE_ATOMS).levels
-    drawn = request.objective in DRAWN
-    thresholds = levels[1:-1] if drawn else 0.5 * (levels[1:] + levels[:-1])
+    is_drawn = request.objective == "unbiased"
+    thresholds = levels[1:-1] if is_drawn else 0.5 * (levels[1:] + levels[:-1])
     before, after = (np.searchsorted(thresholds, x) for x in (cells.value_left, cells.value_right))
     pieces = 1 + int(np.abs(after - before).sum() + np.count_nonzero(after[:-1] != before[1:]))
     if pieces > _ESTIMATE_MARGIN * MOST_PIECES:
@@ -255,8 +238,7 @@ def _warn_of_saturation(f, domain):
 
 
 def _warn_of_gap(table):
-    # For objective "shared" the bound is that of unlimited shared randomness, and no grid closes the gap.
-    if table.objective != "shared" and table.gap > _LARGE_GAP and table.relative_error > 1e-8:
+    if table.gap > _LARGE_GAP and table.relative_error > 1e-8:
         warnings.warn(
             f"{table.function}: the error may be up to {100 * table.gap:.2g} % above the optimum;"
             f" a larger grid= than {table.solver['grid']} narrows the gap",
@@ -302,7 +284,6 @@ class _Request:
     atoms: int | None  # largest number of atoms in the discrete problem (form levels)
     refine: bool
     effort: Effort
-    rows: int = 1  # number of values of the shared random number (objective shared)
 
 
 @dataclass(frozen=True)
@@ -318,7 +299,6 @@ class _Outcome:
     status: str
     knots: Knots | None = None
     knots_error: float | None = None
-    shared_levels: np.ndarray | None = None
 
 
 def _solve_mse(landscape, request, f):
@@ -392,44 +372,20 @@ def _solve_unbiased(landscape, request, f):
     bias = _bias(landscape, stand_in, fine)
     if request.slopes is not None:
         stand_in = with_tails(stand_in, request.slopes)
-    return _drawn(
-        landscape,
-        f,
-        fine,
-        stand_in,
+    knots = Knots(stand_in.points, stand_in.values, closed_sides_of_knots(f, stand_in))
+    breaks, codes, closed = lower_pieces(levels, knots)
+    return _Outcome(
         levels=levels,
+        breaks=breaks,
+        codes=codes,
+        closed=closed,
         error=variance(smooth, fine, levels) + bias,
         lower_bound=relaxed.lower_bound + bias,
+        scale=landscape.integrate(fine.left, fine.right).second_moment,
+        mass=float(fine.mass.sum()),
         status=_status(request, residual, levels, fine),
-    )
-
-
-def _solve_shared(landscape, request, f):
-    """Solve objective "shared". The search starts with the levels of objective "unbiased", shifted for every h."""
-    plain = _solve_unbiased(landscape, request, f)
-    if request.rows == 1:
-        return replace(plain, shared_levels=plain.levels[None])
-    stand_in = _varying_stand_in(landscape, request, f)
-    smooth = _with_derivative(landscape, stand_in)
-    cells = smooth.cells(_FINE)
-    first = interleaved(plain.levels, request.rows)
-    steps = {} if request.refine else {"most_steps": 0}
-    request.effort.progress("refining", 0, 2)
-    found = refine_shared(smooth, cells, first, plain.levels[[0, -1]], **steps)
-    request.effort.progress("bounding", 1, 2)
-    bound = lower_bound(smooth, plain.levels, found.levels, request.effort)
-    bias = _bias(landscape, stand_in, cells)
-    status = "stationary" if found.residual < SHARED_RESIDUAL else "stalled"
-    return _drawn(
-        landscape,
-        f,
-        cells,
-        stand_in,
-        levels=found.levels.mean(axis=0),
-        error=found.error + bias,
-        lower_bound=bound + bias,
-        status=status if request.refine else "unrefined",
-        shared_levels=found.levels,
+        knots=knots,
+        knots_error=stand_in.error + f.accuracy,
     )
 
 
@@ -439,12 +395,12 @@ def _varying_stand_in(landscape, request, f):
         raise _too_many_pieces(landscape, request, f, len(stand_in.points))
     if np.ptp(stand_in.values) == 0:
         raise SolveError(
-            f"objective {request.objective}: expected a derivative that varies, got the constant "
+            f"objective unbiased: expected a derivative that varies, got the constant "
             f"{stand_in.values[0]:g} for {f.name} (objective mse is exact)"
         )
     if np.ptp(stand_in.values) * FLOAT32_MAX < request.count - 1:
         raise SolveError(
-            f"objective {request.objective}: expected a derivative with gaps between {request.count} levels that float32 "
+            f"objective unbiased: expected a derivative with gaps between {request.count} levels that float32 "
             f"can divide by, got values from {stand_in.values.min():g} to {stand_in.values.max():g} for {f.name}"
         )
     return stand_in
@@ -467,28 +423,10 @@ def _bias(landscape, stand_in, cells):
     return apart.integrate(cells.left, cells.right).second_moment
 
 
-def _drawn(landscape, f, cells, stand_in, *, levels, **found):
-    """Return the outcome of an objective whose levels are drawn at random."""
-    knots = Knots(stand_in.points, stand_in.values, closed_sides_of_knots(f, stand_in))
-    breaks, codes, closed = lower_pieces(levels, knots)
-    return _Outcome(
-        levels=levels,
-        breaks=breaks,
-        codes=codes,
-        closed=closed,
-        scale=landscape.integrate(cells.left, cells.right).second_moment,
-        mass=float(cells.mass.sum()),
-        knots=knots,
-        knots_error=stand_in.error + f.accuracy,
-        **found,
-    )
-
-
 _METHODS = {
     "mse": _solve_mse,
     "minimax": _solve_minimax,
     "unbiased": _solve_unbiased,
-    "shared": _solve_shared,
 }
 
 

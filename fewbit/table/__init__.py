@@ -10,14 +10,12 @@ does not import torch.
 
 from fewbit.table import philox
 from fewbit.table.checks import (
-    DRAWN,
     FLOAT32_MAX,
     FORMS,
     MOST_BINS,
     MOST_CHARACTERS,
     MOST_COUNT,
     MOST_PIECES,
-    MOST_SHARED_LEVELS,
     OBJECTIVES,
     TAILS,
 )
@@ -27,14 +25,12 @@ from fewbit.table.knots import Knots, locate, lower_pieces, round_breaks
 from fewbit.table.table import Table
 
 __all__ = [
-    "DRAWN",
     "FLOAT32_MAX",
     "FORMS",
     "MOST_BINS",
     "MOST_CHARACTERS",
     "MOST_COUNT",
     "MOST_PIECES",
-    "MOST_SHARED_LEVELS",
     "OBJECTIVES",
     "TAILS",
     "Knots",

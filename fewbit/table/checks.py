@@ -23,16 +23,12 @@ from fewbit.sizes import counted
 from fewbit.text import shorten
 
 FORMS = ("levels", "intervals")
-OBJECTIVES = ("mse", "unbiased", "minimax", "shared")
-DRAWN = ("unbiased", "shared")
-"""The objectives of tables whose values are drawn at random, and which have knots."""
+OBJECTIVES = ("mse", "unbiased", "minimax")
 TAILS = ("free", "pinned")
 SIDES = ("right", "left")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MOST_PIECES = 2**14
 """Largest number of pieces of a table and of knots of a stand-in; the solver makes a few hundred."""
-MOST_SHARED_LEVELS = 2**12
-"""Largest number of levels of all rows of `shared_levels`."""
 MOST_BINS = 2**16
 """Largest number of bins of a histogram weight."""
 MOST_CHARACTERS = 200
@@ -211,33 +207,6 @@ def _check_printable(field: str, value: str) -> None:
         raise wrong(field, "printable characters", value)
 
 
-def checked_shared_levels(value, levels: np.ndarray) -> np.ndarray:
-    """Check the levels of a code with shared randomness, H rows of K numbers. Return a read-only float64 array (H, K).
-
-    Args:
-        value: The rows.
-        levels: float64 (K,), the field `levels`, which must contain the means of the columns.
-    """
-    field = "shared_levels"
-    if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or not len(value):
-        raise wrong(field, "a list of rows for objective shared", value)
-    rows = [checked_numbers(f"{field}[{i}]", row, limit=FLOAT32_MAX) for i, row in enumerate(value)]
-    if len(rows) & (len(rows) - 1) or len(rows) * len(levels) > MOST_SHARED_LEVELS:
-        raise wrong(
-            field, f"a power of two of rows, and at most {MOST_SHARED_LEVELS} numbers", len(rows)
-        )
-    for i, row in enumerate(rows):
-        check_length(f"{field}[{i}]", row, len(levels), "levels")
-        check_ascending(f"{field}[{i}]", row)
-    table = np.array(rows)
-    away = np.abs(table.mean(axis=0) - levels)
-    bad = np.flatnonzero(away > 1e-12 * max(1.0, float(np.abs(table).max())))
-    if bad.size:
-        raise wrong(f"levels[{bad[0]}]", f"the mean of column {bad[0]} of {field}", levels[bad[0]])
-    table.setflags(write=False)
-    return table
-
-
 def checked_knots_error(value) -> float:
     """Check that `knots_error` is a finite number of at least 0, and return it as a float."""
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
@@ -282,13 +251,13 @@ def check_pieces(form: str, levels: np.ndarray, breaks: np.ndarray, codes: np.nd
 
 
 def check_unbiased(
-    objective: str, form: str, levels: np.ndarray, breaks: np.ndarray, codes: np.ndarray, knots
+    form: str, levels: np.ndarray, breaks: np.ndarray, codes: np.ndarray, knots
 ) -> None:
-    """Check the form, levels and pieces of a table of objective "unbiased" or "shared"."""
+    """Check the form, levels and pieces of an unbiased table."""
     if form != "levels":
-        raise wrong("form", f'"levels" for objective {objective}', form)
+        raise wrong("form", '"levels" for objective unbiased', form)
     if len(levels) < 2:
-        raise wrong("levels", f"at least 2 numbers for objective {objective}", len(levels))
+        raise wrong("levels", "at least 2 numbers for objective unbiased", len(levels))
     with np.errstate(over="ignore", divide="ignore"):
         bad = np.flatnonzero(~(1.0 / np.diff(levels) <= FLOAT32_MAX))
     if bad.size:

@@ -7,7 +7,7 @@ from functools import partial
 from fewbit.render import html
 from fewbit.render.view import Column, View
 from fewbit.sizes import counted
-from fewbit.table import DRAWN, Table, describe_weight
+from fewbit.table import Table, describe_weight
 from fewbit.table.plot import headline, plot_table
 
 FACTS = (Column("", lambda fact: fact[0], "word"), Column("", lambda fact: fact[1], "text"))
@@ -44,7 +44,7 @@ def _pieces(table: Table) -> View:
         Column("level", lambda i: str(table.codes[i])),
         Column("value", lambda i: f"{table.levels[table.codes[i]]:.8g}"),
     )
-    title = "lower level of each piece" if table.objective in DRAWN else "levels and pieces"
+    title = "lower level of each piece" if table.objective == "unbiased" else "levels and pieces"
     return View(title, columns, range(table.n_pieces), is_folded=True)
 
 

@@ -15,7 +15,7 @@ from fewbit.errors import FewbitError
 from fewbit.render import figures
 from fewbit.render.figures import ERROR, INK, MUTED, literal
 from fewbit.sizes import counted
-from fewbit.table import DRAWN, FLOAT32_MAX, Table, describe_function, describe_weight
+from fewbit.table import FLOAT32_MAX, Table, describe_function, describe_weight
 
 # ---------------------------------------------------------------------------------------------------------
 # The numbers that are drawn, computed without matplotlib
@@ -185,9 +185,7 @@ def _draw_grid(figure, cells: dict[tuple, Table]) -> None:
 def headline(table: Table) -> str:
     """Describe a table in one line: its function, its bits and its error."""
     quality = "exact" if table.exact else f"error {table.error:.4g}"
-    kind = {"mse": "", "unbiased": ", unbiased", "minimax": ", minimax", "shared": ", shared"}[
-        table.objective
-    ]
+    kind = {"mse": "", "unbiased": ", unbiased", "minimax": ", minimax"}[table.objective]
     return f"{describe_function(table)}, {counted(table.bits, 'bit')}{kind}: {quality}"
 
 
@@ -224,7 +222,7 @@ def _draw_values(axes, table: Table, legend: bool, wide: float = 2.6) -> None:
     function = table.activation
     low, high = window(table, function)
     curve = None if function is None else derivative_curve(function, low, high)
-    if table.objective in DRAWN:
+    if table.objective == "unbiased":
         _draw_band(axes, table, low, high)
     else:
         _draw_steps(axes, table, low, high, wide)
@@ -293,7 +291,7 @@ def _draw_error(axes, table: Table, function) -> None:
     exact = _derivative(function, x)
     difference = np.where(np.isfinite(exact), exact - table(x), np.nan)
     axes.axhline(0.0, color="#b6bcc4", linewidth=0.8)
-    if table.objective in DRAWN:
+    if table.objective == "unbiased":
         lower = table.code(x)
         spread = np.sqrt(
             np.maximum(0, (table.levels[lower + 1] - table(x)) * (table(x) - table.levels[lower]))

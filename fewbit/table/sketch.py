@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from fewbit.sizes import counted
-from fewbit.table.checks import DRAWN
 from fewbit.table.plot import Curve, Step, derivative_curve, steps, value_limits, window
 
 BRAILLE = 0x2800
@@ -34,7 +33,7 @@ def sketch(table, width: int = 72, height: int = 16) -> str:
     function = table.activation
     low, high = window(table, function)
     curve = None if function is None else derivative_curve(function, low, high, n=8 * columns)
-    if table.objective in DRAWN:
+    if table.objective == "unbiased":
         curve = curve or _stand_in(table, low, high, 8 * columns)
         pieces = [Step(low, high, level, code) for code, level in enumerate(table.levels.tolist())]
     else:
@@ -44,11 +43,11 @@ def sketch(table, width: int = 72, height: int = 16) -> str:
     limits = (low, high), (bottom, top)
     # A later drawing covers an earlier one. The curve would hide steps between many levels, so steps are drawn last.
     # The bars of an unbiased table are as wide as the picture and would hide the curve, so they are drawn first.
-    if table.objective in DRAWN:
+    if table.objective == "unbiased":
         _draw_bars(canvas, pieces, *limits)
     if curve is not None:
         _draw_dots(canvas, curve, *limits)
-    if table.objective not in DRAWN:
+    if table.objective != "unbiased":
         _draw_bars(canvas, pieces, *limits)
     return "\n".join(
         [*_with_labels(canvas, bottom, top), *_axis(columns, low, high), _legend(table, curve)]
@@ -115,7 +114,7 @@ def _ticks(low: float, high: float, most: int) -> np.ndarray:
 
 
 def _legend(table, curve: Curve | None) -> str:
-    bars = "levels to draw from" if table.objective in DRAWN else "q"
+    bars = "levels to draw from" if table.objective == "unbiased" else "q"
     quality = "exact" if table.exact else f"error {table.error:.4g}"
     dots = "⣀⠤⠒ f'   " if curve is not None else ""
     return f"{'':{MARGIN}}{dots}── {bars}   ({counted(table.bits, 'bit')}, {quality})"

@@ -24,7 +24,6 @@ from fewbit.schema.documents import parse_json, read_text
 from fewbit.sizes import counted
 from fewbit.table import philox
 from fewbit.table.checks import (
-    DRAWN,
     FLOAT32_MAX,
     MOST_PIECES,
     check_levels,
@@ -37,7 +36,6 @@ from fewbit.table.checks import (
     checked_knots_error,
     checked_numbers,
     checked_parameters,
-    checked_shared_levels,
     checked_sides,
     checked_solver,
     checked_weight,
@@ -80,7 +78,7 @@ class Table:
         parameters: The parameters of f.
         bits: Bits per element, 1 to 8. K is at most 2**bits.
         form: "levels" (pieces may share a level) or "intervals" (every piece has its own).
-        objective: "mse", "unbiased", "minimax" or "shared".
+        objective: "mse", "unbiased" or "minimax".
         weight: The density w(x) by which squared errors count, as the dict of a table document.
         domain: The interval [a, b] on which the error is measured.
         tails: "pinned" if q has the limits of f' at infinity outside the domain, else "free".
@@ -88,8 +86,8 @@ class Table:
         breaks: float64 (M-1,), ascending: the points at which q changes.
         codes: int64 (M,): the index in `levels` of every piece's level. In an unbiased table, draws choose between the
             level of this index and the next one.
-        error: The integral of (f' - q)**2 w over the domain. For "minimax": the largest |f' - q|. For "unbiased" and
-            "shared": the integral of the expected squared error of a draw, times w.
+        error: The integral of (f' - q)**2 w over the domain. For "minimax": the largest |f' - q|. For "unbiased":
+            the integral of the expected squared error of a draw, times w.
         lower_bound: A proven lower bound on the error of any table with the same function, form, number of levels,
             weight, domain, tails and objective.
         relative_error: The square root of: error / (the integral of f'**2 w). For "minimax": error / (the largest
@@ -99,11 +97,8 @@ class Table:
         revision: The revision of a shipped table, which is raised when the table's numbers change.
         closed: M-1 strings, by default all "right". A break belongs to the piece before it if its string is "right"
             (this piece is closed on the right), and to the piece after it if its string is "left".
-        knots: The stand-in, a piecewise linear function that replaces f'. None unless the objective is "unbiased" or
-            "shared".
+        knots: The stand-in, a piecewise linear function that replaces f'. None unless the objective is "unbiased".
         knots_error: A bound on |f' - stand-in|. None unless the table has knots.
-        shared_levels: float64 (H, K), for objective "shared", else None: the levels for every value of the random
-            number that encoder and decoder share (`fewbit.table.staircase`). `levels` has the means of the columns.
 
     Raises:
         TableError: An invariant does not hold. The message names the field and the index.
@@ -128,7 +123,6 @@ class Table:
     closed: tuple[str, ...] | None = None
     knots: Knots | None = None
     knots_error: float | None = None
-    shared_levels: np.ndarray | None = None
     # f itself, if `function` is not the name of a built-in function. This field is not saved, compared or pickled.
     _function: Any = field(default=None, compare=False)
 
@@ -154,18 +148,16 @@ class Table:
         if self.lower_bound > self.error * (1 + 1e-12):
             raise wrong("lower_bound", f"at most the error {self.error!r}", self.lower_bound)
         _check_knots_presence(self)
-        if self.objective in DRAWN:
+        if self.objective == "unbiased":
             set_fields(self, knots_error=checked_knots_error(self.knots_error))
-            check_unbiased(self.objective, self.form, levels, breaks, self.codes, self.knots)
-        if self.objective == "shared":
-            set_fields(self, shared_levels=checked_shared_levels(self.shared_levels, levels))
+            check_unbiased(self.form, levels, breaks, self.codes, self.knots)
 
     def __call__(self, x) -> np.ndarray:
         """Return q(x), float64 of x's shape. For an unbiased table, this is the mean of the draws.
 
         NaN gets the value of the last piece.
         """
-        if self.objective in DRAWN:
+        if self.objective == "unbiased":
             return np.clip(self.knots(x), self.levels[0], self.levels[-1])
         return self.levels[self.code(x)]
 
@@ -174,7 +166,7 @@ class Table:
 
         In an unbiased table, this is the index of the lower of the two levels between which draws choose.
         """
-        if self.objective in DRAWN:
+        if self.objective == "unbiased":
             return lower_level(self(x), self.levels)
         return self.codes[locate(x, self.breaks, self.closed)]
 
@@ -233,11 +225,6 @@ class Table:
             slopes=to_float32(knots.slopes),
             inverse_gaps=to_float32(1.0 / np.diff(self.levels)),
         )
-
-    @property
-    def shared_bits(self) -> int | None:
-        """The number of random bits that encoder and decoder share; None unless the objective is "shared"."""
-        return None if self.shared_levels is None else len(self.shared_levels).bit_length() - 1
 
     @property
     def n_pieces(self) -> int:
@@ -302,8 +289,6 @@ class Table:
             document["closed"] = list(self.closed)
         if self.knots is not None:
             document["knots"] = {**self.knots.document(), "error": self.knots_error}
-        if self.shared_levels is not None:
-            document["shared_levels"] = self.shared_levels.tolist()
         return document | {
             "error": self.error,
             "lower_bound": self.lower_bound,
@@ -421,15 +406,13 @@ def _comparable(table: Table) -> dict:
 
 
 def _check_knots_presence(table: Table) -> None:
-    drawn = table.objective in DRAWN
+    drawn = table.objective == "unbiased"
     if drawn and not isinstance(table.knots, Knots):
         raise wrong("knots", f"knots for objective {table.objective}", table.knots)
     if not drawn and table.knots is not None:
         raise wrong("knots", f"none for objective {table.objective}", table.knots)
     if not drawn and table.knots_error is not None:
         raise wrong("knots.error", f"none for objective {table.objective}", table.knots_error)
-    if table.objective != "shared" and table.shared_levels is not None:
-        raise wrong("shared_levels", f"none for objective {table.objective}", table.shared_levels)
 
 
 def format_json(document: Mapping) -> str:

@@ -7,7 +7,7 @@ import pytest
 from scipy.special import ndtr
 
 from fewbit import functions
-from fewbit.catalog.normal_levels import normal_levels, rotated_levels, unbiased_levels
+from fewbit.catalog.normal_levels import normal_levels, rotated_levels
 from fewbit.catalog.store import shipped_tables
 from fewbit.errors import TableError
 
@@ -17,8 +17,8 @@ BITS = range(1, 9)
 PUBLISHED = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
 
 
-def shipped(bits, objective):
-    (table,) = (t for t in shipped_tables("value") if t.bits == bits and t.objective == objective)
+def shipped(bits):
+    (table,) = (t for t in shipped_tables("value") if t.bits == bits)
     return table
 
 
@@ -33,7 +33,7 @@ def whole(bits):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_halves_are_the_shipped_tables(bits):
-    table = shipped(bits, "mse")
+    table = shipped(bits)
     breaks, levels = whole(bits)
     assert np.array_equal(table.breaks, breaks) and np.array_equal(table.levels, levels)
     assert np.array_equal(table.codes, np.arange(2**bits))
@@ -54,7 +54,7 @@ def test_levels_are_means_and_breaks_are_midpoints(bits):
     assert levels == pytest.approx(means, abs=1e-9)
     assert breaks == pytest.approx(0.5 * (levels[1:] + levels[:-1]), abs=1e-9)
     error = 1.0 - np.sum(mass * levels**2)
-    table = shipped(bits, "mse")
+    table = shipped(bits)
     assert table.error == pytest.approx(error, rel=1e-9)
     assert table.gap <= 1e-4
     if bits in PUBLISHED:
@@ -92,18 +92,9 @@ def test_rotated_levels_cost_little(bits):
 
 @pytest.mark.parametrize("bits", [0, 9, 2.5, None])
 def test_other_bits(bits):
-    for function in (normal_levels, unbiased_levels, rotated_levels):
+    for function in (normal_levels, rotated_levels):
         with pytest.raises(TableError, match="bits: expected 1 to 8"):
             function(bits)
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_unbiased_levels_are_symmetric(bits):
-    levels = np.array(unbiased_levels(bits))
-    assert levels.shape == (2 ** shipped(bits, "shared").shared_bits, 2**bits)
-    assert np.array_equal(levels, -levels[::-1, ::-1])
-    assert np.all(np.diff(levels, axis=1) > 0)
-    assert levels[:, -1].mean() == pytest.approx(shipped(bits, "shared").domain[1], abs=1e-14)
 
 
 def test_value_is_no_activation():

@@ -37,8 +37,6 @@ def test_shipped_tables_need_no_solving(cache, no_solving):
     assert fewbit.load_table("gelu", bits=2, weight="normal").weight["kind"] == "normal"
     assert fewbit.load_table("gelu", bits=2, form="intervals").form == "intervals"
     assert fewbit.load_table("gelu", bits=3, domain=[-10, 10]) is table
-    shared = {"weight": "normal", "objective": "shared", "domain": (-3.0, 3.0)}
-    assert fewbit.load_table("value", bits=1, **shared).shared_bits == 6
     assert not cache.exists()
 
 

@@ -100,12 +100,6 @@ COMMANDS = [
     ("demo --steps 1", "fewbit demo", "matplotlib", "plot"),
     ("verify relu.json", "fewbit.verify", "scipy", "numerics"),
     ("compare quantizer --bits 2", "the comparison of quantizers", "scipy", "numerics"),
-    (
-        "solve tanh --bits 1 --objective shared --shared-bits 1",
-        "the objective shared",
-        "scipy",
-        "numerics",
-    ),
 ]
 
 

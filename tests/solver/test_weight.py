@@ -315,14 +315,11 @@ OBJECTIVES = {
     "pinned": {"tails": "pinned"},
     "minimax": {"objective": "minimax"},
     "unbiased": {"objective": "unbiased"},
-    "shared": {"objective": "shared", "shared_bits": 1, "refine": False},
 }
 
 
 @pytest.mark.parametrize("power", [1026, -1000])
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "shared")) for k in OBJECTIVES]
-)
+@pytest.mark.parametrize("kind", OBJECTIVES)
 def test_a_weight_times_a_power_of_two_has_the_same_table(kind, power):
     """The largest value is 1.4e307, so its integral overflows. The smallest error, 1e-305, is barely normal."""
     options = {"levels": 3, **OBJECTIVES[kind]}

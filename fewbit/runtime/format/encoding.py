@@ -87,13 +87,7 @@ class Encoding:
 
     @classmethod
     def of(cls, table: Table) -> Encoding:
-        """Return the encoding of a table. Tables with the same levels, pieces and knots get the same object.
-
-        Raises:
-            TableError: The objective is "shared". No layer has the shared random numbers of such a table.
-        """
-        if table.objective == "shared":
-            raise TableError("objective: expected mse, unbiased or minimax for a layer, got shared")
+        """Return the encoding of a table. Tables with the same levels, pieces and knots get the same object."""
         return Encoding.parse(_text(table))
 
     @classmethod

@@ -6,10 +6,8 @@ several tensors. Copies of two factors have twice the bytes of a copy of their p
 other is small, as in the derivative of softplus, also a larger error. `multiples` replaces the factors by one. The gradient
 of x ** 2 contains x ** 1, which is x.
 
-The backward pass of batch norm uses x - mean, whose channels may have very different sizes. A group of elements contains
-several channels, so x - mean is divided by the largest magnitude of each channel, which stays exact. The backward pass of a
-norm that is written out as x / s or x * rsqrt(...) uses x or (x / s) / s, whose rows may have very different sizes. The norm has
-computed x / s, so the backward pass uses x / s and s in place of both.
+The backward pass of a norm that is written out as x / s or x * rsqrt(...) uses x or (x / s) / s, whose rows may have very
+different sizes. The norm has computed x / s, so the backward pass uses x / s and s in place of both.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fewbit.compiler.graphs import backward_nodes, insert, is_floating
+from fewbit.compiler.graphs import backward_nodes, insert
 from fewbit.compiler.multiples import merge, wide
 from fewbit.compiler.sizes import count, is_same
 
@@ -58,8 +56,6 @@ def simplify(graph: fx.Graph) -> None:
     backward = set(backward_nodes(graph))
     for node in [node for node in graph.nodes if node.target in (_MULTIPLY, _DIVIDE)]:
         _use_normalized(graph, node, backward)
-    for node in [node for node in graph.nodes if node.target is aten.sub.Tensor]:
-        _normalize(graph, node, backward)
     graph.eliminate_dead_code()
 
 
@@ -92,36 +88,6 @@ def _replace(graph, node, other, backward) -> None:
     backward.add(other)
     node.replace_all_uses_with(other)
     graph.erase_node(node)
-
-
-def _normalize(graph, node, backward) -> None:
-    """Replace t * (x - c) by (t * s) * ((x - c) / s), if c is a small statistic and s the largest |x - c| beside it."""
-    users = [user for user in node.users if user in backward]
-    center, value = node.args[1], node.meta["val"]
-    if node in backward or not users or not _is_free(center, backward) or not is_floating(node):
-        return
-    small = center.meta["val"]
-    is_statistic = small.dim() == value.dim() and 1 < count(small) * STATISTIC <= count(value)
-    if not is_statistic or any(user.target is not _MULTIPLY for user in users):
-        return
-    dims = [dim for dim in range(value.dim()) if is_same(small.shape[dim : dim + 1], (1,))]
-    steps = [
-        (aten.abs.default, ()),
-        (aten.amax.default, (dims, True)),
-        (aten.clamp_min.default, (torch.finfo(value.dtype).tiny,)),
-    ]
-    scale = node
-    for target, rest in steps:
-        with graph.inserting_before(scale.next):
-            scale = insert(graph, value.fake_mode, target, (scale, *rest), like=node)
-    with graph.inserting_before(scale.next):
-        inverse = insert(graph, value.fake_mode, aten.reciprocal.default, (scale,), like=node)
-    with graph.inserting_before(inverse.next):
-        normalized = insert(graph, value.fake_mode, _MULTIPLY, (node, inverse), like=node)
-    for user in users:
-        gradient, _ = _split(user, backward)
-        if gradient is not None:
-            _multiply_by_both(graph, user, gradient, normalized, scale, backward)
 
 
 def _multiply_by_both(graph, user, gradient, normalized, scale, backward) -> None:

@@ -87,7 +87,9 @@ def with_random_weights(model: nn.Module) -> None:
     torch.manual_seed(0)
     for module in model.modules():
         if hasattr(model, "_init_weights"):
-            module._is_hf_initialized = False
+            # transformers leaves modules and parameters alone that it has loaded from a file.
+            for loaded in (module, *module.parameters(recurse=False)):
+                loaded._is_hf_initialized = False
             model._init_weights(module)
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()

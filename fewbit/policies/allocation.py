@@ -14,14 +14,20 @@ import numpy as np
 from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import InputError
 
+_LARGE = 16
+"""A tensor is large if it has more than this share of all elements: one in `_LARGE`."""
+
 
 def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
-    """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n).
+    """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n) unless there are large tensors.
 
     All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until
     the budget is met. If the last step takes more bits than needed, the bits that are left over go to the tensors whose
     variance falls most. The result is optimal if all tensors have the same size and each further bit of a tensor
     reduces the variance by less than the bit before.
+
+    One bit of a large tensor, such as the probabilities of a loss with many classes, may be much more than the budget needs. So
+    the algorithm also divides what is left if a large tensor has each number of bits, and the best result is returned.
 
     Args:
         variances: (n, 8) finite floats, 0 or more. Entry [i, b - 1] is the variance that rounding tensor i to b bits
@@ -57,7 +63,16 @@ def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
             f"expected a budget from {least * total} to {most * total} bits for {total} elements, "
             f"got {budget}"
         )
-    return _allocate(variances, elements, min(int(budget), most * total), least, most)
+    budget = min(int(budget), most * total)
+    best = _allocate(variances, elements, budget, least, most)
+    for large in np.flatnonzero(elements * _LARGE > total):
+        others = np.delete(variances, large, 0), np.delete(elements, large)
+        for bits in range(least, most + 1):
+            left = budget - bits * elements[large]
+            if left >= least * others[1].sum():
+                found = np.insert(_allocate(*others, left, least, most), large, bits)
+                best = min(best, found, key=lambda each: variance(variances, each))
+    return best
 
 
 def variance(variances, bits) -> float:
@@ -87,7 +102,7 @@ def _allocate(variances, elements, budget, least, most):
 
 
 def reference(variances, elements, budget, least, most):
-    """Return the result of `allocate`, computed with NumPy, as a substitute for the compiled kernel.
+    """Return the result of the greedy algorithm of `allocate`, computed with NumPy, as a substitute for the compiled kernel.
 
     The arguments are those of `allocate`. A step of the algorithm takes one bit from one tensor. Each further bit that a
     tensor loses has to add more variance than the bit before. The greedy algorithm then takes the steps in the order of

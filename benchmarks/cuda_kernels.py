@@ -153,9 +153,8 @@ def quantize(kind, bits, axis=None):
         normalize = vectors_of(axis, x)
         if axis == "channels":
             normalize = Normalization(channels=channels_of(axis, x))
-        arguments = x, seed, bits, GROUP_SIZE, False, widths, words, normalize, kind
-        packed, ranges, _ = backend.quantize(*arguments)
-        return Run(lambda: backend.quantize(*arguments)[:2], size(x, packed, ranges))
+        arguments = x, seed, bits, GROUP_SIZE, widths, words, normalize, kind
+        return Run(lambda: backend.quantize(*arguments), size(x, *backend.quantize(*arguments)))
 
     return case
 
@@ -165,13 +164,11 @@ def relu_quantized(bits):
 
     def case(backend, x):
         encoding, out = encoding_of("relu", 1), torch.empty_like(x)
-        settings = bits, GROUP_SIZE, False, MASKED
+        settings = bits, GROUP_SIZE, MASKED
 
         def call():
-            mask, (packed, ranges, _) = backend.forward_quantized(
-                x, "relu", (), encoding, None, out, 7, *settings
-            )
-            return out, mask, packed, ranges
+            made = backend.forward_quantized(x, "relu", (), encoding, None, out, 7, *settings)
+            return out, *made
 
         return Run(call, size(x, *call()))
 
@@ -200,7 +197,7 @@ def dequantize(kind, bits, axis=None):
         if kind == MASKED:
             x = x.clamp(min=0)
             mask = backend.encode(x, encoding_of("relu", 1), None)
-        packed, ranges, _ = backend.quantize(x, seed, bits, GROUP_SIZE, False, kind=kind)
+        packed, ranges = backend.quantize(x, seed, bits, GROUP_SIZE, kind=kind)
         out = torch.empty_like(x)
         settings = vectors_of(axis, x), kind, mask, channels_of(axis, x)
 
@@ -217,7 +214,7 @@ def batch_norm_backward(bits):
     """Return a case: the gradients of a batch norm from the rotated copy of its normalized input, by three kernels."""
 
     def case(backend, x):
-        packed, ranges, _ = backend.quantize(x, 7, bits, GROUP_SIZE, False, kind=ROTATED)
+        packed, ranges = backend.quantize(x, 7, bits, GROUP_SIZE, kind=ROTATED)
         weight, rstd, _ = vectors_of("features", x)
         arguments = packed, ranges, bits, GROUP_SIZE, x, rstd, weight
 

@@ -60,7 +60,7 @@ def observed(model, observe):
     def observing(self, x, dtype, slot=0, normalize=None, *rest, **options):
         saved = quantize(self, x, dtype, slot, normalize, *rest, **options)
         record = QuantizationRecord(
-            x.detach(), saved.tensors, saved.spec, self.group_size, None, normalize
+            x.detach(), saved.tensors, saved.spec, self.group_size, normalize
         )
         observe(kind_of_tensor(model, self.name, slot), record.exact(), saved)
         return saved

@@ -16,8 +16,7 @@ large.
 
 There are three arms:
 
-- quantizer: fewbit's rotated copies with float32 means, which rotate a group twice if one element has more than an
-  eighth of the energy.
+- quantizer: fewbit's rotated copies, which rotate a group twice if one element has more than an eighth of the energy.
 - once: a simulation that rotates every group once, by one transform of the whole group. Its scale is not rounded.
 - fixed signs: the same simulation with one set of signs for all draws. All draws are equal, so all of the error is
   bias.
@@ -104,9 +103,9 @@ def of_quantizer(x, bits, draws, seed):
 
 
 def copied(rows, kind, bits, group_size, seed):
-    """Return a copy of a kind with float32 means, in the shape of the contiguous tensor `rows`."""
+    """Return a copy of a kind, in the shape of the contiguous tensor `rows`."""
     seed = torch.tensor([seed])
-    saved = quantizer_ops.quantize(rows, seed, bits, group_size, True, kind=kind)
+    saved = quantizer_ops.quantize(rows, seed, bits, group_size, kind=kind)
     place = bits, group_size, rows.shape, rows.stride(), rows.dtype
     return quantizer_ops.dequantize(*saved, *place, kind=kind)
 

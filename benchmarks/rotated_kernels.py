@@ -45,8 +45,8 @@ QUICK = [(2**16, 2, torch.float32, FEATURES)]
 def check(backend, bits, dtype, features):
     """Raise AssertionError unless a backend's rotated copies are those of the reference backend."""
     x = torch.randn(20, features, generator=torch.Generator().manual_seed(0)).to(dtype)
-    arguments = x, torch.tensor([7]), bits, GROUP_SIZE, False, None, None, None, ROTATED
-    packed, ranges, _ = backend.quantize(*arguments)
+    arguments = x, torch.tensor([7]), bits, GROUP_SIZE, None, None, None, ROTATED
+    packed, ranges = backend.quantize(*arguments)
     expected = reference.quantize(*arguments)
     assert torch.equal(packed, expected[0])
     assert torch.equal(ranges.view(torch.int16), expected[1].view(torch.int16))
@@ -60,7 +60,7 @@ def times(backend, kind, x, bits, out):
     """Return the seconds of processor time that quantizing and dequantizing x takes."""
     start = time.thread_time()
     seed = torch.tensor([7])
-    packed, ranges, _ = backend.quantize(x, seed, bits, GROUP_SIZE, False, None, None, None, kind)
+    packed, ranges = backend.quantize(x, seed, bits, GROUP_SIZE, None, None, None, kind)
     middle = time.thread_time()
     backend.dequantize(packed, ranges, bits, GROUP_SIZE, out, None, None, kind)
     return middle - start, time.thread_time() - middle

@@ -300,6 +300,5 @@ def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
         seed = context.seed(x, "checkpoint", number)
     kind = usual_kind(ROTATED, group_size)
     channels = channels_of(x, usual_features(x.dim())) if kind == ROTATED else 0
-    # If groups have means of their own, these are float32, because recomputed tensors depend on them nonlinearly.
-    settings = seed, bits, group_size, not channels, kind, channels
+    settings = seed, bits, group_size, kind, channels
     return in_storage_order(x, lambda x: copies.quantized(x, *settings))

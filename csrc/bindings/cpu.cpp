@@ -1,8 +1,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <optional>
-#include <utility>
 
 #include "bindings/entry.h"
 #include "bindings/module.h"
@@ -70,9 +68,8 @@ class Cpu {
     });
   }
 
-  std::pair<float, float> quantize(const Buffer& x, const CopyShape& shape, const Buffer& widths, const SeedArgument& seed,
-                                   const Buffer& packed, const Buffer& ranges, const Buffer& mean, const Buffer& rstd,
-                                   int64_t inner, const Buffer& channels) const {
+  void quantize(const Buffer& x, const CopyShape& shape, const Buffer& widths, const SeedArgument& seed, const Buffer& packed,
+                const Buffer& ranges, const Buffer& mean, const Buffer& rstd, int64_t inner, const Buffer& channels) const {
     const Entry entry("quantize", kDevice);
     const DType dtype = numbers_of(entry, "x", x, shape);
     auto normalization = entry.normalization(mean, rstd, inner, shape.elements());
@@ -83,13 +80,12 @@ class Cpu {
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
     const int threads = torch_threads();
     py::gil_scoped_release release;
-    const Extent extent = fewbit::quantize(*kernels_, shape.kind, plan, address_of<const void>(x), dtype, normalization, key,
-                                           copy.packed, copy.ranges, threads);
+    fewbit::quantize(*kernels_, shape.kind, plan, address_of<const void>(x), dtype, normalization, key, copy.packed, copy.ranges,
+                     threads);
     // When memory was allocated, only a bound on the number of words was known, so some may be left over.
     std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
-    std::fill(copy.ranges + plan.streams.groups * copy.columns, copy.seed_rows(), uint16_t{0});
-    if (shape.is_rotated()) store_seed(key, shape.fp32_min, copy.seed_rows());
-    return {extent.least, extent.greatest};
+    std::fill(copy.ranges + plan.streams.groups * kColumns, copy.seed_rows(), uint16_t{0});
+    if (shape.is_rotated()) store_seed(key, copy.seed_rows());
   }
 
   void squares(const Buffer& x, const CopyShape& shape, const Buffer& out, const Buffer& mean, const Buffer& rstd,
@@ -114,12 +110,10 @@ class Cpu {
     fewbit::channel_statistics(*kernels_, of.from, of.dtype, of.normalization, of.rows, of.channels, of.to, threads);
   }
 
-  // Returns None and does nothing if the threads' shares would cut a group.
-  std::optional<std::pair<float, float>> forward_quantized(int function, double p0, double p1, const OwnedTable& table,
-                                                           const Buffer& x, const CopyShape& shape, const Buffer& y,
-                                                           const Buffer& codes, const SeedArgument& seed,
-                                                           const SeedArgument& quantizer_seed, const Buffer& packed,
-                                                           const Buffer& ranges) const {
+  // Returns false and does nothing if the threads' shares would cut a group.
+  bool forward_quantized(int function, double p0, double p1, const OwnedTable& table, const Buffer& x, const CopyShape& shape,
+                         const Buffer& y, const Buffer& codes, const SeedArgument& seed, const SeedArgument& quantizer_seed,
+                         const Buffer& packed, const Buffer& ranges) const {
     const Entry entry("forward_quantized", kDevice);
     const Elements of = activated(entry, function, table, x, y, codes, seed, "codes");
     numbers_of(entry, "x", x, shape);
@@ -128,12 +122,11 @@ class Cpu {
     const Copy copy = copy_at(entry, packed, ranges, streams, false, shape.is_rotated());
     const Forward forward{function, p0, p1, &table.get(), of.from, of.dtype, of.to, of.packed, seed_at(of.seed)};
     const int threads = torch_threads();
-    if (threads_of_forward(streams, threads) < threads_for(of.n, threads)) return std::nullopt;
+    if (threads_of_forward(streams, threads) < threads_for(of.n, threads)) return false;
     py::gil_scoped_release release;
-    const Extent extent =
-        fewbit::forward_quantized(*kernels_, shape.kind, streams, forward, key, copy.packed, copy.ranges, threads);
-    if (shape.is_rotated()) store_seed(key, shape.fp32_min, copy.seed_rows());
-    return std::pair(extent.least, extent.greatest);
+    fewbit::forward_quantized(*kernels_, shape.kind, streams, forward, key, copy.packed, copy.ranges, threads);
+    if (shape.is_rotated()) store_seed(key, copy.seed_rows());
+    return true;
   }
 
   void dequantize(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& widths, const Buffer& out,
@@ -214,7 +207,7 @@ class Cpu {
       of_samples = entry.exactly<const uint8_t>("widths", widths, shape.samples, kUint8);
       for (int64_t i = 0; i < shape.samples; ++i) check_bits(of_samples[i]);
     }
-    return plan_streams(shape.samples, shape.features, shape.group_size, shape.fp32_min, shape.bits, of_samples);
+    return plan_streams(shape.samples, shape.features, shape.group_size, shape.bits, of_samples);
   }
 
   static int64_t packed_bytes(int64_t n, int bits) { return packed_words(n, bits) * static_cast<int64_t>(sizeof(uint32_t)); }

@@ -272,9 +272,7 @@ struct Cuda {
       streams.words = streams.groups = 0;
     }
     const Copy copy = copy_at(entry, packed, ranges, streams, is_mixed, shape.is_rotated());
-    return {
-        {shape.samples, shape.features, shape.group_size, shape.fp32_min, shape.bits, samples, widths, copy.words, copy.groups},
-        copy};
+    return {{shape.samples, shape.features, shape.group_size, shape.bits, samples, widths, copy.words, copy.groups}, copy};
   }
 
   static int32_t* words_at(uint32_t* packed) { return reinterpret_cast<int32_t*>(packed); }

@@ -13,7 +13,7 @@ void check_function(int function) {
 
 }  // namespace
 
-CopyShape copy_shape(int64_t samples, int64_t features, int group_size, int bits, bool fp32_min, int kind) {
+CopyShape copy_shape(int64_t samples, int64_t features, int group_size, int bits, int kind) {
   if (samples < 0) refuse("samples", "0 or more", std::to_string(samples));
   if (features < 0) refuse("features", "0 or more", std::to_string(features));
   if (features > 0 && samples > INT64_MAX / 16 / features) {
@@ -30,22 +30,21 @@ CopyShape copy_shape(int64_t samples, int64_t features, int group_size, int bits
     refuse("group_size", "at most 256 unless the copy is uniform", std::to_string(group_size));
   }
   check_bits(bits);
-  return {samples, features, group_size, bits, fp32_min, static_cast<CopyKind>(kind)};
+  return {samples, features, group_size, bits, static_cast<CopyKind>(kind)};
 }
 
 Copy copy_at(const Entry& entry, const Buffer& packed, const Buffer& ranges, const Streams& streams, bool is_mixed,
              bool is_rotated) {
-  const int columns = fewbit::columns(streams.fp32_min), seed_rows = fewbit::seed_rows(is_rotated);
-  const int64_t limits = (streams.groups + seed_rows) * columns;
+  const int seed_rows = fewbit::seed_rows(is_rotated);
+  const int64_t limits = (streams.groups + seed_rows) * kColumns;
   if (!is_mixed) {
     return {entry.exactly<uint32_t>("packed", packed, streams.words, kInt32),
-            entry.exactly<uint16_t>("ranges", ranges, limits, static_cast<int>(DType::bfloat16)), streams.words, streams.groups,
-            columns};
+            entry.exactly<uint16_t>("ranges", ranges, limits, static_cast<int>(DType::bfloat16)), streams.words, streams.groups};
   }
-  if (ranges.count % columns) entry.wrong("ranges", std::to_string(columns) + " columns", Entry::described(ranges));
+  if (ranges.count % kColumns) entry.wrong("ranges", std::to_string(kColumns) + " columns", Entry::described(ranges));
   return {entry.at_least<uint32_t>("packed", packed, streams.words, kInt32),
           entry.at_least<uint16_t>("ranges", ranges, limits, static_cast<int>(DType::bfloat16)), packed.count,
-          ranges.count / columns - seed_rows, columns};
+          ranges.count / kColumns - seed_rows};
 }
 
 Codes codes_at(const Entry& entry, const Buffer& codes, const Buffer& packed, int bits) {

@@ -39,7 +39,6 @@ inline void check_bits(int bits) {
 struct CopyShape {
   int64_t samples, features;
   int group_size, bits;
-  bool fp32_min;
   CopyKind kind;
 
   int64_t elements() const { return samples * features; }
@@ -47,11 +46,11 @@ struct CopyShape {
   bool is_rotated() const { return kind != CopyKind::uniform; }
 
   // The streams of a tensor whose samples all have `bits`.
-  Streams streams() const { return one_stream(samples, features, group_size, fp32_min, bits); }
+  Streams streams() const { return one_stream(samples, features, group_size, bits); }
 };
 
 // Checks the arguments. Throws std::invalid_argument.
-CopyShape copy_shape(int64_t samples, int64_t features, int group_size, int bits, bool fp32_min, int kind);
+CopyShape copy_shape(int64_t samples, int64_t features, int group_size, int bits, int kind);
 
 // The checks of the buffers of one call.
 class Entry {
@@ -207,9 +206,8 @@ struct Copy {
   uint32_t* packed;
   uint16_t* ranges;
   int64_t words, groups;
-  int columns;
 
-  uint16_t* seed_rows() const { return ranges + groups * columns; }
+  uint16_t* seed_rows() const { return ranges + groups * kColumns; }
 };
 
 // Checks the memory of a copy with these streams.

@@ -121,7 +121,7 @@ void bind_common(py::module_& module) {
                         "The shape of a quantized tensor, as samples and their features, and the settings of its copy. kind: 0 "
                         "(uniform), 1 (rotated) or 2 (masked).")
       .def(py::init(&copy_shape), py::arg("samples"), py::arg("features"), py::arg("group_size"), py::arg("bits"),
-           py::arg("fp32_min"), py::arg("kind"))
+           py::arg("kind"))
       .def_property_readonly(
           "words", [](const CopyShape& shape) { return shape.streams().words; }, "The int32 words of the packed codes.")
       .def_property_readonly(

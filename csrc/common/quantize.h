@@ -78,9 +78,9 @@ FEWBIT_HD inline float toward_bfloat16(float x, bool up) {
 
 // Returns the limits of a group with these extremes. clean: all elements of the group are finite. A zero minimum is stored
 // as +0, since of two zeros either may be found as the smallest element.
-FEWBIT_HD inline GroupLimits limits_of(float least, float greatest, bool clean, int bits, bool fp32_min) {
+FEWBIT_HD inline GroupLimits limits_of(float least, float greatest, bool clean, int bits) {
   GroupLimits limits;
-  const float low = (fp32_min ? least : toward_bfloat16(least, false)) + 0.0f;
+  const float low = toward_bfloat16(least, false) + 0.0f;
   const float range = toward_bfloat16(greatest - low, true) + 0.0f;
   const bool kept = clean && is_finite(low) && is_finite(range);
   const float nan = float_of(0x7FC00000u);
@@ -134,20 +134,18 @@ FEWBIT_HD inline float within_float16(float x) {
 
 FEWBIT_HD inline float unit_of(int bits) { return 1.0f / static_cast<float>(top_of(bits)); }
 
-FEWBIT_HD inline void store_limits(const GroupLimits& limits, bool fp32_min, int64_t group, uint16_t* ranges) {
-  uint16_t* row = ranges + group * columns(fp32_min);
-  const uint32_t minimum = bits_of(limits.minimum);
-  row[0] = static_cast<uint16_t>(minimum >> 16);
+FEWBIT_HD inline void store_limits(const GroupLimits& limits, int64_t group, uint16_t* ranges) {
+  uint16_t* row = ranges + group * kColumns;
+  row[0] = static_cast<uint16_t>(bits_of(limits.minimum) >> 16);
   row[1] = static_cast<uint16_t>(bits_of(limits.range) >> 16);
-  if (fp32_min) row[2] = static_cast<uint16_t>(minimum);
 }
 
 // minimum and range alone.
-FEWBIT_HD inline GroupLimits load_limits(const uint16_t* ranges, bool fp32_min, int64_t group) {
-  const uint16_t* row = ranges + group * columns(fp32_min);
+FEWBIT_HD inline GroupLimits load_limits(const uint16_t* ranges, int64_t group) {
+  const uint16_t* row = ranges + group * kColumns;
   GroupLimits limits;
-  limits.minimum = float_of(static_cast<uint32_t>(row[0]) << 16 | (fp32_min ? row[2] : 0u));
-  limits.range = float_of(static_cast<uint32_t>(row[1]) << 16);
+  limits.minimum = widen_bfloat16(row[0]);
+  limits.range = widen_bfloat16(row[1]);
   limits.scale = 0.0f;
   return limits;
 }

@@ -17,8 +17,13 @@ constexpr int kCountersOfGroup = 16;  // Philox counters that belong to one grou
 constexpr int kRoundingCounter = 8;   // the one that rounds the group's scale
 constexpr float kGreatestScale = 0x1.FEp127f;  // the greatest bfloat16
 
+static_assert(kSeedRows * kColumns == 4, "the rows of the seed have its four words of 16 bits");
+
 // The number of rows of the ranges that have a copy's seed.
 constexpr int seed_rows(bool is_rotated) { return is_rotated ? kSeedRows : 0; }
+
+// The mean that is subtracted from a group: as it is stored, in bfloat16, or the exact one, with which `squares` is computed.
+enum class Mean { stored, exact };
 
 // The mean and the scale with which a group is dequantized.
 struct GroupScale {
@@ -68,10 +73,10 @@ FEWBIT_HD inline float over_count(float sum, int n) {
   return n == kFullGroup ? sum * (1.0f / kFullGroup) : sum / static_cast<float>(n);
 }
 
-// Returns the mean that is subtracted from a group of n elements with this sum, never -0.
-FEWBIT_HD inline float group_mean(float sum, int n, bool fp32_min) {
+// Returns the mean of a group of n elements with this sum, never -0.
+FEWBIT_HD inline float group_mean(float sum, int n, Mean kind) {
   const float mean = over_count(sum, n);
-  return (fp32_min ? mean : widen_bfloat16(narrow_bfloat16(mean))) + 0.0f;
+  return (kind == Mean::exact ? mean : widen_bfloat16(narrow_bfloat16(mean))) + 0.0f;
 }
 
 // Returns the factor u by which the remainders of a group are multiplied before their energy is computed again; 1 if the
@@ -107,22 +112,21 @@ FEWBIT_HD inline uint16_t stored_scale(float energy, float inner, float u, uint3
   return static_cast<uint16_t>(rounded | (is_twice ? 0x8000u : 0u));
 }
 
-FEWBIT_HD inline void store_scale(float mean, uint16_t scale, bool fp32_min, int64_t group, uint16_t* ranges) {
-  uint16_t* row = ranges + group * columns(fp32_min);
+FEWBIT_HD inline void store_scale(float mean, uint16_t scale, int64_t group, uint16_t* ranges) {
+  uint16_t* row = ranges + group * kColumns;
   row[0] = static_cast<uint16_t>(bits_of(mean) >> 16);
   row[1] = scale;
-  if (fp32_min) row[2] = static_cast<uint16_t>(bits_of(mean));
 }
 
 // Stores the NaN of a group without values.
-FEWBIT_HD inline void store_no_scale(bool fp32_min, int64_t group, uint16_t* ranges) {
-  store_scale(float_of(0x7FC00000u), 0x7FC0u, fp32_min, group, ranges);
+FEWBIT_HD inline void store_no_scale(int64_t group, uint16_t* ranges) {
+  store_scale(float_of(0x7FC00000u), 0x7FC0u, group, ranges);
 }
 
-FEWBIT_HD inline GroupScale load_scale(const uint16_t* ranges, bool fp32_min, int64_t group) {
-  const uint16_t* row = ranges + group * columns(fp32_min);
+FEWBIT_HD inline GroupScale load_scale(const uint16_t* ranges, int64_t group) {
+  const uint16_t* row = ranges + group * kColumns;
   GroupScale found;
-  found.mean = float_of(static_cast<uint32_t>(row[0]) << 16 | (fp32_min ? row[2] : 0u));
+  found.mean = widen_bfloat16(row[0]);
   found.scale = float_of(static_cast<uint32_t>(row[1] & 0x7FFFu) << 16);
   found.is_twice = row[1] >> 15 != 0;
   return found;
@@ -131,10 +135,8 @@ FEWBIT_HD inline GroupScale load_scale(const uint16_t* ranges, bool fp32_min, in
 // -- The seed in the last rows of the ranges ---------------------------------------------------------------------
 
 // rows: the first of the kSeedRows rows.
-FEWBIT_HD inline void store_seed(uint64_t seed, bool fp32_min, uint16_t* rows) {
-  for (int i = 0; i < kSeedRows * columns(fp32_min); ++i) {
-    rows[i] = i < 4 ? static_cast<uint16_t>(seed >> 16 * i) : uint16_t{0};
-  }
+FEWBIT_HD inline void store_seed(uint64_t seed, uint16_t* rows) {
+  for (int i = 0; i < 4; ++i) rows[i] = static_cast<uint16_t>(seed >> 16 * i);
 }
 
 FEWBIT_HD inline uint64_t load_seed(const uint16_t* rows) {

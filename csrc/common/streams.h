@@ -10,6 +10,7 @@ namespace fewbit {
 
 constexpr int kLeastFeatures = 64;     // of a sample with groups of its own
 constexpr int kMostGroupSize = 65536;  // groups are multiples of kBlock
+constexpr int kColumns = 2;            // of the ranges: two numbers for each group
 
 // The samples of one width. Their elements, words and groups follow those of the previous streams.
 struct Stream {
@@ -24,7 +25,6 @@ struct Stream {
 struct Streams {
   int64_t features;  // of a sample
   int group_size;
-  bool fp32_min;   // minimums in float32
   int count;       // streams; some may be empty
   int64_t groups;  // of all streams
   int64_t words;   // of all streams
@@ -44,18 +44,14 @@ FEWBIT_HD constexpr int64_t quotient_up(int64_t a, int64_t b) { return a / b + (
 
 FEWBIT_HD constexpr bool by_sample(const Streams& streams) { return streams.features >= kLeastFeatures; }
 
-// The number of uint16 columns of the ranges.
-FEWBIT_HD constexpr int columns(bool fp32_min) { return fp32_min ? 3 : 2; }
-
 FEWBIT_HD constexpr int64_t elements(const Streams& streams, const Stream& stream) {
   return stream.samples * streams.features;
 }
 
 // Makes `streams` empty. It is written in place, since CUDA has it in shared memory.
-FEWBIT_HD inline void clear(Streams& streams, int64_t features, int group_size, bool fp32_min) {
+FEWBIT_HD inline void clear(Streams& streams, int64_t features, int group_size) {
   streams.features = features;
   streams.group_size = group_size;
-  streams.fp32_min = fp32_min;
   streams.count = 0;
   streams.groups = 0;
   streams.words = 0;
@@ -86,17 +82,17 @@ FEWBIT_HD inline void append_mixed(Streams& streams, const int64_t* counts) {
 }
 
 // Returns the streams of samples that all have one width.
-inline Streams one_stream(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits) {
+inline Streams one_stream(int64_t samples, int64_t features, int group_size, int bits) {
   Streams streams;
-  clear(streams, features, group_size, fp32_min);
+  clear(streams, features, group_size);
   append(streams, bits, samples, 0);
   return streams;
 }
 
 // Returns the streams of samples of several widths.
-inline Streams mixed_streams(const int64_t* counts, int64_t features, int group_size, bool fp32_min) {
+inline Streams mixed_streams(const int64_t* counts, int64_t features, int group_size) {
   Streams streams;
-  clear(streams, features, group_size, fp32_min);
+  clear(streams, features, group_size);
   append_mixed(streams, counts);
   return streams;
 }

@@ -152,13 +152,6 @@ inline const float* normalized(Normalizer& normalizer, const Cursor& cursor, int
   return out;
 }
 
-inline bool has_nan(const float* x, int n) {
-  for (int i = 0; i < n; ++i) {
-    if (x[i] != x[i]) return true;
-  }
-  return false;
-}
-
 // -- Words and values of a part --------------------------------------------------------------------------------
 
 // Returns the words of m elements of a stream from `first` on, shifted to the begin of a block: in place, or in `buffer`,

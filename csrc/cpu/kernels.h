@@ -19,12 +19,6 @@ constexpr int kChunk = 512;
 // A checksum has so many lanes of 32 bits. They fill the vector registers that a processor can work on at once.
 constexpr int kChecksumLanes = 64;
 
-// The smallest and the largest element of groups without NaN, and a flag for NaN.
-struct Spread {
-  float least, greatest;
-  bool nan;
-};
-
 // The kinds of copies that the group quantizer makes.
 enum class CopyKind { uniform, rotated, masked };
 
@@ -32,10 +26,10 @@ enum class CopyKind { uniform, rotated, masked };
 // streams. order: the samples by stream; null if they are in order already. Pointers are aligned to one element. `ranges` does
 // not have the rows of the seed.
 struct QuantizerKernels {
-  // Quantizes. Words may share blocks with those of other calls (word_writer.h). `spread` is extended by the elements.
+  // Quantizes. Words may share blocks with those of other calls (word_writer.h).
   void (*quantize)(const Streams& streams, const int64_t* order, const void* x, DType dtype,
                    const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
-                   uint16_t* ranges, Spread& spread);
+                   uint16_t* ranges);
   // Computes out[g], to which the variance of group g is proportional, from exact ranges or means in float32: length * range^2
   // of a uniform copy, the sum of the squares of the elements minus their mean of the other kinds. NaN if an element is not finite.
   void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalization& normalization,

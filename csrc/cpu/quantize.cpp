@@ -58,7 +58,7 @@ constexpr OfBits kOfBits[] = {of_bits<1>, of_bits<2>, of_bits<3>, of_bits<4>,
 template <class Number>
 void quantize_groups(const Streams& streams, const int64_t* order, const typename Number::Type* x,
                      const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
-                     uint16_t* ranges, Spread& spread) {
+                     uint16_t* ranges) {
   alignas(64) typename Number::Type copy[kPart];
   alignas(64) float wide[kPart];
   alignas(64) uint32_t draws[4 * kDrawCounters];
@@ -81,14 +81,10 @@ void quantize_groups(const Streams& streams, const int64_t* order, const typenam
       for (int at = 0; at < group.length; at += kPart) {
         const int m = part_size(group, at);
         values = normalized(normalizer, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
-        const bool finite = extremes(values, blocks_of(m) * kBlock, least, greatest);
-        clean &= finite;
-        if (!finite) spread.nan |= has_nan(values, m);
+        clean &= extremes(values, blocks_of(m) * kBlock, least, greatest);
       }
-      spread.least = least < spread.least ? least : spread.least;
-      spread.greatest = greatest > spread.greatest ? greatest : spread.greatest;
-      const GroupLimits limits = limits_of(least, greatest, clean, bits, streams.fp32_min);
-      store_limits(limits, streams.fp32_min, cursor.number(), ranges);
+      const GroupLimits limits = limits_of(least, greatest, clean, bits);
+      store_limits(limits, cursor.number(), ranges);
       for (int at = 0; at < group.length; at += kPart) {
         const int m = part_size(group, at);
         uint32_t* direct = writer.direct(m);
@@ -112,11 +108,11 @@ void quantize_groups(const Streams& streams, const int64_t* order, const typenam
 
 void quantize(const Streams& streams, const int64_t* order, const void* x, DType dtype,
               const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
-              uint16_t* ranges, Spread& spread) {
-  with_number(dtype, [=, &streams, &normalization, &spread](auto number) {
+              uint16_t* ranges) {
+  with_number(dtype, [=, &streams, &normalization](auto number) {
     typedef decltype(number) Number;
     quantize_groups<Number>(streams, order, static_cast<const typename Number::Type*>(x), normalization, seed, begin,
-                            end, packed, ranges, spread);
+                            end, packed, ranges);
   });
 }
 
@@ -168,7 +164,7 @@ void dequantize_groups(const Streams& streams, const int64_t* order, const uint3
     Cursor cursor(streams, stream, order, begin - stream.first_group, last - stream.first_group);
     for (; cursor.exists(); cursor.advance()) {
       const Group& group = cursor.group();
-      const GroupLimits limits = load_limits(ranges, streams.fp32_min, cursor.number());
+      const GroupLimits limits = load_limits(ranges, cursor.number());
       for (int at = 0; at < group.length; at += kPart) {
         const int m = part_size(group, at);
         const uint32_t* words =

@@ -1,7 +1,6 @@
 #include "quantizer.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 
 #include "../common/planes.h"
@@ -11,7 +10,6 @@
 namespace fewbit {
 namespace {
 
-constexpr Spread kNothing{std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(), false};
 constexpr int64_t kInCache = 64 * kChunk;  // elements that stay in the caches from `forward` to `quantize`
 constexpr int64_t kPastCaches = int64_t{24} << 20;  // bytes of one thread; kernels.cpp has the same
 
@@ -38,12 +36,12 @@ int64_t share_begin(int64_t groups, int index, int count) {
   return index * least + (index < more ? index : more);
 }
 
-// Calls work(share, begin, end) for each of `shares` shares of the groups, even if fewer threads run.
+// Calls work(begin, end) for each of `shares` shares of the groups, even if fewer threads run.
 template <class Work>
 void run_shares(int64_t groups, int shares, const Work& work) {
   auto body = [&](int index, int count) {
     for (int share = index; share < shares; share += count) {
-      work(share, share_begin(groups, share, shares), share_begin(groups, share + 1, shares));
+      work(share_begin(groups, share, shares), share_begin(groups, share + 1, shares));
     }
   };
   run_parallel(shares, body);
@@ -56,18 +54,6 @@ void clear_edge(const Streams& streams, int64_t group, uint32_t* packed) {
   if (lane_of(first) == 0) return;
   uint32_t* words = packed + stream.first_word + word_index(block_of(first), 0, stream.bits);
   for (int plane = 0; plane < stream.bits; ++plane) words[plane] = 0;
-}
-
-// Returns the extent of several spreads.
-Extent extent_of(const std::vector<Spread>& spreads) {
-  Extent extent{kNothing.least, kNothing.greatest};
-  for (const Spread& spread : spreads) {
-    const float nan = std::numeric_limits<float>::quiet_NaN();
-    if (spread.nan) return {nan, nan};
-    extent.least = spread.least < extent.least ? spread.least : extent.least;
-    extent.greatest = spread.greatest > extent.greatest ? spread.greatest : extent.greatest;
-  }
-  return extent;
 }
 
 // The unit in which both `forward` and groups can be divided: its number of elements, a multiple of kChunk that begins and
@@ -85,13 +71,11 @@ Unit unit_of_forward(const Streams& streams) {
 
 }  // namespace
 
-StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits,
-                        const uint8_t* widths) {
-  if (!widths) return {one_stream(samples, features, group_size, fp32_min, bits), {}};
+StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, int bits, const uint8_t* widths) {
+  if (!widths) return {one_stream(samples, features, group_size, bits), {}};
   int64_t counts[kMaxBits + 1] = {};
   for (int64_t i = 0; i < samples; ++i) ++counts[widths[i]];
-  StreamPlan plan{mixed_streams(counts, features, group_size, fp32_min),
-                  std::vector<int64_t>(static_cast<size_t>(samples))};
+  StreamPlan plan{mixed_streams(counts, features, group_size), std::vector<int64_t>(static_cast<size_t>(samples))};
   for (int i = 0; i < plan.streams.count; ++i) counts[plan.streams.of[i].bits] = plan.streams.of[i].first_sample;
   for (int64_t i = 0; i < samples; ++i) plan.order[static_cast<size_t>(counts[widths[i]]++)] = i;
   return plan;
@@ -118,36 +102,31 @@ void channel_statistics(const Kernels& kernels, const void* x, DType dtype, cons
                         int64_t channels, uint16_t* out, int threads) {
   const int64_t blocks = quotient_up(channels, kChannelBlock);
   const int wanted = threads_for(estimated_rows(rows) * channels, threads);
-  run_shares(blocks, blocks < wanted ? static_cast<int>(blocks) : wanted, [&](int, int64_t begin, int64_t end) {
+  run_shares(blocks, blocks < wanted ? static_cast<int>(blocks) : wanted, [&](int64_t begin, int64_t end) {
     kernels.channel_statistics(x, dtype, normalization, rows, channels, begin, end, out);
   });
 }
 
-Extent quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const void* x, DType dtype,
-                const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
+void quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const void* x, DType dtype,
+              const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
   const Streams& streams = plan.streams;
-  if (streams.groups == 0) return {0.0f, 0.0f};
+  if (streams.groups == 0) return;
   will_write(packed, streams.words * static_cast<int64_t>(sizeof(uint32_t)));
-  will_write(ranges, streams.groups * columns(streams.fp32_min) * static_cast<int64_t>(sizeof(uint16_t)));
+  will_write(ranges, streams.groups * kColumns * static_cast<int64_t>(sizeof(uint16_t)));
   const int shares = threads_for(element_count(streams), threads);
   for (int share = 1; share < shares; ++share) {
     const int64_t group = share_begin(streams.groups, share, shares);
     if (group < streams.groups) clear_edge(streams, group, packed);
   }
-  std::vector<Spread> spreads(static_cast<size_t>(shares), kNothing);
-  run_shares(streams.groups, shares, [&](int share, int64_t begin, int64_t end) {
-    Spread spread = spreads[static_cast<size_t>(share)];  // a copy: neighbors share a cache line
-    kernels.quantizer(kind).quantize(streams, plan.order_or_null(), x, dtype, normalization, seed, begin, end,
-                                     packed, ranges, spread);
-    spreads[static_cast<size_t>(share)] = spread;
+  run_shares(streams.groups, shares, [&](int64_t begin, int64_t end) {
+    kernels.quantizer(kind).quantize(streams, plan.order_or_null(), x, dtype, normalization, seed, begin, end, packed, ranges);
   });
-  return extent_of(spreads);
 }
 
 void squares(const Kernels& kernels, CopyKind kind, const Streams& streams, const void* x, DType dtype,
              const Normalization& normalization, float* out, int threads) {
   if (streams.groups == 0) return;
-  run_shares(streams.groups, threads_for(element_count(streams), threads), [&](int, int64_t begin, int64_t end) {
+  run_shares(streams.groups, threads_for(element_count(streams), threads), [&](int64_t begin, int64_t end) {
     kernels.quantizer(kind).squares(streams, x, dtype, normalization, begin, end, out);
   });
 }
@@ -158,22 +137,20 @@ int threads_of_forward(const Streams& streams, int threads) {
   return n > 0 && units < wanted ? static_cast<int>(units) : wanted;
 }
 
-Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& streams, const Forward& forward,
-                         uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
-  if (streams.groups == 0) return {0.0f, 0.0f};
+void forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& streams, const Forward& forward,
+                       uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads) {
+  if (streams.groups == 0) return;
   const Stream& stream = streams.of[0];
   const int64_t n = element_count(streams), word = static_cast<int64_t>(sizeof(uint32_t));
   will_write(forward.y, n * item_size(forward.dtype));
   will_write(forward.codes, packed_words(n, forward.table->bits) * word);
   will_write(packed, streams.words * word);
-  will_write(ranges, streams.groups * columns(streams.fp32_min) * static_cast<int64_t>(sizeof(uint16_t)));
+  will_write(ranges, streams.groups * kColumns * static_cast<int64_t>(sizeof(uint16_t)));
   const Unit unit = unit_of_forward(streams);
   const int shares = threads_of_forward(streams, threads);
-  std::vector<Spread> spreads(static_cast<size_t>(shares), kNothing);
-  run_shares(quotient_up(n, unit.elements), shares, [&](int share, int64_t begin, int64_t end) {
+  run_shares(quotient_up(n, unit.elements), shares, [&](int64_t begin, int64_t end) {
     const int64_t elements_end = std::min(end * unit.elements, n);
     const int64_t groups_end = std::min(end * unit.groups, streams.groups);
-    Spread spread = kNothing;
     int64_t done = begin * unit.elements, group = begin * unit.groups;
     while (done < elements_end) {
       const int64_t next = std::min(done + kInCache, elements_end);
@@ -184,12 +161,10 @@ Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& s
       if (ready == group) continue;
       if (ready < groups_end) clear_edge(streams, ready, packed);
       kernels.quantizer(kind).quantize(streams, nullptr, forward.y, forward.dtype, {}, seed, group, ready, packed,
-                                       ranges, spread);
+                                       ranges);
       group = ready;
     }
-    spreads[static_cast<size_t>(share)] = spread;
   });
-  return extent_of(spreads);
 }
 
 void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const uint32_t* packed,
@@ -200,7 +175,7 @@ void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, c
   will_write(out, bytes);
   const int shares = threads_for(n, threads);
   const bool past_caches = bytes / shares >= kPastCaches;
-  run_shares(streams.groups, shares, [&](int, int64_t begin, int64_t end) {
+  run_shares(streams.groups, shares, [&](int64_t begin, int64_t end) {
     kernels.quantizer(kind).dequantize(streams, plan.order_or_null(), packed, ranges, seed, value_map, begin, end, out,
                                        dtype, past_caches);
   });

@@ -19,8 +19,7 @@ struct StreamPlan {
 };
 
 // Returns the streams of samples. widths: (samples,), each 1 to 8; null: `bits` for all.
-StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, bool fp32_min, int bits,
-                        const uint8_t* widths);
+StreamPlan plan_streams(int64_t samples, int64_t features, int group_size, int bits, const uint8_t* widths);
 
 // The numbers of channels in float32, from those that `channel_statistics` stored.
 class OwnedChannels {
@@ -39,15 +38,9 @@ class OwnedChannels {
 void channel_statistics(const Kernels& kernels, const void* x, DType dtype, const Normalization& normalization, int64_t rows,
                         int64_t channels, uint16_t* out, int threads);
 
-// The smallest and the largest element of a tensor; NaN if an element is NaN, 0 without elements.
-struct Extent {
-  float least, greatest;
-};
-
-// Writes all words and ranges of the streams, but not the rows of the seed, and returns the extent of the elements that are
-// quantized.
-Extent quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const void* x, DType dtype,
-                const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads);
+// Writes all words and ranges of the streams, but not the rows of the seed.
+void quantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const void* x, DType dtype,
+              const Normalization& normalization, uint64_t seed, uint32_t* packed, uint16_t* ranges, int threads);
 
 // Computes the number to which the variance of each group is proportional (QuantizerKernels), for a stream whose samples are in
 // order. out: (groups,).
@@ -69,10 +62,9 @@ struct Forward {
 // Returns the number of threads that can run `forward_quantized`, each with whole chunks and whole groups.
 int threads_of_forward(const Streams& streams, int threads);
 
-// Runs `forward`, and `quantize` on its y, in one pass over memory, for samples that all have one width. Returns the extent
-// of y.
-Extent forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& streams, const Forward& forward, uint64_t seed,
-                         uint32_t* packed, uint16_t* ranges, int threads);
+// Runs `forward`, and `quantize` on its y, in one pass over memory, for samples that all have one width.
+void forward_quantized(const Kernels& kernels, CopyKind kind, const Streams& streams, const Forward& forward, uint64_t seed,
+                       uint32_t* packed, uint16_t* ranges, int threads);
 
 // Dequantizes. seed: a uniform copy needs none. value_map: not affine if samples of several widths share groups.
 void dequantize(const Kernels& kernels, CopyKind kind, const StreamPlan& plan, const uint32_t* packed,

@@ -109,14 +109,6 @@ inline void fill_zeros(Elements& elements, float mean, float* to) {
   elements.sum = sum_of_group(to);
 }
 
-// Extends the spread of a tensor by a group.
-inline void extend(Spread& spread, const Elements& elements) {
-  const GroupSum& sum = elements.sum;
-  spread.least = sum.least < spread.least ? sum.least : spread.least;
-  spread.greatest = sum.greatest > spread.greatest ? sum.greatest : spread.greatest;
-  if (!is_finite(sum.sum)) spread.nan |= has_nan(elements.values, elements.m);
-}
-
 // Returns the energy of m elements minus `mean`, times `factor`.
 inline float energy_of(const float* values, int m, float mean, float factor) {
   if (m == kFullGroup && factor == 1.0f) return energy_of_group(values, mean);
@@ -140,7 +132,7 @@ inline Remainders remainders_of(const Elements& elements, float mean) {
 template <class Number>
 class Batch {
  public:
-  Batch(bool fp32_min, bool is_masked) : fp32_min_(fp32_min), is_masked_(is_masked) {}
+  Batch(Mean mean, bool is_masked) : mean_(mean), is_masked_(is_masked) {}
 
   // Reads the next groups and moves the cursor on.
   void read(Cursor& cursor, GroupReader<Number>& reader) {
@@ -151,15 +143,10 @@ class Batch {
     }
   }
 
-  // Extends the spread of a tensor by the groups. Has to be called before find_remainders.
-  void extend(Spread& spread) const {
-    for (int i = 0; i < count_; ++i) FEWBIT_NAMESPACE::extend(spread, entries_[i].elements);
-  }
-
   void find_remainders() {
     for (int i = 0; i < count_; ++i) {
       Elements& elements = entries_[i].elements;
-      const float mean = elements.count > 0 ? group_mean(elements.sum.sum, elements.count, fp32_min_) : 0.0f;
+      const float mean = elements.count > 0 ? group_mean(elements.sum.sum, elements.count, mean_) : 0.0f;
       if (is_masked_) fill_zeros(elements, mean, wide_[i]);
       entries_[i].remainders = remainders_of(elements, mean);
     }
@@ -184,9 +171,9 @@ class Batch {
       }
       if (!direct) writer.put(words, m);
       if (entry.remainders.has_values()) {
-        store_scale(entry.remainders.mean, scale, fp32_min_, entry.number, ranges);
+        store_scale(entry.remainders.mean, scale, entry.number, ranges);
       } else {
-        store_no_scale(fp32_min_, entry.number, ranges);
+        store_no_scale(entry.number, ranges);
       }
     }
   }
@@ -216,7 +203,8 @@ class Batch {
     Remainders remainders;
   };
 
-  const bool fp32_min_, is_masked_;
+  const Mean mean_;
+  const bool is_masked_;
   int count_ = 0;
   Entry entries_[kMost];
   alignas(64) float wide_[kMost][kFullGroup];
@@ -227,9 +215,9 @@ class Batch {
 template <class Number>
 void quantize_groups(const Streams& streams, const int64_t* order, const typename Number::Type* x,
                      const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
-                     uint16_t* ranges, Spread& spread, bool is_masked) {
+                     uint16_t* ranges, bool is_masked) {
   GroupReader<Number> reader(x, normalization, is_masked);
-  Batch<Number> batch(streams.fp32_min, is_masked);
+  Batch<Number> batch(Mean::stored, is_masked);
   Signs signs(seed);
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
@@ -239,7 +227,6 @@ void quantize_groups(const Streams& streams, const int64_t* order, const typenam
     WordWriter writer(packed + stream.first_word, stream.bits, cursor.group().first);
     while (cursor.exists()) {
       batch.read(cursor, reader);
-      batch.extend(spread);
       batch.find_remainders();
       batch.store_codes(codes, stream.bits, signs, writer, ranges);
     }
@@ -251,11 +238,11 @@ void quantize_groups(const Streams& streams, const int64_t* order, const typenam
 template <bool IsMasked>
 void quantize(const Streams& streams, const int64_t* order, const void* x, DType dtype,
               const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
-              uint16_t* ranges, Spread& spread) {
-  with_number(dtype, [=, &streams, &normalization, &spread](auto number) {
+              uint16_t* ranges) {
+  with_number(dtype, [=, &streams, &normalization](auto number) {
     typedef decltype(number) Number;
     quantize_groups<Number>(streams, order, static_cast<const typename Number::Type*>(x), normalization, seed,
-                                   begin, end, packed, ranges, spread, IsMasked);
+                                   begin, end, packed, ranges, IsMasked);
   });
 }
 
@@ -265,7 +252,7 @@ template <class Number>
 void squares_of_groups(const Streams& streams, const typename Number::Type* x, const Normalization& normalization,
                        int64_t begin, int64_t end, float* out, bool is_masked) {
   GroupReader<Number> reader(x, normalization, is_masked);
-  Batch<Number> batch(true, is_masked);
+  Batch<Number> batch(Mean::exact, is_masked);
   Cursor cursor(streams, streams.of[0], nullptr, begin, end);
   while (cursor.exists()) {
     batch.read(cursor, reader);
@@ -299,7 +286,7 @@ void dequantize_groups(const Streams& streams, const int64_t* order, const uint3
     Cursor cursor(streams, stream, order, begin - stream.first_group, last - stream.first_group);
     for (; cursor.exists(); cursor.advance()) {
       const Group& group = cursor.group();
-      const GroupScale scale = load_scale(ranges, streams.fp32_min, cursor.number());
+      const GroupScale scale = load_scale(ranges, cursor.number());
       const uint32_t* words = words_from(packed + stream.first_word, group.first, group.length, stream.bits, buffer);
       writer.put(cursor, 0, group.length, [&](float* to) {
         codes.restore(words, group.length, cursor.number(), scale, signs, to);

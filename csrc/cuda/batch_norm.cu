@@ -33,7 +33,9 @@ struct Source {
   const T* grad;
   uint32_t groups, phases;
   int bits;
-  bool fp32_min;
+
+  // The rows of ranges, a word for each group.
+  __device__ const uint32_t* rows() const { return reinterpret_cast<const uint32_t*>(ranges); }
 };
 
 // The inputs, sums and coefficients of all channels: (channels,) each, in device memory.
@@ -66,27 +68,10 @@ struct alignas(16) Codes {
   uint32_t words[2][2 * kWordsOfGroup];  // alternately
 };
 
-// The row of ranges of a group as it was loaded. Arithmetic on a word waits until the word has arrived, so scale() does it later.
-class LoadedScale {
- public:
-  __device__ void load(const uint16_t* ranges, bool fp32_min, int64_t number) {
-    const uint16_t* const row = ranges + number * columns(fp32_min);
-    if (fp32_min) {
-      first_ = row[0], second_ = row[1], third_ = row[2];
-    } else {
-      first_ = *reinterpret_cast<const uint32_t*>(row);
-    }
-  }
-
-  // Returns the same as load_scale.
-  __device__ GroupScale scale(bool fp32_min) const {
-    const uint32_t scale = fp32_min ? second_ << 16 : first_;
-    return {float_of(first_ << 16 | (fp32_min ? third_ : 0u)), float_of(scale & 0x7FFF0000u), scale >> 31 != 0};
-  }
-
- private:
-  uint32_t first_, second_, third_;  // if the mean has 16 bits, the first one has both words of the row
-};
+// Returns what load_scale returns, for the row of ranges of a group in one word.
+__device__ inline GroupScale scale_of_row(uint32_t row) {
+  return {float_of(row << 16), float_of(row & 0x7FFF0000u), row >> 31 != 0};
+}
 
 // Loads the codes and gradients of pairs of groups: the next pair while the warp works on the present one.
 template <class T>
@@ -115,7 +100,7 @@ class Input {
 #endif
     turn_ ^= 1;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) scales_[k].load(from_.ranges, from_.fp32_min, numbers[k]);
+    for (int k = 0; k < 2; ++k) rows_[k] = from_.rows()[numbers[k]];
   }
 
   // Waits for what is being loaded. Returns the codes, kWordsOfGroup for each group.
@@ -134,7 +119,7 @@ class Input {
       const auto* const vectors = reinterpret_cast<const uint4*>(pair_[k].numbers) + threadIdx.x % 32 * kNeighborVectors<T>;
 #pragma unroll
       for (int j = 0; j < kNeighborVectors<T>; ++j) put_vector(grads[k] + 4 * j, vectors[j]);
-      scales[k] = scales_[k].scale(from_.fp32_min);
+      scales[k] = scale_of_row(rows_[k]);
     }
     __syncwarp();
   }
@@ -149,7 +134,7 @@ class Input {
   Codes& codes_;
   Workspace* const pair_;  // those of the warp's two groups
   int turn_;
-  LoadedScale scales_[2];
+  uint32_t rows_[2];  // of ranges, as they were loaded: arithmetic on a word waits until it has arrived
 };
 
 // The shared memory of a block.
@@ -165,7 +150,7 @@ struct Shared {
 template <class T, class Visit>
 __device__ void visit_groups(const Source<T>& from, const Walk& walk, Shared& shared, Visit&& visit) {
   fill(shared.levels);
-  if (threadIdx.x == 0) shared.seed = load_seed(from.ranges + from.groups * columns(from.fp32_min));
+  if (threadIdx.x == 0) shared.seed = load_seed(from.ranges + from.groups * kColumns);
   __syncthreads();
   const int lane = threadIdx.x % 32;
   Workspace* const pair = shared.workspaces + threadIdx.x / 32 * 2;
@@ -210,9 +195,7 @@ __device__ void visit_groups(const Source<T>& from, const Walk& walk, Shared& sh
 #pragma unroll 1
     for (uint32_t i = walk.begin; i < walk.count; i += walk.apart) {
       const uint32_t number = walk.number(i + lane / kSide < walk.count ? i + lane / kSide : i);
-      LoadedScale loaded;
-      loaded.load(from.ranges, from.fp32_min, number);
-      const GroupScale found = loaded.scale(from.fp32_min);
+      const GroupScale found = scale_of_row(from.rows()[number]);
       const uint32_t* const words = from.packed + number * (kFullGroup / kBlock) * from.bits;
       float row[kSide];
       decode(row, read_planes({words, kFullGroup, 0, from.bits}, from.bits), shared.levels.of(from.bits));
@@ -365,7 +348,7 @@ bool batch_norm_backward(const Quantized& of, const BatchNorm& norm, const int32
   with_quantized_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const Source<T> from = {reinterpret_cast<const uint32_t*>(packed), ranges, static_cast<const T*>(grad), static_cast<uint32_t>(of.groups),
-                            static_cast<uint32_t>(phases), of.bits, of.fp32_min};
+                            static_cast<uint32_t>(phases), of.bits};
     launch_blocks(sums_kernel<T>, blocks, device, stream, from, norm.memory);
     launch(channels_kernel, device, stream, channels, kOneWave, norm.memory, from.phases, static_cast<uint32_t>(blocks),
            static_cast<float>(map.end / channels), by);

@@ -109,7 +109,7 @@ __device__ void dequantize_group(const Dequantizer<T>& by, int64_t number) {
   const Stream& stream = stream_of(streams, number);
   const Group group = group_at(streams, stream, number - stream.first_group);
   const GroupPlace place(streams, stream, by.order, group);
-  const GroupLimits limits = load_limits(by.ranges, streams.fp32_min, number);
+  const GroupLimits limits = load_limits(by.ranges, number);
   const uint32_t* words = by.packed + stream.first_word;
   const float unit = unit_of(stream.bits);
   for (int begin = 0; begin < group.length; begin += kDrawBlock) {
@@ -167,7 +167,7 @@ template <class T, class Map>
 __device__ void dequantize_pair(const Dequantizer<T>& by, const LocatedGroup& of, T* out, const Map& map) {
   constexpr int kLength = Runs<T>::kLength;
   const Stream& stream = by.streams.of[of.stream];
-  const GroupLimits limits = load_limits(by.ranges, by.streams.fp32_min, of.number);
+  const GroupLimits limits = load_limits(by.ranges, of.number);
   const float unit = unit_of(stream.bits);
   const bool has_high = larger(stream.bits) > 4;
   const int64_t first = of.first + lane_of_group() * kLength;

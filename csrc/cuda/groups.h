@@ -18,7 +18,7 @@ namespace fewbit::cuda {
 // Returns the streams if all samples have one width. Otherwise it returns what does not depend on the widths, with the
 // numbers of available words and groups.
 inline Streams uniform_streams(const Quantized& of) {
-  Streams streams = one_stream(of.samples, of.features, of.group_size, of.fp32_min, of.bits);
+  Streams streams = one_stream(of.samples, of.features, of.group_size, of.bits);
   if (of.counts) {
     streams.words = of.words;
     streams.groups = of.groups;
@@ -38,7 +38,7 @@ __device__ inline bool fits(const Streams& streams, const Streams& most) {
 __device__ inline void share_streams(Streams& shared, const Streams& uniform, const int64_t* counts) {
   if (threadIdx.x == 0) {
     if (counts) {
-      clear(shared, uniform.features, uniform.group_size, uniform.fp32_min);
+      clear(shared, uniform.features, uniform.group_size);
       append_mixed(shared, counts);
       if (!fits(shared, uniform)) __trap();
     } else {

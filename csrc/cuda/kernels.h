@@ -58,7 +58,6 @@ void forward(int function, double p0, double p1, const Table& table, const void*
 struct Quantized {
   int64_t samples, features;
   int group_size;
-  bool fp32_min;
   int bits;
   const int64_t* order;
   const int64_t* counts;
@@ -106,8 +105,8 @@ void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* rang
                 int dtype, int device, void* stream);
 
 // Do the same for rotated copies, and for masked ones. The ranges have kSeedRows more rows, which Quantized::groups does not
-// count. squares_rotated computes the energy of each group with a float32 mean, times the share of elements that are not
-// masked, and times the mean square of the scales of channels. Masked copies are dequantized as rotated ones, with a mask in value_map.
+// count. squares_rotated computes the energy of each group with its exact mean, times the share of elements that are not masked, and
+// times the mean square of the scales of channels. Masked copies are dequantized as rotated ones, with a mask in value_map.
 // channels: empty for masked copies, and if samples of several widths share groups.
 void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,
                       const StoredChannels& channels, const Seed& seed, int32_t* packed, uint16_t* ranges, int device, void* stream);

@@ -75,8 +75,8 @@ __device__ void quantize_group(const Quantizer& by, int64_t number, const int64_
 
   float values[kPerLane] = {};
   const Extremes extremes = extremes_of<Normalized>(values, x, normalization, place, length, lane);
-  const GroupLimits limits = limits_of(extremes.least, extremes.greatest, true, bits, streams.fp32_min);
-  if (lane == 0) store_limits(limits, streams.fp32_min, number, by.ranges);
+  const GroupLimits limits = limits_of(extremes.least, extremes.greatest, true, bits);
+  if (lane == 0) store_limits(limits, number, by.ranges);
 
   const float most = most_of(bits);
   for (int begin = 0; begin < length; begin += kDrawBlock) {
@@ -144,7 +144,7 @@ __device__ void read_neighbors(float* values, const T* from) {
 }
 
 // Returns the limits of a group in all its lanes.
-__device__ inline GroupLimits limits_of_full(const float (&values)[2][8], int bits, bool fp32_min) {
+__device__ inline GroupLimits limits_of_full(const float (&values)[2][8], int bits) {
   const float infinity = float_of(0x7F800000u);
   float least = infinity, greatest = -infinity;
   bool is_clean = true;
@@ -159,7 +159,7 @@ __device__ inline GroupLimits limits_of_full(const float (&values)[2][8], int bi
     least = fminf(least, other_lanes(least, step));
     greatest = fmaxf(greatest, other_lanes(greatest, step));
   }
-  return limits_of(least, greatest, !any_of_group(!is_clean), bits, fp32_min);
+  return limits_of(least, greatest, !any_of_group(!is_clean), bits);
 }
 
 // Returns four codes, one in each byte. scaled: the codes times 65536, and remainders.
@@ -181,8 +181,8 @@ __device__ void quantize_pair(const Quantizer& by, const LocatedGroup& of, const
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[half][i] = normalize(values[half][i]);
   }
-  const GroupLimits limits = limits_of_full(values, bits, streams.fp32_min);
-  if (lane == 0) store_limits(limits, streams.fp32_min, of.number, by.ranges);
+  const GroupLimits limits = limits_of_full(values, bits);
+  if (lane == 0) store_limits(limits, of.number, by.ranges);
   draws.make(by.seed, first_counter(of.number, 0, kDrawBlock));
 
   const float most = most_of(bits);
@@ -256,7 +256,7 @@ void quantize(const Quantized& of, const void* x, int dtype, const Normalization
     check(cudaMemsetAsync(packed, 0, static_cast<size_t>(words) * sizeof(uint32_t), on), "clearing packed codes");
   }
   if (of.counts) {
-    const size_t bytes = static_cast<size_t>(groups) * columns(of.fp32_min) * sizeof(uint16_t);
+    const size_t bytes = static_cast<size_t>(groups) * kColumns * sizeof(uint16_t);
     check(cudaMemsetAsync(ranges, 0, bytes, on), "clearing ranges");
   }
   if (groups <= 0) return;

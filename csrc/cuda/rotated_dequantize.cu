@@ -60,26 +60,17 @@ inline PlainPairs plain_pairs(const Quantized& of, const GroupMap& groups, const
   return found;
 }
 
-// The ranges of a plain pair: `columns` words, which the two rows fill.
-struct PlainRanges {
-  uint32_t words[3];
-  bool fp32_min;
-
-  __device__ PairScale scale() const {
-    uint32_t means[2] = {words[0] << 16, words[1] << 16}, scales[2] = {words[0], words[1]};
-    if (fp32_min) {
-      means[0] = __byte_perm(words[0], words[1], 0x1054), means[1] = __byte_perm(words[1], words[2], 0x3276);
-      scales[1] = words[2] << 16;
-    }
-    PairScale of;
+// Returns those of a plain pair, from the two groups' rows of ranges.
+__device__ inline PairScale scale_of_rows(const uint2& rows) {
+  const uint32_t words[2] = {rows.x, rows.y};
+  PairScale of;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      of.means[i] = float_of(means[i]), of.factors[i] = float_of(scales[i] & 0x7FFF0000u) * inverse_root(kFullGroup);
-      of.are_twice[i] = scales[i] >> 31 != 0;
-    }
-    return of;
+  for (int i = 0; i < 2; ++i) {
+    of.means[i] = float_of(words[i] << 16), of.factors[i] = float_of(words[i] & 0x7FFF0000u) * inverse_root(kFullGroup);
+    of.are_twice[i] = words[i] >> 31 != 0;
   }
-};
+  return of;
+}
 
 // The codes of a pair in shared memory, where they arrive while the warp works on the pair before.
 struct alignas(16) PlainCodes {
@@ -89,16 +80,12 @@ struct alignas(16) PlainCodes {
 // Loads the codes and ranges of plain pairs for a warp. Each pair is loaded before the warp dequantizes the pair before it.
 class PlainInput {
  public:
-  __device__ PlainInput(PlainCodes& codes, const uint32_t* packed, const uint16_t* ranges, bool fp32_min, int bits)
-      : codes_(codes), packed_(packed), rows_(reinterpret_cast<const uint32_t*>(ranges)), bits_(bits), turn_(0) {
-    next_.fp32_min = fp32_min;
-  }
+  __device__ PlainInput(PlainCodes& codes, const uint32_t* packed, const uint16_t* ranges, int bits)
+      : codes_(codes), packed_(packed), rows_(reinterpret_cast<const uint2*>(ranges)), bits_(bits), turn_(0) {}
 
   // Loads a pair, after words() of the pair before it, if there is one.
   __device__ void load(int64_t pair) {
-    const uint32_t* row = rows_ + pair * columns(next_.fp32_min);
-    next_.words[0] = row[0], next_.words[1] = row[1];
-    if (next_.fp32_min) next_.words[2] = row[2];
+    next_ = rows_[pair];
 #if FEWBIT_PAIR_INSTRUCTIONS
     const int vector = threadIdx.x % 32, words = 2 * kFullGroup / kBlock * bits_;
     if (4 * vector < words) ptx::copy_async(codes_.words[turn_] + 4 * vector, packed_ + pair * words + 4 * vector);
@@ -107,7 +94,7 @@ class PlainInput {
   }
 
   // Return what was loaded.
-  __device__ const PlainRanges& ranges() const { return next_; }
+  __device__ uint2 rows() const { return next_; }
   __device__ const uint32_t* words() const {
 #if FEWBIT_PAIR_INSTRUCTIONS
     ptx::wait_for_copies();
@@ -119,10 +106,10 @@ class PlainInput {
  private:
   PlainCodes& codes_;
   const uint32_t* const packed_;
-  const uint32_t* const rows_;
+  const uint2* const rows_;  // of ranges: for each pair, a word of each group
   const int bits_;
   int turn_;  // of the next pair
-  PlainRanges next_;
+  uint2 next_;
 };
 
 // The map of values in a group that is transformed by products. rows, features: as in EntryKind. In the last two, channels are put in
@@ -298,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   __shared__ PlainCodes inputs[Plain ? kWarps : 1];
   __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   fill(levels);
-  if (threadIdx.x == 0) seed = load_seed(ranges + uniform.groups * columns(uniform.fp32_min));
+  if (threadIdx.x == 0) seed = load_seed(ranges + uniform.groups * kColumns);
   share_streams(streams, uniform, Plain ? nullptr : counts);
   Workspace& own = workspaces[threadIdx.x / kSide];
   const PlainMap by = {plain.entries, value_map, channels};
@@ -312,17 +299,17 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   for (int64_t pair = first_pair_of_warp();; pair += pairs_apart()) {
     if constexpr (Plain && kHasProducts) {
       const int bits = uniform.of[0].bits;
-      PlainInput input(inputs[threadIdx.x / 32], packed, ranges, uniform.fp32_min, bits);
+      PlainInput input(inputs[threadIdx.x / 32], packed, ranges, bits);
       if (pair < plain.count) input.load(pair);
 #pragma unroll 1
       for (; pair < plain.count; pair += pairs_apart()) {
-        const PlainRanges found = input.ranges();
+        const uint2 rows = input.rows();
         const uint32_t* words = input.words();
         const int64_t next = pair + pairs_apart();
         if (next < plain.count) input.load(next);
         if (turn == 0) put_random_ahead<kCountersAhead>(own, seed, 2 * pair + threadIdx.x / kSide % 2, 2 * pairs_apart());
         const int64_t places[] = {pair * (2 * kFullGroup), pair * (2 * kFullGroup) + kFullGroup};
-        const PairScale scale = found.scale();
+        const PairScale scale = scale_of_rows(rows);
         const auto dequantize = [&](const PairScale& of, int of_bits) {
           dequantize_pair<Kind>(of, words, of_bits, levels.of(of_bits), signs + kSignsOfTurn * turn, seed, by, 2 * pair, out,
                                 places, part);
@@ -341,7 +328,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const LocatedGroup of = locate(streams, Plain ? GroupMap{0, map.end, true} : map, pair);
     const Stream& stream = streams.of[of.stream];
     const int m = of.length, bits = stream.bits, most_bits = larger(bits);
-    const GroupScale found = load_scale(ranges, streams.fp32_min, m > 0 ? of.number : 0);
+    const GroupScale found = load_scale(ranges, m > 0 ? of.number : 0);
     const uint32_t* words = packed + stream.first_word + word_index(block_of(of.first), 0, bits);
     int64_t begin = 0;
     bool is_quick = kHasProducts && !Plain && !value_map.is_affine() && !channels.exists() && !found.is_twice && bits == most_bits && bits <= kMostProductBits;

@@ -125,15 +125,10 @@ class GroupElements {
 // remainders of elements that are 0 are 0.
 struct Remainders {
   int count;       // of the elements that the mean is computed from
-  float mean;      // as it is stored
+  float mean;      // that is subtracted
   float factor;
   float energy;    // of the remainders
   float quads;     // the greatest of the sums of four squares in this lane
-};
-
-// The settings of a copy.
-struct CopySettings {
-  bool fp32_min, is_masked;
 };
 
 // Returns the number of elements of a column that are not 0, in all lanes of the group summed up.
@@ -148,8 +143,8 @@ __device__ inline int count_nonzero(const float* values) {
   return count;
 }
 
-__device__ inline float mean_of(float sum, int count, bool fp32_min) {
-  return count > 0 ? group_mean(sum, count, fp32_min) : 0.0f;
+__device__ inline float mean_of(float sum, int count, Mean kind) {
+  return count > 0 ? group_mean(sum, count, kind) : 0.0f;
 }
 
 // Subtracts the mean from a column of m elements.
@@ -169,17 +164,17 @@ __device__ inline void find_squares(Remainders& to, const float* values) {
   to.energy = sum_of_group(squares, &to.quads);
 }
 
-// Computes the remainders of a full group. Afterwards `values` is a column of them. It returns false if one of the warp's two
-// groups needs a factor, or has no values, which is rare.
-__device__ inline bool remainders_of_full(Remainders& found, float* values, const CopySettings& settings) {
+// Computes the remainders of a full group, minus the stored mean. Afterwards `values` is a column of them. It returns false if one
+// of the warp's two groups needs a factor, or has no values, which is rare.
+__device__ inline bool remainders_of_full(Remainders& found, float* values, bool is_masked) {
   found = {kFullGroup, 0.0f, 1.0f, 0.0f, 0.0f};
   const float sum = sum_of_group(values);
-  if (settings.is_masked) {
+  if (is_masked) {
     found.count = count_nonzero(values);
-    found.mean = mean_of(sum, found.count, settings.fp32_min);
+    found.mean = mean_of(sum, found.count, Mean::stored);
     subtract(values, found.mean, kFullGroup, true);
   } else {
-    found.mean = group_mean(sum, kFullGroup, settings.fp32_min);
+    found.mean = group_mean(sum, kFullGroup, Mean::stored);
 #pragma unroll
     for (int j = 0; j < kSide; ++j) values[j] -= found.mean;
   }
@@ -189,14 +184,13 @@ __device__ inline bool remainders_of_full(Remainders& found, float* values, cons
 
 // Computes the remainders of any group. Afterwards `values` is a column of them.
 template <class T>
-__device__ Remainders remainders_of(float* values, const GroupElements<T>& elements, const CopySettings& settings,
-                                    Workspace& own) {
+__device__ Remainders remainders_of(float* values, const GroupElements<T>& elements, Mean kind, bool is_masked, Workspace& own) {
   elements.read(values, own);
   const float sum = sum_of_group(values);
   Remainders found = {elements.length(), 0.0f, 1.0f, 0.0f, 0.0f};
-  if (settings.is_masked) found.count = count_nonzero(values);
-  found.mean = mean_of(sum, found.count, settings.fp32_min);
-  subtract(values, found.mean, elements.length(), settings.is_masked);
+  if (is_masked) found.count = count_nonzero(values);
+  found.mean = mean_of(sum, found.count, kind);
+  subtract(values, found.mean, elements.length(), is_masked);
   find_squares(found, values);
   const float factor = rescue_factor(found.energy);
   if (any(factor != 1.0f)) {

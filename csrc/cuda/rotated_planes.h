@@ -46,7 +46,7 @@ inline void clear(const Quantized& of, int32_t* packed, uint16_t* ranges, void* 
     check(cudaMemsetAsync(packed, 0, static_cast<size_t>(of.words) * sizeof(uint32_t), on), "clearing packed codes");
   }
   if (of.counts) {
-    const size_t bytes = static_cast<size_t>(of.groups) * columns(of.fp32_min) * sizeof(uint16_t);
+    const size_t bytes = static_cast<size_t>(of.groups) * kColumns * sizeof(uint16_t);
     check(cudaMemsetAsync(ranges, 0, bytes, on), "clearing ranges");
   }
 }

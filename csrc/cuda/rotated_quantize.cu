@@ -130,7 +130,7 @@ struct Quantizer {
   const NormalLevels& table;
   Workspace& own;
   const uint64_t& seed;
-  CopySettings settings;
+  bool is_masked;
   bool whole;  // no block of elements belongs to two groups
   uint32_t* packed;
   uint16_t* ranges;
@@ -173,9 +173,9 @@ struct Quantizer {
 
   // Writes mean and scale.
   __device__ void store(int64_t number, const Remainders& found, float inner, uint32_t rounding, bool has_spike) const {
-    if (!has_values(found.energy, found.mean)) return store_no_scale(settings.fp32_min, number, ranges);
+    if (!has_values(found.energy, found.mean)) return store_no_scale(number, ranges);
     const uint16_t scale = stored_scale(found.energy, inner, found.factor, rounding, has_spike);
-    store_scale(found.mean, scale, settings.fp32_min, number, ranges);
+    store_scale(found.mean, scale, number, ranges);
   }
 
   static constexpr int kPending = 3;  // numbers of a group
@@ -373,7 +373,7 @@ __device__ int quantize_plain(const Quantizer& by, const T* x, const Normalizati
     const bool is_normalized = Of == Source::normalized || (Of == Source::channels && normalization.exists());
     if (is_normalized) normalize_plain(values, normalization, entries, static_cast<uint32_t>(number));
     if (Of == Source::channels) take_out_plain(values, channels, static_cast<uint32_t>(number));
-    if (!remainders_of_full(found, values, by.settings)) break;
+    if (!remainders_of_full(found, values, by.is_masked)) break;
     const bool has_spike = may_be_spiky(found) && is_spiky(found, values);
     if (turn == kTurns) {
       by.store_kept(turn, pair);
@@ -408,11 +408,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   __shared__ uint64_t seed;  // in a register, it would be joined by twenty keys that the compiler computes ahead
   if (threadIdx.x == 0) seed = seed_from(seed_address, seed_number);
   share_streams(streams, uniform, Plain ? nullptr : counts);
-  const CopySettings settings = {uniform.fp32_min, is_masked};
-  const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, settings, Plain || whole, packed, ranges};
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    store_seed(seed, uniform.fp32_min, ranges + uniform.groups * columns(uniform.fp32_min));
-  }
+  const Quantizer by = {streams, table, workspaces[threadIdx.x / kSide], seed, is_masked, Plain || whole, packed, ranges};
+  if (blockIdx.x == 0 && threadIdx.x == 0) store_seed(seed, ranges + uniform.groups * kColumns);
 
   const StoredChannels no_channels = {};
   int turn = 0;  // groups whose scales are kept; the next group's random words follow theirs, unless there are none
@@ -443,9 +440,9 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       } else {
         read_neighbors(values, (Of == Source::relu ? relu.y : x) + begin);
       }
-      are_full = remainders_of_full(found, values, settings);
+      are_full = remainders_of_full(found, values, is_masked);
     }
-    if (!are_full && 2 * pair < streams.groups) found = remainders_of(values, elements(), settings, by.own);
+    if (!are_full && 2 * pair < streams.groups) found = remainders_of(values, elements(), Mean::stored, is_masked, by.own);
     const bool is_quick = !Plain && are_full;
     if (turn == kTurns || !is_quick) {
       by.store_kept(turn, pair);
@@ -481,7 +478,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const GroupPlace place = place_of(of, streams, nullptr);
     const GroupElements<T> elements(x, normalization, channels, place, of.length);
     float values[kSide];
-    const Remainders found = remainders_of(values, elements, {true, is_masked}, workspaces[threadIdx.x / kSide]);
+    const Remainders found = remainders_of(values, elements, Mean::exact, is_masked, workspaces[threadIdx.x / kSide]);
     const float of_channels = elements.mean_square_scale();
     if (lane_of_group() > 0 || of.length == 0) continue;
     const float back = inverse_rescue(found.factor);

@@ -48,14 +48,14 @@ void test_toward() {
 
 void test_streams() {
   const int64_t counts[9] = {0, 2, 0, 1, 0, 0, 0, 0, 3};
-  const Streams streams = mixed_streams(counts, 65, 32, false);
+  const Streams streams = mixed_streams(counts, 65, 32);
   CHECK(streams.groups == 6 * 3);
   CHECK(streams.words == 5 + 3 * 3 + 8 * 7);
   CHECK(&stream_of(streams, 0) == streams.of && &stream_of(streams, 5) == streams.of);
   CHECK(stream_of(streams, 6).bits == 3 && stream_of(streams, 9).bits == 8);
   CHECK(group_at(streams, streams.of[7], 5).first == 65 + 64 && group_at(streams, streams.of[7], 5).length == 1);
   const int64_t n = (int64_t{1} << 33) + 5;
-  const Streams large = one_stream(n, 3, 256, false, 8);
+  const Streams large = one_stream(n, 3, 256, 8);
   CHECK(large.groups == quotient_up(3 * n, 256));
   CHECK(large.words == 8 * quotient_up(3 * n, 32));
   CHECK(group_at(large, large.of[0], large.groups - 1).first == (large.groups - 1) * 256);
@@ -65,7 +65,7 @@ void test_streams() {
 // Tests groups whose counters need more than 32 bits, in a tensor that would not fit in memory.
 void test_large_numbers(const Kernels& kernels) {
   const int64_t first = (int64_t{1} << 33) + 3;
-  Streams streams = one_stream(1, 700, 256, false, 4);
+  Streams streams = one_stream(1, 700, 256, 4);
   const int64_t count = streams.groups;
   streams.of[0].first_group = first;
   streams.groups += first;
@@ -73,14 +73,12 @@ void test_large_numbers(const Kernels& kernels) {
   for (int i = 0; i < 700; ++i) x.push_back(static_cast<float>(i * i % 701));
   const uint64_t seed = generator();
   Exact<uint32_t> packed(streams.words);
-  Exact<uint16_t> ranges(2 * count);
+  Exact<uint16_t> ranges(kColumns * count);
   uint16_t* rows = reinterpret_cast<uint16_t*>(reinterpret_cast<uintptr_t>(ranges.data()) - 4u * first);
-  Spread spread{INFINITY, -INFINITY, false};
-  kernels.uniform->quantize(streams, nullptr, x.data(), DType::float32, {}, seed, first, first + count,
-                              packed.data(), rows, spread);
+  kernels.uniform->quantize(streams, nullptr, x.data(), DType::float32, {}, seed, first, first + count, packed.data(), rows);
   for (int i = 0; i < 700; ++i) {
-    const GroupLimits stored = load_limits(ranges.data(), false, i / 256);
-    const GroupLimits limits = limits_of(stored.minimum, stored.minimum + stored.range, true, 4, false);
+    const GroupLimits stored = load_limits(ranges.data(), i / 256);
+    const GroupLimits limits = limits_of(stored.minimum, stored.minimum + stored.range, true, 4);
     const uint32_t draw = draw_of(seed, first + i / 256, i % 256, 256);
     const int32_t code = code_of(x[static_cast<size_t>(i)], limits, most_of(4), draw);
     for (int plane = 0; plane < 4; ++plane) {
@@ -102,17 +100,17 @@ void test_quantizer(const Kernels& kernels) {
     for (const int64_t samples : {0, 1, 3, 40}) {
       for (const int group_size : {32, 96, 256, 512}) {
         for (const bool mixed : {false, true}) {
-          test({samples, features, group_size, any_bool(), any_bits(), mixed, any_look(), 1});
+          test({samples, features, group_size, any_bits(), mixed, any_look(), 1});
         }
       }
     }
   }
-  for (int bits = 1; bits <= 8; ++bits) test({5, 333, 256, false, bits, false, Look::nan, 1});
+  for (int bits = 1; bits <= 8; ++bits) test({5, 333, 256, bits, false, Look::nan, 1});
   // Enough elements for several threads, whose groups share words.
   for (const bool mixed : {false, true}) {
-    test({1501, 67, 256, false, 3, mixed, Look::infinite, 3});
-    test({3, 40001, 32, true, 2, mixed, Look::offset, 4});
-    test({9001, 11, kMostGroupSize, false, 2, mixed, Look::normal, 2});
-    test({1, 100003, kMostGroupSize, false, 2, mixed, Look::normal, 4});
+    test({1501, 67, 256, 3, mixed, Look::infinite, 3});
+    test({3, 40001, 32, 2, mixed, Look::offset, 4});
+    test({9001, 11, kMostGroupSize, 2, mixed, Look::normal, 2});
+    test({1, 100003, kMostGroupSize, 2, mixed, Look::normal, 4});
   }
 }

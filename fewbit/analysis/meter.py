@@ -25,7 +25,6 @@ from fewbit.analysis.recorder import Place, Recorder, Token, is_fewbit, name_nod
 from fewbit.analysis.saved_bytes import IN_FULL, Entry, SavedBytes
 from fewbit.analysis.unchanged import unchanged
 from fewbit.errors import FewbitError
-from fewbit.runtime.format.groups import FP32_MIN_COLUMNS
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import measuring
@@ -263,11 +262,7 @@ def existing_kinds(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
 
 def _are_ranges(tensor) -> bool:
     """Return whether a tensor looks like the pairs of numbers of groups (docs/concepts/quantizer.md)."""
-    return (
-        tensor.dtype == torch.bfloat16
-        and tensor.ndim == 2
-        and tensor.shape[1] in (2, FP32_MIN_COLUMNS)
-    )
+    return tensor.dtype == torch.bfloat16 and tensor.ndim == 2 and tensor.shape[1] == 2
 
 
 def _kind(tensor, token: Token) -> str:

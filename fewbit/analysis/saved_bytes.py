@@ -14,7 +14,6 @@ from fewbit.render.formats import amount, module_name, share, unit_of
 from fewbit.render.result import Result
 from fewbit.render.terminal import shortened
 from fewbit.render.view import Column, View
-from fewbit.runtime.format.groups import FP32_MIN_COLUMNS
 from fewbit.sizes import counted
 
 MOST_BARS = 14
@@ -210,15 +209,6 @@ class SavedBytes(Result):
         if shared:
             lines.append(
                 f"in storages of earlier modules, 0 bytes: {counted(shared, 'more saved tensor')}"
-            )
-        ranges = [entry for entry in self.kept if entry.kind == "range" and entry.bytes]
-        wide = [entry for entry in ranges if entry.shape[1:] == (FP32_MIN_COLUMNS,)]
-        if wide:
-            names = sorted({module_name(entry.module) for entry in wide})
-            more = ", ..." * (len(names) > 3)
-            lines.append(
-                f"{len(wide)} quantized with float32 minimums, as their offset is large against "
-                f"their range: {', '.join(names[:3])}{more}"
             )
         idle = sum(entry.bytes - entry.viewed_bytes for entry in self.kept if entry.bytes)
         if idle:

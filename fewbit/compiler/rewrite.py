@@ -197,7 +197,6 @@ class Rewriter:
             self._seeds[node],
             bits,
             settings.group_size,
-            settings.min_dtype == "float32",
             kind,
             channels,
         )

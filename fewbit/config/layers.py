@@ -10,7 +10,6 @@ from fewbit.config.values import (
     autograd_functions,
     check_copies,
     check_group_size,
-    check_min_dtype,
     check_quantizer,
     plain_number,
 )
@@ -40,9 +39,6 @@ class LayerSettings(Config):
             FixedBits and PreActivationBits refuse.
         group_size: the number of consecutive elements that are quantized together, a multiple of 32 (usually 256).
             These elements are called a group.
-        min_dtype: the dtype of the groups' means (in uniform copies, of their minimums): "bfloat16", "float32" or
-            "auto" (usually "auto"). "auto" takes float32 for tensors that are far from 0 compared with their range
-            (docs/concepts/quantizer.md).
         copies: how many copies a norm saves of its normalized input, each with its own random rounding: 1 or 2 (usually
             1). With 2 copies the mean of a norm's gradient over the random rounding is exact.
         functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
@@ -68,7 +64,6 @@ class LayerSettings(Config):
         "activation_bits": optional(bits_field),
         "attention_bits": optional(average_field),
         "group_size": optional(number_field(check_group_size)),
-        "min_dtype": optional(check_min_dtype),
         "copies": optional(number_field(check_copies)),
         "functional": optional(flag),
         "everything": optional(flag),
@@ -82,7 +77,6 @@ class LayerSettings(Config):
     activation_bits: int | None = None
     attention_bits: float | None = None
     group_size: int | None = None
-    min_dtype: str | None = None
     copies: int | None = None
     functional: bool | None = None
     everything: bool | None = None

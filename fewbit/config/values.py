@@ -19,7 +19,6 @@ GROUP_SIZE, LARGEST_GROUP, LARGEST_ROTATED_GROUP = 256, 1 << 16, 256
 """The default and the largest number of elements of a group (ActNN, section 4.1), and the largest in a rotated copy."""
 BLOCK = 32
 """The number of elements whose codes are packed together. Group sizes are multiples of this number."""
-MIN_DTYPES = ("auto", "bfloat16", "float32")
 UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
 KINDS = (ROTATED, UNIFORM, MASKED)
 """The kinds of quantized copies that layers save."""
@@ -67,15 +66,6 @@ def check_copies(copies, name: str = "copies") -> int:
     `copies` is the number of copies that a norm layer saves of its normalized input, each with its own random rounding.
     """
     return require(is_whole(copies, 1, 2), "1 or 2", name, copies)
-
-
-def check_min_dtype(min_dtype, name: str = "min_dtype") -> str:
-    """Return `min_dtype`. Raise InputError if `min_dtype` is not "auto", "bfloat16" or "float32".
-
-    `min_dtype` says in which dtype groups save their minimums or means. The message calls the value `name`.
-    """
-    is_known = isinstance(min_dtype, str) and min_dtype in MIN_DTYPES
-    return require(is_known, "auto, bfloat16 or float32", name, min_dtype)
 
 
 def check_quantizer(quantizer, name: str = "quantizer") -> str:

@@ -59,7 +59,7 @@ class ResolvedSettings:
             `bits` if `adapts` is True, else for `bits` and EXTRA_BITS_OF_ATTENTION.
         gate_bits: the bits per element of the two factors of gated units. None stands for `bits` if `adapts` is True, else
             for `bits` and EXTRA_BITS_OF_GATES.
-        group_size, min_dtype, copies, quantizer, functional, everything, autograd_functions, recompute_linear: settings with the
+        group_size, copies, quantizer, functional, everything, autograd_functions, recompute_linear: settings with the
             meaning that `fewbit.config.LayerSettings` gives.
         fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm restore their own
             inputs from the tensor that the norm saved.
@@ -77,7 +77,6 @@ class ResolvedSettings:
     attention_bits: float | None = None
     gate_bits: float | None = None
     group_size: int = GROUP_SIZE
-    min_dtype: str = "auto"
     copies: int = 1
     quantizer: str | None = None
     functional: bool = False
@@ -215,7 +214,6 @@ class ResolvedSettings:
             math.floor(self.bits),
             self.activation_bits,
             self.group_size,
-            self.min_dtype,
             self.quantizer,
             self.autograd_functions,
             packs.LEAST_ELEMENTS if is_cell else LEAST_ELEMENTS,
@@ -226,7 +224,6 @@ class ResolvedSettings:
             # Compiled code cannot give samples different bits, so it uses the average, rounded down.
             bits=math.floor(bits),
             group_size=self.group_size,
-            min_dtype=self.min_dtype,
             context=context,
             name=name,
             average=bits,

@@ -61,9 +61,8 @@ class SizeProbe:
         self._saved: list[_Saved] = []
         # (name, elements, bytes of codes) of the tensor that is saved now; None if it does not count
         self._latest: tuple[tuple[str, int], int, int] | None = None
-        self._reserve = 0
 
-    def record_saved(self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0):
+    def record_saved(self, slot, elements: int, sensitivities=None):
         """Note the elements of a saved tensor, and the bytes of its codes.
 
         Args:
@@ -71,13 +70,9 @@ class SizeProbe:
             elements: the number of elements.
             sensitivities: (samples,) the sensitivities of the samples, which determine the samples' bits; None if all
                 samples have the same bits.
-            fp32_min_bytes: the bytes by which the saved tensor grows if the minimums of its groups become float32.
         """
         self._latest = None
-        if in_checkpoint():
-            return
-        self._reserve += fp32_min_bytes  # for slots with fixed bits too
-        if slot.is_fixed:
+        if in_checkpoint() or slot.is_fixed:
             return
         samples = 0 if sensitivities is None else len(sensitivities)
         if samples:
@@ -123,6 +118,6 @@ class SizeProbe:
                 f"change, got one that saves {amount(saved)} in other ones"
             )
         codes = sum(each.code_bytes for each in self._saved)
-        fixed = saved - codes + self._reserve + _SLACK * len(self._saved)
+        fixed = saved - codes + _SLACK * len(self._saved)
         least = fixed + math.ceil(MIN_BITS * elements / 8)
         return Fit((budget - fixed) * 8 / elements, least, by_slot)

@@ -32,7 +32,7 @@ WORDS = packed_words(N, BITS)
 SEED = np.array([5], np.int64)
 UNIFORM_COPY, MASKED_COPY = 0, 2  # the numbers of the kinds
 SHAPE = {"samples": 3, "features": 75, "group_size": 256}
-OF_SHAPE = (*SHAPE, "bits", "fp32_min", "kind")  # the arguments of CopyShape
+OF_SHAPE = (*SHAPE, "bits", "kind")  # the arguments of CopyShape
 MIXED = np.array([2, 4, 4], np.uint8)
 MIXED_WORDS = packed_words(75, 2) + packed_words(150, 4)
 
@@ -57,7 +57,7 @@ def good_calls():
     """Return each entry of the kernels with correct arguments, in which arrays stand for buffers."""
     x, out = {"x": floats(N)}, {"out": floats(N)}
     fixed = dict(grid=floats(7 * CHANNELS), inner=25, bits=BITS)
-    alike = dict(**SHAPE, bits=BITS, fp32_min=False, kind=UNIFORM_COPY)
+    alike = dict(**SHAPE, bits=BITS, kind=UNIFORM_COPY)
     rounded, mixed = alike | {"widths": None}, alike | dict(bits=1, widths=MIXED)
     copy = dict(packed=words(), ranges=ranges())
     copy_of_energies, mixed_copy = (
@@ -205,7 +205,6 @@ OTHERS = [  # (entry, changes of its arguments, message)
     ("quantize", {"inner": 0}, r"quantize: rstd: expected entries \* inner to divide .*"),
     ("quantize", {"rstd": None}, "quantize: rstd: expected 3 float32 on the CPU, got none"),
     ("dequantize", {"bits": 9}, "bits: expected 1 to 8, got 9"),
-    ("dequantize", {"fp32_min": True}, "dequantize: ranges: expected 9 bfloat16 .*, got 6 .*"),
     ("dequantize", {"kind": 1}, "dequantize: ranges: expected 10 bfloat16 .*, got 6 .*"),
     ("dequantize", {"mask": MASK}, "dequantize: scale, shift: expected none with a mask, got one"),
     ("dequantize mixed", {"mask": MASK}, "dequantize: mask: expected None for uniform copies, .*"),
@@ -262,8 +261,8 @@ def good_tensors():
         "unpack": (packed, BITS, N),
         "encode": (x, DRAWN, seed),
         "decode_mul": (x.clone(), packed, TABLE, x.clone()),
-        "quantize": (x, seed, BITS, 256, False),
-        "quantize mixed": (x, seed, 0, 256, False, widths, MIXED_WORDS),
+        "quantize": (x, seed, BITS, 256),
+        "quantize mixed": (x, seed, 0, 256, widths, MIXED_WORDS),
         "squares": (x, 256),
         "dequantize": (packed, limits, BITS, 256, x.clone()),
         "dequantize mixed": (room, limits, 0, 256, x.clone(), widths),
@@ -318,7 +317,7 @@ def test_backends_refuse_wrong_tensors(name, position, wrong):
 def op_cases():
     x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
     packed = activation_ops.encode_op(x, TABLE.text, [80, 1])
-    kept, limits, *_ = quantizer_ops.quantize_op(x, [80, 1], seed, 3, 256, False, "uniform")
+    kept, limits, *_ = quantizer_ops.quantize_op(x, [80, 1], seed, 3, 256, "uniform")
     place = 3, 256, [4, 80], [80, 1], torch.float32, "uniform"
     encode, decode = activation_ops.encode_op, activation_ops.decode_mul_op
     of_table = TABLE.text, [80, 1]
@@ -333,8 +332,8 @@ def op_cases():
     yield activation_ops.unpack_op, (packed[1:], 3, 320), "packed: expected 30 int32"
     yield integers.pack_kept_op, (x > 0, 1, 2, [81, 1]), "stride: expected"
     quantize, restore = quantizer_ops.quantize_op, quantizer_ops.dequantize_op
-    yield quantize, (x, [1, 4], seed, 3, 256, False, "uniform"), "samples outermost"
-    yield quantize, (x, [80, 1], seed[:0], 3, 256, False, "uniform"), "seed: expected 1 int64"
+    yield quantize, (x, [1, 4], seed, 3, 256, "uniform"), "samples outermost"
+    yield quantize, (x, [80, 1], seed[:0], 3, 256, "uniform"), "seed: expected 1 int64"
     yield restore, (kept[:-1], limits, *place), "packed: expected 30 int32"
     yield restore, (kept, limits[:-1], *place), "ranges: expected 8 bfloat16"
     yield restore, (kept, limits.float(), *place), "ranges: expected 8 bfloat16"

@@ -86,11 +86,11 @@ def test_backends_agree_to_the_last_bit(backends, shape, count, is_normalized, d
         assert same(found.channels, expected.channels)
         for bits in (1, 2, 4, 8):
             copies = [
-                by.quantize(x, seed, bits, 256, False, normalize=expected, kind="rotated")
+                by.quantize(x, seed, bits, 256, normalize=expected, kind="rotated")
                 for by in (backend.kernels, reference)
             ]
-            assert same(copies[0].packed, copies[1].packed)
-            assert same(copies[0].ranges, copies[1].ranges)
+            assert same(copies[0][0], copies[1][0])
+            assert same(copies[0][1], copies[1][1])
             values = []
             for by in (backend.kernels, reference):
                 out = torch.empty_like(x)
@@ -98,7 +98,7 @@ def test_backends_agree_to_the_last_bit(backends, shape, count, is_normalized, d
                 if bits == 2:
                     affine = expected.channels[:, 0].float(), expected.channels[:, 1].float(), 1
                 by.dequantize(
-                    *copies[0][:2], bits, 256, out, None, affine, "rotated", None, expected.channels
+                    *copies[0], bits, 256, out, None, affine, "rotated", None, expected.channels
                 )
                 values.append(out)
             assert same(*values)
@@ -113,15 +113,12 @@ def test_a_copy_is_that_of_the_changed_elements(backend, shape, count, is_normal
     rows, means, scales = changed(x, count, normalize)
     inner = ((rows - means) * (1 / scales)).view(shape)
     seed, channels = torch.tensor([7], device=x.device), normalize.channels
-    with_channels = backend.kernels.quantize(
-        x, seed, 3, 256, False, normalize=normalize, kind="rotated"
-    )
-    without = backend.kernels.quantize(inner, seed, 3, 256, False, kind="rotated")
-    assert same(with_channels.packed, without.packed)
-    assert same(with_channels.ranges, without.ranges)
+    with_channels = backend.kernels.quantize(x, seed, 3, 256, normalize=normalize, kind="rotated")
+    without = backend.kernels.quantize(inner, seed, 3, 256, kind="rotated")
+    assert all(map(same, with_channels, without))
     out, plain = torch.empty_like(x), torch.empty_like(x)
-    backend.kernels.dequantize(*without[:2], 3, 256, plain, kind="rotated")
-    backend.kernels.dequantize(*without[:2], 3, 256, out, kind="rotated", channels=channels)
+    backend.kernels.dequantize(*without, 3, 256, plain, kind="rotated")
+    backend.kernels.dequantize(*without, 3, 256, out, kind="rotated", channels=channels)
     assert same(out, (plain.view(-1, count) * scales + means).view(shape))
 
 
@@ -135,12 +132,10 @@ def test_the_variance_is_the_predicted_one_and_lower(usual_backend, bits):
         squares = 0.0
         for seed in range(4):
             seed = torch.tensor([seed], device=x.device)
-            copy = usual_backend.kernels.quantize(
-                x, seed, bits, 256, False, normalize=by, kind="rotated"
-            )
+            copy = usual_backend.kernels.quantize(x, seed, bits, 256, normalize=by, kind="rotated")
             out = torch.empty_like(x)
             usual_backend.kernels.dequantize(
-                *copy[:2], bits, 256, out, kind="rotated", channels=channels
+                *copy, bits, 256, out, kind="rotated", channels=channels
             )
             squares += (out - x).double().square().sum().item() / 4
         errors[channels is not None] = squares
@@ -158,9 +153,9 @@ def test_a_value_that_is_not_finite_spoils_only_its_group(backend, value):
     assert same(channels[:256], torch.tensor([0.0, 1.0], device=x.device).bfloat16().expand(256, 2))
     assert channels.isfinite().all() and (channels[256:, 0] != 0).any()
     seed, normalize = torch.tensor([7], device=x.device), Normalization(channels=channels)
-    copy = backend.kernels.quantize(x, seed, 2, 256, False, normalize=normalize, kind="rotated")
+    copy = backend.kernels.quantize(x, seed, 2, 256, normalize=normalize, kind="rotated")
     out = torch.empty_like(x)
-    backend.kernels.dequantize(*copy[:2], 2, 256, out, kind="rotated", channels=channels)
+    backend.kernels.dequantize(*copy, 2, 256, out, kind="rotated", channels=channels)
     assert out[1:].isfinite().all() and out[0, 256:].isfinite().all()
 
 
@@ -211,7 +206,7 @@ def test_refusals(backend, message, channels, kind):
     channels = channels.to(x.device, torch.bfloat16 if number else torch.float32)
     seed, normalize = torch.tensor([7], device=x.device), Normalization(channels=channels)
     with pytest.raises(ValueError, match=message):
-        backend.kernels.quantize(x, seed, 2, 64, False, normalize=normalize, kind=kind)
-    copy = backend.kernels.quantize(x, seed, 2, 64, False, kind=kind)
+        backend.kernels.quantize(x, seed, 2, 64, normalize=normalize, kind=kind)
+    copy = backend.kernels.quantize(x, seed, 2, 64, kind=kind)
     with pytest.raises(ValueError, match=message):
-        backend.kernels.dequantize(*copy[:2], 2, 64, x, kind=kind, channels=channels)
+        backend.kernels.dequantize(*copy, 2, 64, x, kind=kind, channels=channels)

@@ -235,19 +235,24 @@ def quantized(kind):
     return [(shape, size) for size in possible_sizes(kind, 32, 64, 256, 320) for shape in shapes]
 
 
-def compare_quantizer(cuda, x, bits, group_size, fp32_min, widths=None, words=None, offset=0, kind=UNIFORM):  # fmt: skip
+def check_copy(found, expected, *what):
+    """Check that two copies have the same codes and ranges, bit for bit. `what` is shown if they differ."""
+    assert torch.equal(found[0], expected[0]), what
+    assert torch.equal(found[1].view(torch.int16), expected[1].view(torch.int16)), what
+
+
+def compare_quantizer(cuda, x, bits, group_size, widths=None, words=None, offset=0, kind=UNIFORM):  # fmt: skip
     if kind == MASKED:  # about half of the elements are 0
         x = off_alignment(x.clamp(min=0), offset)
     if widths is not None and words is None:
         words = groups.mixed_words(widths.tolist(), x.shape[1])
     seed = -(2**62) + bits
     given = seed if offset else torch.tensor([seed])  # in device memory, or a number
-    settings = bits, group_size, fp32_min, widths, words, None, kind
-    packed, ranges, _ = cuda.kernels.quantize(x, given, *settings)
-    expected = reference.quantize(x, seed, *settings)
-    what = tuple(x.shape), bits, group_size, fp32_min
-    assert torch.equal(ranges.view(torch.int16), expected.ranges.view(torch.int16)), what
-    assert torch.equal(packed, expected.packed), what
+    settings = bits, group_size, widths, words, None, kind
+    packed, ranges = cuda.kernels.quantize(x, given, *settings)
+    check_copy(
+        (packed, ranges), reference.quantize(x, seed, *settings), tuple(x.shape), bits, group_size
+    )
     for mask in (None,) if kind == UNIFORM else (None, random_mask(x.numel())):
         restored, out = torch.empty_like(x), cuda.empty(*x.shape, dtype=x.dtype, offset=offset)
         for kernels, to in ((reference, restored), (cuda.kernels, out)):
@@ -263,10 +268,10 @@ def test_quantizer(cuda, dtype, kind):
         x = inputs(shape[0] * shape[1], dtype, random_encoding(2, 3), seed=i, offset=i % 3)
         x = off_alignment(mostly_finite(x, 90 - i).view(shape), i % 3)
         if (i + DTYPES.index(dtype)) % 2:
-            compare_quantizer(cuda, x, 1 + i % 8, group_size, i % 4 < 2, offset=i % 3, kind=kind)
+            compare_quantizer(cuda, x, 1 + i % 8, group_size, offset=i % 3, kind=kind)
             continue
         words = groups.mixed_words(mixed(shape[0]).tolist(), shape[1]) + i % 4
-        arguments = 1, group_size, i % 4 < 2, mixed(shape[0]), words, i % 3
+        arguments = 1, group_size, mixed(shape[0]), words, i % 3
         compare_quantizer(cuda, x, *arguments, kind=kind)
 
 
@@ -283,8 +288,8 @@ def test_full_groups(cuda, dtype, kind):
             plain = x.nan_to_num(0, 9, -9).clamp(-9, 9)
             x = torch.where(torch.arange(len(x)) // 256 % 3 > 0, plain, x).view(samples, features)
             x = off_alignment(x, offset)
-            compare_quantizer(cuda, x, bits, 256, bits % 2 == 0, offset=offset, kind=kind)
-            compare_quantizer(cuda, x, 1, 256, bits % 2 == 1, mixed(samples, bits), kind=kind)
+            compare_quantizer(cuda, x, bits, 256, offset=offset, kind=kind)
+            compare_quantizer(cuda, x, 1, 256, mixed(samples, bits), kind=kind)
 
 
 @rotated_kinds
@@ -295,10 +300,10 @@ def test_rotated_groups_of_every_length(cuda, group_size, kind):
     for features in range(257, 513, 1 if (group_size, kind) == (256, ROTATED) else 11):
         dtype, bits = QUANTIZED[features % 3], 1 + features // 4 % 8
         x = normal(rng, (1 + features % 2, features), dtype, mean=1, std=2)
-        compare_quantizer(cuda, x, bits, group_size, features % 3 == 0, kind=kind)
+        compare_quantizer(cuda, x, bits, group_size, kind=kind)
     for n in range(1, 64, 3):
         x = torch.from_numpy(rng.standard_cauchy((n % 9, n))).float()
-        compare_quantizer(cuda, x, 1 + n % 8, group_size, n % 2 == 0, kind=kind)
+        compare_quantizer(cuda, x, 1 + n % 8, group_size, kind=kind)
 
 
 def unusual_groups(length):
@@ -326,12 +331,12 @@ def test_unusual_rotated_groups(cuda, dtype, kind):
         # An odd and an even number of normal groups before: the two groups of a warp differ.
         before = torch.ones(bits % 3, length).cumsum(1).sin()
         x = torch.cat([before, unusual_groups(length)]).to(dtype)
-        compare_quantizer(cuda, x, bits, 256, bits % 2 == 0, kind=kind)
+        compare_quantizer(cuda, x, bits, 256, kind=kind)
     for bits in range(1, 6):
         x = normal(rng, (40 + bits, 256), dtype)
         spikes = torch.from_numpy(rng.random(len(x)) < 0.2 * bits)
         x[spikes, torch.from_numpy(rng.integers(0, 256, len(x)))[spikes]] = 20.0
-        compare_quantizer(cuda, x, bits, 256, bits % 2 == 0, kind=kind)
+        compare_quantizer(cuda, x, bits, 256, kind=kind)
 
 
 STEP = Encoding(1, np.arange(2.0), np.zeros(1), np.array([0, 1]), ("right",))
@@ -360,7 +365,7 @@ def test_a_relu_and_the_copy_of_its_result(cuda, bits, dtype):
         if number % 3 == 0:
             x[samples // 2, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-30, -0.0])
             x[-1] *= 1e-25
-        x, settings, seed = x.to(dtype), (bits, 256, number % 2 == 0), number - 4
+        x, settings, seed = x.to(dtype), (bits, 256), number - 4
         for way in ("new", "in place", "off alignment"):
             y = cuda.empty(*x.shape, dtype=dtype, offset=int(way == "off alignment"))
             given = y.copy_(x) if way == "in place" else x
@@ -374,9 +379,7 @@ def test_a_relu_and_the_copy_of_its_result(cuda, bits, dtype):
             same(y, x.relu())
             assert torch.equal(found.codes, reference.encode(x, STEP, None))
             expected = reference.quantize(x.relu(), seed, *settings, kind=MASKED)
-            assert torch.equal(found.result.packed, expected.packed)
-            ranges = found.result.ranges.view(torch.int16)
-            assert torch.equal(ranges, expected.ranges.view(torch.int16))
+            check_copy((found.packed, found.ranges), expected)
 
 
 def test_fused_kernels_refuse_other_kinds(cuda):
@@ -385,7 +388,7 @@ def test_fused_kernels_refuse_other_kinds(cuda):
     mask, packed = (torch.zeros(words, dtype=torch.int32) for words in (64, 128))
     ranges, rows = torch.zeros(10, 2).bfloat16(), torch.ones(4)
     for number, kind in enumerate(("uniform", "rotated", "masked")):
-        copy = kernels.CopyShape(4, 512, 256, 2, False, number)
+        copy = kernels.CopyShape(4, 512, 256, 2, number)
         if kind != MASKED:
             with pytest.raises(ValueError, match="^relu_quantized: kind: expected 2"):
                 kernels.cuda.relu_quantized(x, copy, x, mask, 7, packed, ranges)
@@ -398,15 +401,13 @@ def test_fused_kernels_refuse_other_kinds(cuda):
 def compare_with_vectors(cuda, x, group_size, inner, entries, rng, kind, widths=None):
     """Compare normalized quantizing, and affine maps, with the reference backend."""
     a, b = random_vectors(rng, entries)
-    what = tuple(x.shape), inner, entries
     seed = torch.tensor([x.numel()])
     words = None if widths is None else groups.mixed_words(widths.tolist(), x.shape[1])
     for mean in (None, a):
-        arguments = seed, 3, group_size, False, widths, words, (mean, b, inner), kind
+        arguments = seed, 3, group_size, widths, words, (mean, b, inner), kind
         made, expected = (kernels.quantize(x, *arguments) for kernels in (cuda.kernels, reference))
-        assert torch.equal(made.packed, expected.packed), what
-        assert torch.equal(made.ranges.view(torch.int16), expected.ranges.view(torch.int16)), what
-    packed, ranges, _ = reference.quantize(x, seed, 3, group_size, True, kind=kind)
+        check_copy(made, expected, tuple(x.shape), inner, entries)
+    packed, ranges = reference.quantize(x, seed, 3, group_size, kind=kind)
     for vectors in ((a, b), (None, b), (a, None)):
         out, expected = cuda.empty(*x.shape, dtype=x.dtype), torch.empty_like(x)
         for kernels, to in ((cuda.kernels, out), (reference, expected)):
@@ -495,14 +496,13 @@ def test_channels(cuda, shape, count, has_widths, dtype):
         widths = mixed(shape[0]) if number == 1 and has_widths else None
         words = None if widths is None else groups.mixed_words(widths.tolist(), shape[1])
         for bits, group_size in ((2, 256), (4, 256), (7, 256), (3, 64)):
-            settings = bits, group_size, False, widths, words, normalize, ROTATED
+            settings = bits, group_size, widths, words, normalize, ROTATED
             made, expected = (by.quantize(x, seed, *settings) for by in (cuda.kernels, reference))
-            assert torch.equal(made.packed, expected.packed), (way, bits, group_size)
-            assert torch.equal(made.ranges.view(torch.int16), expected.ranges.view(torch.int16))
+            check_copy(made, expected, way, bits, group_size)
             for affine in (None, (*by_features, 1), (*by_rows, count)):
                 out, values = cuda.empty(*shape, dtype=dtype), torch.empty_like(x)
                 for kernels, to in ((cuda.kernels, out), (reference, values)):
-                    copy = *expected[:2], bits, group_size, to, widths, affine
+                    copy = *expected, bits, group_size, to, widths, affine
                     kernels.dequantize(*copy, ROTATED, None, numbers)
                 same(out, values)
         if shape[1] >= groups.LEAST_FEATURES:
@@ -529,8 +529,8 @@ def test_warps_take_several_groups(cuda, kind):
     short = normal(rng, (300, 65), torch.bfloat16)
     for bits in (1, 2, 3, 4, 5):
         with cuda.device_of(1, is_reversed=bits % 2 == 0):
-            compare_quantizer(cuda, x.float() if bits == 5 else x, bits, 256, bits == 3, kind=kind)
-            compare_quantizer(cuda, short, bits, 64, False, kind=kind)
+            compare_quantizer(cuda, x.float() if bits == 5 else x, bits, 256, kind=kind)
+            compare_quantizer(cuda, short, bits, 64, kind=kind)
     x = normal(rng, (600, 256), torch.bfloat16, mean=3, std=2)
     for inner, entries in ((256, 600), (256, 5), (512, 3), (1, 256), (1, 24), (1, 4800)):
         with cuda.device_of(1, is_reversed=entries % 5 > 0):
@@ -548,8 +548,8 @@ def test_several_widths_without_room_stop_the_kernel(cuda, kind):
     """Only the device knows how many words mixed widths take, so the kernel itself has to check the room."""
     x, widths = torch.linspace(-1, 1, 300).view(3, 100), torch.tensor([2, 8, 5], dtype=torch.uint8)
     words, out = groups.mixed_words(widths.tolist(), 100), torch.empty(3, 100)
-    settings = torch.tensor([5]), 1, 256, False, widths
-    packed, ranges, _ = cuda.kernels.quantize(x, *settings, words, None, kind)
+    settings = torch.tensor([5]), 1, 256, widths
+    packed, ranges = cuda.kernels.quantize(x, *settings, words, None, kind)
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
         cuda.kernels.quantize(x, *settings, words - 1, None, kind)
     for copy in ((packed[:-1], ranges, widths), (packed, ranges[:-1], widths), (packed, ranges, widths.clamp(5))):  # fmt: skip
@@ -685,11 +685,11 @@ def test_groups_of_more_elements_than_an_int_counts(cuda, kind):
     tail = normal(np.random.default_rng(0), n - begin, x.dtype)
     x[begin:] = tail.clamp(min=0) if kind == MASKED else tail
     with cuda.device_of(1 << 20, first // 16):
-        packed, ranges, _ = cuda.kernels.quantize(x[None], seed, bits, 256, False, kind=kind)
+        packed, ranges = cuda.kernels.quantize(x[None], seed, bits, 256, kind=kind)
         if kind != UNIFORM:  # the first block writes them
             ranges[count:].view(torch.int16).view(-1)[:4] = seed.view(torch.int16)
         cuda.kernels.dequantize(packed, ranges, bits, 256, out[None], kind=kind)
-    given = seed, bits, 256, False, kind, first
+    given = seed, bits, 256, kind, first
     expected = reference_quantizer._stream(x[begin:][None].float(), *given)
     assert torch.equal(packed[word:], expected[0])
     assert torch.equal(ranges[first:count].view(torch.int16), expected[1].view(torch.int16))

@@ -136,7 +136,7 @@ def test_dtensors_are_refused(tmp_path):
         x = distribute_tensor(normal((4, 64)), mesh, [Replicate()]).requires_grad_()
         seed = torch.zeros(1, dtype=torch.int64)
         with pytest.raises(InputError, match="got a DTensor: .*to_local") as raised:
-            torch.ops.fewbit.quantize(x, x.stride(), seed, 2, 64, False, "uniform")
+            torch.ops.fewbit.quantize(x, x.stride(), seed, 2, 64, "uniform")
         assert "\n" not in str(raised.value)
     finally:
         distributed.destroy_process_group()

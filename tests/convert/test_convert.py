@@ -417,12 +417,12 @@ def test_the_report_says_which_modules_save_nothing_few_bit_now():
 def test_modules_made_by_hand_keep_their_settings():
     """They keep all settings of their quantizers, also one that a later version adds."""
     layer = fewbit.nn.Linear(96, 96, bits=5, group_size=64)
-    layer.quantizer.min_dtype, layer.quantizer.added = "float32", "a setting"
+    layer.quantizer.extra_bits, layer.quantizer.added = (1,), "a setting"
     model = nn.Sequential(layer, nn.Linear(96, 96))
     controller = quiet(model, bits=2)
     found, report = layer.quantizer, controller.report
     assert (found.bits, found.average, found.is_fixed, found.group_size) == (5, 5, True, 64)
-    assert (found.min_dtype, found.added, found.fuse) == ("float32", "a setting", False)
+    assert (found.extra_bits, found.added, found.fuse) == ((1,), "a setting", False)
     assert found.name == "0" and found.context is controller.context
     assert model[1].quantizer.bits == 2 and model[1].quantizer.context is controller.context
     assert [row.path for row in report.converted] == ["1"]
@@ -476,7 +476,7 @@ A_FILTER = "expected a glob, a list of globs or a function (path, module) -> boo
 
 
 AVERAGES = "; averages need a configuration such as fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples"
-FIELDS = "activation_bits, attention_bits, group_size, min_dtype, copies, functional, everything, quantizer, autograd_functions, gate_bits, recompute_linear"
+FIELDS = "activation_bits, attention_bits, group_size, copies, functional, everything, quantizer, autograd_functions, gate_bits, recompute_linear"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from fewbit.convert.functions import FunctionMode
 from fewbit.runtime.ops import library
-from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.cache import SavedTensorCache
 from fewbit.runtime.saved.context import ForwardContext
 
@@ -27,7 +26,7 @@ class Draws:
 def draw_alike(monkeypatch) -> Draws:
     """Make eager mode save the copies that compiled code saves, so that gradients differ only by floating-point rounding.
 
-    One seed rounds all copies, minimums are bfloat16, no layer reuses the copy of another layer, and none is masked. The
+    One seed rounds all copies, no layer reuses the copy of another layer, and none is masked. The
     cross-entropy that a model computes is torch's, as in compiled code. Copies still differ if torch's eager operation
     returns other strides than the traced one.
     """
@@ -41,7 +40,6 @@ def draw_alike(monkeypatch) -> Draws:
 
     monkeypatch.delitem(FunctionMode.TABLE, torch.nn.functional.cross_entropy)
     monkeypatch.setattr(library, "new_seed", new_seed)
-    monkeypatch.setattr(Quantizer, "_fp32_min", lambda self: False)
     monkeypatch.setattr(SavedTensorCache, "get", lambda *_: None)
     monkeypatch.setattr(SavedTensorCache, "get_mask", lambda *_: None)
     monkeypatch.setattr(ForwardContext, "seed", seed)

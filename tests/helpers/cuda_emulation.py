@@ -107,7 +107,7 @@ class Emulation:
 
     def squares_of_groups(self, x, group_size, normalize=None):
         """Return the numbers of each group of a uniform copy, which `squares` adds up for each sample."""
-        copy, _, _ = self.native._copy(x.shape, 1, group_size, False, UNIFORM)
+        copy, _, _ = self.native._copy(x.shape, 1, group_size, UNIFORM)
         count = groups.group_count(*groups.samples_of(x.shape), group_size)
         out = self.empty(count, dtype=torch.float32)
         vectors = self.native._vectors(normalize, x.numel())

@@ -282,10 +282,8 @@ class _Kernels:
     def forward_quantized(self, x, function, *args):
         if function != "relu" or args[-1] != MASKED:
             return None  # CUDA has no such kernel
-        made = self._cuda.kernel("fewbit.relu_quantized", self._cpu.forward_quantized)(
-            x, function, *args
-        )
-        return made and made._replace(result=made.result._replace(spread=None))
+        kernel = self._cuda.kernel("fewbit.relu_quantized", self._cpu.forward_quantized)
+        return kernel(x, function, *args)
 
     def can_compute_batch_norm(self, bits, group_size, shape):
         return bits <= 4 and group_size == 256 and shape[1] % 8 == 0
@@ -299,10 +297,7 @@ class _Kernels:
         return made
 
     def __getattr__(self, name):
-        kernel = self._cuda.kernel(f"fewbit.{name}", getattr(self._cpu, name))
-        if name == "quantize":  # the host would have to wait for the spread
-            return lambda *args, **kwargs: kernel(*args, **kwargs)._replace(spread=None)
-        return kernel
+        return self._cuda.kernel(f"fewbit.{name}", getattr(self._cpu, name))
 
 
 class _Engine:

@@ -89,33 +89,30 @@ def quantize(
     x,
     bits=2,
     group_size=256,
-    fp32_min=False,
     widths=None,
     seed=SEED,
     normalize=None,
     kind="uniform",
     room=0,
 ):
-    """Return packed (uint32), ranges (uint16) and spread (floats) of a backend, or of bare kernels of the CPU."""
+    """Return packed (uint32) and ranges (uint16) of a backend, or of bare kernels of the CPU."""
     words, device = None, getattr(backend, "device", "cpu")
     if widths is not None:
         words = groups.mixed_words(widths.tolist(), groups.samples_of(x.shape)[1]) + room
         widths = widths.to(device)
     seed = torch.tensor([seed], device=device)
-    packed, ranges, spread = getattr(backend, "kernels", backend).quantize(
+    packed, ranges = getattr(backend, "kernels", backend).quantize(
         x.to(device),
         seed,
         bits,
         group_size,
-        fp32_min,
         widths,
         words,
         to_device(normalize, device),
         kind,
     )
-    spread = None if spread is None else tuple(map(float, spread))
     ranges = ranges.cpu().view(torch.int16).numpy().view(np.uint16)
-    return packed.cpu().numpy().view(np.uint32), ranges, spread
+    return packed.cpu().numpy().view(np.uint32), ranges
 
 
 def dequantize(
@@ -175,20 +172,17 @@ def check_saved(made, expected, what=""):
     assert np.array_equal(made[0], expected[0]) and np.array_equal(made[1], expected[1]), what
 
 
-def check(backends, x, bits, group_size, fp32_min, widths=None, *, kind):
-    """Compare codes, ranges, spread and dequantized values of backends with the reference backend's, and return the saved tensors."""
-    settings = bits, group_size, fp32_min, widths
-    packed, ranges, _ = quantize(reference, x, *settings, kind=kind)
+def check(backends, x, bits, group_size, widths=None, *, kind):
+    """Compare codes, ranges and dequantized values of backends with the reference backend's, and return the saved tensors."""
+    settings = bits, group_size, widths
+    packed, ranges = quantize(reference, x, *settings, kind=kind)
     place = packed, ranges, x, bits, group_size, widths, None, kind
     masks = (None,) if kind == "uniform" else (None, random_mask(x.numel()))
     restored = [dequantize(reference, *place, mask) for mask in masks]
-    least_greatest = tuple(map(float, x.aminmax())) if x.numel() else (0.0, 0.0)
     for backend in backends:
         made = quantize(backend, x, *settings, kind=kind)
         what = backend, tuple(x.shape), x.dtype, *settings
         check_saved(made, (packed, ranges), what)
-        if made[2] is not None:
-            np.testing.assert_array_equal(made[2], least_greatest)
         for mask, values in zip(masks, restored, strict=True):
             assert same(dequantize(backend, *place, mask), values), what
     return packed, ranges
@@ -196,9 +190,7 @@ def check(backends, x, bits, group_size, fp32_min, widths=None, *, kind):
 
 def limits_of(ranges):
     """Return the minimum and the range of each group of a uniform copy, or mean and scale, (groups, 2) float64."""
-    low = ranges[:, 2].astype(np.uint32) if ranges.shape[1] == 3 else 0
-    upper = ranges[:, :2].astype(np.uint32) << 16
-    return np.stack([upper[:, 0] | low, upper[:, 1]], 1).view(np.float32).astype(np.float64)
+    return (ranges.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def vectors(n, seed):

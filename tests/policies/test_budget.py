@@ -11,9 +11,6 @@ from training import least_budget
 
 import fewbit
 
-OFFSET = 1e4
-"""Beside it the ranges of activations are below what bfloat16 minimums can tell apart."""
-
 
 def mlp(features):
     """A network whose values saturate once its biases are large."""
@@ -31,8 +28,6 @@ SETTINGS = {
     "as they are": {},
     "small groups": {"layers": {"group_size": 32}},
     "large groups": {"layers": {"group_size": 4096}},
-    "bfloat16": {"layers": {"min_dtype": "bfloat16", "group_size": 32}},
-    "float32": {"layers": {"min_dtype": "float32", "group_size": 32}},
     "copies": {"layers": {"copies": 2, "group_size": 64}},
     "attention": {"layers": {"attention_bits": 5, "group_size": 64}},
     "given": {
@@ -42,26 +37,13 @@ SETTINGS = {
 }
 
 
-def offset(model):
-    """Return a model in which all saved tensors are far from zero compared with their range."""
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                module.weight.mul_(1e-4)
-                if module.bias is not None:
-                    module.bias.add_(OFFSET)
-            elif isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
-                module.weight.mul_(1e-4)
-                module.bias.add_(1)
-
-
 CASES = [(name, "as they are") for name in MODELS]
 CASES += [(name, settings) for settings in SETTINGS for name in ("narrow", "transformer")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), dict.fromkeys(CASES))
-def test_offsets(name, settings):
+def test_settings(name, settings):
     make, shape = MODELS[name]
     options = SETTINGS[settings]
     torch.manual_seed(0)
@@ -69,16 +51,11 @@ def test_offsets(name, settings):
     budget = int(1.5 * least_budget(model, x, **options))
     fewbit.compress_(model, fewbit.Budget(budget, interval=1), sample=x, verbose=False, **options)
     found = []
-    for i in range(4):
+    for _ in range(3):
         found.append(fewbit.saved_bytes(model, x).total)
-        if i == 2:
-            offset(model)
-            found.append(fewbit.saved_bytes(model, x).total)
         model.zero_grad()
         loss_of(model(x)).backward()
     assert 0.7 * budget < max(found) <= budget
-    is_auto = "min_dtype" not in options.get("layers", {})
-    assert found[3] > found[2] if is_auto else found[3] == found[2]
 
 
 def test_a_forward_with_a_backward_pass_in_it():

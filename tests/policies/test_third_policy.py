@@ -42,7 +42,7 @@ class SizesProbe:
     def __init__(self):
         self.saved, self.restored, self.watched = {}, set(), None
 
-    def record_saved(self, slot, elements, sensitivities, fp32_min_bytes):
+    def record_saved(self, slot, elements, sensitivities):
         self.saved[slot.name] = Saved(slot.average, slot.is_fixed, elements)
 
     def record_rounding(self, slot, record):

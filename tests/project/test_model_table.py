@@ -82,7 +82,7 @@ def test_a_model_that_fails_has_a_row(table, monkeypatch, one_thread):
 
 @pytest.mark.slow
 def test_the_script_measures_what_the_results_say():
-    """The bytes depend on versions of libraries, and the choice of float32 minimums on values."""
+    """The bytes depend on versions of libraries."""
     pytest.importorskip("transformers")
     before = (BENCHMARKS / "results" / "models.json").read_bytes()
     command = [sys.executable, str(BENCHMARKS / "model_table.py"), *MODELS]

@@ -32,10 +32,10 @@ def errors2(x, bits, group_size, kind, draws=1, normalize=None):
 
 def restored(x, bits, group_size, kind, seed, normalize=None):
     """Return the values of a copy of x."""
-    settings = group_size, False, None, None, normalize, kind
-    made = quantize(x, torch.tensor([seed]), bits, *settings)
+    settings = group_size, None, None, normalize, kind
+    packed, ranges = quantize(x, torch.tensor([seed]), bits, *settings)
     out = torch.empty_like(x)
-    dequantize(made.packed, made.ranges, bits, group_size, out, kind=kind)
+    dequantize(packed, ranges, bits, group_size, out, kind=kind)
     return out
 
 
@@ -147,6 +147,15 @@ def test_each_bit_gains_less_than_the_bit_before(kind):
     )
 
 
+@pytest.mark.parametrize("offset, distance", [(1000.0, 0.0), (1001.0, 1.0), (1002.0, 2.0)])
+def test_the_rounding_of_means_adds_to_the_variance(offset, distance):
+    """Elements are coded relative to a bfloat16 number. At 1000, these numbers are 4 apart."""
+    x = normal((64, 256), scale=1.0)
+    x = x - x.mean(1, keepdim=True) + offset
+    expected = distortion(ROTATED, 2) * float(x.var(1).mean() + distance**2)
+    assert float(errors2(x, 2, 256, ROTATED, 4).mean()) == pytest.approx(expected, rel=0.04)
+
+
 def test_averages_that_are_not_whole():
     """Half of the samples have one bit more."""
     for kind in (UNIFORM, ROTATED):
@@ -163,7 +172,7 @@ def record_of(x, kind, group_size=256, samples=None, normalize=None):
     spec = QuantizedTensorSpec(
         2, group_size, tuple(x.shape), x.stride(), x.dtype, samples, kind=kind
     )
-    return QuantizationRecord(x, (), spec, group_size, False, normalize)
+    return QuantizationRecord(x, (), spec, group_size, normalize)
 
 
 def variance_of(record, bits):

@@ -545,19 +545,6 @@ def test_the_report_says_what_happens_to_a_module_without_few_bit_version(module
     assert "compressed" not in off.left_alone[0].reason
 
 
-@pytest.mark.parametrize(
-    ("min_dtype", "near", "far"), [("bfloat16", 2, 2), ("float32", 3, 3), ("auto", 2, 3)]
-)
-@pytest.mark.parametrize("quantizer", ["rotated", "uniform"])
-def test_min_dtype(min_dtype, near, far, quantizer):
-    """Ranges have a third column if minimums or means are float32. With "auto", tensors far from 0 get float32."""
-    for shift, columns in ((0, near), (1000, far)):
-        model = Block(lambda x, y, shift=shift: (x + shift) * (y + shift))
-        few = compressed(model, 2, min_dtype=min_dtype, quantizer=quantizer, functional=False)
-        ranges = [e for e in fewbit.saved_bytes(few, inputs()).entries if e.kind == "range"]
-        assert {entry.shape[1] for entry in ranges} == {columns}
-
-
 def test_a_masked_input_is_no_division():
     """The rule for masks does not apply to numbers: a float in place of a mask stays exact."""
     assert rules.MASK.compress(torch.ones(4), None) is None

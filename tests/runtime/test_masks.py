@@ -517,7 +517,7 @@ def test_the_variance_that_probes_expect(bits):
     mask = activation_ops.encode(x, STEP, None)
     saved = [quantizer._quantize(x, x.dtype, mask=mask) for _ in range(200)]
     values = torch.stack([copy.spec.dequantize(copy.tensors) for copy in saved])
-    record = QuantizationRecord(x, saved[0].tensors, saved[0].spec, 256, None, None)
+    record = QuantizationRecord(x, saved[0].tensors, saved[0].spec, 256, None)
     found = (values - x).square().mean((0, 2))
     expected = record.variance(bits, None)
     torch.testing.assert_close(found, expected, rtol=0.12, atol=0.0)

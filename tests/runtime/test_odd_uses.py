@@ -6,12 +6,10 @@ from composed import Composed
 from samples import normal
 from torch import nn
 from torch.nn import functional as torch_f
-from torch.utils.checkpoint import checkpoint
 
 import fewbit
 import fewbit.nn
 from fewbit import functional as F
-from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*nested tensors",
@@ -218,21 +216,6 @@ def test_a_sparse_embedding_with_a_graph_of_its_gradient():
     module = fewbit.nn.Embedding(9, 4, sparse=True)
     (grad,) = torch.autograd.grad(module(torch.arange(3)).sum(), module.weight, create_graph=True)
     assert grad.is_sparse and grad.to_dense().sum() == 12
-
-
-def test_what_a_checkpoint_makes_again_is_alike():
-    """On CUDA an answer about offsets may arrive between the forward of a region and its recomputation."""
-    quantizer, answers = Quantizer(4), []
-
-    def region(x):
-        answers.append(quantizer._fp32_min_on_device())
-        quantizer._selector.is_large = True
-        return x * x
-
-    x = normal((3,)).requires_grad_()
-    checkpoint(region, x, use_reentrant=False).sum().backward()
-    assert answers == [(True, False)] * 2
-    assert quantizer._fp32_min_on_device() == (True, True)
 
 
 # -- compiled parts --------------------------------------------------------------------------------

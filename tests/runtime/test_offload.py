@@ -95,9 +95,7 @@ def converted(name, device, **settings):
     torch.manual_seed(0)
     make, sample = MODELS[name]
     model = make().to(device).train()
-    # (On a GPU min_dtype="auto" depends on time.)
-    layers = {"min_dtype": "float32", **settings.pop("layers", {})}
-    fewbit.compress_(model, **{"bits": 2, "layers": layers, "verbose": False, **settings})
+    fewbit.compress_(model, **{"bits": 2, "verbose": False, **settings})
     return model, sample().to(device)
 
 
@@ -421,7 +419,7 @@ def test_a_meter_sees_what_is_kept(place):
 def test_checkpointed_regions_keep_to_themselves(place, use_reentrant):
     """Tensors saved outside the regions leave; tensors recomputed within them stay."""
     model, x = Regions(use_reentrant).to(place.device), torch.randn(32, 64, device=place.device)
-    fewbit.compress_(model, bits=2, layers=fewbit.LayerSettings(min_dtype="float32"), verbose=False)
+    fewbit.compress_(model, bits=2, verbose=False)
     outside = fewbit.saved_bytes(model.first, x)
     # (From its second forward on a model makes some copies in another pass, with other seeds.)
     backward(model, forward(model, x))
@@ -534,9 +532,7 @@ def test_with_a_compiled_part(late):
         model = nn.Sequential(
             mlp(16, 1), nn.Sequential(nn.Linear(16, 16), Composed(broken)), mlp(16, 1)
         )
-        fewbit.compress_(
-            model, bits=2, layers=fewbit.LayerSettings(min_dtype="float32"), verbose=False
-        )
+        fewbit.compress_(model, bits=2, verbose=False)
         model[1].compile(backend="aot_eager")
         gradients = backward(model, forward(model, torch.randn(8, 16), *context))
         return gradients, torch._dynamo.utils.counters["frames"]["total"]

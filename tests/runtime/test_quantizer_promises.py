@@ -12,37 +12,34 @@ from fewbit.runtime.format import groups
 NAN16 = 0x7FC0  # NaN as a bfloat16
 
 
-def bytes_of(shape, bits, group_size, fp32_min, kind):
+def bytes_of(shape, bits, group_size, kind):
     """Return the bytes of a copy by the formula of the page."""
     samples, features = (*shape, 1)[0], math.prod(shape[1:])
-    whole, of_group = samples * features, 6 if fp32_min else 4
+    whole = samples * features
     count = samples * math.ceil(features / group_size) if features >= 64 else None
     count = math.ceil(whole / group_size) if count is None else count
-    seed = 0 if kind == "uniform" else 2 * of_group
-    return 4 * bits * math.ceil(whole / 32) + of_group * count + seed
+    seed = 0 if kind == "uniform" else 8
+    return 4 * bits * math.ceil(whole / 32) + 4 * count + seed
 
 
 @kinds
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_bytes(backend, kind, bits):
     for shape in ((7, 100), (1, 1000), (50, 3), (4, 8, 9), (0, 5), ()):
-        for fp32_min in (False, True):
-            x = torch.zeros(shape)
-            packed, ranges, _ = quantize(backend, x, bits, 64, fp32_min, kind=kind)
-            found = packed.nbytes + ranges.nbytes
-            assert found == groups.quantized_bytes(shape, bits, 64, fp32_min, kind)
-            assert found == bytes_of(shape, bits, 64, fp32_min, kind)
+        packed, ranges = quantize(backend, torch.zeros(shape), bits, 64, kind=kind)
+        found = packed.nbytes + ranges.nbytes
+        assert found == groups.quantized_bytes(shape, bits, 64, kind)
+        assert found == bytes_of(shape, bits, 64, kind)
 
 
 @dtypes
-@pytest.mark.parametrize("fp32_min", [False, True], ids=["bfloat16", "fp32_min"])
-def test_nothing_is_clipped(backend, dtype, fp32_min):
+def test_nothing_is_clipped(backend, dtype):
     """All elements are in [minimum, minimum + range], and are dequantized to within a step."""
     for bits in (1, 3, 8):
         for kind in ("normal", "offset", "scales"):
             limit = 3e4 if dtype == torch.float16 else 1e38
             x = inputs((12, 256), torch.float64, kind, seed=bits).clamp(-limit, limit).to(dtype)
-            packed, ranges, _ = quantize(backend, x, bits, 256, fp32_min)
+            packed, ranges = quantize(backend, x, bits, 256)
             limits = limits_of(ranges)
             minimum, extent = limits[:, :1], limits[:, 1:]
             assert np.isfinite(limits).all()
@@ -62,7 +59,7 @@ def test_nothing_is_clipped(backend, dtype, fp32_min):
 def test_a_constant_group_is_exact(backend, value, kind):
     x = torch.full((3, 100), value).to(torch.bfloat16)
     for bits in (1, 8):
-        packed, ranges, _ = quantize(backend, x, bits, kind=kind)
+        packed, ranges = quantize(backend, x, bits, kind=kind)
         out = dequantize(backend, packed, ranges, x, bits, kind=kind)
         assert torch.equal(out, x) and not packed.any() and not ranges[:3, 1].any()
 
@@ -72,17 +69,9 @@ def test_the_sum_of_a_rotated_group_can_overflow(backend):
     x = torch.full((2, 100), -3e38).to(torch.bfloat16)
     out = {}
     for kind in ("uniform", "rotated"):
-        packed, ranges, _ = quantize(backend, x, kind=kind)
+        packed, ranges = quantize(backend, x, kind=kind)
         out[kind] = dequantize(backend, packed, ranges, x, kind=kind)
     assert torch.equal(out["uniform"], x) and out["rotated"].isnan().all()
-
-
-@kinds
-def test_wide_minimums_are_exact(backend, kind):
-    x = torch.full((3, 128), 1.0 + 2.0**-20)  # the sum of 128 of them is exact too
-    packed, ranges, _ = quantize(backend, x, 2, 256, True, kind=kind)
-    out = dequantize(backend, packed, ranges, x, kind=kind)
-    assert torch.equal(out, x)
 
 
 @kinds
@@ -92,15 +81,13 @@ def test_a_group_that_is_not_finite(backend, kind):
         x = inputs((4, 256), torch.float32)
         whole = quantize(backend, x, kind=kind)
         x[2, 100] = value
-        packed, ranges, spread = quantize(backend, x, kind=kind)
+        packed, ranges = quantize(backend, x, kind=kind)
         assert (ranges[2] == NAN16).all() and not packed[32:48].any()
         others = [0, 1, 3]
         assert np.array_equal(ranges[others], whole[1][others])
         assert np.array_equal(packed.reshape(4, -1)[others], whole[0].reshape(4, -1)[others])
         out = dequantize(backend, packed, ranges, x, kind=kind)
         assert out[2].isnan().all() and out[others].isfinite().all()
-        if spread is not None:
-            np.testing.assert_array_equal(spread, (x.amin(), x.amax()))
 
 
 @kinds
@@ -108,10 +95,8 @@ def test_a_group_without_range_or_mean_in_float32(backend, kind):
     x = torch.tensor(
         [[-3e38, 3e38] * 32]
     )  # finite, but neither their differences nor their sums are
-    _, ranges, spread = quantize(backend, x, kind=kind)
+    _, ranges = quantize(backend, x, kind=kind)
     assert (ranges[:1] == NAN16).all()
-    if spread is not None:
-        assert spread == (float(x.min()), float(x.max()))
 
 
 @kinds
@@ -122,16 +107,15 @@ def test_the_seed_alone_decides(backend, kind):
     assert (kept[0] != kept[2]).mean() > 0.9 and (kept[0] != kept[3]).mean() > 0.9
 
 
-@pytest.mark.parametrize("fp32_min", [False, True], ids=["bfloat16", "fp32_min"])
 @pytest.mark.parametrize("offset", [0, 10, 1000])
-def test_unbiased(backend, offset, fp32_min):
+def test_unbiased(backend, offset):
     """The mean error over seeds, divided by its standard deviation, is standard normal: pooled and for each element."""
     seeds, bits = 50, 2
     x = offset + inputs((4, 512), torch.float32, seed=offset)
     exact = x.double()
     total = torch.zeros_like(exact)
     for seed in range(seeds):
-        packed, ranges, _ = quantize(backend, x, bits, 256, fp32_min, seed=1000 * offset + seed)
+        packed, ranges = quantize(backend, x, bits, 256, seed=1000 * offset + seed)
         out = dequantize(backend, packed, ranges, x)
         total += out.double() - exact
     limits = torch.from_numpy(limits_of(ranges))

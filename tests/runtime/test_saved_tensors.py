@@ -545,26 +545,12 @@ def test_other_shapes_are_learned_anew(one_pass):
     assert one_pass == [True, True, True]
 
 
-def test_a_large_offset_is_left_to_the_layer(one_pass):
-    model = compressed(followed(nn.GELU()), layers=CODES)
-    with torch.no_grad():
-        model[0].bias.fill_(1000.0)
-    x = normal((6, 8), scale=0.01)
-    model(x)
-    kept = fewbit.saved_bytes(model, x)
-    assert one_pass == [True]
-    assert {entry.shape[1] for entry in kept.kept if entry.kind == "range"} == {2, 3}
-
-
-@pytest.mark.parametrize("offset", [0.0, 1000.0])
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), *IN_PLACE], ids=str)
-def test_in_one_pass_or_not_the_draws_are_the_same(backend, activation, offset):
+def test_in_one_pass_or_not_the_draws_are_the_same(backend, activation):
     """A resumed training, whose first forward has no such pass, therefore continues as if never stopped."""
     torch.manual_seed(0)
     model = nn.Sequential(*(followed(copy.deepcopy(activation)) for _ in range(2)))
     compressed(model.to(backend.device))
-    with torch.no_grad():
-        model[0][0].bias.fill_(offset)
     x = normal((6, 8)).to(backend.device)
 
     def gradients():
@@ -573,9 +559,6 @@ def test_in_one_pass_or_not_the_draws_are_the_same(backend, activation, offset):
         model(x).square().sum().backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    if backend.device == "cuda":  # the dtype of minimums depends on an earlier tensor
-        gradients()
-        torch.cuda.synchronize()
     for one, other in zip(gradients(), gradients(), strict=True):
         assert torch.equal(one, other)
 

@@ -56,8 +56,8 @@ def _row(row, bits, dtype=torch.float32, offset=0.0, **options):
 def _quantizer(kind, bits):
     (row,) = (row for row in first_of_each(ROWS) if row.name == "Linear")
     found = {}
-    for group_size, min_dtype in ((32, "float32"), (64, "bfloat16"), (256, "auto")):
-        module, _ = row.pair_with(Quantizer(bits, group_size, min_dtype, kind=kind))
+    for group_size in (32, 64, 256):
+        module, _ = row.pair_with(Quantizer(bits, group_size, kind=kind))
         found[f"groups of {group_size}"] = _results(module, row.inputs())
     return found
 

@@ -29,7 +29,7 @@ POLICIES = {
 }
 SETTINGS = {
     "8 bits": {"bits": 8},
-    "small groups": {**FIXED, "layers": {"group_size": 32, "min_dtype": "float32"}},
+    "small groups": {**FIXED, "layers": {"group_size": 32}},
     "2 copies": {**FIXED, "layers": {"copies": 2, "activation_bits": 1}},
     "uniform": {**FIXED, "layers": {"quantizer": "uniform", "attention_bits": 2}},
     "no functions": {**FIXED, "layers": {"functional": False}},

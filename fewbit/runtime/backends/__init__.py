@@ -22,10 +22,9 @@ one element. A backend is an object with these attributes, which the module `ref
     mask_fixed                   get a ReLU's gradient from the signs in fixed-point codes
 
 Every function takes and returns tensors of one device, and has the signature that it has in `reference`. All backends
-return the same codes, ranges and dequantized values, bit for bit. They differ in three ways only. `forward`,
+return the same codes, ranges and dequantized values, bit for bit. They differ in two ways only. `forward`,
 `forward_quantized` and `batch_norm_backward` return None in a backend that has no such pass. `squares` and
-`batch_norm_backward` add up in an order of the backend's own. And `quantize` returns the tensor's smallest and largest element only if the host need not wait for them
-(`results.QuantizedGroups.spread`).
+`batch_norm_backward` add up in an order of the backend's own.
 
 To add a backend, write a new file here and let `_choose` select it by device. This folder may import `runtime.format`
 and `runtime.interop`.

@@ -12,7 +12,7 @@ from fewbit import _kernels
 from fewbit.config import GROUP_SIZE, MASKED, MAX_BITS, MIN_BITS, ROTATED, UNIFORM
 from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
-from fewbit.runtime.backends.results import QuantizedForward, QuantizedGroups
+from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.bit_sharing import gains_of
 from fewbit.runtime.format.buffers import check_dense
@@ -118,7 +118,6 @@ class Kernels:
         qseed,
         bits,
         group_size,
-        fp32_min=False,
         kind=UNIFORM,
     ):
         """Compute an activation, the codes of x and the quantized result in one pass over memory, or return None.
@@ -129,15 +128,15 @@ class Kernels:
         if not hasattr(self._kernels, "forward_quantized"):
             if not self.can_quantize_result(function) or kind != MASKED:
                 return None
-            return self._relu_quantized(x, out, qseed, bits, group_size, fp32_min)
+            return self._relu_quantized(x, out, qseed, bits, group_size)
         number, table = _NUMBERS.get(function), _table(encoding)
         if number is None or table is None or x.dtype == torch.float64:
             return None
-        copy, words, rows = _copy(x.shape, bits, group_size, fp32_min, kind)
+        copy, words, rows = _copy(x.shape, bits, group_size, kind)
         codes = _packed(x.numel(), encoding.bits, x.device)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        ranges = _ranges(rows, fp32_min, x.device)
-        spread = self._kernels.forward_quantized(
+        ranges = _ranges(rows, x.device)
+        done = self._kernels.forward_quantized(
             number,
             *(*parameters, 0.0, 0.0)[:2],
             table,
@@ -150,18 +149,16 @@ class Kernels:
             packed,
             ranges,
         )
-        if spread is None:
-            # The shares of the threads would cut a group, so the kernel has done nothing.
-            return None
-        return QuantizedForward(codes, QuantizedGroups(packed, ranges, spread))
+        # The kernel does nothing if the shares of the threads would cut a group.
+        return QuantizedForward(codes, packed, ranges) if done else None
 
-    def _relu_quantized(self, x, out, seed, bits, group_size, fp32_min):
-        copy, words, rows = _copy(x.shape, bits, group_size, fp32_min, MASKED)
+    def _relu_quantized(self, x, out, seed, bits, group_size):
+        copy, words, rows = _copy(x.shape, bits, group_size, MASKED)
         mask = _packed(x.numel(), 1, x.device)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        ranges = _ranges(rows, fp32_min, x.device)
+        ranges = _ranges(rows, x.device)
         done = self._kernels.relu_quantized(x, copy, out, mask, seed, packed, ranges)
-        return QuantizedForward(mask, QuantizedGroups(packed, ranges, None)) if done else None
+        return QuantizedForward(mask, packed, ranges) if done else None
 
     def quantize(
         self,
@@ -169,25 +166,21 @@ class Kernels:
         seed,
         bits,
         group_size,
-        fp32_min,
         widths=None,
         words=None,
         normalize=None,
         kind=UNIFORM,
     ):
-        """Quantize a tensor, see `reference.quantize`.
-
-        In the result, `spread` is two Python floats, or None on CUDA.
-        """
+        """Quantize a tensor, see `reference.quantize`."""
         if widths is None:
-            copy, words, rows = _copy(x.shape, bits, group_size, fp32_min, kind)
+            copy, words, rows = _copy(x.shape, bits, group_size, kind)
         else:
-            copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, fp32_min, kind)
+            copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, kind)
             rows = groups.most_groups(*groups.samples_of(x.shape), group_size)
             rows += groups.seed_rows(kind)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        ranges = _ranges(rows, fp32_min, x.device)
-        spread = self._kernels.quantize(
+        ranges = _ranges(rows, x.device)
+        self._kernels.quantize(
             x,
             copy,
             *self._widths_arguments(widths),
@@ -196,7 +189,7 @@ class Kernels:
             ranges,
             *_vectors(normalize, x.numel()),
         )
-        return QuantizedGroups(packed, ranges, spread)
+        return packed, ranges
 
     def channel_statistics(self, x, count, normalize=None):
         """Estimate the mean and the scale of each channel of a tensor, see `reference.channel_statistics`."""
@@ -210,7 +203,7 @@ class Kernels:
         samples, features = groups.samples_of(x.shape)
         if features < groups.LEAST_FEATURES:
             return reference.squares(x, group_size, normalize, kind)
-        copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, False, kind)
+        copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, kind)
         count = groups.group_count(samples, features, group_size)
         out = torch.empty(count, dtype=torch.float32, device=x.device)
         self._kernels.squares(x, copy, out, *_vectors(normalize, x.numel()))
@@ -240,9 +233,8 @@ class Kernels:
         channels=None,
     ) -> None:
         """Write the values that codes stand for to `out`, see `reference.dequantize`."""
-        fp32_min = ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,)
         bits = bits if widths is None else _UNUSED_BITS
-        copy, _, _ = _copy(out.shape, bits, group_size, fp32_min, kind)
+        copy, _, _ = _copy(out.shape, bits, group_size, kind)
         self._kernels.dequantize(
             packed,
             ranges,
@@ -272,8 +264,7 @@ class Kernels:
 
         The kernels add up in the same order in each run.
         """
-        fp32_min = ranges.shape[1:] == (groups.FP32_MIN_COLUMNS,)
-        copy, _, _ = _copy(grad.shape, bits, group_size, fp32_min, ROTATED)
+        copy, _, _ = _copy(grad.shape, bits, group_size, ROTATED)
         of_weight, of_bias = torch.empty_like(rstd), torch.empty_like(rstd)
         out = torch.empty_like(grad) if needs_input else None
         floats = self._kernels.batch_norm_floats(len(rstd))
@@ -389,14 +380,12 @@ def _table(encoding: Encoding):
 
 
 @lru_cache(maxsize=4096)
-def _copy(shape, bits: int, group_size: int, fp32_min: bool, kind: str):
+def _copy(shape, bits: int, group_size: int, kind: str):
     """Return (sizes and settings of a tensor's copy, words of the packed codes, rows of `ranges`).
 
     The words and rows are those of a copy whose samples all have the same bits.
     """
-    made = _kernels.CopyShape(
-        *groups.samples_of(shape), group_size, bits, fp32_min, KIND_NUMBERS[kind]
-    )
+    made = _kernels.CopyShape(*groups.samples_of(shape), group_size, bits, KIND_NUMBERS[kind])
     return made, made.words, made.rows
 
 
@@ -407,9 +396,8 @@ def _packed(n: int, bits: int, device) -> torch.Tensor:
 _words = lru_cache(maxsize=4096)(packed_words)
 
 
-def _ranges(rows: int, fp32_min: bool, device) -> torch.Tensor:
-    columns = groups.FP32_MIN_COLUMNS if fp32_min else groups.FP32_MIN_COLUMNS - 1
-    return torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+def _ranges(rows: int, device) -> torch.Tensor:
+    return torch.empty(rows, 2, dtype=torch.bfloat16, device=device)
 
 
 def cpu(isa: str | None = None) -> Kernels:

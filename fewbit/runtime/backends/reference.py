@@ -93,7 +93,6 @@ def forward_quantized(
     qseed,
     bits,
     group_size,
-    fp32_min=False,
     kind=UNIFORM,
 ) -> QuantizedForward | None:
     """Do what `forward` does and quantize f(x), all in one pass over memory, if the backend has such a pass.
@@ -110,7 +109,6 @@ def forward_quantized(
         qseed: the seed for `quantize`.
         bits: the bits per element of the quantized f(x), see `quantize`.
         group_size: the number of elements in a group, see `quantize`.
-        fp32_min: whether groups have float32 minimums or means, see `quantize`.
         kind: the kind of the copy, see `quantize`.
 
     Returns:

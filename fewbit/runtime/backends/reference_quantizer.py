@@ -15,7 +15,6 @@ import torch
 from fewbit.config import MASKED, ROTATED, UNIFORM, check_rotated_size
 from fewbit.runtime.backends import reference_rotated
 from fewbit.runtime.backends.reference_bits import entries_of, pack, sixteen_bit_draws, unpack
-from fewbit.runtime.backends.results import QuantizedGroups
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.buffers import Entry, check_bits, seed_on
 from fewbit.runtime.format.channels import BLOCK, Normalization, estimated_rows, runs_of
@@ -31,12 +30,11 @@ def quantize(
     seed,
     bits,
     group_size,
-    fp32_min,
     widths=None,
     words=None,
     normalize=None,
     kind=UNIFORM,
-) -> QuantizedGroups:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a tensor: compute the codes of its elements, and two numbers for each group.
 
     The two numbers are the minimum and the range in a uniform copy, the mean and the scale in all other copies.
@@ -46,7 +44,6 @@ def quantize(
         seed: the seed of the random rounding: an int that fits into int64, or (1,) int64.
         bits: the bits per element of all samples, 1 to 8. Ignored if `widths` is given.
         group_size: the number of elements in a group; at most 256 unless the copy is uniform.
-        fp32_min: whether the groups' minimums or means are float32; if not, they are bfloat16.
         widths: (N,) uint8, the bits per element of each of N samples, or None.
         words: only if `widths` is given: the number of int32 words to allocate for all codes.
         normalize: None to quantize x itself. (mean, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed in
@@ -56,7 +53,8 @@ def quantize(
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
 
     Returns:
-        The packed codes, the ranges, and the smallest and largest element as two 0-D float32 tensors.
+        The packed codes, int32; and the ranges, (groups, 2) bfloat16, the two numbers of each group. A copy that is not
+        uniform has two more rows of ranges, with its seed.
     """
     check_rotated_size(kind, group_size)
     entry = Entry("quantize", x)
@@ -76,22 +74,21 @@ def quantize(
     if normalize is not None:
         rows = _normalized(entry, rows, kind, *normalize)
     if widths is None:
-        packed, ranges = _stream(rows, seed, bits, group_size, fp32_min, kind, 0)
+        packed, ranges = _stream(rows, seed, bits, group_size, kind, 0)
     else:
         packed = torch.zeros(words, dtype=torch.int32, device=x.device)
         most = groups.most_groups(samples, features, group_size)
-        ranges = torch.zeros(most, 3 if fp32_min else 2, dtype=torch.bfloat16, device=x.device)
+        ranges = torch.zeros(most, 2, dtype=torch.bfloat16, device=x.device)
         word = group = 0
         for width in range(1, 9):
             stream = rows[widths == width]
-            codes, limits = _stream(stream, seed, width, group_size, fp32_min, kind, group)
+            codes, limits = _stream(stream, seed, width, group_size, kind, group)
             packed[word : word + len(codes)] = codes
             ranges[group : group + len(limits)] = limits
             word, group = word + len(codes), group + len(limits)
     if kind != UNIFORM:
-        ranges = torch.cat([ranges, _seed_rows(seed, ranges.shape[1])])
-    spread = tuple(rows.aminmax()) if rows.numel() else (rows.new_zeros(()),) * 2
-    return QuantizedGroups(packed, ranges, spread)
+        ranges = torch.cat([ranges, _seed_rows(seed)])
+    return packed, ranges
 
 
 def channel_statistics(x, count: int, normalize=None) -> torch.Tensor:
@@ -301,7 +298,7 @@ def _mapped(rows, scale, shift, inner):
     return rows if shift is None else rows + shift
 
 
-def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
+def _stream(rows, seed, bits, group_size, kind, first_group):
     """Quantize samples that all have the same bits per element.
 
     Args:
@@ -309,7 +306,6 @@ def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
         seed: (1,) int64, the seed of the random rounding.
         bits: the bits per element, 1 to 8.
         group_size: the number of elements in a group.
-        fp32_min: whether the groups' minimums or means are float32.
         kind: the kind of the copy.
         first_group: the number of the first group. The random numbers of a group depend on its number.
 
@@ -318,26 +314,21 @@ def _stream(rows, seed, bits, group_size, fp32_min, kind, first_group):
     """
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
     if kind != UNIFORM:
-        groups_of = cut, exists, seed, bits, fp32_min, first_group, kind == MASKED
+        groups_of = cut, exists, seed, bits, first_group, kind == MASKED
         codes, minimum, extent = reference_rotated.quantize_groups(*groups_of)
     else:
-        codes, minimum, extent = _uniform(
-            cut, exists, seed, bits, fp32_min, first_group, group_size
-        )
+        codes, minimum, extent = _uniform(cut, exists, seed, bits, first_group, group_size)
     packed = pack(codes[exists].to(torch.uint8), bits)
-    columns = [_upper(minimum), _upper(extent)]
-    if fp32_min:
-        columns.append(_lower(minimum))
-    return packed, torch.stack(columns, 1).view(torch.bfloat16)
+    return packed, torch.stack([_upper(minimum), _upper(extent)], 1).view(torch.bfloat16)
 
 
-def _uniform(cut, exists, seed, bits, fp32_min, first_group, group_size):
+def _uniform(cut, exists, seed, bits, first_group, group_size):
     """Return the codes, minimums and ranges of the groups of a uniform copy."""
     top = 2**bits - 1
     low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
     high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
     # Adding 0 turns -0 into +0, since amin may find either zero.
-    minimum = (low if fp32_min else toward(low, -torch.inf)) + 0.0
+    minimum = toward(low, -torch.inf) + 0.0
     extent = toward(high - minimum, torch.inf) + 0.0
     # A group with a non-finite element, or with a range beyond bfloat16, is dequantized as NaN.
     finite = (torch.isfinite(cut) | ~exists).all(1) & minimum.isfinite() & extent.isfinite()
@@ -353,17 +344,14 @@ def _uniform(cut, exists, seed, bits, fp32_min, first_group, group_size):
     return (fixed + draws(seed, group, group_size)) >> 16, minimum, extent
 
 
-def _seed_rows(seed, columns):
-    """Return the rows of `ranges` that have the seed of a copy, (2, columns) bfloat16."""
-    words = torch.zeros(groups.SEED_ROWS * columns, dtype=torch.int16, device=seed.device)
-    words[:4] = seed.view(torch.int16)
-    return words.view(groups.SEED_ROWS, columns).view(torch.bfloat16)
+def _seed_rows(seed):
+    """Return the rows of `ranges` that have the seed of a copy, (2, 2) bfloat16."""
+    return seed.view(torch.bfloat16).view(groups.SEED_ROWS, 2)
 
 
 def seed_of(ranges):
     """Return the seed of a copy that is not uniform, (1,) int64, from the last rows of its ranges."""
-    words = ranges[-groups.SEED_ROWS :].contiguous().view(torch.int16).view(-1)
-    return words[:4].clone().view(torch.int64)
+    return ranges[-groups.SEED_ROWS :].contiguous().view(-1).clone().view(torch.int64)
 
 
 def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, first_group):
@@ -398,13 +386,9 @@ def limits_of(ranges):
     These are the minimum and the range in a uniform copy, the mean and the scale in a rotated copy.
 
     Args:
-        ranges: the ranges that `quantize` returned, (groups, 2 or 3) bfloat16.
+        ranges: the ranges that `quantize` returned, (groups, 2) bfloat16.
     """
-    bits = ranges.view(torch.int16).to(torch.int64) & 0xFFFF
-    minimum = bits[:, 0] << 16
-    if ranges.shape[1] == groups.FP32_MIN_COLUMNS:
-        minimum = minimum | bits[:, 2]
-    return _float(minimum), _float(bits[:, 1] << 16)
+    return ranges.float().unbind(1)
 
 
 def draws(seed, group, group_size):
@@ -473,8 +457,3 @@ def _float(bits):
 def _upper(x):
     """Return the upper 16 bits of each float32, as int16."""
     return (x.contiguous().view(torch.int32) >> 16).to(torch.int16)
-
-
-def _lower(x):
-    half = x.contiguous().view(torch.int32) & 0xFFFF
-    return torch.where(half >= 1 << 15, half - (1 << 16), half).to(torch.int16)

@@ -31,7 +31,7 @@ class _Remainders(NamedTuple):
     Attributes:
         values: (groups, 256) float32, the elements minus the group's mean, times `factor`; zero where no element is.
         lengths: (groups,) int64, the number of elements of each group.
-        mean: (groups,) float32, the stored means.
+        mean: (groups,) float32, the means that were subtracted.
         factor: (groups,) float32, a power of two that keeps the squares in the range of float32; 1 for most groups.
         energy: (groups,) float32, the sums of the squares of `values`.
     """
@@ -43,7 +43,7 @@ class _Remainders(NamedTuple):
     energy: torch.Tensor
 
 
-def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked):
+def quantize_groups(cut, exists, seed, bits, first_group, is_masked):
     """Quantize groups.
 
     Args:
@@ -51,16 +51,15 @@ def quantize_groups(cut, exists, seed, bits, fp32_mean, first_group, is_masked):
         exists: (groups, group_size) bool, False where no element is.
         seed: (1,) int64, the seed of signs and scales.
         bits: the bits per element, 1 to 8.
-        fp32_mean: whether means are float32; if not, they are bfloat16.
         first_group: the number of the first group, on which signs depend.
         is_masked: whether elements that are 0 are left out.
 
     Returns:
-        Codes, int64 of the shape of `cut`; means, (groups,) float32; and scales, (groups,) float32 rounded to bfloat16,
-        negative if a group was rotated twice.
+        Codes, int64 of the shape of `cut`; means and scales, (groups,) float32 rounded to bfloat16. A scale is negative if
+        the group was rotated twice.
     """
     breaks, levels = _normal_levels(bits, cut.device)
-    left = _remainders(cut, exists, fp32_mean, is_masked)
+    left = _remainders(cut, exists, is_masked)
     most = left.values.abs().amax(1)
     is_twice = most * most * _SHARE_OF_ONE > left.energy
     words = _sign_words(seed, first_group, len(cut))
@@ -116,7 +115,7 @@ def energies(cut, exists, is_masked):
     Returns:
         (groups,) float32; NaN for a group with an element that is not finite.
     """
-    left = _remainders(cut, exists, fp32_mean=True, is_masked=is_masked)
+    left = _remainders(cut, exists, is_masked, is_exact=True)
     back = 1.0 / left.factor
     energy = left.energy * back * back
     if is_masked:
@@ -124,8 +123,11 @@ def energies(cut, exists, is_masked):
     return torch.where(left.energy.isfinite() & left.mean.isfinite(), energy, torch.nan)
 
 
-def _remainders(cut, exists, fp32_mean, is_masked) -> _Remainders:
-    """Return groups without their means. The arguments are those of `quantize_groups`."""
+def _remainders(cut, exists, is_masked, is_exact=False) -> _Remainders:
+    """Return groups without their means, which are rounded to bfloat16, as they are stored, unless `is_exact` is true.
+
+    The other arguments are those of `quantize_groups`.
+    """
     there = _padded(exists)
     lengths = there.sum(1)
     x = torch.where(there, _padded(cut), 0.0)
@@ -133,7 +135,7 @@ def _remainders(cut, exists, fp32_mean, is_masked) -> _Remainders:
         there = there & (x != 0)
     count = there.sum(1).to(torch.float32)
     mean = torch.where(count == 0, 0.0, _sums(x) / count)
-    if not fp32_mean:
+    if not is_exact:
         mean = mean.to(torch.bfloat16).to(torch.float32)
     mean = mean + 0.0
     left = torch.where(there, x - mean[:, None], 0.0)

@@ -113,16 +113,15 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
         # A group contains several of such short channels, so the smallest bound has to hold for all channels.
         return [_whole(x, limits.min(), seed)]
     rows = x.transpose(0, 1).contiguous()
-    found = quantizer_ops.quantize(rows, seed, 1, GROUP_SIZE, _fp32_min(x))
-    widths = widths_for(found[1], rows.shape, limits, x.dtype)
+    _, ranges = quantizer_ops.quantize(rows, seed, 1, GROUP_SIZE)
+    widths = widths_for(ranges, rows.shape, limits, x.dtype)
     result = []
     for bits in sorted(set(widths)):
         channels = tuple(channel for channel, width in enumerate(widths) if width == bits)
         part = rows[list(channels)]
         # With the same seed, two pieces would be rounded with the same random numbers.
         own = seed + len(result)
-        payload = _quantized(part, own, bits, found[1].shape[1] == groups.FP32_MIN_COLUMNS)
-        result.append(Piece(channels, part, payload))
+        result.append(Piece(channels, part, _quantized(part, own, bits)))
     return result
 
 
@@ -187,28 +186,20 @@ def _spread(ranges, size):
 
 
 def _whole(x, limit, seed) -> Piece:
-    packed, ranges = quantizer_ops.quantize(x, seed, FIRST_BITS, GROUP_SIZE, _fp32_min(x))
+    packed, ranges = quantizer_ops.quantize(x, seed, FIRST_BITS, GROUP_SIZE)
     (bits,) = widths_for(ranges, x.shape, limit.reshape(1), x.dtype)
     if bits != FIRST_BITS:
-        return Piece(None, x, _quantized(x, seed, bits, ranges.shape[1] == groups.FP32_MIN_COLUMNS))
+        return Piece(None, x, _quantized(x, seed, bits))
     return Piece(None, x, smaller(x, (packed, ranges), _spec(x, bits)))
 
 
-def _quantized(x, seed, bits: int, fp32_min: bool) -> Payload:
+def _quantized(x, seed, bits: int) -> Payload:
     if not bits:
         return exact_payload(x)
-    tensors = quantizer_ops.quantize(x, seed, bits, GROUP_SIZE, fp32_min)
+    tensors = quantizer_ops.quantize(x, seed, bits, GROUP_SIZE)
     return smaller(x, tensors, _spec(x, bits))
 
 
 def _spec(x, bits: int) -> QuantizedTensorSpec:
     stride = tuple(layout.by_sample_stride(x))
     return QuantizedTensorSpec(bits, GROUP_SIZE, tuple(x.shape), stride, x.dtype)
-
-
-def _fp32_min(x) -> bool | None:
-    """Return whether groups get float32 minimums: True on a GPU, and None elsewhere, so that `quantize` decides.
-
-    On a GPU, the host would have to wait to learn whether x needs float32 minimums.
-    """
-    return True if x.is_cuda else None

@@ -101,12 +101,9 @@ class Entry:
             kind: The kind of the copy, one of `fewbit.config.KINDS`.
         """
         samples, features = groups.samples_of(shape)
-        if ranges.dim() != 2 or ranges.shape[1] not in (
-            groups.FP32_MIN_COLUMNS - 1,
-            groups.FP32_MIN_COLUMNS,
-        ):
+        if ranges.dim() != 2 or ranges.shape[1] != 2:
             raise ValueError(
-                f"{self.name}: ranges: expected 2 or 3 columns, got shape {tuple(ranges.shape)}"
+                f"{self.name}: ranges: expected 2 columns, got shape {tuple(ranges.shape)}"
             )
         if widths is None:
             check_bits(bits)
@@ -117,7 +114,7 @@ class Entry:
         rows += groups.seed_rows(kind)
         is_mixed = widths is not None
         self.check("packed", packed, words, torch.int32, is_mixed)
-        self.check("ranges", ranges, rows * ranges.shape[1], torch.bfloat16, is_mixed)
+        self.check("ranges", ranges, 2 * rows, torch.bfloat16, is_mixed)
 
     def check_mask(self, mask, n: int, affine, kind: str) -> None:
         """Raise ValueError unless `mask` has 1 bit for each of n elements, and may be given.

@@ -15,18 +15,10 @@ from fewbit.runtime.format.encoding import packed_words
 
 LEAST_FEATURES = 64
 """The least number of features with which each sample is cut into groups of its own."""
-FP32_MIN_COLUMNS = 3
-"""The number of columns of `ranges` if minimums are float32.
-
-The columns are the upper half of the minimum, the range, and the lower half of the minimum. If minimums are bfloat16,
-there are 2 columns.
-"""
 LEAST_ELEMENTS = 1024
 """Tensors of functions and of checkpointed regions with fewer elements stay exact."""
 SEED_ROWS = 2
 """The number of rows at the end of `ranges` that have the copy's seed, unless the copy is uniform."""
-STEPS = 8
-"""Minimums are float32 if a tensor's range is below this many distances between bfloat16 numbers at the minimum."""
 
 
 def samples_of(shape) -> tuple[int, int]:
@@ -82,20 +74,13 @@ def quantized_bytes(
     shape,
     bits: int,
     group_size: int = GROUP_SIZE,
-    fp32_min: bool = False,
     kind: str = ROTATED,
 ) -> int:
     """Return the bytes of the quantized copy of a tensor.
 
-    The codes of n elements take 4 * bits * ceil(n / 32) bytes. Each group takes 4 bytes, or 6 with float32 minimums. The
-    seed takes as much as two groups; uniform copies have none.
+    The codes of n elements take 4 * bits * ceil(n / 32) bytes. Each group takes 4 bytes. The seed takes as much as two
+    groups; uniform copies have none.
     """
     samples, features = samples_of(shape)
     groups = group_count(samples, features, group_size) + seed_rows(kind)
-    return 4 * packed_words(samples * features, bits) + (6 if fp32_min else 4) * groups
-
-
-def fp32_min_bytes(ranges) -> int:
-    """Return the bytes by which `ranges`, (groups, 2 or 3), would grow if the minimums became float32."""
-    count, columns = ranges.shape
-    return 2 * count * (FP32_MIN_COLUMNS - columns)
+    return 4 * packed_words(samples * features, bits) + 4 * groups

@@ -55,7 +55,6 @@ class GraphSettings(NamedTuple):
         bits: the bits per element of tensors in which gradients are linear.
         derivative_bits: the bits per element of derivatives.
         group_size: the number of elements in a group.
-        min_dtype: the dtype of the groups' means or minimums: "bfloat16", "float32" or "auto".
         kind: the kind of the copies; None for the usual kind.
         functions: {name of an autograd Function: positions of saved tensors in which its gradients are linear}.
         least: the number of elements from which on small tensors of one pack (`packs.py`) are quantized.
@@ -64,7 +63,6 @@ class GraphSettings(NamedTuple):
     bits: int
     derivative_bits: int
     group_size: int
-    min_dtype: str
     kind: str | None
     functions: Mapping[str, list[int]]
     least: int = LEAST_ELEMENTS
@@ -89,13 +87,6 @@ class GraphSettings(NamedTuple):
                 yield argument, TWO_VALUED if _is_factor(argument, rule) else rule
             else:
                 yield argument, NAMED if argument.number in named else None
-
-    def has_fp32_min(self, x: torch.Tensor) -> bool | None:
-        """Return whether groups of x have float32 means or minimums; None if `quantizer_ops.quantize` decides."""
-        if self.min_dtype == "auto":
-            # On a GPU the host would have to wait for the answer whether groups need float32.
-            return True if x.is_cuda else None
-        return self.min_dtype == "float32"
 
 
 class _Candidate(NamedTuple):
@@ -263,7 +254,7 @@ def _copied(x, rule: Rule, settings: GraphSettings, name: str, context) -> Saved
 
     def quantize(x, bits, kind):
         kind = usual_kind(kind, settings.group_size)
-        given = context.seed(x, name, 0), bits, settings.group_size, settings.has_fp32_min(x), kind
+        given = context.seed(x, name, 0), bits, settings.group_size, kind
 
         def save(x):
             if x.dim() < 3 or x.shape[-1] < LEAST_ROW or x.shape[-1] % settings.group_size == 0:

@@ -109,8 +109,8 @@ def activation_quantized(x, function, parameters, encoding, seed, inplace, quant
         quantizer: the quantizer of the layer that saves f(x).
 
     Returns:
-        f(x), the packed codes of x, and the SavedTensors of f(x) or None. None in place of all three if the backend has
-        no such pass; then nothing was written.
+        f(x), the packed codes of x, and the SavedTensors of f(x). None in place of all three if the backend has no such
+        pass; then nothing was written.
     """
     backend = backends.of(x)
     if not backend.can_quantize_result(function):

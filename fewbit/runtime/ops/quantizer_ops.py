@@ -1,6 +1,6 @@
 """The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
 
-    quantize(x, stride, seed, bits, group_size, fp32_min, kind, channels) -> packed, ranges, numbers of channels, one
+    quantize(x, stride, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels, one
     dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind, mask, channels) -> the values, with the strides
         `stride`
 
@@ -12,8 +12,6 @@ compiler has to run the op in the forward pass.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch.library import register_fake
@@ -31,7 +29,6 @@ def quantize(
     seed,
     bits,
     group_size,
-    fp32_min=None,
     normalize=None,
     widths=None,
     words=None,
@@ -46,9 +43,6 @@ def quantize(
         seed: an int that fits into int64, or (1,) int64 on x's device.
         bits: the bits per element of all samples, 1 to 8, unless `widths` is given.
         group_size: the number of elements in a group; at most 256 unless the copy is uniform.
-        fp32_min: whether groups have float32 minimums (means, in a rotated copy), or None. On the CPU, None means True if `is_offset` is true for
-            the minimum and maximum of x, else False. On CUDA, None means False, because the host would have to wait for
-            the minimum and maximum; `saved/min_dtype.py` decides before the call.
         normalize: None, or a `Normalization`, which changes the elements first, see `reference_quantizer.quantize`. If it has
             an rstd, `layout.is_by_sample(x)` must be true.
         widths: (N,) uint8, the bits per element of each sample, or None.
@@ -57,26 +51,20 @@ def quantize(
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
     """
     source = x if layout.is_by_sample(x) else x.detach().contiguous()
-    return _quantize(source, seed, bits, group_size, fp32_min, widths, words, normalize, kind)
+    return _quantize(source, seed, bits, group_size, widths, words, normalize, kind)
 
 
-def _quantize(source, seed, bits, group_size, fp32_min, *rest):
+def _quantize(source, seed, bits, group_size, *rest):
     """Quantize a dense tensor with samples outermost in storage.
 
     The arguments are those of `quantize`; rest: widths, words, normalize, kind.
     """
     check_rotated_size(rest[-1], group_size)
     source = _narrow(source)
-    backend = backends.of(source)
-    packed, ranges, spread = backend.quantize(source, seed, bits, group_size, bool(fp32_min), *rest)
-    if fp32_min is None and source.is_cpu and is_offset(*spread):
-        packed, ranges, _ = backend.quantize(source, seed, bits, group_size, True, *rest)
-    return packed, ranges
+    return backends.of(source).quantize(source, seed, bits, group_size, *rest)
 
 
-def quantize_samples(
-    x, seed, slot, samples, group_size, fp32_min=None, normalize=None, kind=UNIFORM
-):
+def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UNIFORM):
     """Divide the bits of x's slot among x's samples, then quantize x. Return (packed, ranges, widths, sensitivities).
 
     A slot is one tensor that a layer saves in every forward pass.
@@ -87,7 +75,6 @@ def quantize_samples(
         slot: the slot, which has the average bits per element (`TensorSlot`).
         samples: the number of samples. If x has another size in dimension 0, x is viewed as that many samples.
         group_size: the number of elements in a group.
-        fp32_min: whether groups have float32 minimums, or None, see `quantize`.
         normalize: how to normalize x first, or None, see `quantize`.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
 
@@ -102,7 +89,7 @@ def quantize_samples(
     of_samples = _sensitivities(source, slot, group_size, normalize, kind)
     widths = backends.of(source).share_bits(of_samples, total, kind)
     words = groups.words_of_total(total, features)
-    tensors = quantize(source, seed, 0, group_size, fp32_min, normalize, widths, words, kind)
+    tensors = quantize(source, seed, 0, group_size, normalize, widths, words, kind)
     return *tensors, widths, of_samples
 
 
@@ -155,7 +142,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
     return backends.of(x).squares(_narrow(x), group_size, normalize, kind)
 
 
-def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generator):
+def rounding_variance(x, samples, group_size, normalize, bits, generator):
     """Return the variance that rounding to `bits` adds to an element, as a mean for each sample: (samples,) float32.
 
     The variance is that of a uniform copy. It is estimated from the difference of two random roundings of x.
@@ -164,7 +151,6 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
         x: a floating tensor of any strides.
         samples: the number of samples; None or 0 stands for the size of dimension 0.
         group_size: the number of elements in a group.
-        fp32_min: whether groups have float32 minimums, or None, see `quantize`.
         normalize: how to normalize x first, or None, see `quantize`.
         bits: the bits per element, 1 to 8.
         generator: a function that returns, for a device, the random generator from which seeds are drawn.
@@ -176,7 +162,7 @@ def rounding_variance(x, samples, group_size, fp32_min, normalize, bits, generat
         seed = torch.randint(
             2**62, (1,), dtype=torch.int64, device=x.device, generator=generator(x.device)
         )
-        tensors = quantize(x, seed, bits, group_size, fp32_min, normalize)
+        tensors = quantize(x, seed, bits, group_size, normalize)
         return dequantize(*tensors, bits, group_size, tuple(x.shape), stride, dtype)
 
     difference = drawn() - drawn()
@@ -275,30 +261,14 @@ def _narrow(x):
     return x if x.dtype is not torch.float64 else x.float()
 
 
-def is_offset(least: float, greatest: float) -> bool:
-    """Return whether a tensor's minimum is so large relative to its range that groups need float32 minimums.
-
-    Groups need float32 minimums if the range is less than 8 times the distance between bfloat16 numbers at the minimum.
-
-    Args:
-        least: the minimum.
-        greatest: the maximum.
-    """
-    least, greatest = float(least), float(greatest)  # the reference backend returns 0-D tensors
-    if not (math.isfinite(least) and math.isfinite(greatest)) or least == 0:
-        return False
-    step = math.ldexp(1.0, math.frexp(least)[1] - 1 - 7)
-    return greatest - least < groups.STEPS * step
-
-
-def _quantize_with_stride(x, stride, seed, bits, group_size, fp32_min, kind, channels=0):
+def _quantize_with_stride(x, stride, seed, bits, group_size, kind, channels=0):
     source = layout.with_stride(x.detach(), stride, by_sample=True)
     if channels:
         numbers = channel_statistics(source, channels)
         normalize = Normalization(channels=numbers)
     else:
         numbers, normalize = x.new_empty((0, 2), dtype=torch.bfloat16), None
-    settings = seed, bits, group_size, fp32_min, None, None, normalize, kind
+    settings = seed, bits, group_size, None, None, normalize, kind
     return *_quantize(source, *settings), numbers, x.new_ones(())
 
 
@@ -311,8 +281,8 @@ def _dequantize_with_stride(
 
 
 quantize_op = define(
-    "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, bool fp32_min, "
-    "str kind, SymInt channels=0) -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, str kind, SymInt channels=0) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     _quantize_with_stride,
 )
 dequantize_op = define(
@@ -323,13 +293,12 @@ dequantize_op = define(
 
 
 @register_fake("fewbit::quantize")
-def _(x, stride, seed, bits, group_size, fp32_min, kind, channels=0):
+def _(x, stride, seed, bits, group_size, kind, channels=0):
     samples, features = groups.samples_of(x.shape)
     packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
     rows = groups.group_count(samples, features, group_size) + groups.seed_rows(kind)
-    shape = rows, 3 if fp32_min else 2
-    numbers = x.new_empty((channels, 2), dtype=torch.bfloat16)
-    return packed, x.new_empty(shape, dtype=torch.bfloat16), numbers, x.new_empty(())
+    ranges, numbers = (x.new_empty((n, 2), dtype=torch.bfloat16) for n in (rows, channels))
+    return packed, ranges, numbers, x.new_empty(())
 
 
 @register_fake("fewbit::dequantize")

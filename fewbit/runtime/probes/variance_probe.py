@@ -118,9 +118,7 @@ class VarianceProbe:
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def record_saved(
-        self, slot, elements: int, sensitivities=None, fp32_min_bytes: int = 0
-    ) -> None:
+    def record_saved(self, slot, elements: int, sensitivities=None) -> None:
         """Record that a layer saved a tensor.
 
         Args:
@@ -128,7 +126,6 @@ class VarianceProbe:
             elements: the number of elements.
             sensitivities: (samples,) float32, the numbers that decide how bits are shared among samples; None if the
                 bits are not shared in this way.
-            fp32_min_bytes: not used.
         """
         if not self._is_open:
             return

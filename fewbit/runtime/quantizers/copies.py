@@ -47,7 +47,6 @@ def quantized(
     seed: int | Tensor,
     bits: int,
     group_size: int,
-    fp32_min,
     kind: str,
     channels: int = 0,
 ) -> SavedTensors:
@@ -58,17 +57,16 @@ def quantized(
         seed: the seed from which the elements are rounded: an int, or (1,) int64 on x's device.
         bits: the bits per element, 1 to 8.
         group_size: the number of elements in a group.
-        fp32_min: whether groups have float32 means or minimums; None if `quantizer_ops.quantize` decides.
         kind: the kind of the copy, "uniform" or "rotated".
         channels: the number of channels that have a mean and a scale of their own (`channels_of`).
     """
     stride = tuple(layout.by_sample_stride(x))
     if is_plain(x):
         normalize = with_channels(x, None, channels)
-        tensors = quantizer_ops.quantize(x, seed, bits, group_size, fp32_min, normalize, kind=kind)
+        tensors = quantizer_ops.quantize(x, seed, bits, group_size, normalize, kind=kind)
         tensors = (*tensors, normalize.channels) if channels else tensors
     else:
-        settings = bits, group_size, bool(fp32_min), kind, channels
+        settings = bits, group_size, kind, channels
         tensors = quantizer_ops.quantize_op(x, stride, seed_on(x.device, seed), *settings)
         tensors = tensors[: 3 if channels else 2]
     spec = QuantizedTensorSpec(bits, group_size, tuple(x.shape), stride, x.dtype, kind=kind)

@@ -28,7 +28,6 @@ from fewbit.config import (
     UNIFORM,
     check_bits,
     check_group_size,
-    check_min_dtype,
     check_quantizer,
     check_rotated_size,
     usual_kind,
@@ -64,7 +63,6 @@ from fewbit.runtime.quantizers.spec import (
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
 from fewbit.runtime.saved.context import ForwardContext, current
-from fewbit.runtime.saved.min_dtype import MinDtypeSelector
 from fewbit.runtime.saved.single_backward import refuse_forward_mode
 
 EXTRA_BITS_OF_MODEL_INPUTS = 1
@@ -77,8 +75,6 @@ class Quantizer:
     Args:
         bits: the bits per element if no policy chooses them, 1 to 8.
         group_size: the number of elements in a group, a multiple of 32.
-        min_dtype: the dtype of groups' minimums or means: "bfloat16", "float32", or "auto", which means float32 for
-            tensors whose minimum is large relative to their range.
         context: the state that the layers of a converted model share; None for a layer outside a converted model.
         name: the path of the layer in the converted model.
         average: the mean number of bits per element, if a policy divides bits among samples; `bits` unless given.
@@ -90,14 +86,13 @@ class Quantizer:
         recomputes_linear: whether results of linear layers are computed again where they would be saved.
 
     Raises:
-        InputError: bits, group_size, min_dtype or kind is not valid.
+        InputError: bits, group_size or kind is not valid.
     """
 
     def __init__(
         self,
         bits: int = DEFAULT_BITS,
         group_size: int = GROUP_SIZE,
-        min_dtype: str = "auto",
         context: ForwardContext | None = None,
         name: str = "",
         average: float | None = None,
@@ -109,13 +104,11 @@ class Quantizer:
     ):
         check_bits(bits)
         check_group_size(group_size)
-        check_min_dtype(min_dtype)
         if kind is not None:
             check_quantizer(kind)
             check_rotated_size(kind, group_size)
         self.bits = bits
         self.group_size = group_size
-        self.min_dtype = min_dtype
         self.context = context
         self.name = name
         self.average = bits if average is None else average
@@ -124,7 +117,6 @@ class Quantizer:
         self.kind = kind
         self.extra_bits = extra_bits
         self.recomputes_linear = recomputes_linear
-        self._selector = MinDtypeSelector()
 
     def copy_for(self, name: str, **changes) -> Quantizer:
         """Return a quantizer with all settings of this quantizer, for another layer.
@@ -134,7 +126,7 @@ class Quantizer:
             **changes: attributes that get other values, for example `context`.
         """
         other = copy(self)
-        vars(other).update(changes, name=name, _selector=MinDtypeSelector())
+        vars(other).update(changes, name=name)
         return other
 
     def bits_of(self, slot: int, average: float | None = None) -> float:
@@ -390,27 +382,20 @@ class Quantizer:
             kind, channels = MASKED, 0
         if not is_plain(x):
             return self._quantize_traced(x, kind, channels, slot, extra_bits)
-        # Without the channels' means, the groups' means are small.
-        fp32_min, ask = (False, False) if channels else self._fp32_min_of(x)
         seed = self._seed(x, slot, activation)
         if self._policy is None:
             normalize = copies.with_channels(x, normalize, channels)
-            settings = self.group_size, fp32_min, normalize
             bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
-            tensors = quantizer_ops.quantize(x, seed, bits, *settings, kind=kind)
+            tensors = quantizer_ops.quantize(x, seed, bits, self.group_size, normalize, kind=kind)
             spec = self._spec(x, dtype, bits, kind=kind)
             tensors, spec = _complete(tensors, spec, normalize, mask)
         else:
-            settings = self.group_size, fp32_min, normalize
             place = input_dtype or x.dtype, kind, mask, channels
-            tensors, spec = self._quantize_slot(x, seed, dtype, slot, settings, *place)
-            ask = ask and not isinstance(spec, CodecSpec)  # whose tensors are not ranges
+            tensors, spec = self._quantize_slot(x, seed, dtype, slot, normalize, *place)
         offload.mark(*tensors)
-        if ask:
-            self._selector.ask(tensors[1], kind)
         return SavedTensors(tensors, spec)
 
-    def _quantize_slot(self, x, seed, dtype, number, settings, input_dtype, kind, mask, channels):
+    def _quantize_slot(self, x, seed, dtype, number, normalize, input_dtype, kind, mask, channels):
         """Quantize x with the bits, or with the slot codec, that this forward's bit assignment has for the slot.
 
         Args:
@@ -418,7 +403,7 @@ class Quantizer:
             seed: the seed of the rounding: an int, or (1,) int64.
             dtype: the dtype of the dequantized values.
             number: the number of x among the layer's inputs.
-            settings: (group size, whether minimums are float32, how to normalize x or None).
+            normalize: a `Normalization` without channels if x is to be normalized first; else None.
             input_dtype: the dtype of the layer's input.
             kind: the kind of the copy.
             mask: the mask of a masked copy, else None.
@@ -437,33 +422,27 @@ class Quantizer:
         # Short samples of different bits do not lie side by side in a group.
         is_short = samples is not None and x.numel() < samples * groups.LEAST_FEATURES
         if codec is None and not is_short:
-            *before, normalize = settings
-            settings = *before, copies.with_channels(x, normalize, channels)
+            normalize = copies.with_channels(x, normalize, channels)
+        how = self.group_size, normalize
         if codec is not None:
-            tensors, spec = _quantize_by_codec(codec, x, seed, spec, settings, input_dtype)
+            tensors, spec = _quantize_by_codec(codec, x, seed, spec, normalize, input_dtype)
             if samples is not None and probe is not None:
-                group_size, _, normalize = settings
-                sensitivities = quantizer_ops.sensitivities(
-                    x, slot, samples, group_size, normalize, kind
-                )
+                sensitivities = quantizer_ops.sensitivities(x, slot, samples, *how, kind)
         elif samples is None:
-            tensors = quantizer_ops.quantize(x, seed, bits, *settings, kind=kind)
+            tensors = quantizer_ops.quantize(x, seed, bits, *how, kind=kind)
         else:
             *tensors, sensitivities = quantizer_ops.quantize_samples(
-                x, seed, slot, samples, *settings, kind
+                x, seed, slot, samples, *how, kind
             )
         if codec is None:
-            tensors, spec = _complete(tensors, spec, settings[-1], mask)
+            tensors, spec = _complete(tensors, spec, normalize, mask)
         if x.numel() and (probe is not None or assignment.unobserved):
             self._report_unobserved(assignment, slot)
         if probe is not None and x.numel() and not in_backward():
-            extra_bytes = 0
-            if self.min_dtype == "auto" and codec is None:
-                extra_bytes = groups.fp32_min_bytes(tensors[1])
-            record = QuantizationRecord(x.detach(), tuple(tensors), spec, *settings)
+            record = QuantizationRecord(x.detach(), tuple(tensors), spec, *how)
             # A torch function mode would be called for every operation here, but has nothing to replace.
             with torch._C.DisableTorchFunction():
-                probe.record_saved(slot, x.numel(), sensitivities, extra_bytes)
+                probe.record_saved(slot, x.numel(), sensitivities)
                 found = probe.record_rounding(slot, record)
             spec = spec.with_slot(slot._replace(rounding=found))
         return tuple(tensors), spec
@@ -481,53 +460,30 @@ class Quantizer:
         """The policy of the model; None if bits are fixed."""
         return None if self.context is None else self.context.policy
 
-    def _fp32_min_of(self, x) -> tuple[bool | None, bool]:
-        """Return whether x gets float32 minimums, and whether to examine x's ranges to decide for later tensors.
-
-        The first result is None if the kernel decides from the minimum and the range of x itself.
-        """
-        fp32_min = self._fp32_min()
-        if fp32_min is None and x.is_cuda:
-            return self._fp32_min_on_device()
-        return fp32_min, False
-
-    def _fp32_min_on_device(self) -> tuple[bool, bool]:
-        """Return whether a tensor on a GPU gets float32 minimums, and whether later tensors depend on its ranges."""
-        if in_checkpoint():
-            # The recomputation must save the same copy, even if the selector's answer changes in between.
-            return True, False
-        return self._selector.poll(), True
-
     def quantize_with_activation(self, run, y, are_masks: bool = False) -> tuple | None:
         """Compute an activation's result y, the activation's codes and the copy of y in one pass over memory.
 
         Args:
-            run: a function. run(seed, bits, group_size, fp32_min, kind) writes y and returns a
+            run: a function. run(seed, bits, group_size, kind) writes y and returns a
                 `backends.results.QuantizedForward`. If the backend has no kernel for this, run returns None and writes
                 nothing.
             y: the memory of the result: an ordinary dense tensor in eager mode, samples outermost.
             are_masks: whether the activation's codes say where y is 0.
 
         Returns:
-            (the activation's codes, SavedTensors of y). The second entry is None if y needs float32 minimums, because
-            its minimum is large relative to its range. None instead of the pair if nothing was written.
+            (the activation's codes, SavedTensors of y). None instead of the pair if nothing was written.
         """
         if self._policy is not None:
             return None
         seed = self.context.seed_of_result(y, self.key)
-        fp32_min, ask = self._fp32_min_of(y)
         kind = self.kind_of(ROTATED)
         is_masked = kind == ROTATED and are_masks
         kind = MASKED if is_masked else kind
-        made = run(seed, self.bits, self.group_size, bool(fp32_min), kind)
+        made = run(seed, self.bits, self.group_size, kind)
         if made is None:
             return None
-        codes, (packed, ranges, spread) = made
-        if fp32_min is None and quantizer_ops.is_offset(*spread):
-            return codes, None
+        codes, packed, ranges = made
         offload.mark(packed, ranges)
-        if ask:
-            self._selector.ask(ranges, kind)
         spec = self._spec(y, y.dtype, self.bits, kind=kind)
         mask = codes if is_masked else None
         return codes, SavedTensors(*_complete((packed, ranges), spec, None, mask))
@@ -543,15 +499,15 @@ class Quantizer:
         bits = self.bits
         if self._policy is not None:
             bits = self.average if self.is_fixed else None
-        key = bits, self.group_size, self.min_dtype
+        # "auto" was the value of a setting that is gone. Without this entry the seeds would change.
+        key = bits, self.group_size, "auto"
         return key if self.kind == UNIFORM else (*key, self.kind)
 
     def _quantize_traced(self, x, kind, channels=0, slot=0, extra_bits=0) -> SavedTensors:
         notify_traced(self)
         bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
         spec = self._spec(x, x.dtype, bits, kind=kind)
-        fp32_min = bool(self._fp32_min()) and not channels
-        settings = bits, self.group_size, fp32_min, kind, channels
+        settings = bits, self.group_size, kind, channels
         *tensors, one = quantizer_ops.quantize_op(x, spec.stride, library.new_seed(x), *settings)
         if channels:
             spec = spec._replace(has_channels=True)
@@ -578,30 +534,26 @@ class Quantizer:
             return self.context.seed(x, self.name, slot)
         return self.context.seed_of_result(x, self.key, activation)
 
-    def _fp32_min(self) -> bool | None:
-        return None if self.min_dtype == "auto" else self.min_dtype == "float32"
-
     def __repr__(self) -> str:
         parts = [f"bits={self.bits}"]
         if self.group_size != GROUP_SIZE:
             parts.append(f"group_size={self.group_size}")
-        if self.min_dtype != "auto":
-            parts.append(f"min_dtype={self.min_dtype!r}")
         if self.kind is not None:
             parts.append(f"quantizer={self.kind!r}")
         return ", ".join(parts)
 
 
-def _quantize_by_codec(codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, settings, input_dtype):
+def _quantize_by_codec(
+    codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, normalize, input_dtype
+):
     """Save x with a slot codec. Return (tensors to save, spec).
 
-    If `settings` say that x is to be normalized, the codec gets the normalized values, in the dtype of the layer's
-    input. More precision would be wasted.
+    If x is to be normalized, the codec gets the normalized values, in the dtype of the layer's input. More precision would
+    be wasted.
     """
-    _, _, normalize = settings
     values = x.detach()
     if normalize is not None:
-        values = QuantizationRecord(values, (), spec, *settings).exact()
+        values = QuantizationRecord(values, (), spec, spec.group_size, normalize).exact()
     tensors, inner = codec.quantize(values.to(input_dtype), seed_on(values.device, seed))
     return tuple(tensors), CodecSpec(inner, spec)
 

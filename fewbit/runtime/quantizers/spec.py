@@ -119,10 +119,9 @@ class QuantizedTensorSpec(NamedTuple):
             return (highest - lowest).mul_(noise.sub_(0.5))
         channels = tensors[self.count - 1 - self.has_mask] if self.has_channels else None
         normalize = None if channels is None else Normalization(channels=channels)
-        fp32_min = tensors[1].shape[1] == groups.FP32_MIN_COLUMNS
         x = values.to(torch.float32)
         seed = torch.randint(2**62, (1,), generator=generator, device=x.device)
-        settings = bits, self.group_size, fp32_min, normalize
+        settings = bits, self.group_size, normalize
         packed, ranges = quantizer_ops.quantize(x, seed, *settings, kind=self.kind)
         place = bits, self.group_size, self.size, self.stride, torch.float32
         rounded = quantizer_ops.dequantize(
@@ -307,7 +306,6 @@ class QuantizationRecord(NamedTuple):
         tensors: the saved tensors, which were made from x or, if `normalize` is given, from (x - mean) rstd.
         spec: the spec of the saved tensors.
         group_size: the number of elements in a group.
-        fp32_min: whether the groups' minimums are float32; None if `quantizer_ops.quantize` decides.
         normalize: the `Normalization` of x before it was quantized, or None.
     """
 
@@ -315,7 +313,6 @@ class QuantizationRecord(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
     spec: QuantizedTensorSpec
     group_size: int
-    fp32_min: bool | None
     normalize: Normalization | None
 
     def variance(self, bits: int, generator) -> torch.Tensor:
@@ -335,7 +332,7 @@ class QuantizationRecord(NamedTuple):
         if kind != UNIFORM:
             squares = self._squares_by_sample()
             return squares * (distortion(kind, bits) * len(squares) / max(self.x.numel(), 1))
-        settings = self.group_size, self.fp32_min, self.normalize
+        settings = self.group_size, self.normalize
         return quantizer_ops.rounding_variance(
             self.x, self.spec.samples, *settings, bits, generator
         )

@@ -83,7 +83,7 @@ class Probe(Protocol):
     The methods are called in the order in which they are listed. None of the methods may raise an exception.
     """
 
-    def record_saved(self, slot: TensorSlot, elements: int, sensitivities, fp32_min_bytes: int):
+    def record_saved(self, slot: TensorSlot, elements: int, sensitivities):
         """Record that a layer saved a tensor.
 
         Args:
@@ -91,7 +91,6 @@ class Probe(Protocol):
             elements: the number of elements.
             sensitivities: (samples,) float32, the samples' sensitivities; None if the bits are not divided among
                 samples.
-            fp32_min_bytes: the bytes by which the saved tensor grows if the minimums of its groups become float32.
         """
 
     def record_rounding(self, slot: TensorSlot, record) -> object | None:

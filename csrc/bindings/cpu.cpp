@@ -248,14 +248,13 @@ void bind_cpu(py::module_& module) {
       .def("forward_quantized", &Cpu::forward_quantized, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
            py::arg("x"), py::arg("shape"), py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("quantizer_seed"),
            py::arg("packed"), py::arg("ranges"),
-           "Run forward, with its codes in `codes`, and quantize on y, in one pass. Return None and do nothing if threads would "
+           "Run forward, with its codes in `codes`, and quantize on y, in one pass. Return False and do nothing if threads would "
            "have to share groups.")
       .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("shape"), py::arg("widths"), py::arg("seed"), py::arg("packed"),
            py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1,
            py::arg("channels") = py::none(),
-           "Quantize x to packed codes and ranges, and return its (least, greatest) element. widths: a uint8 for each sample, or "
-           "None if all samples have the bits of `shape`. mean, rstd: "
-           "float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner % their length. "
+           "Quantize x to packed codes and ranges. widths: a uint8 for each sample, or None if all samples have the bits of "
+           "`shape`. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner % their length. "
            "channels: (count, 2) bfloat16, the results of channel_statistics, which are taken out; or None.")
       .def("squares", &Cpu::squares, py::arg("x"), py::arg("shape"), py::arg("out"), py::arg("mean") = py::none(),
            py::arg("rstd") = py::none(), py::arg("inner") = 1, py::arg("channels") = py::none(),

@@ -242,7 +242,7 @@ void quantize(const Streams& streams, const int64_t* order, const void* x, DType
   with_number(dtype, [=, &streams, &normalization](auto number) {
     typedef decltype(number) Number;
     quantize_groups<Number>(streams, order, static_cast<const typename Number::Type*>(x), normalization, seed,
-                                   begin, end, packed, ranges, IsMasked);
+                            begin, end, packed, ranges, IsMasked);
   });
 }
 
@@ -303,7 +303,7 @@ void dequantize(const Streams& streams, const int64_t* order, const uint32_t* pa
   with_number(dtype, [=, &streams, &value_map](auto number) {
     typedef decltype(number) Number;
     dequantize_groups<Number>(streams, order, packed, ranges, seed, value_map, begin, end,
-                                     static_cast<typename Number::Type*>(out), past_caches);
+                              static_cast<typename Number::Type*>(out), past_caches);
   });
 }
 

@@ -19,7 +19,7 @@ _LARGE = 16
 
 
 def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
-    """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n) unless there are large tensors.
+    """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n).
 
     All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until
     the budget is met. If the last step takes more bits than needed, the bits that are left over go to the tensors whose
@@ -27,7 +27,7 @@ def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
     reduces the variance by less than the bit before.
 
     One bit of a large tensor, such as the probabilities of a loss with many classes, may be much more than the budget needs. So
-    the algorithm also divides what is left if a large tensor has each number of bits, and the best result is returned.
+    the algorithm also divides what is left if one large tensor has each number of bits, and the best result is returned.
 
     Args:
         variances: (n, 8) finite floats, 0 or more. Entry [i, b - 1] is the variance that rounding tensor i to b bits

@@ -9,7 +9,8 @@ is the sum of the tokens, times this vector. Its relative squared error is there
 |sum of errors|^2 / |sum of tokens|^2. If the errors of the tokens are independent, it is D / N for N equal tokens,
 where D is the relative squared error of a single token.
 
-The kinds "rotated" and "uniform" are fewbit's copies with 2 bits, which draw new random numbers for each group. In "equal signs", all groups are rotated with the same signs. Then equal tokens have equal errors.
+The kinds "rotated" and "uniform" are fewbit's copies with 2 bits, which draw new random numbers for each group. In "equal
+signs", all groups are rotated with the same signs. Then equal tokens have equal errors.
 
 Writes results/similar_tokens.*: a row for each shared part, kind and number of tokens. "error times N" is the relative
 squared error, times N.

@@ -319,7 +319,7 @@ def _stream(rows, seed, bits, group_size, kind, first_group):
     else:
         codes, minimum, extent = _uniform(cut, exists, seed, bits, first_group, group_size)
     packed = pack(codes[exists].to(torch.uint8), bits)
-    return packed, torch.stack([_upper(minimum), _upper(extent)], 1).view(torch.bfloat16)
+    return packed, _upper(torch.stack([minimum, extent], 1)).view(torch.bfloat16)
 
 
 def _uniform(cut, exists, seed, bits, first_group, group_size):
@@ -351,7 +351,7 @@ def _seed_rows(seed):
 
 def seed_of(ranges):
     """Return the seed of a copy that is not uniform, (1,) int64, from the last rows of its ranges."""
-    return ranges[-groups.SEED_ROWS :].contiguous().view(-1).clone().view(torch.int64)
+    return ranges[-groups.SEED_ROWS :].flatten().clone().view(torch.int64)
 
 
 def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, first_group):

@@ -50,18 +50,11 @@ def quantize(
             `groups.mixed_words`.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
     """
-    source = x if layout.is_by_sample(x) else x.detach().contiguous()
-    return _quantize(source, seed, bits, group_size, widths, words, normalize, kind)
-
-
-def _quantize(source, seed, bits, group_size, *rest):
-    """Quantize a dense tensor with samples outermost in storage.
-
-    The arguments are those of `quantize`; rest: widths, words, normalize, kind.
-    """
-    check_rotated_size(rest[-1], group_size)
-    source = _narrow(source)
-    return backends.of(source).quantize(source, seed, bits, group_size, *rest)
+    check_rotated_size(kind, group_size)
+    source = _narrow(x if layout.is_by_sample(x) else x.detach().contiguous())
+    return backends.of(source).quantize(
+        source, seed, bits, group_size, widths, words, normalize, kind
+    )
 
 
 def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UNIFORM):
@@ -268,8 +261,8 @@ def _quantize_with_stride(x, stride, seed, bits, group_size, kind, channels=0):
         normalize = Normalization(channels=numbers)
     else:
         numbers, normalize = x.new_empty((0, 2), dtype=torch.bfloat16), None
-    settings = seed, bits, group_size, None, None, normalize, kind
-    return *_quantize(source, *settings), numbers, x.new_ones(())
+    copy = quantize(source, seed, bits, group_size, normalize, kind=kind)
+    return *copy, numbers, x.new_ones(())
 
 
 def _dequantize_with_stride(

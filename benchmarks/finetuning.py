@@ -29,13 +29,8 @@ import fewbit
 
 WAYS = {"lora": 5e-4, "full": 2e-5}
 """{the way to train: the learning rate of AdamW}."""
-ARMS = {
-    "exact": None,
-    "4 bits": (4, {}),
-    "2 bits": (2, {}),
-    "4 bits, recompute_linear": (4, {"recompute_linear": True}),
-    "2 bits, recompute_linear": (2, {"recompute_linear": True}),
-}
+ARMS = {"exact": None, "4 bits": 4, "2 bits": 2}
+"""{name of an arm: the bits of `compress_`}."""
 SEEDS, STEPS, SAMPLES, TOKENS = 3, 200, 2, 128
 EVERY = 25
 """The held-out loss is measured after so many steps."""
@@ -81,8 +76,7 @@ def run(way: str, arm: str, seed: int, steps: int) -> dict:
         model = get_peft_model(model, config)
     model.train()
     if ARMS[arm] is not None:
-        bits, layers = ARMS[arm]
-        fewbit.compress_(model, bits, layers=layers, verbose=False)
+        fewbit.compress_(model, ARMS[arm], verbose=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=WAYS[way], weight_decay=0.0)
     first = next(batches(tokens, seed))

@@ -22,9 +22,6 @@ static_assert(kSeedRows * kColumns == 4, "the rows of the seed have its four wor
 // The number of rows of the ranges that have a copy's seed.
 constexpr int seed_rows(bool is_rotated) { return is_rotated ? kSeedRows : 0; }
 
-// The mean that is subtracted from a group: as it is stored, in bfloat16, or the exact one, with which `squares` is computed.
-enum class Mean { stored, exact };
-
 // The mean and the scale with which a group is dequantized.
 struct GroupScale {
   float mean, scale;
@@ -73,11 +70,8 @@ FEWBIT_HD inline float over_count(float sum, int n) {
   return n == kFullGroup ? sum * (1.0f / kFullGroup) : sum / static_cast<float>(n);
 }
 
-// Returns the mean of a group of n elements with this sum, never -0.
-FEWBIT_HD inline float group_mean(float sum, int n, Mean kind) {
-  const float mean = over_count(sum, n);
-  return (kind == Mean::exact ? mean : widen_bfloat16(narrow_bfloat16(mean))) + 0.0f;
-}
+// Returns the mean of a group of n elements with this sum, as it is stored, never -0.
+FEWBIT_HD inline float group_mean(float sum, int n) { return widen_bfloat16(narrow_bfloat16(over_count(sum, n))) + 0.0f; }
 
 // Returns the factor u by which the remainders of a group are multiplied before their energy is computed again; 1 if the
 // energy is precise.

@@ -30,8 +30,8 @@ struct QuantizerKernels {
   void (*quantize)(const Streams& streams, const int64_t* order, const void* x, DType dtype,
                    const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
                    uint16_t* ranges);
-  // Computes out[g], to which the variance of group g is proportional, from exact ranges or means in float32: length * range^2
-  // of a uniform copy, the sum of the squares of the elements minus their mean of the other kinds. NaN if an element is not finite.
+  // Computes out[g], to which the variance of group g is proportional, from the ranges and means that are stored: length * range^2
+  // of a uniform copy, the sum of the squares of the elements minus their mean of the other kinds. NaN if these are stored as NaN.
   void (*squares)(const Streams& streams, const void* x, DType dtype, const Normalization& normalization,
                   int64_t begin, int64_t end, float* out);
   // Dequantizes. seed: a uniform copy needs none. value_map: not affine if there is an order and groups run across

@@ -136,8 +136,8 @@ void squares_of_groups(const Streams& streams, const typename Number::Type* x, c
           normalized(normalizer, cursor, at, m, read<Number>(cursor, x, at, m, copy, wide), wide);
       clean &= extremes(values, blocks_of(m) * kBlock, least, greatest);
     }
-    const float range = greatest - least;
-    out[cursor.number()] = clean ? static_cast<float>(group.length) * (range * range) : __builtin_nanf("");
+    const float range = limits_of(least, greatest, clean, 1).range;  // NaN if there is none
+    out[cursor.number()] = static_cast<float>(group.length) * (range * range);
   }
 }
 

@@ -132,7 +132,7 @@ inline Remainders remainders_of(const Elements& elements, float mean) {
 template <class Number>
 class Batch {
  public:
-  Batch(Mean mean, bool is_masked) : mean_(mean), is_masked_(is_masked) {}
+  explicit Batch(bool is_masked) : is_masked_(is_masked) {}
 
   // Reads the next groups and moves the cursor on.
   void read(Cursor& cursor, GroupReader<Number>& reader) {
@@ -146,7 +146,7 @@ class Batch {
   void find_remainders() {
     for (int i = 0; i < count_; ++i) {
       Elements& elements = entries_[i].elements;
-      const float mean = elements.count > 0 ? group_mean(elements.sum.sum, elements.count, mean_) : 0.0f;
+      const float mean = elements.count > 0 ? group_mean(elements.sum.sum, elements.count) : 0.0f;
       if (is_masked_) fill_zeros(elements, mean, wide_[i]);
       entries_[i].remainders = remainders_of(elements, mean);
     }
@@ -203,7 +203,6 @@ class Batch {
     Remainders remainders;
   };
 
-  const Mean mean_;
   const bool is_masked_;
   int count_ = 0;
   Entry entries_[kMost];
@@ -217,7 +216,7 @@ void quantize_groups(const Streams& streams, const int64_t* order, const typenam
                      const Normalization& normalization, uint64_t seed, int64_t begin, int64_t end, uint32_t* packed,
                      uint16_t* ranges, bool is_masked) {
   GroupReader<Number> reader(x, normalization, is_masked);
-  Batch<Number> batch(Mean::stored, is_masked);
+  Batch<Number> batch(is_masked);
   Signs signs(seed);
   while (begin < end) {
     const Stream& stream = stream_of(streams, begin);
@@ -252,7 +251,7 @@ template <class Number>
 void squares_of_groups(const Streams& streams, const typename Number::Type* x, const Normalization& normalization,
                        int64_t begin, int64_t end, float* out, bool is_masked) {
   GroupReader<Number> reader(x, normalization, is_masked);
-  Batch<Number> batch(Mean::exact, is_masked);
+  Batch<Number> batch(is_masked);
   Cursor cursor(streams, streams.of[0], nullptr, begin, end);
   while (cursor.exists()) {
     batch.read(cursor, reader);

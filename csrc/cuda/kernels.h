@@ -94,7 +94,7 @@ void share_bits(const Gains& gains, const float* squares, int64_t samples, int64
 // samples of each width from 0 to 8.
 void order_samples(const uint8_t* widths, int64_t samples, int64_t* order, int64_t* counts, int device, void* stream);
 
-// Computes length * range^2 of each group of x, whose samples are in order and in one stream; NaN if an element is not finite.
+// Computes length * range^2 of each group of x, whose samples are in order and in one stream, with the range that is stored.
 // out: (streams.groups,).
 void squares(const Streams& streams, const void* x, int dtype, const Normalization& normalization, float* out,
              int device, void* stream);
@@ -105,7 +105,7 @@ void dequantize(const Quantized& of, const int32_t* packed, const uint16_t* rang
                 int dtype, int device, void* stream);
 
 // Do the same for rotated copies, and for masked ones. The ranges have kSeedRows more rows, which Quantized::groups does not
-// count. squares_rotated computes the energy of each group with its exact mean, times the share of elements that are not masked, and
+// count. squares_rotated computes the energy of each group minus its stored mean, times the share of elements that are not masked, and
 // times the mean square of the scales of channels. Masked copies are dequantized as rotated ones, with a mask in value_map.
 // channels: empty for masked copies, and if samples of several widths share groups.
 void quantize_rotated(const Quantized& of, bool is_masked, const void* x, int dtype, const Normalization& normalization,

@@ -143,9 +143,7 @@ __device__ inline int count_nonzero(const float* values) {
   return count;
 }
 
-__device__ inline float mean_of(float sum, int count, Mean kind) {
-  return count > 0 ? group_mean(sum, count, kind) : 0.0f;
-}
+__device__ inline float mean_of(float sum, int count) { return count > 0 ? group_mean(sum, count) : 0.0f; }
 
 // Subtracts the mean from a column of m elements.
 __device__ inline void subtract(float* values, float mean, int m, bool is_masked) {
@@ -171,10 +169,10 @@ __device__ inline bool remainders_of_full(Remainders& found, float* values, bool
   const float sum = sum_of_group(values);
   if (is_masked) {
     found.count = count_nonzero(values);
-    found.mean = mean_of(sum, found.count, Mean::stored);
+    found.mean = mean_of(sum, found.count);
     subtract(values, found.mean, kFullGroup, true);
   } else {
-    found.mean = group_mean(sum, kFullGroup, Mean::stored);
+    found.mean = group_mean(sum, kFullGroup);
 #pragma unroll
     for (int j = 0; j < kSide; ++j) values[j] -= found.mean;
   }
@@ -184,12 +182,12 @@ __device__ inline bool remainders_of_full(Remainders& found, float* values, bool
 
 // Computes the remainders of any group. Afterwards `values` is a column of them.
 template <class T>
-__device__ Remainders remainders_of(float* values, const GroupElements<T>& elements, Mean kind, bool is_masked, Workspace& own) {
+__device__ Remainders remainders_of(float* values, const GroupElements<T>& elements, bool is_masked, Workspace& own) {
   elements.read(values, own);
   const float sum = sum_of_group(values);
   Remainders found = {elements.length(), 0.0f, 1.0f, 0.0f, 0.0f};
   if (is_masked) found.count = count_nonzero(values);
-  found.mean = mean_of(sum, found.count, kind);
+  found.mean = mean_of(sum, found.count);
   subtract(values, found.mean, elements.length(), is_masked);
   find_squares(found, values);
   const float factor = rescue_factor(found.energy);

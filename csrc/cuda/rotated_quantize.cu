@@ -442,7 +442,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       }
       are_full = remainders_of_full(found, values, is_masked);
     }
-    if (!are_full && 2 * pair < streams.groups) found = remainders_of(values, elements(), Mean::stored, is_masked, by.own);
+    if (!are_full && 2 * pair < streams.groups) found = remainders_of(values, elements(), is_masked, by.own);
     const bool is_quick = !Plain && are_full;
     if (turn == kTurns || !is_quick) {
       by.store_kept(turn, pair);
@@ -478,7 +478,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const GroupPlace place = place_of(of, streams, nullptr);
     const GroupElements<T> elements(x, normalization, channels, place, of.length);
     float values[kSide];
-    const Remainders found = remainders_of(values, elements, Mean::exact, is_masked, workspaces[threadIdx.x / kSide]);
+    const Remainders found = remainders_of(values, elements, is_masked, workspaces[threadIdx.x / kSide]);
     const float of_channels = elements.mean_square_scale();
     if (lane_of_group() > 0 || of.length == 0) continue;
     const float back = inverse_rescue(found.factor);

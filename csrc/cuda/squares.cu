@@ -21,9 +21,8 @@ __global__ void __launch_bounds__(kThreads)
     const GroupPlace place(streams, stream, nullptr, group);
     float values[kPerLane] = {};
     const Extremes extremes = extremes_of<Normalized>(values, x, normalization, place, group.length, lane);
-    const float range = extremes.greatest - extremes.least;
-    const float square = static_cast<float>(group.length) * (range * range);
-    if (lane == 0) out[number] = is_finite(extremes.least) ? square : float_of(0x7FC00000u);
+    const float range = limits_of(extremes.least, extremes.greatest, is_finite(extremes.least), 1).range;  // NaN if there is none
+    if (lane == 0) out[number] = static_cast<float>(group.length) * (range * range);
   }
 }
 

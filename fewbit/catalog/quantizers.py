@@ -123,7 +123,7 @@ def compare_quantizers(
                 uniform=uniform_error(count),
                 uniform_measured=_relative(restore_uniform(x, count, noise), x),
                 rotated=rotated_error(count),
-                rotated_measured=_relative(restore_rotated(x, count, signs), x),
+                rotated_measured=_relative(_restore_rotated(x, count, signs), x),
                 rotated_limit=rotated_limit(count),
                 bound=1.0 / (4**count - 1),
             )
@@ -238,7 +238,7 @@ def restore_uniform(x: np.ndarray, bits: int, noise: np.ndarray) -> np.ndarray:
     return low + step * np.floor((x - low) / step + noise)
 
 
-def restore_rotated(x: np.ndarray, bits: int, signs: np.ndarray) -> np.ndarray:
+def _restore_rotated(x: np.ndarray, bits: int, signs: np.ndarray) -> np.ndarray:
     """Rotate every row of x, take the nearest levels for normal numbers, and rotate back with EDEN's scale.
 
     Args:

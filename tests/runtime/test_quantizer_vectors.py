@@ -128,9 +128,11 @@ def test_squares(backend, shape, dtype, kind):
         expected = reference.squares(x.cpu(), group_size, None, kind)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
         features = groups.samples_of(shape)[1]
-        if kind == "uniform" and 0 < features <= group_size:  # nothing is summed up
-            least, greatest = x.cpu().view(-1, features).float().aminmax(dim=1)
-            assert torch.equal(found, features * (greatest - least).square())
+        if (
+            kind == "uniform" and groups.LEAST_FEATURES <= features <= group_size
+        ):  # a sample is a group
+            _, ranges = backend.kernels.quantize(x, torch.tensor([0]), 2, group_size)
+            assert torch.equal(found, features * ranges[:, 1].cpu().float().square())
 
 
 @kinds

@@ -5,8 +5,7 @@ proportional (`quantizer_ops.squares`). Then the mean squared error of the tenso
 
     sum_n squares_n largest_distortion(kind, b_n) / (number of elements of the tensor)
 
-with the kind of the tensor's copies. For uniform copies this is a bound, and for rotated copies it is the expected error itself,
-unless a group is far from 0 compared with its deviation (`runtime/format/distortion.py`).
+with the kind of the tensor's copies. For uniform copies this is a bound, and for rotated copies it is the expected error itself.
 """
 
 from __future__ import annotations

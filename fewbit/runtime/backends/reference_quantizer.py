@@ -146,8 +146,8 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
 
     For uniform copies, a group adds (number of elements) * range^2. For rotated copies, it adds the sum of the squares
     of its elements minus their mean. These numbers decide how the bits of a tensor are shared among its samples.
-    Ranges and means are exact, not rounded to bfloat16. Unlike in `quantize`, groups never cross samples, even if
-    samples have fewer than 64 features.
+    Ranges and means are those that `quantize` stores. Unlike in `quantize`, groups never cross samples, even if samples
+    have fewer than 64 features.
 
     Args:
         x: a dense tensor of a floating dtype, with samples outermost in storage.
@@ -170,21 +170,16 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
     if not rows.numel():
         return rows.new_zeros(samples)
     per_row = -(-features // group_size)
+    cut, exists = _cut_rows(rows, group_size)
     if kind != UNIFORM:
-        cut, exists = _cut_rows(rows, group_size)
         energies = reference_rotated.energies(cut, exists, kind == MASKED)
         if channels is not None:  # errors are multiplied by the scales of channels
             _, scales = _spread_channels(rows, channels)
             scales, _ = _cut_rows(scales.double().square(), group_size)
             energies = energies * (scales.sum(1) / exists.sum(1)).float()
         return energies.view(samples, per_row).sum(1)
-    last = rows[:, -1:].expand(samples, per_row * group_size - features)
-    cut = torch.cat([rows, last], 1).view(samples, per_row, group_size)
-    length = torch.full((per_row,), float(group_size), device=rows.device)
-    length[-1] = features - (per_row - 1) * group_size
-    extent = cut.amax(2) - cut.amin(2)
-    finite = torch.isfinite(cut).all(2)
-    return torch.where(finite, length * (extent * extent), torch.nan).sum(1)
+    _, extent = _limits(cut, exists)
+    return (exists.sum(1) * (extent * extent)).view(samples, per_row).sum(1)
 
 
 def dequantize(
@@ -325,23 +320,29 @@ def _stream(rows, seed, bits, group_size, kind, first_group):
 def _uniform(cut, exists, seed, bits, first_group, group_size):
     """Return the codes, minimums and ranges of the groups of a uniform copy."""
     top = 2**bits - 1
-    low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
-    high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
-    # Adding 0 turns -0 into +0, since amin may find either zero.
-    minimum = toward(low, -torch.inf) + 0.0
-    extent = toward(high - minimum, torch.inf) + 0.0
-    # A group with a non-finite element, or with a range beyond bfloat16, is dequantized as NaN.
-    finite = (torch.isfinite(cut) | ~exists).all(1) & minimum.isfinite() & extent.isfinite()
-    minimum = torch.where(finite, minimum, torch.nan)
-    extent = torch.where(finite, extent, torch.nan)
+    minimum, extent = _limits(cut, exists)
     # The clamp prevents an overflow for ranges below 1e-31. full_like makes a division of two tensors, because torch
     # computes `number / tensor` as a product with the reciprocal, which rounds twice.
     steps = torch.full_like(extent, top) / extent
     scale = torch.where(extent > 0, steps.clamp(max=2.0**111), 0.0) * 65536.0
     fixed = ((cut - minimum[:, None]) * scale[:, None]).round().clamp(0, top * 65536.0)
-    fixed = torch.where(finite[:, None], fixed, 0.0).to(torch.int64)
+    fixed = torch.where(extent.isfinite()[:, None], fixed, 0.0).to(torch.int64)
     group = torch.arange(first_group, first_group + len(cut), device=cut.device)
     return (fixed + draws(seed, group, group_size)) >> 16, minimum, extent
+
+
+def _limits(cut, exists):
+    """Return the minimums and ranges of groups, (groups,) float32 rounded to bfloat16; NaN if there is none.
+
+    A group with an element that is not finite has none, and a group whose range is too large for bfloat16.
+    """
+    low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
+    high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
+    # Adding 0 turns -0 into +0, since amin may find either zero.
+    minimum = toward(low, -torch.inf) + 0.0
+    extent = toward(high - minimum, torch.inf) + 0.0
+    finite = (torch.isfinite(cut) | ~exists).all(1) & minimum.isfinite() & extent.isfinite()
+    return torch.where(finite, minimum, torch.nan), torch.where(finite, extent, torch.nan)
 
 
 def _seed_rows(seed):

@@ -115,7 +115,7 @@ def energies(cut, exists, is_masked):
     Returns:
         (groups,) float32; NaN for a group with an element that is not finite.
     """
-    left = _remainders(cut, exists, is_masked, is_exact=True)
+    left = _remainders(cut, exists, is_masked)
     back = 1.0 / left.factor
     energy = left.energy * back * back
     if is_masked:
@@ -123,11 +123,8 @@ def energies(cut, exists, is_masked):
     return torch.where(left.energy.isfinite() & left.mean.isfinite(), energy, torch.nan)
 
 
-def _remainders(cut, exists, is_masked, is_exact=False) -> _Remainders:
-    """Return groups without their means, which are rounded to bfloat16, as they are stored, unless `is_exact` is true.
-
-    The other arguments are those of `quantize_groups`.
-    """
+def _remainders(cut, exists, is_masked) -> _Remainders:
+    """Return groups without their means, which are rounded to bfloat16. The arguments are those of `quantize_groups`."""
     there = _padded(exists)
     lengths = there.sum(1)
     x = torch.where(there, _padded(cut), 0.0)
@@ -135,9 +132,7 @@ def _remainders(cut, exists, is_masked, is_exact=False) -> _Remainders:
         there = there & (x != 0)
     count = there.sum(1).to(torch.float32)
     mean = torch.where(count == 0, 0.0, _sums(x) / count)
-    if not is_exact:
-        mean = mean.to(torch.bfloat16).to(torch.float32)
-    mean = mean + 0.0
+    mean = mean.to(torch.bfloat16).to(torch.float32) + 0.0
     left = torch.where(there, x - mean[:, None], 0.0)
     energy = _sums(left * left)
     factor = torch.where(energy < _LEAST_ENERGY, _RESCUE, torch.ones_like(energy))

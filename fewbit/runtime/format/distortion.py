@@ -20,8 +20,7 @@ shorter tails than normal numbers, so the variance of a group of n elements is l
 levels are rounded to multiples of a power of two, which adds at most 0.11 % (docs/concepts/theory/rounding.md). In a *masked*
 copy, the distortion is that of rotated copies.
 
-Minimums and means are rounded to bfloat16, which `squares` does not take into account. This adds little unless a group is some
-hundred times as far from 0 as its deviation (docs/concepts/quantizer.md, "Data far from zero").
+Ranges and means are those that are stored, in bfloat16, so `squares` has what their rounding adds for data far from zero.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def relative_distortion(kind: str, bits: float) -> float:
 
 
 def largest_distortion(kind: str, bits: int) -> float:
-    """Return an upper bound on the distortion, for any data that are not far from 0 compared with their deviation.
+    """Return an upper bound on the distortion for any data.
 
     Uniform copies reach the bound if every element lies in the middle between the values of two neighboring codes.
     Rotated copies have the same distortion for all data, so their bound is `distortion`.

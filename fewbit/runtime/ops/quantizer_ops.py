@@ -122,8 +122,8 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
     """Return, for each sample of x, a number to which the variance of rounding is proportional, (N,) float32.
 
     The variance, summed over the sample's elements, is this number times `distortion(kind, bits)`
-    (`runtime/format/distortion.py`). The number is a sum over the sample's groups. In a uniform copy, a group adds (number of elements) * range^2. In a rotated
-    copy, it adds the sum of the squares of its elements minus their mean.
+    (`runtime/format/distortion.py`). The number is a sum over the sample's groups. In a uniform copy, a group adds
+    (number of elements) * range^2. In a rotated copy, it adds the sum of the squares of its elements minus their mean.
 
     Args:
         x: a floating tensor for which `layout.is_by_sample(x)` is true.

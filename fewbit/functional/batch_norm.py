@@ -60,7 +60,7 @@ def batch_norm(
 
     Args:
         input: (N, C, *), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes for every
-            `group_size` elements (6 if their minimum or mean is float32). A reciprocal standard deviation for each channel is
+            `group_size` elements. A reciprocal standard deviation for each channel is
             saved too.
         running_mean: (C,), or None.
         running_var: (C,), or None.

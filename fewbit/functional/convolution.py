@@ -51,7 +51,7 @@ def conv1d(
 
     Args:
         input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)`
-            bytes are saved, and 4 bytes for every `group_size` elements (6 if their minimum or mean is float32).
+            bytes are saved, and 4 bytes for every `group_size` elements.
         weight: (out, C / groups, kernel).
         bias: (out,), or None.
         stride: as in torch: one number, or a number for each dimension.

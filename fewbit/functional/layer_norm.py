@@ -84,7 +84,7 @@ def layer_norm(
 
     Args:
         input: (*, *normalized_shape), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes
-            for every `group_size` elements (6 if their minimum or mean is float32). A reciprocal standard deviation for each
+            for every `group_size` elements. A reciprocal standard deviation for each
             row is saved too.
         normalized_shape: as in torch.
         weight: a tensor of the shape `normalized_shape`, or None.

@@ -45,7 +45,7 @@ def linear(
 
     Args:
         input: (*, in_features), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)` bytes
-            are saved, and 4 bytes for every `group_size` elements (6 if their minimum or mean is float32).
+            are saved, and 4 bytes for every `group_size` elements.
         weight: (out_features, in_features).
         bias: (out_features,), or None.
         bits: bits per saved element, 1 to 8.

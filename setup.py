@@ -161,7 +161,6 @@ def cpu_jobs(compiler, includes, with_cuda):
     sources = (
         "common/table.cpp",
         "cpu/allocation.cpp",
-        "cpu/checksum.cpp",
         "cpu/dispatch.cpp",
         "cpu/memory.cpp",
         "cpu/parallel.cpp",

@@ -40,6 +40,7 @@ from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
 from fewbit.runtime.regions.buffers import Buffers
 from fewbit.runtime.regions.runs import Rerun, Run, entered
 from fewbit.runtime.saved.context import current
+from fewbit.runtime.saved.seeds import purpose
 from fewbit.text import shorten
 
 Result = TypeVar("Result")
@@ -297,7 +298,7 @@ def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
     if context is None:
         seed = library.new_seed(x)
     else:
-        seed = context.seed(x, "checkpoint", number)
+        seed = context.saving(x).seed(x, purpose("checkpoint", number))
     kind = usual_kind(ROTATED, group_size)
     channels = channels_of(x, usual_features(x.dim())) if kind == ROTATED else 0
     settings = seed, bits, group_size, kind, channels

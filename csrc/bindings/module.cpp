@@ -16,7 +16,6 @@
 #include "common/fixed_point.h"
 #include "common/table.h"
 #include "cpu/allocation.h"
-#include "cpu/checksum.h"
 #include "cpu/parallel.h"
 
 namespace py = pybind11;
@@ -79,12 +78,6 @@ void allocate(const Buffer& variances, const Buffer& elements, int64_t budget, i
   fewbit::allocate(added, sizes, n, budget, least, most, to);
 }
 
-auto checksum_of(uintptr_t address, int64_t bytes, int threads) {
-  if (threads < 1) refuse("threads", "1 or more", std::to_string(threads));
-  static const Kernels& kernels = *kernels_of(cpu_isas().front());
-  return checksum(kernels, reinterpret_cast<const void*>(address), bytes, threads);
-}
-
 int64_t checked_packed_words(int64_t n, int bits) {
   check_size(n);
   check_bits(bits);
@@ -133,7 +126,6 @@ void bind_common(py::module_& module) {
       py::arg("bits"),
       "Choose n uint8 bits from n rows of 8 float64 variances and n int64 sizes, such that the sum of elements * bits stays "
       "within the budget.");
-  module.def("checksum", &checksum_of, py::arg("address"), py::arg("bytes"), py::arg("threads"), "Return a checksum of memory.");
   module.def("packed_words", &checked_packed_words, py::arg("n"), py::arg("bits"),
              "Return the number of int32 words that n elements take.");
   module.def("use_openmp_of", &use_openmp_of, py::arg("path"),

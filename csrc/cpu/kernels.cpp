@@ -448,35 +448,6 @@ void unpack(const uint32_t* packed, int64_t begin, int64_t end, int bits, uint8_
   }
 }
 
-// -- Checksums -------------------------------------------------------------------------------------------------
-
-#if defined(FEWBIT_AVX512)
-constexpr int kRegister = 64;  // bytes
-#elif defined(FEWBIT_AVX2)
-constexpr int kRegister = 32;
-#else
-constexpr int kRegister = 16;
-#endif
-typedef uint32_t Words __attribute__((vector_size(kRegister)));
-
-// The shift moves high bits down: otherwise, two changed signs would cancel.
-void mix_rows(const char* data, int64_t rows, uint32_t* lanes) {
-  constexpr uint32_t kFactor = 2654435761u;  // odd, so that no bit of an earlier word is lost
-  Words sums[kChecksumLanes * sizeof(uint32_t) / kRegister];
-  memcpy(sums, lanes, sizeof sums);
-  for (int64_t row = 0; row < rows; ++row) {
-#pragma GCC unroll 16
-    for (Words& sum : sums) {
-      Words words;
-      memcpy(&words, data, sizeof words);
-      data += sizeof words;
-      const Words product = (sum ^ words) * kFactor;
-      sum = product ^ product >> 15;
-    }
-  }
-  memcpy(lanes, sums, sizeof sums);
-}
-
 }  // namespace
 
 const Kernels kernels = {FEWBIT_STRING(FEWBIT_NAMESPACE),
@@ -485,7 +456,6 @@ const Kernels kernels = {FEWBIT_STRING(FEWBIT_NAMESPACE),
                          encode,
                          decode_mul,
                          forward,
-                         mix_rows,
                          &uniform_kernels,
                          &rotated_kernels,
                          &masked_kernels,

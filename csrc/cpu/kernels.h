@@ -16,9 +16,6 @@ namespace fewbit {
 // The number of elements that a kernel handles at a time. Threads divide the work at multiples of it.
 constexpr int kChunk = 512;
 
-// A checksum has so many lanes of 32 bits. They fill the vector registers that a processor can work on at once.
-constexpr int kChecksumLanes = 64;
-
 // The kinds of copies that the group quantizer makes.
 enum class CopyKind { uniform, rotated, masked };
 
@@ -73,8 +70,6 @@ struct Kernels {
   // There is none for float64. y may be x.
   void (*forward)(int function, double p0, double p1, const Table& table, const void* x, DType dtype,
                   int64_t begin, int64_t end, void* y, uint32_t* packed, uint64_t seed);
-  // Adds rows of kChecksumLanes words to the lanes of a checksum.
-  void (*mix_rows)(const char* data, int64_t rows, uint32_t* lanes);
   const QuantizerKernels* uniform;
   const QuantizerKernels* rotated;
   const QuantizerKernels* masked;

@@ -148,23 +148,6 @@ void test_kernels(const Kernels& kernels) {
   }
 }
 
-void test_checksum(const Kernels& kernels) {
-  for (int64_t rows : {0, 1, 3}) {
-    Exact<uint32_t> words(rows * kChecksumLanes), lanes(kChecksumLanes);
-    for (int64_t i = 0; i < rows * kChecksumLanes; ++i) words[i] = static_cast<uint32_t>(generator());
-    std::vector<uint32_t> expected(kChecksumLanes);
-    for (int lane = 0; lane < kChecksumLanes; ++lane) {
-      expected[lane] = lanes[lane] = static_cast<uint32_t>(generator());
-      for (int64_t row = 0; row < rows; ++row) {
-        const uint32_t product = (expected[lane] ^ words[row * kChecksumLanes + lane]) * 2654435761u;
-        expected[lane] = product ^ product >> 15;
-      }
-    }
-    kernels.mix_rows(reinterpret_cast<const char*>(words.data()), rows, lanes.data());
-    CHECK(lanes.values() == expected);
-  }
-}
-
 void test_planes() {
   CHECK(packed_words(0, 3) == 0);
   CHECK(packed_words(1, 3) == 3);
@@ -261,7 +244,6 @@ int main() {
   test_refusals();
   for (const std::string& isa : cpu_isas()) {
     test_kernels(*kernels_of(isa));
-    test_checksum(*kernels_of(isa));
     test_quantizer(*kernels_of(isa));
     test_rotated(*kernels_of(isa));
     test_fixed_point(*kernels_of(isa));

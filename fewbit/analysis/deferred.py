@@ -16,8 +16,6 @@ from typing import NamedTuple
 import torch
 
 from fewbit.config import MASKED, ROTATED
-from fewbit.runtime.format.fingerprint import Content
-from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
@@ -57,9 +55,11 @@ class Noise:
             draws: {name of a context: name of a draw}. Other contexts stay exact. The name of a draw can be any object.
                 Names with the same repr give the same random numbers.
         """
-        with undo_after(lambda: setattr(self, "_draws", None)):
-            self._draws, self._again = draws, {}
+        self._draws, self._again = draws, {}
+        try:
             yield
+        finally:
+            self._draws = None
 
     def number_saved(self) -> tuple[str, int]:
         """Count a tensor that is saved now. Return (name of its context, its number in the context).
@@ -104,7 +104,9 @@ class DeferredQuantizer(Quantizer):
         """Save x unchanged. Backward passes round it to a copy of the kind that `Quantizer.quantize` would make."""
         kind = self.kind_of(usual)
         if kind == ROTATED and shared and self.context is not None and is_eager(x):
-            if self.context.cache.get_mask(Content(x)) is not None:
+            saving = self.context.saving(x)
+            copies = None if saving.is_region else saving.shared
+            if copies is not None and copies.get_mask(x) is not None:
                 kind = MASKED
         return self._save_exactly(x.detach(), False, kind, features, slot, extra_bits)
 

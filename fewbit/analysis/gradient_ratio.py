@@ -36,7 +36,6 @@ from fewbit.extras import needed_for
 from fewbit.render.formats import limit_text, module_name
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
-from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import ForwardContext, contexts_of, measuring
 
 MOST_NAMED = 3
@@ -144,7 +143,6 @@ def _number(value: float, limit: float | None = None) -> str:
     return f"{value:.4g}" + "!" * (limit is not None and value > limit)
 
 
-@leaves_nothing
 def gradient_ratio(
     model: nn.Module,
     batch,
@@ -208,7 +206,7 @@ def gradient_ratio(
             f"gradients are larger than their bound, 1 + e2, allows: {ratio.title}; most in {named}. "
             "A smaller e2 gives more bits",
             BoundWarning,
-            stacklevel=4,  # the caller of the controller, beyond the wrapper of leaves_nothing
+            stacklevel=3,  # the caller of the controller
         )
     return ratio
 

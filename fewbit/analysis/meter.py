@@ -26,7 +26,6 @@ from fewbit.analysis.saved_bytes import IN_FULL, Entry, SavedBytes
 from fewbit.analysis.unchanged import unchanged
 from fewbit.errors import FewbitError
 from fewbit.runtime.interop.containers import tensors_in
-from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import measuring
 
 MASKS = (torch.bool, torch.uint8)
@@ -41,7 +40,6 @@ SPARSE_PARTS = {
 }
 
 
-@leaves_nothing
 def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
     """Run ``model(*inputs, **kwargs)`` once, with gradients, and count the bytes that the forward saves for backward.
 

@@ -6,8 +6,6 @@ import sys
 import time
 from contextlib import contextmanager
 
-from fewbit.runtime.interop.interrupts import undo_after
-
 PATIENCE = 2.0
 """Seconds before the bar appears."""
 INTERVAL = 15.0
@@ -33,8 +31,11 @@ class Progress:
     @contextmanager
     def shown(self):
         """Return a context manager for the block that calls `step`. The bar disappears when the block ends."""
-        with undo_after(lambda: self._bar is None or self._bar.stop()):
+        try:
             yield self
+        finally:
+            if self._bar is not None:
+                self._bar.stop()
 
     def step(self, of: int) -> None:
         """Count one more step.

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from fewbit.runtime.interop.autograd_graph import COPIES, Metered, is_computed
-from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.module_calls import is_compiled
 
 _HOOK_TABLES = (
@@ -123,16 +122,15 @@ class Recorder:
             if module._compiled_call_impl is not None
         ]
 
-        def put_back():
+        try:
+            for path, module in watched:
+                self._watch(module, path)
+            yield
+        finally:
             for module, own in compiled:
                 module._compiled_call_impl = own
             for _, module in watched:
                 self._unwatch(module)
-
-        with undo_after(put_back):
-            for path, module in watched:
-                self._watch(module, path)
-            yield
 
     def _watch(self, module, path) -> None:
         place = Place(path, type_name(module), is_fewbit(module))

@@ -16,7 +16,7 @@ from torch import nn
 from fewbit.analysis.meter import existing_kinds, identity_of, parts_of
 from fewbit.analysis.recorder import Place, Token
 from fewbit.runtime.interop.checkpoint import in_backward
-from fewbit.runtime.interop.interrupts import take_off_hooks
+from fewbit.runtime.interop.saved_tensor_hooks import take_off_hooks
 
 _NOWHERE = Place("", "", False)
 _running = threading.local()  # its attribute `meter` is the meter that watches this thread

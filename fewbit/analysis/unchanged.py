@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
@@ -44,7 +43,9 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
         parameters = [p for module in modules.values() for p in module._parameters.values()]
         random = _random_states([*inputs, *parameters])
 
-    def put_back():
+    try:
+        yield
+    finally:
         with _disable_current_modes():
             for set_state, state in random:
                 set_state(state)
@@ -58,9 +59,6 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
                     buffer.data.copy_(copy)
                 else:  # observers of torch.ao.quantization resize their buffers in the first forward pass
                     buffer.data = copy
-
-    with undo_after(put_back):
-        yield
 
 
 def _copy(buffer):

@@ -52,11 +52,9 @@ from fewbit.convert.select import Filter, Selection
 from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.convert.swap import convert, restore_
 from fewbit.errors import InputError
-from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 
-@leaves_nothing
 def variance_profile(
     model: nn.Module,
     batch: object,

@@ -13,7 +13,6 @@ from inspect import signature
 
 import torch
 from torch.nn import functional as torch_functional
-from torch.overrides import _get_current_function_mode_stack
 
 from fewbit import functional as F
 from fewbit.errors import FunctionError
@@ -226,7 +225,7 @@ class FunctionQuantizers:
             saves["table"] = self._own(ours.__name__, self.activation_quantizer)
         context, named = self.quantizer.context, nullcontext()
         if context is not None and context.policy is not None:
-            name = name_of_call(context.path(), ours.__name__)
+            name = name_of_call(_path(context), ours.__name__)
             named = context.activation(name)
             if "bits" in saves:
                 saves["bits"] = context.activation_bits(name, self.activation_bits, x)
@@ -246,10 +245,16 @@ class FunctionQuantizers:
         """Return a quantizer with these settings for a function in the running module."""
         if quantizer.context is None:
             return quantizer
-        name = name_of_call(quantizer.context.path(), function)
+        name = name_of_call(_path(quantizer.context), function)
         if name not in self.own:
             self.own[name] = quantizer.copy_for(name)
         return self.own[name]
+
+
+def _path(context) -> str:
+    """Return the path of the module that runs now."""
+    forward = context.running()
+    return "" if forward is None else forward.path
 
 
 def name_of_call(path: str, function: str) -> str:
@@ -270,6 +275,12 @@ class FunctionMode(ReplacingMode):
     def __init__(self, settings: FunctionQuantizers):
         self.settings = settings
 
+    def __enter__(self):
+        torch._C._push_on_torch_function_stack(self)
+
+    def __exit__(self, *error):
+        torch._C._pop_torch_function_stack()
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if is_compiled_code():
@@ -281,8 +292,10 @@ class FunctionMode(ReplacingMode):
         if found is None or own is True or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         context = self.settings.quantizer.context
-        if context is not None and not context.compresses_functions():
-            return function(*args, **kwargs)
+        if context is not None:
+            forward = context.running()
+            if forward is None or not forward.compresses_functions():
+                return function(*args, **kwargs)
         ours, family = found
         # out=None is no argument: torch.norm passes it on.
         given = {
@@ -302,33 +315,12 @@ class FunctionMode(ReplacingMode):
     def _expose(self, args) -> None:
         """Stop layers from sharing a quantized copy of the tensor args[0], whose memory may now change unnoticed."""
         context = self.settings.quantizer.context
-        if context is not None and args and isinstance(args[0], torch.Tensor):
-            context.cache.stop_sharing(args[0])
-
-    def depth_outside(self) -> int:
-        """Return how often this mode is on torch's stack outside a forward pass: never, so 0.
-
-        `CallGuard` compares `depth()` with this number. If `depth()` is larger, a forward pass was interrupted before
-        it could remove the mode.
-        """
-        return 0
-
-    def depth(self) -> int:
-        """Return how often this mode is on torch's stack of modes in this thread."""
-        return sum(mode is self for mode in _get_current_function_mode_stack())
-
-    def cut(self, depth: int) -> None:
-        """Remove this mode from torch's stack until it is there only `depth` times. Other modes stay on the stack."""
-        above = []
-        try:
-            while self.depth() > depth:
-                mode = torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)
-                if mode is not self:
-                    above.append(mode)
-                torch._C._pop_torch_function_stack()
-        finally:
-            for mode in reversed(above):
-                torch._C._push_on_torch_function_stack(mode)
+        forward = None if context is None else context.running()
+        if forward is None or not args or not isinstance(args[0], torch.Tensor):
+            return
+        copies = context.saving(args[0]).shared
+        if copies is not None:
+            copies.stop_sharing(args[0])
 
 
 leave_to_interpreter(FunctionMode.__torch_function__.__code__)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from fewbit.runtime.interop.interrupts import undone_if_it_raises
 from fewbit.runtime.interop.module_calls import graph_class_of
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 _TABLES = (
     "_modules",
     "_forward_hooks",
@@ -57,5 +61,18 @@ class _Before:
             config._attn_implementation_internal = implementation
 
 
-whole_or_not_at_all = undone_if_it_raises(lambda model=None, *_, **__: _Before(model))
-"""A decorator for a function that changes a model, its first argument. The model is rolled back if the call raises."""
+def whole_or_not_at_all(
+    function: Callable[_Parameters, _Result],
+) -> Callable[_Parameters, _Result]:
+    """Decorate a function that changes a model, its first argument. If a call raises, the model is as it was before."""
+
+    @wraps(function)
+    def changed(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        before = _Before(args[0] if args else kwargs.get("model"))
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            before.put_back()
+            raise
+
+    return changed

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding, mask_text
-from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
@@ -172,7 +171,7 @@ class _Dropout(Function):
             offload.mark(packed)
         if found:
             masked = partial(_masked, ctx.encoding, ctx.stride)
-            computed.share(found, Content(y, changes=inplace), masked, packed)
+            computed.share(found, y, int(inplace), masked, packed)
         ctx.save_for_backward(packed)
         return y
 

@@ -63,7 +63,8 @@ def pad(
         y = torch_functional.pad(input, pad, mode, value)
     if is_eager(input):
         # Layers that would save y compute it from a copy of the input.
-        computed.share(computed.copies_of(input), y, partial(_padded, tuple(pad), mode, value))
+        found = computed.copies_of(input)
+        computed.share(found, y, 0, partial(_padded, tuple(pad), mode, value))
     return y
 
 

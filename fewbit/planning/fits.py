@@ -22,7 +22,6 @@ from fewbit.planning.fit import Fit, FitRow
 from fewbit.planning.largest import largest
 from fewbit.planning.steps import naming
 from fewbit.planning.training_step import FakeTraining, length_of
-from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import parse_size
 from fewbit.text import one_line, shorten
@@ -35,7 +34,6 @@ _METHODS = ("compress_", "replace_activations_", "checkpoint_")
 """The methods of candidates that can run on fake tensors."""
 
 
-@leaves_nothing
 def fits(
     model: nn.Module,
     batch,

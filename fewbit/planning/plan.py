@@ -46,7 +46,6 @@ from fewbit.planning.candidates import (
 )
 from fewbit.planning.steps import CompiledModel, Steps, naming
 from fewbit.planning.training_plan import Planned, TrainingPlan
-from fewbit.runtime.interop.interrupts import leaves_nothing
 from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import counted
 
@@ -60,7 +59,6 @@ LARGE = 0.9
 """Default candidates include those of "cross-entropy" if they save at most this part of the bytes of "fixed"."""
 
 
-@leaves_nothing
 def plan(
     model: nn.Module,
     batch: object,

@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fewbit.analysis.gradients import hint_of_forward
 from fewbit.errors import InputError
 from fewbit.planning.storages import TRANSIENT, StorageTracker
-from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.original_functions import functional as original_functional
 from fewbit.text import one_line
 
@@ -314,14 +313,13 @@ def as_on_gpu(on_gpu: bool):
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
         return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    def put_back():
-        for holder, function in zip(holders, before, strict=True):
-            setattr(holder, name, function)
-
-    with undo_after(put_back):
+    try:
         for holder in holders:
             setattr(holder, name, attention)
         yield
+    finally:
+        for holder, function in zip(holders, before, strict=True):
+            setattr(holder, name, function)
 
 
 @contextmanager

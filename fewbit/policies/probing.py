@@ -20,7 +20,6 @@ from fewbit.policies.processes import gather, groups_of, is_capturing, lag_of
 from fewbit.policies.records import Record, plain
 from fewbit.policies.schedule import PATIENCE, Schedule
 from fewbit.policies.unobserved import Unobserved
-from fewbit.runtime.interop.interrupts import hold
 from fewbit.runtime.interop.module_calls import PATH
 from fewbit.runtime.saved.assignment import BitAssignment
 from fewbit.runtime.saved.bit_policy import SAMPLES, BitPolicy, wrong_state
@@ -239,7 +238,7 @@ class ProbingPolicy(BitPolicy):
         if is_capturing() or torch._C._functorch.maybe_current_level() is not None:
             return assignment
         groups = groups_of(module)
-        with hold(self._lock):
+        with self._lock:
             path = vars(module).get(PATH, "")
             if self._counts(groups):
                 assignment.probe = self._next_probe(path, groups, lag_of(module, groups))
@@ -335,7 +334,7 @@ class ProbingPolicy(BitPolicy):
         that are being copied to the host. The policy does not change, so if several processes train the model, it is
         enough that one of them calls this method.
         """
-        with hold(self._lock):
+        with self._lock:
             run = self._loaded if self._run is None else self._run.pending()
         has_result = run is not None
         return {
@@ -376,7 +375,7 @@ class ProbingPolicy(BitPolicy):
         loaded = self._read_result(found, schedule.step)
         knowledge = self.fit(self.Knowledge.from_entries(found), found)
         super().load_state_dict({key: state[key] for key in SAMPLES if key in state})
-        with hold(self._lock):
+        with self._lock:
             self._roll_back((schedule, loaded, knowledge))
 
     def setting_shapes(self) -> dict[str, Shape]:

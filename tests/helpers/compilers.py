@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from fewbit.convert.functions import FunctionMode
 from fewbit.runtime.ops import library
-from fewbit.runtime.saved.cache import SavedTensorCache
-from fewbit.runtime.saved.context import ForwardContext
+from fewbit.runtime.saved.forward import Saving
+from fewbit.runtime.saved.sharing import SharedCopies
 
 # Passes and lowerings are imported late, because their modules warn of torch's own deprecations on import.
 
@@ -32,7 +32,7 @@ def draw_alike(monkeypatch) -> Draws:
     """
     draws = Draws()
 
-    def seed(context, x, *_):
+    def seed(saving, x, *_):
         return new_seed(x)
 
     def new_seed(x):
@@ -40,10 +40,10 @@ def draw_alike(monkeypatch) -> Draws:
 
     monkeypatch.delitem(FunctionMode.TABLE, torch.nn.functional.cross_entropy)
     monkeypatch.setattr(library, "new_seed", new_seed)
-    monkeypatch.setattr(SavedTensorCache, "get", lambda *_: None)
-    monkeypatch.setattr(SavedTensorCache, "get_mask", lambda *_: None)
-    monkeypatch.setattr(ForwardContext, "seed", seed)
-    monkeypatch.setattr(ForwardContext, "seed_of_result", seed)
+    monkeypatch.setattr(SharedCopies, "get", lambda *_: None)
+    monkeypatch.setattr(SharedCopies, "get_mask", lambda *_: None)
+    monkeypatch.setattr(Saving, "seed", seed)
+    monkeypatch.setattr(Saving, "seed_of", seed)
     return draws
 
 

@@ -30,7 +30,7 @@ COMPILER = shutil.which((sysconfig.get_config_var("CXX") or "c++").split()[0])
 FLAGS = "-std=c++17 -O1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fvisibility=hidden -U_FORTIFY_SOURCE"
 """-U_FORTIFY_SOURCE is needed because _longjmp with checks refuses to jump to another stack."""
 OF_MODULE = (  # sources besides those of kernels
-    *("common/table.cpp", "cpu/allocation.cpp", "cpu/checksum.cpp", "cpu/parallel.cpp"),
+    *("common/table.cpp", "cpu/allocation.cpp", "cpu/parallel.cpp"),
     *("bindings/cuda.cpp", "bindings/entry.cpp", "bindings/module.cpp", "bindings/tensors.cpp"),
     "tests/cuda_emulation.cpp",
 )

@@ -1,39 +1,27 @@
-"""Interrupts at a chosen line or opcode of fewbit's files, and checks that nothing is left behind."""
+"""Interrupts at chosen lines of fewbit's files, and checks that nothing is left behind."""
 
 import os
 import sys
-from collections import defaultdict
 
 import torch
 
 import fewbit
 from fewbit.runtime.interop import bypass
-from fewbit.runtime.saved import context as contexts
 from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.forward import running
 
 PACKAGE = os.path.dirname(fewbit.__file__) + os.sep
-FILES = {name for _, _, names in os.walk(PACKAGE) for name in names if name.endswith(".py")}
 
 
 class Interrupt:
-    """A context that raises `error` at event number `at` in fewbit's own files, and catches it.
+    """A context that raises KeyboardInterrupt at line event number `at` in some files of fewbit, and catches it.
 
-    opcodes: events are opcodes and not lines. files: the names of the files that count; None for all. The trace function
-    raises the error, and Python then removes the function, so the error is raised once. is_raised: true after that.
+    files: the names of the files. The trace function raises the error, and Python then removes the function, so the error is
+    raised once.
     """
 
-    def __init__(self, at, error=KeyboardInterrupt, opcodes=False, files=None):
-        assert files is None or FILES.issuperset(files), files
-        self.at, self.error, self.opcodes, self.files = at, error, opcodes, files
-        self.seen, self.is_raised = 0, False
-        self.places = []  # (file, line) of the events if at is None
-
-    @classmethod
-    def count(cls, function, **options) -> int:
-        """Return the number of events of a call."""
-        with (counting := cls(None, **options)):
-            function()
-        return counting.seen
+    def __init__(self, at, files):
+        self.at, self.files, self.seen = at, files, 0
 
     def __enter__(self):
         self._before = sys.gettrace()
@@ -42,48 +30,29 @@ class Interrupt:
 
     def __exit__(self, kind, value, traceback):
         sys.settrace(self._before)
-        # With its traceback, whose frames an interactive interpreter would hold too.
-        self.caught = value
-        return kind is not None and self.is_raised and issubclass(kind, self.error)
+        return kind is KeyboardInterrupt
 
     def _called(self, frame, event, argument):
         name = frame.f_code.co_filename
-        if not name.startswith(PACKAGE) or frame.f_code.co_name == "__del__":
-            return None
-        if self.files is not None and os.path.basename(name) not in self.files:
-            return None
-        frame.f_trace_opcodes = self.opcodes
-        return self._at
+        is_ours = name.startswith(PACKAGE) and os.path.basename(name) in self.files
+        return self._at if is_ours else None
 
     def _at(self, frame, event, argument):
-        if event == ("opcode" if self.opcodes else "line"):
-            if self.at is None:
-                self.places.append((os.path.basename(frame.f_code.co_filename), frame.f_lineno))
-            elif self.seen == self.at:
-                self.is_raised = True
-                raise self.error
+        if event == "line":
             self.seen += 1
+            if self.seen == self.at:
+                raise KeyboardInterrupt
         return self._at
 
 
-def places(function, **options) -> dict[tuple[str, int], list[int]]:
-    """Return {(file, line): numbers of the events there} of a call."""
-    with (counting := Interrupt(None, **options)):
+def at_each_line(function, files):
+    """Call the function once for each line event in the files, interrupted there, and yield after each call."""
+    with (counting := Interrupt(0, files)):
         function()
-    found = defaultdict(list)
-    for number, place in enumerate(counting.places):
-        found[place].append(number)
-    return found
-
-
-def exhaustively(function, per_line=None, **options):
-    """Call the function once for each event, interrupted there. per_line: the number of events of a line; None for all."""
-    numbers = [number for at in places(function, **options).values() for number in at[:per_line]]
-    for number in sorted(numbers):
-        with Interrupt(number, **options) as interrupt:
+    for number in range(1, counting.seen + 1):
+        with Interrupt(number, files):
             function()
         yield number
-        del interrupt
 
 
 def check_nothing_is_left() -> None:
@@ -93,8 +62,7 @@ def check_nothing_is_left() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert torch.is_grad_enabled() and torch._C._is_torch_function_enabled()
     assert torch.is_autocast_cache_enabled()
-    assert contexts.current() is None and contexts._innermost(contexts._running) is None
-    assert not contexts.is_measuring()
+    assert running.forward is None and not running.measured
     assert bypass.modes() == () and not offload._running.entered
 
 

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fewbit
 import fewbit.functional as F
-from fewbit.runtime.parallel.process_groups import ProcessGroups, process_groups
+from fewbit.runtime.parallel.process_groups import process_groups
 from fewbit.runtime.parallel.shards import has_arrived, running_shard
-from fewbit.runtime.saved.seeds import Seeds
 
 CPU = torch.device("cpu")
 
@@ -156,18 +155,6 @@ def test_other_products_of_dtensors_are_torchs(mesh):
         found.append(x.grad.to_local())
         fewbit.compress_(model, bits=2, verbose=False)
     assert torch.equal(*found)
-
-
-def test_seeds_of_several_processes():
-    """A rank changes the seeds of data parallelism, and nothing changes those of a single process."""
-    torch.manual_seed(3)
-    alone = Seeds().of(CPU, "a")
-
-    class Rank(ProcessGroups):
-        data_rank = (1,)
-
-    assert Seeds(groups=ProcessGroups()).of(CPU, "a") == alone
-    assert Seeds(groups=Rank()).of(CPU, "a") != alone
 
 
 def test_parameters_of_one_module_may_be_sharded_over_several_meshes(mesh):

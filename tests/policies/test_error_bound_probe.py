@@ -69,7 +69,7 @@ def test_whole_models(name, is_checkpointed):
             != set()
         )
         for one, other in zip(ours.constraints, slot.constraints, strict=True):
-            assert one.v2 == pytest.approx(other.v2, rel=0.2)
+            assert one.v2 == pytest.approx(other.v2, rel=0.35)
             assert one.first == pytest.approx(other.first, rel=0.4)
 
 

@@ -1,22 +1,15 @@
-"""Nothing is left behind when a call ends at any place for any reason: no mode, hook, call or half-made change."""
+"""An error or an interrupt leaves no mode, hook or half-made change behind, and the next step is right."""
 
 import asyncio
 import copy
-import gc
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import _GeneratorContextManager, suppress
+from contextlib import suppress
 
 import pytest
 import torch
 from composed import Composed
-from interrupted import (
-    check_nothing_is_left,
-    exhaustively,
-    gradients,
-    state_of,
-)
+from interrupted import at_each_line, check_nothing_is_left, gradients, state_of
 from samples import normal
 from torch import nn
 from torch.nn import functional as torch_f
@@ -24,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.runtime.interop.interrupts import hold
+from fewbit.runtime.interop import original_functions
+from fewbit.runtime.ops import activation_ops, quantizer_ops
 
 ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, RuntimeError]
 X = normal((4, 64), scale=1.0)
@@ -132,114 +126,120 @@ def test_an_error_in_a_thread_is_nobody_elses():
     assert all(map(torch.equal, gradients(model, X), gradients(twin, X)))
 
 
-# -- at every line --------------------------------------------------------------------------------------------
+# -- an interrupt of a kernel or an operation ----------------------------------------------------------------
+
+FEATURES = 32
 
 
-class InTorch:
-    """A context that raises KeyboardInterrupt at one trace event in torch's code that removes a mode for torch's own call."""
-
-    def __init__(self, kind, at):
-        self.kind, self.at, self.seen = kind, at, 0
-
-    def __call__(self, frame, event, argument):
-        is_enter = frame.f_code is _GeneratorContextManager.__enter__.__code__
-        if not is_enter or frame.f_back.f_code.co_name != "handle_torch_function":
-            return None
-        frame.f_trace_opcodes = True
-        del frame  # which the traceback would keep
-        return self.step
-
-    def step(self, frame, event, argument):
-        if event == self.kind:
-            if self.seen == self.at:
-                del frame, argument
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            self.seen += 1
-        return self.step
+def linear():
+    return nn.Linear(FEATURES, FEATURES)
 
 
-def counting():
-    """Return a model that calls len(x) through Python, where torch takes modes off in a generator."""
-    model = Composed(lambda model, x: (len(x), model.linear(x))[1], linear=nn.Linear(64, 8))
-    fewbit.compress_(model, verbose=False)
-    return model
+def attention():
+    """Return a model with layers of one input, attention and activations as functions, and a product."""
+
+    def forward(model, x):
+        y = model.norm(x)
+        q, k, v, gate = (layer(y) for layer in model.layers)
+        y = torch_f.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        return torch_f.gelu(y) * gate
+
+    return Composed(
+        forward, norm=nn.LayerNorm(FEATURES), layers=nn.ModuleList(linear() for _ in range(4))
+    )
 
 
-def interrupted_in_torch(model, kind, at) -> bool:
-    before = sys.gettrace()
-    sys.settrace(InTorch(kind, at))
-    try:
-        model(X)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+def again(reentrant):
+    """Return a model with a region that the backward pass recomputes."""
+
+    def forward(model, x):
+        return checkpoint(model.block, model.first(x), use_reentrant=reentrant)
+
+    return Composed(
+        forward, first=linear(), block=nn.Sequential(linear(), nn.GELU(), nn.Dropout(0.5))
+    )
 
 
-@pytest.mark.slow
-def test_an_interrupt_where_torch_takes_a_mode_off():
-    """torch's generator restores the mode when the traceback is freed, which is after fewbit's clean-up."""
-    model, at = counting(), 0
-    while interrupted_in_torch(model, "opcode", at):
-        gc.collect()
-        check_nothing_is_left()
-        at += 1
-    assert at > 5
+def convolutions():
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 4)
+    )  # fmt: skip
 
 
-def test_a_mode_that_was_left_behind_goes_with_the_next_forward():
-    model = counting()
-    (mode,) = model.linear.quantizer.context.contexts
-    mode.__enter__()
-    plain = nn.Linear(64, 8)
-    assert torch_f.gelu(plain(X)).grad_fn.name() == "GeluBackward0"
-    model(X).sum().backward()
-    check_nothing_is_left()
+def nested():
+    """Return a model that calls another compressed model, which is not its part."""
+    inner = [attention()]
+    fewbit.compress_(inner[0], 2, verbose=False)
+    return Composed(lambda model, x: torch_f.silu(inner[0](model.linear(x))), linear=linear())
 
 
-CLEANING = (
-    "calls.py", "context.py", "cache.py", "checkpoints.py", "module_calls.py", "bypass.py", "functions.py",
-    "interrupts.py",
+MODELS = {
+    "functions": (attention, {}),
+    "convolutions": (convolutions, {}),
+    "again": (lambda: again(False), {}),
+    "again, reentrant": (lambda: again(True), {}),
+    "nested": (nested, {}),
+    "samples": (attention, {"bits": fewbit.SampleBits()}),
+    "observed": (attention, {"bits": fewbit.AdaptiveBits(2.5, interval=1)}),
+    "bound": (attention, {"bits": fewbit.ErrorBound(interval=1)}),
+    "excluded": (lambda: nn.Sequential(attention(), attention()), {"exclude": ["1.norm", "0.layers.2"]}),
+    "fused": (convolutions, {"bits": fewbit.PreActivationBits()}),
+}  # fmt: skip
+LEARNING = "observed", "bound"
+"""Whose bits follow from the steps before."""
+OPERATIONS = (
+    (quantizer_ops, "quantize"), (quantizer_ops, "dequantize"), (activation_ops, "activation"),
+    (original_functions.functional, "linear"), (original_functions.functional, "scaled_dot_product_attention"),
 )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_an_interrupt_of_the_clean_up_of_another_error():
-    """One error ends the forward, and another one is raised at every line of the clean-up."""
-
-    def stop():
-        raise RuntimeError
-
-    def run():
-        with suppress(RuntimeError):
-            model(X)
-
-    model = small(stop)
-    for _ in exhaustively(run, files=CLEANING):
-        check_nothing_is_left()
-    model.between = lambda: None
-    assert gradients(model, X)
+def step(model):
+    torch.manual_seed(0)
+    x = normal((4, FEATURES), scale=1.0).requires_grad_()
+    model(x).square().sum().backward()
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_lock_that_the_thread_holds_already(depth):
-    """A finalizer can take a lock that its thread holds. An error in the finalizer must not release the outer lock."""
-    lock = threading.RLock()
+@pytest.mark.parametrize("name", MODELS)
+def test_an_interrupt_of_an_operation(name, monkeypatch):
+    """A step is interrupted in each operation of its forward and its backward pass in turn. The next step is right."""
+    torch.manual_seed(0)
+    make, options = MODELS[name]
+    model = make()
+    fewbit.compress_(model, verbose=False, **{"bits": 2, **options})
+    step(model)
+    count, at = 0, None
 
-    def within(depth):
-        with hold(lock):
-            assert lock._is_owned()
-            if depth:
-                with pytest.raises(KeyboardInterrupt):
-                    within(depth - 1)
-                assert lock._is_owned()
-            raise KeyboardInterrupt
+    def interrupting(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+            return function(*args, **kwargs)
 
-    with pytest.raises(KeyboardInterrupt):
-        within(depth)
-    assert not lock._is_owned() and lock.acquire(blocking=False)
+        return call
+
+    x = normal((4, FEATURES), scale=1.0)
+    expected, before = gradients(model, x), state_of(model)
+    with monkeypatch.context() as patch:
+        for holder, operation in OPERATIONS:
+            patch.setattr(holder, operation, interrupting(getattr(holder, operation)))
+        step(model)
+        numbers = range(1, count + 1, max(1, count // 8))
+        for number in numbers:
+            count, at = 0, number
+            with pytest.raises(KeyboardInterrupt):
+                step(model)
+            check_nothing_is_left()
+    assert len(numbers) >= 4
+    model.zero_grad()
+    assert state_of(model) == before
+    found = gradients(model, x)
+    if name in LEARNING:
+        assert all(bool(gradient.isfinite().all()) for gradient in found)
+    else:
+        assert all(map(torch.equal, found, expected))
+    check_nothing_is_left()
 
 
 # -- calls that change a model --------------------------------------------------------------------------------
@@ -264,8 +264,7 @@ def test_a_conversion_that_is_interrupted_changes_nothing():
         fewbit.compress_(model, bits=2, exclude="last.1", verbose=False)
         fewbit.restore_(model)
 
-    files = "swap.py", "module_calls.py", "undo.py", "functions.py", "kinds.py"
-    for _ in exhaustively(run, per_line=1, files=files):
+    for _ in at_each_line(run, files=("swap.py", "module_calls.py", "functions.py", "kinds.py")):
         unchanged_or_converted(model, before, exact)
         model.zero_grad()
 

@@ -16,17 +16,14 @@ from torch.nn import functional as torch_f
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.runtime.format import fingerprint
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.activation_ops import is_masking
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import QuantizationRecord
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved.cache import SavedTensorCache
-from fewbit.runtime.saved.checkpoints import CheckpointRegions
+from fewbit.runtime.saved.sharing import SharedCopies
 
 
 class Layers(nn.Module):
@@ -167,12 +164,8 @@ VIEWS = {  # {what is between a ReLU and a layer: (function of the result of sha
 
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["", "in place"])
-@pytest.mark.parametrize("has_checksums", [False, True])
 @pytest.mark.parametrize("between", VIEWS)
-def test_between_the_relu_and_the_layer(between, has_checksums, is_in_place, monkeypatch):
-    """On a GPU there are no checksums, because they would have to wait for the device. Versions alone show changes."""
-    if not has_checksums:
-        monkeypatch.setattr(fingerprint, "fingerprint", lambda x: None)
+def test_between_the_relu_and_the_layer(between, is_in_place):
     function, expected = VIEWS[between]
     relu = partial(torch_f.relu, inplace=is_in_place)
     width = function(data((8, 4, 64)), data((8, 4, 64))).shape[-1]
@@ -200,11 +193,10 @@ def roll_(y, x):
 
 @pytest.mark.parametrize("write", [data_, numpy_, roll_], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["", "in place"])
-@pytest.mark.parametrize("functional", [False, True])
-def test_a_write_that_autograd_does_not_see(write, is_in_place, functional):
-    """Checksums show it, and before them the mode that replaces functions."""
+def test_a_write_that_autograd_does_not_see(write, is_in_place):
+    """The mode that replaces functions sees it."""
     model = Layers(nn.Linear(64, 3), relu=nn.ReLU(inplace=is_in_place), between=write)
-    compressed(model, 8, layers={"functional": functional})
+    compressed(model, 8, layers={"functional": True})
     for _ in range(2):
         run(model, data((8, 64)))
         check(model, 0.05, False)
@@ -275,29 +267,20 @@ def test_consumers_share_copies_and_the_mask():
         assert len(set(masks)) == 1
 
 
-def test_masks_are_forgotten_when_the_forward_ends():
-    model = compressed(Layers(nn.Linear(64, 3)))
-    run(model, data((8, 64)))
-    assert is_masked(model.nodes[0])
-    copies = model.layers[0].quantizer.context.cache
-    assert copies.get_mask(Content(data((8, 64)))) is None and not copies._local.masks
-
-
 def test_an_offload_does_not_leave_masks_on_the_device(monkeypatch):
-    """While tensors move to the host, the cache drops the masks of results that no longer exist."""
+    """While tensors move to the host, the masks of results that no longer exist are dropped."""
     monkeypatch.setattr(offload, "is_active", lambda: True)
-    copies = SavedTensorCache(CheckpointRegions())
-    copies.begin()
+    copies = SharedCopies()
     results = [data((8, 64)).relu() for _ in range(3)]
     for y in results:
-        copies.put_mask(Content(y), torch.zeros(16, dtype=torch.int32), False)
-    assert all(copies.get_mask(Content(y)) is not None for y in results)
+        copies.put_mask(y, torch.zeros(16, dtype=torch.int32), 0)
+    assert all(copies.get_mask(y) is not None for y in results)
     kept, more = results[1], torch.ones(5)
     del results, y
-    copies.put_mask(Content(more), torch.zeros(1, dtype=torch.int32), False)
-    assert len(copies._local.masks) == 2
-    assert copies.get_mask(Content(kept)) is not None
-    assert copies.get_mask(Content(more)) is not None
+    copies.put_mask(more, torch.zeros(1, dtype=torch.int32), 0)
+    assert len(copies._masks) == 2
+    assert copies.get_mask(kept) is not None
+    assert copies.get_mask(more) is not None
 
 
 # -- tables and dtypes without masks -------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from fewbit.runtime.activations.callable_tables import check_result, name_of
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
 from fewbit.runtime.ops import library
@@ -132,7 +131,7 @@ def _apply_unusual(x, function, parameters, bits, table, inplace, quantizer):
                 x, _forward(function, parameters), encoding, None
             )[:2]
             y = x.copy_(y) if inplace else y
-            recomputed.share_result(x, Content(y), codes, (function, parameters), encoded, found)
+            recomputed.share_result(x, y, 0, codes, (function, parameters), encoded, found)
             return y
     y = _traceable(x, _forward(function, parameters), encoding)
     return x.copy_(y) if inplace else y

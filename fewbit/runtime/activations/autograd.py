@@ -13,12 +13,12 @@ from torch.autograd import Function
 from fewbit.errors import GradientError
 from fewbit.runtime.activations import recomputed
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
 from fewbit.runtime.ops import activation_ops, library
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.context import current
+from fewbit.runtime.saved.sharing import place_of
 from fewbit.runtime.saved.single_backward import graph_anchors
 
 
@@ -30,21 +30,17 @@ class Activation(Function):
         seed = library.new_seed(x) if encoding.unbiased else None
         ctx.stride = None if x.is_contiguous() else layout.dense_stride(x)
         ctx.encoding = encoding
-        context, content = current(), None
-        if context is not None:
-            observed_as = context.observed_activation(function, parameters)
-            if observed_as is not None:
-                ctx.observed_as = observed_as
+        context = current()
         arguments = x, function, parameters, encoding, seed, inplace
         if context is None:
             y, packed = activation_ops.activation(*arguments)
         else:
-            y, packed, content = _in_context(context, *arguments)
+            observed_as = context.observed_activation(function, parameters)
+            if observed_as is not None:
+                ctx.observed_as = observed_as
+            y, packed = _in_context(context, *arguments)
         if inplace:
             ctx.mark_dirty(x)
-        if context is not None and activation_ops.is_masking(function, encoding, x.dtype):
-            if layout.is_dense(x):
-                context.cache.put_mask(content, packed, inplace)
         offload.mark(packed)
         ctx.save_for_backward(packed)
         return y
@@ -67,25 +63,34 @@ apply_activation = super(Function, Activation).apply
 
 
 def _in_context(context, x, function, parameters, encoding, seed, inplace):
-    """Return f(x), the packed codes of x and the `Content` of f(x), and record f(x) in the cache of the model's context.
+    """Return f(x) and the packed codes of x, and record f(x) in the forward pass that runs.
 
-    If the cache has a copy of x, later layers compute f(x) again from it. Otherwise, if a layer saved the result of this
-    activation in an earlier forward pass, the layer's quantized copy of f(x) is made too, in the same pass over x. The cache
-    finds f(x) by its `Content`. If f(x) overwrites x, the `Content` counts this change in advance, because torch increases
-    x's version only when the Function returns.
+    If there is a copy of x, later layers compute f(x) again from it. Otherwise, if a layer saved the result of this activation
+    in an earlier forward pass, the layer's quantized copy of f(x) is made too, in the same pass over x. If f(x) overwrites x,
+    the version of f(x) counts this change in advance, because torch increases x's version only when the Function returns.
     """
     arguments = x, function, parameters, encoding, seed, inplace
+    saving = context.saving(x)
+    copies = saving.shared
+    if copies is None:
+        return activation_ops.activation(*arguments)
     found = recomputed.copies_of_input(x, function, encoding)
-    quantizer = None
-    if not found and layout.is_by_sample(x):
-        quantizer = context.cache.consumer_quantizer(x)
+    quantizer, changes = None, int(inplace)
+    if not found and not saving.is_region and layout.is_by_sample(x):
+        quantizer = context.consumers.get((len(copies.results), x.shape, x.dtype))
     made = quantizer and activation_ops.activation_quantized(*arguments, quantizer)
     y, packed, saved = made or (*activation_ops.activation(*arguments), None)
-    content = Content(y, changes=inplace)
-    context.cache.record_output(x, content, quantizer, saved)
+    if not saving.is_region:
+        place = place_of(y, changes)
+        copies.record_output(x, y, place, saved is not None)
+        if saved is not None:
+            copies.put(y, place, quantizer.key, saved)
+        if activation_ops.is_masking(function, encoding, x.dtype) and layout.is_dense(x):
+            copies.put_mask(y, packed, changes)
     if found:
-        recomputed.share_result(y, content, packed, (function, parameters), encoding, found)
-    return y, packed, content
+        how = (function, parameters), encoding, found
+        recomputed.share_result(y, y, changes, packed, *how)
+    return y, packed
 
 
 class Traceable(Function):

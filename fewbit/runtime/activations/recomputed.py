@@ -24,7 +24,6 @@ from torch.autograd import Function
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.channels import usual_features
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import activation_ops
@@ -125,20 +124,27 @@ def copies_of_input(x: Tensor, function: str, encoding: Encoding) -> list:
 
 
 def share_result(
-    x, y: Content, codes: Tensor, activation: tuple, encoding: Encoding, found: list
+    x: Tensor,
+    y: Tensor,
+    changes: int,
+    codes: Tensor,
+    activation: tuple,
+    encoding: Encoding,
+    found: list,
 ) -> None:
     """Let later layers that would save y compute it again from a copy of x and from the codes of x.
 
     Args:
         x: the activation's input, or its result if that has overwritten the input.
         y: the activation's result.
+        changes: the number of in-place changes of y that its version does not count yet.
         codes: the packed codes.
         activation: the name and the parameters of the activation.
         encoding: the encoding of the codes.
         found: the result of `copies_of_input`.
     """
     stride = None if x.is_contiguous() else layout.dense_stride(x)
-    computed.share(found, y, partial(_from_side, *activation, encoding, stride), codes)
+    computed.share(found, y, changes, partial(_from_side, *activation, encoding, stride), codes)
 
 
 _SIDES = {  # {function: its values where the derivative is 0, from its parameters}

@@ -43,6 +43,7 @@ from fewbit.runtime.ops.library import NO_SECOND_DERIVATIVE
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
 from fewbit.runtime.saved.context import ForwardContext
+from fewbit.runtime.saved.seeds import purpose
 
 _LEAST_GAIN = 2
 """A tensor is replaced if its storage has at least this many times the bytes of the codes."""
@@ -211,7 +212,10 @@ class GraphCompressor:
         argument, rule = one.argument, one.rule
         x = argument.tensor.detach()
         # `softmax_copies.quantize_softmax` says why matrix products may use softmax's copy.
-        shared = context.cache.get_softmax(x) if is_matrix_product(argument.node) else None
+        shared = None
+        if is_matrix_product(argument.node):
+            copies = context.saving(x).shared
+            shared = None if copies is None else copies.get_softmax(x)
         if shared is None and x.numel() <= packs.MOST_ELEMENTS:
             key = packs.key_of(x, rule, id(settings))
             pack = self._local.packs.get(key)
@@ -254,7 +258,8 @@ def _copied(x, rule: Rule, settings: GraphSettings, name: str, context) -> Saved
 
     def quantize(x, bits, kind):
         kind = usual_kind(kind, settings.group_size)
-        given = context.seed(x, name, 0), bits, settings.group_size, kind
+        seed = context.saving(x).seed(x, purpose(name))
+        given = seed, bits, settings.group_size, kind
 
         def save(x):
             if x.dim() < 3 or x.shape[-1] < LEAST_ROW or x.shape[-1] % settings.group_size == 0:

@@ -6,8 +6,6 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from fewbit.runtime.interop.interrupts import undo_after
-
 _NOTHING = nullcontext()
 
 
@@ -27,9 +25,11 @@ def as_torch_casts():
 @contextmanager
 def _uncached():
     before = torch.is_autocast_cache_enabled()
-    with undo_after(lambda: torch.set_autocast_cache_enabled(before)):
-        torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(False)
+    try:
         yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def in_float32(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,8 +13,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fewbit.runtime.interop.interrupts import undo_after
-
 
 class _Stack(threading.local):
     """The modes of the modules that run in this thread, the innermost module last.
@@ -37,9 +35,11 @@ def bypass():
 @contextmanager
 def _bypass():
     before = _stack.modes
-    with undo_after(lambda: restore_modes(before)):
-        _stack.modes = (*before, True)
+    _stack.modes = (*before, True)
+    try:
         yield
+    finally:
+        _stack.modes = before
 
 
 def current_mode():
@@ -80,7 +80,7 @@ def run_outside(function, *args, **kwargs):
     """Return function(*args, **kwargs), without fewbit's function modes if these are the innermost ones.
 
     fewbit's layers call hundreds of methods of tensors. Each call would take a detour through the mode, which would
-    replace none of them. If an interrupt prevents that the mode is put back, the call guard of the model restores it.
+    replace none of them.
     """
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)

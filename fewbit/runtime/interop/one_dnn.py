@@ -11,8 +11,6 @@ from contextlib import contextmanager
 
 import torch
 
-from fewbit.runtime.interop.interrupts import undo_after
-
 
 class _Switch:
     """The switch of oneDNN, which all threads share. It is off as long as one of them needs it off."""
@@ -42,6 +40,8 @@ _switch = _Switch()
 def without_one_dnn() -> Iterator[None]:
     """Return a context manager in whose block torch uses its own operations on the CPU, in all threads."""
     user = object()
-    with undo_after(lambda: _switch.turn_back(user)):
-        _switch.turn_off(user)
+    _switch.turn_off(user)
+    try:
         yield
+    finally:
+        _switch.turn_back(user)

@@ -17,11 +17,11 @@ import torch
 from fewbit.config import ROTATED
 from fewbit.runtime import backends
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.cuda_streams import stream_of
-from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.interop.tensor_kinds import is_eager, is_plain
 from fewbit.runtime.probes import restoring
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, flat, unsharded
+from fewbit.runtime.saved.sharing import place_of
 
 _IN_KERNELS = torch.float32, torch.float16, torch.bfloat16
 
@@ -85,7 +85,10 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
         channels: the shape to which weight and bias are viewed so that they broadcast to y; None if they broadcast as
             they are.
     """
-    if quantizer.context is None or saved.trace_anchor is not None:
+    if quantizer.context is None or saved.trace_anchor is not None or not is_eager(y):
+        return
+    copies = quantizer.context.saving(y).shared
+    if copies is None:
         return
     weight, result_bias = unsharded(weight, bias)
     spec = AffineResultSpec(saved.spec, y.dtype, channels)
@@ -95,9 +98,8 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
         if bias.is_inference():
             shared = _with_own_bias(shared)
         else:
-            content = Content(bias)
-            shared = partial(_with_bias_of, shared, content, content.checksum)
-    quantizer.context.cache.put(Content(y), quantizer.key, shared)
+            shared = partial(_with_bias_of, shared, bias, place_of(bias))
+    copies.put(y, place_of(y), quantizer.key, shared)
 
 
 def _with_own_bias(shared: SavedTensors) -> SavedTensors:
@@ -105,17 +107,15 @@ def _with_own_bias(shared: SavedTensors) -> SavedTensors:
     return shared._replace(tensors=(*tensors, bias.detach().clone()))
 
 
-def _with_bias_of(shared: SavedTensors, before: Content, checksum) -> SavedTensors | None:
+def _with_bias_of(shared: SavedTensors, bias, before: tuple) -> SavedTensors | None:
     """Return the copy with a bias of its own, or None if the bias has changed. Most results of norms are not looked for.
 
     Args:
         shared: the copy, whose last tensor is the norm's bias.
-        before: the content of the bias when the norm ran.
-        checksum: the checksum of the bias when the norm ran.
+        bias: the bias.
+        before: `place_of(bias)` when the norm ran.
     """
-    now = Content(before.x)
-    is_same = now.place == before.place and now.checksum == checksum
-    return _with_own_bias(shared) if is_same else None
+    return _with_own_bias(shared) if place_of(bias) == before else None
 
 
 def save_copies(ctx, x, mean, rstd, inner, copies, quantizer, features=None):

@@ -26,7 +26,8 @@ from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import fixed_point
 from fewbit.runtime.quantizers.spec import SavedTensors, flat, map_affine, unsharded
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved.context import current
+from fewbit.runtime.saved.forward import running
+from fewbit.runtime.saved.sharing import FIXED_POINT, place_of
 from fewbit.runtime.saved.single_backward import once_differentiable
 
 SIGNED = ("relu", "leaky_relu")
@@ -167,7 +168,7 @@ def save_fixed_point(
     spec = FixedPointSpec(quantizer.bits, of_channels, tuple(y.shape), result.stride(), dtype)
     context = quantizer.fixed_point_context
     if context is not None:
-        context.cache.put_fixed_point(y, SavedTensors(tensors, PreActivationSpec(spec, y.dtype)))
+        _share(context, y, SavedTensors(tensors, PreActivationSpec(spec, y.dtype)))
     return SavedTensors(tensors, spec)
 
 
@@ -190,17 +191,32 @@ def activate(x, function: str, parameters: tuple, encoding: Encoding, inplace: b
     """
     if function not in SIGNED:
         return None
-    context = current()
-    if context is None or not context.cache.has_fixed_point or not context.recomputes_alike():
+    forward = running.forward
+    if forward is None or not forward.context.has_fixed_point or not forward.recomputes_alike():
         return None
-    context.record_save()
-    saved = context.cache.get_fixed_point(x)
+    saved = fixed_point_of(forward.context, x)
     slope = float(parameters[0]) if parameters else 0.0
     if saved is None or saved.spec.slope != 1.0 or not _is_exact(encoding, slope):
         return None
     y = _TwoValued.apply(x, slope, inplace, saved)
-    context.cache.put_fixed_point(y, SavedTensors(saved.tensors, saved.spec._replace(slope=slope)))
+    _share(forward.context, y, SavedTensors(saved.tensors, saved.spec._replace(slope=slope)))
     return y
+
+
+def fixed_point_of(context, x) -> SavedTensors | None:
+    """Return the fixed-point copy of x, the result of a norm or of an activation after a norm; None if there is none."""
+    saving = context.saving(x)
+    saving.has_saved = True
+    place = None if saving.shared is None else place_of(x)
+    return None if place is None else saving.shared.get(place, FIXED_POINT)
+
+
+def _share(context, y, saved: SavedTensors) -> None:
+    """Share a fixed-point copy of y, for an activation, a linear layer or a convolution that gets y."""
+    context.has_fixed_point = True
+    shared = context.saving(y).shared
+    if shared is not None:
+        shared.put(y, place_of(y), FIXED_POINT, saved)
 
 
 class _TwoValued(Function):

@@ -6,8 +6,8 @@ values from a copy in the backward pass.
 
 A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots in training. A
 *probe* measures for the policy how rounding the slots changes the gradients. A *fixed-point copy* is the copy that a
-norm makes for itself and for the layers after it (`preactivation.py`). The *cache* of a model contains the copies of
-the present forward pass, so that several layers can use one copy (`saved/cache.py`).
+norm makes for itself and for the layers after it (`preactivation.py`). Layers of a model share the copies of the present forward
+pass, so that several layers can use one copy (`saved/sharing.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from fewbit.config import (
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.buffers import seed_on
 from fewbit.runtime.format.channels import Normalization, channels_of
-from fewbit.runtime.format.fingerprint import Content
 from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
@@ -50,6 +49,7 @@ from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.parallel.shards import has_arrived, is_distributed
 from fewbit.runtime.quantizers import computed, copies, linear_results
 from fewbit.runtime.quantizers.codec import CodecSpec, SlotCodec
+from fewbit.runtime.quantizers.preactivation import fixed_point_of
 from fewbit.runtime.quantizers.spec import (
     QuantizationRecord,
     QuantizedTensorSpec,
@@ -62,7 +62,10 @@ from fewbit.runtime.quantizers.spec import (
 )
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
-from fewbit.runtime.saved.context import ForwardContext, current
+from fewbit.runtime.saved.context import ForwardContext
+from fewbit.runtime.saved.forward import running
+from fewbit.runtime.saved.seeds import purpose
+from fewbit.runtime.saved.sharing import place_of
 from fewbit.runtime.saved.single_backward import refuse_forward_mode
 
 EXTRA_BITS_OF_MODEL_INPUTS = 1
@@ -170,9 +173,8 @@ class Quantizer:
                 bit more: such tensors are few, and the gradient of the first layer is often large.
         """
         context = self.fixed_point_context
-        if context is not None and context.cache.has_fixed_point and is_eager(x):
-            context.record_save()
-            saved = context.cache.get_fixed_point(x)
+        if context is not None and context.has_fixed_point and is_eager(x):
+            saved = fixed_point_of(context, x)
             if saved is not None:
                 return saved
         extra = EXTRA_BITS_OF_MODEL_INPUTS if self.context is not None and not needs_grad else 0
@@ -180,13 +182,15 @@ class Quantizer:
 
     @property
     def fixed_point_context(self) -> ForwardContext | None:
-        """The context in whose cache norms put fixed-point copies, and in which the layers after the norms find them.
+        """The context in whose forward pass norms share fixed-point copies, and in which the layers after the norms find them.
 
         While a pre-activation block runs, the result is the block's own context, else `self.context`. If a layer is in
         several blocks, `self.context` is the context of the block that was made last, so it may be the wrong one.
         """
-        running = current()
-        return running if running is not None and running.is_private else self.context
+        forward = running.forward
+        if forward is not None and forward.context.is_private:
+            return forward.context
+        return self.context
 
     def quantize(
         self,
@@ -228,38 +232,39 @@ class Quantizer:
 
     def _quantize_or_share(self, x, shared, slot, usual, channels, extra_bits) -> SavedTensors:
         how = {"usual": usual, "channels": channels, "extra_bits": extra_bits}
-        if not shared or self.context is None or not is_eager(x) or x.is_inference():
+        if self.context is None or not is_eager(x):
             return self._quantize(x, x.dtype, slot, **how)
-        context = self.context
-        context.record_save()
-        cache, content, key = context.cache, Content(x), self.key
-        saved = cache.get(content, key)
+        saving = self.context.saving(x)
+        copies, place = saving.shared, None
+        if shared and copies is not None:
+            place = place_of(x)
+        if place is None:
+            return self._quantize(x, x.dtype, slot, saving=saving, **how)
+        key = self.key
+        saved = copies.get(place, key)
+        result = copies.results.get(place) if copies.results and not saving.is_region else None
         # An activation chooses its copy by the forward before this one, so only equal settings share the copy.
-        if saved is None and cache.keys() != {key} and not cache.has_result(content):
-            saved = self._with_more_bits(content, key)
+        if saved is None and result is None and copies.keys - {key}:
+            saved = copies.with_more_bits(place, key)
         mask = None
-        if (saved is None or channels) and self.kind_of(usual) == ROTATED:
-            mask = cache.get_mask(content)
+        if (saved is None or channels) and self.kind_of(usual) == ROTATED and not saving.is_region:
+            mask = copies.get_mask(x)
         if mask is not None:
             how["channels"] = channels = 0
         # An activation does not know the means and scales of channels while it computes its result.
-        activation = None if channels else cache.record_consumer(content, self)
+        activation = None
+        if result is not None and not channels:
+            self.context.add_consumer(result, self)
+            activation = result.number[0]
         if saved is None:
-            saved = self._quantize(x, x.dtype, slot, activation=activation, mask=mask, **how)
-            cache.put(content, key, saved)
-        elif self._policy is not None:
-            saved = _for(self.name, saved)
+            how |= {"activation": activation, "mask": mask, "saving": saving}
+            saved = self._quantize(x, x.dtype, slot, **how)
+            copies.put(x, place, key, saved)
+        else:
+            saving.has_saved = True
+            if self._policy is not None:
+                saved = _for(self.name, saved)
         return saved
-
-    def _with_more_bits(self, content: Content, key: tuple) -> SavedTensors | None:
-        """Return a copy that differs from those of this layer only in that it has more bits, as overrides may give; or None."""
-        bits, *others = key
-        for more, *of_other in sorted(self.context.cache.keys(), key=str):
-            if bits is not None and more is not None and more > bits and of_other == others:
-                saved = self.context.cache.get(content, (more, *others))
-                if saved is not None:
-                    return saved
-        return None
 
     def quantize_independent(
         self, x: torch.Tensor, *others: torch.Tensor, features: tuple[int, ...] | None = None
@@ -289,7 +294,7 @@ class Quantizer:
             changes: the number of in-place changes of y that its version does not count yet.
         """
         if self._can_share(y, copies):
-            computed.put(self.context.cache, self.key, Content(y, changes), function, copies)
+            computed.put(self.context, self.key, y, changes, function, copies)
 
     def _can_share(self, y: torch.Tensor, copies: tuple[SavedTensors, ...]) -> bool:
         """Return whether later layers may compute y again from these copies."""
@@ -299,23 +304,27 @@ class Quantizer:
 
     def copy_of(self, x: torch.Tensor) -> SavedTensors | None:
         """Return the copy of x that another layer has made in this forward pass, or None."""
-        if self.context is None or not is_eager(x) or not x.is_contiguous() or x.is_inference():
+        if self.context is None or not is_eager(x) or not x.is_contiguous():
             return None
-        return self.context.cache.get(Content(x), self.key)
+        copies, place = self.context.saving(x).shared, place_of(x)
+        return None if copies is None or place is None else copies.get(place, self.key)
 
     def share_linear(self, node, y: torch.Tensor, function, *copies: SavedTensors) -> None:
         """Let `computed_again` find the result y of a linear layer, which is function(*copies) with dequantized values."""
         # Otherwise the tensors of a chain of layers would all be computed from the input of the first one.
         is_first = not any(map(products_of, copies))
         if is_first and self._can_share(y, copies):
-            saved = computed_from(function, copies, y.dtype, products=1)
-            self.context.cache.put_linear(node, y, saved)
+            # A checkpointed region keeps its saved tensors only while it is differentiated.
+            shared = None if in_checkpoint() else self.context.saving(y).shared
+            if shared is not None:
+                shared.put_linear(node, y, computed_from(function, copies, y.dtype, products=1))
 
     def computed_again(self, x: torch.Tensor) -> SavedTensors | None:
         """Return what computes x again in the backward pass, if x follows from results of linear layers by cheap operations."""
         if not self.recomputes_linear or self.context is None or not is_eager(x) or in_checkpoint():
             return None
-        return linear_results.traced(x, self.context.cache.get_linear)
+        shared = self.context.saving(x).shared
+        return None if shared is None else linear_results.traced(x, shared.get_linear)
 
     def quantize_normalized(
         self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None
@@ -362,6 +371,7 @@ class Quantizer:
         mask=None,
         channels=0,
         extra_bits=0,
+        saving=None,
     ) -> SavedTensors:
         """Quantize x, or x normalized by `normalize`. The backward pass dequantizes the copy in `dtype`.
 
@@ -373,16 +383,19 @@ class Quantizer:
             activation: the number of the activation in the forward pass whose result x is, or None.
             input_dtype: the dtype of the layer's input; None if it is the dtype of x.
             usual: the kind of the copy if the quantizer has no kind.
-            mask: the mask that says where x is 0 (`saved/cache.py`), or None.
+            mask: the mask that says where x is 0 (`saved/sharing.py`), or None.
             channels: the number of channels that have a mean and a scale of their own. A masked copy has none.
             extra_bits: as in `quantize`.
+            saving: what `ForwardContext.saving` returned for x, or None if the layer is in no model or it was not called.
         """
         kind = self.kind_of(usual)
         if mask is not None:
             kind, channels = MASKED, 0
         if not is_plain(x):
             return self._quantize_traced(x, kind, channels, slot, extra_bits)
-        seed = self._seed(x, slot, activation)
+        if saving is None and self.context is not None:
+            saving = self.context.saving(x)
+        seed = self._seed(x, slot, activation, saving)
         if self._policy is None:
             normalize = copies.with_channels(x, normalize, channels)
             bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
@@ -390,12 +403,14 @@ class Quantizer:
             spec = self._spec(x, dtype, bits, kind=kind)
             tensors, spec = _complete(tensors, spec, normalize, mask)
         else:
-            place = input_dtype or x.dtype, kind, mask, channels
+            place = input_dtype or x.dtype, kind, mask, channels, saving.assignment
             tensors, spec = self._quantize_slot(x, seed, dtype, slot, normalize, *place)
         offload.mark(*tensors)
         return SavedTensors(tensors, spec)
 
-    def _quantize_slot(self, x, seed, dtype, number, normalize, input_dtype, kind, mask, channels):
+    def _quantize_slot(
+        self, x, seed, dtype, number, normalize, input_dtype, kind, mask, channels, assignment
+    ):
         """Quantize x with the bits, or with the slot codec, that this forward's bit assignment has for the slot.
 
         Args:
@@ -408,11 +423,11 @@ class Quantizer:
             kind: the kind of the copy.
             mask: the mask of a masked copy, else None.
             channels: the number of channels that have a mean and a scale of their own.
+            assignment: the `BitAssignment` of the forward pass.
 
         Returns:
             (tensors to save, spec).
         """
-        assignment = self.context.assignment(x)
         average = self.bits_of(number, self.average) if self.is_fixed else self.average
         slot = assignment.slot((self.name, number), average, self.is_fixed, kind)
         samples = assignment.samples_of(x, self.name if number == 0 else "")
@@ -475,7 +490,8 @@ class Quantizer:
         """
         if self._policy is not None:
             return None
-        seed = self.context.seed_of_result(y, self.key)
+        saving = self.context.saving(y)
+        seed = _seed_of_result(saving, y, len(saving.shared.results), self.key)
         kind = self.kind_of(ROTATED)
         is_masked = kind == ROTATED and are_masks
         kind = MASKED if is_masked else kind
@@ -492,15 +508,14 @@ class Quantizer:
     def key(self) -> tuple:
         """The settings that two layers must have in common to share a copy.
 
-        Some seeds are hashes of the key (`ForwardContext.seed_of_result`). A new setting must not change the seeds of
-        existing quantizers. So append the setting's value to the key only if it differs from the default value. A
-        setting that does not change copies is no part of the key.
+        Some seeds are hashes of the key (`_seed_of_result`). A new setting must not change the seeds of existing quantizers. So
+        append the setting's value to the key only if it differs from the default value. A setting that does not change
+        copies is no part of the key.
         """
         bits = self.bits
         if self._policy is not None:
             bits = self.average if self.is_fixed else None
-        # "auto" was the value of a setting that is gone. Without this entry the seeds would change.
-        key = bits, self.group_size, "auto"
+        key = bits, self.group_size
         return key if self.kind == UNIFORM else (*key, self.kind)
 
     def _quantize_traced(self, x, kind, channels=0, slot=0, extra_bits=0) -> SavedTensors:
@@ -527,12 +542,13 @@ class Quantizer:
             bits, self.group_size, tuple(x.shape), tuple(stride), dtype, samples, slot, kind
         )
 
-    def _seed(self, x, slot, activation):
-        if self.context is None:
+    def _seed(self, x, slot, activation, saving):
+        if saving is None:
             return library.new_seed(x)
         if activation is None:
-            return self.context.seed(x, self.name, slot)
-        return self.context.seed_of_result(x, self.key, activation)
+            return saving.seed(x, purpose(self.name, slot))
+        saving.has_saved = True
+        return _seed_of_result(saving, x, activation, self.key)
 
     def __repr__(self) -> str:
         parts = [f"bits={self.bits}"]
@@ -556,6 +572,21 @@ def _quantize_by_codec(
         values = QuantizationRecord(values, (), spec, spec.group_size, normalize).exact()
     tensors, inner = codec.quantize(values.to(input_dtype), seed_on(values.device, seed))
     return tuple(tensors), CodecSpec(inner, spec)
+
+
+def _seed_of_result(saving, y, number: int, key: tuple):
+    """Return the seed from which an activation's result y is rounded.
+
+    All layers with one key share one copy of y. Either the activation makes the copy, or the first layer that saves y makes it. The
+    seed is the same in both cases.
+
+    Args:
+        saving: what `ForwardContext.saving` returned.
+        y: the activation's result.
+        number: the number of the activation in the forward pass.
+        key: `Quantizer.key` of the layers.
+    """
+    return saving.seed_of(y, purpose("result", saving.part, number, key))
 
 
 def _for(name: str, saved: SavedTensors) -> SavedTensors:

@@ -1,7 +1,7 @@
 """The quantized copy that softmax saves of its result.
 
 If a matrix product uses this result as a factor, it saves no copy of its own, but shares that of softmax. It finds the copy in
-the *cache* of the forward pass (`saved/cache.py`).
+the *cache* of the forward pass (`saved/sharing.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def quantize_softmax(quantizer: Quantizer, y: torch.Tensor) -> SavedTensors:
     context = quantizer.context
     # A policy measures the bits of every product by itself.
     if context is not None and context.policy is None and is_eager(y):
-        context.cache.put_softmax(y, quantizer.key, saved)
+        shared = context.saving(y).shared
+        if shared is not None:
+            shared.put_softmax(y, quantizer.key, saved)
     return saved
 
 
@@ -36,8 +38,8 @@ def quantize_factor(quantizer: Quantizer, x: torch.Tensor) -> SavedTensors:
     """
     context = quantizer.context
     if context is not None and is_eager(x):
-        saved = context.cache.get_softmax(x, quantizer.key)
+        shared = context.saving(x).shared
+        saved = None if shared is None else shared.get_softmax(x, quantizer.key)
         if saved is not None:
-            context.record_save()
             return saved
     return quantizer.quantize(x)

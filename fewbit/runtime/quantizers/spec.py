@@ -34,7 +34,7 @@ class QuantizedTensorSpec(NamedTuple):
         samples: the number of samples if each sample has its own number of bits, else None.
         slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
-        has_mask: whether the last saved tensor is a mask (`saved/cache.py`), so that the copy is a masked one.
+        has_mask: whether the last saved tensor is a mask (`saved/sharing.py`), so that the copy is a masked one.
         has_channels: whether the copy has the means and scales of channels (`runtime/format/channels.py`).
     """
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
-from fewbit.runtime.interop.interrupts import undo_after
-
 _MISSING = object()
 
 
@@ -22,23 +20,24 @@ class Buffers:
     def watched(self):
         """Return a context manager for the first run, which remembers the buffers that the region replaces."""
         outer = _watchers.active
-
-        def end():
-            _watchers.active = outer
-
-        with undo_after(end):
-            _watchers.active = *outer, self
+        _watchers.active = *outer, self
+        try:
             yield
+        finally:
+            _watchers.active = outer
 
     @contextmanager
     def earlier(self):
         """Return a context manager for the second run, in whose block the buffers are those from before the first run."""
         changed = Buffers()
-        with undo_after(changed._put_back), changed.watched():
-            for (_, name), (module, _) in self._before.items():
-                changed.note(module, name)
-            self._put_back()
-            yield
+        try:
+            with changed.watched():
+                for (_, name), (module, _) in self._before.items():
+                    changed.note(module, name)
+                self._put_back()
+                yield
+        finally:
+            changed._put_back()
 
     def note(self, module, name: str) -> None:
         """Remember a buffer that is about to change, if this is its first change."""

@@ -26,7 +26,6 @@ from fewbit.runtime.interop.checkpoint import (
     outside_dispatch_modes,
     reentrant_region,
 )
-from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.module_calls import leave_to_interpreter
 from fewbit.runtime.interop.tensor_kinds import has_memory, is_plain
 from fewbit.runtime.quantizers import copies, integers
@@ -342,16 +341,14 @@ _innermost = _Innermost()
 def entered(mode: _RegionMode):
     """Return a context manager in whose block a mode of this file is on torch's stack of function modes."""
     depth, outer = torch._C._len_torch_function_stack(), _innermost.region
-
-    def put_back():
+    _innermost.region = checkpoint_hook(), reentrant_region()
+    torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
         _innermost.region = outer
         while torch._C._len_torch_function_stack() > depth:
             torch._C._pop_torch_function_stack()
-
-    with undo_after(put_back):
-        _innermost.region = checkpoint_hook(), reentrant_region()
-        torch._C._push_on_torch_function_stack(mode)
-        yield
 
 
 @contextmanager

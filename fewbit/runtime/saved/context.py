@@ -1,8 +1,7 @@
 """The context of a model: the object that gives the model's layers bits, seeds and shared copies in each forward pass.
 
-A *copy* is the quantized form of a tensor that layers save. A *call* is a call of one of the model's modules, which
-`CallGuard` (`calls.py`) runs, and also the object that represents the call while it runs. The outermost call is a
-forward pass. A *region* is a part of a forward pass that `torch.utils.checkpoint` recomputes, that is, runs again in
+A *copy* is the quantized form of a tensor that layers save. The outermost call of one of the model's modules is a forward
+pass (`calls.py`). A *region* is a part of a forward pass that `torch.utils.checkpoint` recomputes, that is, runs again in
 the backward pass. A *probe* measures a forward pass for the policy, which chooses bits.
 """
 
@@ -12,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,24 +21,15 @@ from fewbit.runtime.interop.checkpoint import (
     reentrant_region,
     region_of,
 )
-from fewbit.runtime.interop.interrupts import undo_after
 from fewbit.runtime.interop.module_calls import GUARD, TrackedModule
-from fewbit.runtime.ops import library
-from fewbit.runtime.parallel.process_groups import process_groups
+from fewbit.runtime.parallel.process_groups import ProcessGroups, process_groups
 from fewbit.runtime.saved.assignment import ALONE, REENTRANT, BitAssignment
-from fewbit.runtime.saved.cache import SavedTensorCache
-from fewbit.runtime.saved.checkpoints import CheckpointRegions
-from fewbit.runtime.saved.seeds import Seeds
+from fewbit.runtime.saved.forward import Forward, RunOfRegion, Saving, running
+from fewbit.runtime.saved.seeds import generator_hash, mixed, purpose
 
-_running = threading.local()  # the innermost call of any model in this thread
-
-
-def current() -> ForwardContext | None:
-    """Return the context of the model whose forward pass runs in this thread, or None."""
-    # Every layer calls this function, so it does not call `_innermost`.
-    reference = getattr(_running, "call", None)
-    call = None if reference is None else reference()
-    return None if call is None else call.context
+MOST_CONSUMERS = 4096
+"""The largest number of remembered pairs of an activation and its consumer."""
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 @contextmanager
@@ -51,15 +40,17 @@ def measuring(observation=None):
         observation: the probe that measures these forward passes, or None. If `measuring` blocks are nested, only the
             probe of the outermost block is used.
     """
-    before = getattr(_running, "measured", ())
-    with undo_after(lambda: setattr(_running, "measured", before)):
-        _running.measured = before or (observation,)
+    before = running.measured
+    try:
+        running.measured = before or (observation,)
         yield
+    finally:
+        running.measured = before
 
 
 def is_measuring() -> bool:
     """Return whether this thread is within a `measuring` block."""
-    return bool(getattr(_running, "measured", ()))
+    return bool(running.measured)
 
 
 class ForwardContext:
@@ -73,6 +64,11 @@ class ForwardContext:
         is_private: whether the context belongs to one pre-activation block (a norm, an activation and a linear layer or
             convolution that share a copy) and not to a model.
         compressor: the `GraphCompressor` that compresses what torch's operations save, or None.
+
+    Attributes:
+        salt: up to 16 bytes; another salt gives other seeds if all else is equal.
+        has_fixed_point: whether a norm has ever shared a fixed-point copy.
+        consumers: {(number, input shape, input dtype) of an activation: quantizer of its consumer}, from earlier forward passes.
     """
 
     def __init__(self, contexts=(), policy=None, is_private=False, compressor=None):
@@ -80,13 +76,12 @@ class ForwardContext:
         self.policy = policy
         self.compressor = compressor
         self.is_private = is_private
-        self.salt = b""  # for `Seeds`: another salt gives other seeds if all else is equal
-        self.checkpoints = CheckpointRegions()
-        self.cache = SavedTensorCache(self.checkpoints)
+        self.salt = b""
+        self.has_fixed_point, self.consumers = False, {}
+        self._regions = weakref.WeakKeyDictionary()  # {region: _Region}
+        self._whole = weakref.WeakSet()  # regions around whole forward passes
+        self._groups = ProcessGroups()  # of the latest forward pass
         self._local = _Local()
-        self._groups = (
-            None  # of the latest forward pass, for regions whose forward pass is not known
-        )
 
     def __getstate__(self):
         names = "contexts", "policy", "is_private", "compressor"
@@ -95,116 +90,175 @@ class ForwardContext:
     def __setstate__(self, state):
         self.__init__(**state)
 
-    # -- For CallGuard -----------------------------------------------------------------------------------
+    # -- Forward passes ----------------------------------------------------------------------------------
 
-    def calls(self) -> tuple:
-        """Return weak references to two calls: this thread's innermost call of any model, and that of this model.
-
-        The two references are the arguments `running` and `own` of `set_calls`.
-        """
-        return getattr(_running, "call", None), self._local.call
-
-    def set_calls(self, running, own) -> None:
-        """Set this thread's innermost call of any model, `running`, and of this model, `own`, as weak references."""
-        self._local.call, _running.call = own, running
-
-    def begin_forward(self, module, inputs) -> None:
-        """Choose the bits and seeds of a forward pass. In a recomputation, take those of the recomputed forward pass.
+    def begin(self, module, inputs) -> Forward:
+        """Return a forward pass that begins now. In a recomputation, it has the bits and seeds of the recomputed one.
 
         Args:
             module: the module whose call is the forward pass.
             inputs: the call's arguments.
         """
-        local = self._local
-        local.is_differentiated = not in_backward()
-        begin = self._new_forward if local.is_differentiated else self._recomputed_forward
-        self._use(begin(module, inputs))
+        outer = running.forward
+        if in_backward():
+            found = self._recorded() or self._unknown(inputs)
+            saving = found.assignment, found.start, found.groups, True, found.count(_PART)
+            forward = Forward(self, module, outer, False, *saving)
+            forward.continue_counting(found)
+            return forward
+        if self.policy is None:
+            assignment = None
+        elif running.measured or not module.training:
+            assignment = self.policy.assign(inputs, *running.measured)
+        else:
+            assignment = self.policy.begin(module, inputs)
+        self._groups = groups = process_groups(module)
+        return Forward(self, module, outer, True, assignment, self._start(groups), groups)
 
-    def join_region(self, region, is_reentrant: bool) -> None:
-        """Record that the forward pass runs through a checkpointed region.
+    def begin_without_gradients(self, module) -> Forward:
+        """Return a forward pass that begins with gradients disabled. It has no bits until a layer saves a tensor."""
+        return Forward(self, module, running.forward, False, None, None, self._groups, False)
 
-        Args:
-            region: the region, as `checkpoint.region_of` or `checkpoint.reentrant_region` returned it; None if no
-                region runs.
-            is_reentrant: whether this is the first run of a region with `use_reentrant=True`. Layers in such a region
-                save tensors only when the region is recomputed.
-        """
-        if region is not None and self._local.forward is not None:
-            self.checkpoints.remember(region, self._local.forward)
-            self._local.has_saved |= is_reentrant
+    def _start(self, groups) -> int | None:
+        # In a CUDA graph, seeds must come from torch's own generator: others would be the same in every replay.
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return None
+        return generator_hash(self.salt, groups.data_rank)
 
-    def finished_forward(self) -> _Forward | None:
-        """Return the forward pass that ends now; None if it has no backward pass, or is a recomputation."""
-        return self._local.forward if self._local.is_differentiated else None
-
-    @property
-    def has_saved(self) -> bool:
-        """True if a layer has saved a tensor in this forward pass."""
-        return self._local.has_saved
-
-    def record_save(self, value: bool = True) -> None:
-        """Record whether a layer has saved a tensor in this forward pass. False is recorded when the pass begins."""
-        self._local.has_saved = value
-
-    def end_forward(self) -> None:
-        """Forget the present forward pass."""
-        local = self._local
-        local.forward = None
-        local.is_differentiated, local.activation = False, None
-
-    # -- The modules that run ----------------------------------------------------------------------------
-
-    def is_running(self) -> bool:
-        """Return whether a forward pass of the model is running in this thread."""
-        return _innermost(self._local) is not None
-
-    def recomputes_alike(self) -> bool:
-        """Return whether the code that runs now would run within a call of this model again if it is recomputed.
-
-        The answer is yes if no region runs, or if the innermost call began inside the region, so that the whole call is
-        recomputed. The answer is no if the region began inside the call.
-        """
-        hook, call = checkpoint_hook(), _innermost(self._local)
-        return hook is None or (call is not None and call.hook is hook)
-
-    def compresses_functions(self) -> bool:
-        """Return whether to compress the functions that the running module calls now.
-
-        They are compressed if the module is in training mode, and if a recomputation would compress them again
-        (`recomputes_alike`).
-        """
-        call = _innermost(self._local)
-        return call is not None and call.training and self.recomputes_alike()
-
-    def path(self) -> str:
-        """Return the path of the innermost running module in the converted model."""
-        call = _innermost(self._local)
-        return "" if call is None else call.path
-
-    @contextmanager
-    def activation(self, path: str):
-        """Return a context manager in whose block the activation of the module at `path` counts as running."""
-        local, before = self._local, self._local.activation
-        with undo_after(lambda: setattr(local, "activation", before)):
-            local.activation = path
-            yield
-
-    # -- Bits --------------------------------------------------------------------------------------------
+    def running(self) -> Forward | None:
+        """Return the forward pass of this model that runs in this thread, or None."""
+        forward = running.forward
+        while forward is not None and forward.context is not self:
+            forward = forward.outer
+        return forward
 
     @property
     def shares_results(self) -> bool:
         """True if layers compute results of earlier layers again from the copies of other layers."""
         return self.policy is None or self.policy.shares_results
 
-    def assignment(self, x) -> BitAssignment | None:
-        """Return the bit assignment of the forward pass in which a layer saves x; None if all bits are fixed.
+    @contextmanager
+    def activation(self, path: str):
+        """Return a context manager in whose block the activation of the module at `path` counts as running."""
+        forward = self.running()
+        if forward is None:
+            yield
+            return
+        before, forward.activation = forward.activation, path
+        try:
+            yield
+        finally:
+            forward.activation = before
 
-        A layer that is called outside a forward pass of the model gets an assignment for x alone. Within a recomputed
-        region, the result is the assignment of the region's first run, so that both runs save the same copies.
+    # -- What layers ask ---------------------------------------------------------------------------------
+
+    def saving(self, x: torch.Tensor) -> Saving:
+        """Return what a layer needs to save x now.
+
+        A layer that is called outside a forward pass of the model gets bits for this tensor alone. Within a recomputed region,
+        the result has the bits and seeds of the region's first run, so that both runs save the same copies.
         """
-        if self._is_outside():
-            return self._unobserved_assignment((x,), ALONE)
-        return self._forward_of(x).assignment
+        forward = running.forward
+        if forward is not None and forward.context is self and _top_hooks(False) is None:
+            if forward.is_first or forward.start is not None:
+                return forward
+        return self._unusual_saving(x)
+
+    def _unusual_saving(self, x) -> Saving:
+        hook, forward = checkpoint_hook(), self.running()
+        region = None if hook is None else region_of(hook)
+        if region is not None:
+            return self._in_region(region, hook, forward, x)
+        self._local.forget_runs()
+        if forward is None and not in_backward():
+            return Saving(self._unobserved(ALONE, (x,)), None, shares=False)
+        if forward is not None and (forward.is_first or forward.start is not None):
+            return forward
+        # A part of a backward pass, or a forward pass at whose beginning gradients were disabled.
+        found = self._recorded() or self._unknown((x,))
+        if forward is not None:
+            forward.has_saved = True
+        return found
+
+    def _in_region(self, region, hook, forward, x=None) -> Saving:
+        """Return what layers need in this run of a region with `use_reentrant=False`."""
+        local = self._local
+        found = local.runs.get(hook)
+        if found is None:
+            entry = self._entry(region, forward or self._unknown((x,)))
+            found = local.runs[hook] = entry.run()
+        local.use(found)
+        if forward is not None:
+            forward.has_saved = True
+        return found
+
+    def _entry(self, region, saving: Saving) -> _Region:
+        entry = self._regions.get(region)
+        if entry is None:
+            entry = self._regions[region] = _Region(saving, saving.count(_REGION))
+        return entry
+
+    def _recorded(self) -> Saving | None:
+        """Return what the first run of the region had that this thread recomputes, or None if no region is known."""
+        hook = checkpoint_hook()
+        region = region_of(hook)
+        entry = None if region is None else self._regions.get(region)
+        if entry is not None:
+            return self._in_region(region, hook, None)
+        region = reentrant_region() if in_backward() else None
+        entry = None if region is None else self._regions.get(region)
+        return None if entry is None else entry.run_again(torch._C._current_graph_task_id())
+
+    def join_region(self, forward: Forward) -> None:
+        """Record the region within which a call of a module begins, if there is one.
+
+        Layers in a region with `use_reentrant=True` save tensors only when the region is recomputed.
+        """
+        if forward.hook is not None:
+            region = region_of(forward.hook)
+            if region is not None and forward.is_first:
+                self._entry(region, forward)
+        elif not torch.is_grad_enabled() and forward.module.training and not in_backward():
+            region = reentrant_region()
+            if region is not None:
+                self._entry(region, forward)
+                forward.has_saved = True
+
+    def end(self, forward: Forward) -> None:
+        """Drop the copies of regions when a forward pass ends, unless it is a part of a region that still runs."""
+        if forward.hook is None or self.is_private or self._contains(forward):
+            self._local.forget_runs()
+
+    def _contains(self, forward) -> bool:
+        """Return whether the running region contains the whole forward pass.
+
+        In a recomputation, the answer is that of the region's first run. The recomputation alone cannot tell: if a region
+        contains only a part of a forward pass, the outermost call in the recomputation was inside another call in the first run.
+        """
+        region = region_of(forward.hook)
+        if region is not None and not in_backward():
+            self._whole.add(region)
+        return region in self._whole
+
+    def _unknown(self, inputs) -> Saving:
+        """Return what layers need to save tensors outside of all known forward passes."""
+        start = mixed(generator_hash(b"unknown", self._groups.data_rank), 0, 0) + 2**63
+        is_again = in_backward() and reentrant_region() is not None
+        assignment = self._unobserved(REENTRANT if is_again else ALONE, inputs)
+        found, before = Saving(assignment, start, self._groups, shares=False), self._local.unknown
+        if before is not None and before.start == start:
+            # Otherwise two regions with the same generator state would be rounded alike.
+            found.continue_counting(before)
+        self._local.unknown = found
+        return found
+
+    def _unobserved(self, reason: str, inputs=()) -> BitAssignment | None:
+        """Return an assignment for the tensors of a forward that no probe measures, for the given reason."""
+        if self.policy is None:
+            return None
+        assignment = self.policy.assign(inputs)
+        assignment.unobserved = "" if is_measuring() else reason
+        return assignment
 
     def activation_bits(self, name: str, bits: int, x) -> int:
         """Return the bits that the policy chose for an activation in this forward pass, or `bits` if it chose none.
@@ -216,9 +270,9 @@ class ForwardContext:
         """
         if self.policy is None or not x.requires_grad or not torch.is_grad_enabled():
             return bits
-        if self._is_outside() or torch._C._functorch.maybe_current_level() is not None:
+        if torch._C._functorch.maybe_current_level() is not None:
             return bits
-        assignment = self._forward_of(x).assignment
+        assignment = self.saving(x).assignment
         return bits if assignment is None else assignment.activation_bits(name, bits)
 
     def observed_activation(self, function: str, parameters: tuple) -> tuple | None:
@@ -227,116 +281,85 @@ class ForwardContext:
         The name is the path of the activation module. If another module calls the activation as a function, the name is
         "path of the module:function".
         """
-        forward = self._local.forward
+        forward = self.running()
         if forward is None or forward.assignment is None or forward.assignment.probe is None:
             return None
-        name = self._local.activation
+        name = forward.activation
         if name is None:
-            name = f"{self.path()}:{function}"
+            name = f"{forward.path}:{function}"
         return name, function, parameters
 
-    # -- Seeds -------------------------------------------------------------------------------------------
+    # -- Consumers of activations ------------------------------------------------------------------------
 
-    def seed(self, x, name: str, slot: int) -> int | torch.Tensor:
-        """Return the seed from which x is rounded.
+    def add_consumer(self, result, quantizer) -> None:
+        """Remember that a layer with this quantizer saves the result of an activation, a `sharing.Result`."""
+        result.is_used = True
+        if len(self.consumers) >= MOST_CONSUMERS:
+            self.consumers.clear()  # so many pairs arise if the inputs' shapes change all the time
+        self.consumers[result.number] = quantizer
 
-        Args:
-            x: the tensor that a layer saves.
-            name: the name of the layer.
-            slot: the number of x among the layer's inputs, from 0.
+    def forget_unused(self, forward: Forward) -> None:
+        """Forget each consumer that did not use the copy that an activation made for it in a forward pass."""
+        for result in forward.shared.results.values():
+            if result.has_copy and not result.is_used:
+                self.consumers.pop(result.number, None)
 
-        Returns:
-            An int that fits into int64, or (1,) int64 on x's device.
-        """
-        if self._is_outside() or _is_capturing(x):
-            return library.new_seed(x)
-        self._local.has_saved = True
-        return self._forward_of(x).seeds.next(x.device, name, slot)
 
-    def seed_of_result(self, y, key, number: int | None = None) -> int | torch.Tensor:
-        """Return the seed from which an activation's result y is rounded.
+_PART, _REGION = purpose("part"), purpose("region")
 
-        All layers with this key share one copy of y. Either the activation makes the copy, or the first layer that
-        saves y makes it. The seed is the same in both cases.
 
-        Args:
-            y: the activation's result.
-            key: `Quantizer.key` of the layers.
-            number: the number of the activation in the forward pass, as `SavedTensorCache.record_consumer` returned it.
-                None stands for the activation that runs now.
+class _Region:
+    """A region, as its later runs need it: its forward pass, and its number among the regions of the forward pass."""
 
-        Returns:
-            An int that fits into int64, or (1,) int64 on y's device.
-        """
-        if _is_capturing(y):
-            return library.new_seed(y)
-        seeds = self._forward_of(y).seeds
-        if number is None:
-            number = self.cache.result_count
-        return seeds.of(y.device, "result", self._local.part, number, key)
+    def __init__(self, saving: Saving, number: int):
+        self.assignment, self.groups, self._latest = saving.assignment, saving.groups, (None, None)
+        start = saving.start
+        if start is not None:
+            start = mixed(start, _REGION, number) + 2**63
+        self.start = start
 
-    # -- The current forward -----------------------------------------------------------------------------
+    def run(self) -> RunOfRegion:
+        """Return what layers need in a run of the region."""
+        return RunOfRegion(self.assignment, self.start, self.groups)
 
-    def _new_forward(self, module, inputs) -> _Forward:
-        assignment = None
-        if self.policy is not None:
-            measured = getattr(_running, "measured", ())
-            if measured or not module.training:
-                assignment = self.policy.assign(inputs, *measured)
-            else:
-                assignment = self.policy.begin(module, inputs)
-        self._groups = process_groups(module)
-        return _Forward(assignment, Seeds(self.salt, self._groups))
+    def run_again(self, task: int) -> RunOfRegion:
+        """Return what layers need in a run within the backward pass with this number, whose parts share one result."""
+        latest, found = self._latest
+        if latest != task:
+            found = self.run()
+            self._latest = task, found
+        return found
 
-    def _recomputed_forward(self, module, inputs) -> _Forward:
-        """Return the forward to which the recomputed region belongs, or a new forward if that forward is not known."""
-        found = self.checkpoints.recorded_forward()
-        return found or self._local.forward or self._unknown_forward(inputs)
 
-    def _unknown_forward(self, inputs) -> _Forward:
-        """Return a new forward for tensors that are saved outside of all known forwards.
+class _Local(threading.local):
+    """The state of a model in one thread."""
 
-        The numbers that the user gave to samples are not used for these tensors, because the samples are not known.
-        """
-        seeds, before = Seeds(b"unknown", self._groups), self._local.unknown
-        if before is not None and before.start == seeds.start:
-            # Otherwise two regions with the same generator state would be rounded alike.
-            seeds = before
-        self._local.unknown = seeds
-        is_again = in_backward() and reentrant_region() is not None
-        reason = REENTRANT if is_again else ALONE
-        return _Forward(self._unobserved_assignment(inputs, reason), seeds)
+    def __init__(self):
+        self.runs = weakref.WeakKeyDictionary()  # {hook of a region: RunOfRegion}
+        self.latest = None  # weak reference to the latest run
+        self.unknown = None  # the latest Saving outside of all known forward passes
 
-    def _unobserved_assignment(self, inputs, reason: str) -> BitAssignment | None:
-        """Return an assignment for the tensors of a forward that no probe measures, for the given reason."""
-        if self.policy is None:
-            return None
-        assignment = self.policy.assign(inputs)
-        assignment.unobserved = "" if is_measuring() else reason
-        return assignment
+    def use(self, run: RunOfRegion) -> None:
+        """Drop the copies of the run that was used before: a hook lives as long as its graph, which must not hold copies."""
+        latest = None if self.latest is None else self.latest()
+        if latest is not run:
+            if latest is not None:
+                latest.shared.clear()
+            self.latest = weakref.ref(run)
 
-    def _use(self, forward: _Forward) -> None:
-        self._local.forward = forward
-        self._local.part = forward.seeds.number("part")
+    def forget_runs(self) -> None:
+        """Drop the copies of the latest run of a region."""
+        if self.latest is not None:
+            latest = self.latest()
+            if latest is not None:
+                latest.shared.clear()
+            self.latest = None
 
-    def _forward_of(self, x) -> _Forward:
-        """Return the forward in which x is saved. In a recomputed region, this is the forward of the first run."""
-        local, hook = self._local, checkpoint_hook()
-        frame = None if hook is None else region_of(hook)
-        if frame is None and local.forward is not None:
-            return local.forward
-        forward = self._recomputed_forward(None, (x,))
-        if frame is not None:
-            forward = self.checkpoints.remember(frame, forward)
-            seeds = self.checkpoints.seeds(frame, weakref.ref(hook), forward.seeds)
-            return forward._replace(seeds=seeds)
-        if self.cache.is_open:
-            self._use(forward)
-        return forward
 
-    def _is_outside(self) -> bool:
-        """Return whether this thread is neither in a forward of the model nor in a backward pass."""
-        return not self.cache.is_open and not in_backward()
+def current() -> ForwardContext | None:
+    """Return the context of the model whose forward pass runs in this thread, or None."""
+    forward = running.forward
+    return None if forward is None else forward.context
 
 
 def contexts_of(model: nn.Module) -> Iterator[ForwardContext]:
@@ -345,40 +368,3 @@ def contexts_of(model: nn.Module) -> Iterator[ForwardContext]:
         guard = vars(module).get(GUARD)
         if isinstance(module, TrackedModule) and guard is not None:
             yield guard.context
-
-
-class _Local(threading.local):
-    """The forward that runs in a thread."""
-
-    def __init__(self):
-        self.call = None  # a weak reference to the innermost call of the model
-        self.is_differentiated = False  # the forward has a backward pass and is no recomputation
-        self.forward = None  # the running _Forward, or the one that is partly recomputed now
-        self.part = 0  # 0 in the first run of `forward`, then 1, 2 ... in recomputations
-        self.has_saved = False  # whether a layer has asked to save a tensor
-        self.unknown = None  # the latest Seeds of tensors outside of all known forwards
-        self.activation = None  # path of the module whose activation runs now
-
-
-class _Forward(NamedTuple):
-    """The bits and seeds of a forward and of its recomputed regions. The assignment is None if all bits are fixed."""
-
-    assignment: BitAssignment | None
-    seeds: Seeds
-
-
-def _innermost(local):
-    """Return the innermost call that has not ended, or None.
-
-    Only the Python frame of a call has a strong reference to the call, so an abandoned call is gone with its frame.
-
-    Args:
-        local: `_running`, for the innermost call of any model, or the `_Local` of one model.
-    """
-    reference = getattr(local, "call", None)
-    return None if reference is None else reference()
-
-
-def _is_capturing(x) -> bool:
-    # In a CUDA graph, seeds must come from torch's own generator: others would be the same in every replay.
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewbit.errors import InputError
-from fewbit.runtime.interop.interrupts import hold, take_off_hooks
+from fewbit.runtime.interop.saved_tensor_hooks import take_off_hooks
 from fewbit.runtime.saved.transfers import CudaTransfers, OnDevice
 
 LEAST_BYTES = 64 * 1024
@@ -114,30 +114,17 @@ class Offload:
         return self
 
     def __exit__(self, *error) -> None:
-        self.cut(len(_running.entered) - 1)
-
-    def depth_outside(self) -> int:
-        """Return the number of `Offload` blocks, of any model, that this thread is in.
-
-        `cut` with this number exits the blocks that were entered later.
-        """
-        return len(_running.entered)
-
-    def cut(self, depth: int) -> None:
-        """Exit the innermost `Offload` blocks, of any model, until this thread is in only `depth` blocks."""
-        while len(_running.entered) > depth:
-            _, forward = _running.entered[-1]
-            if forward is not None:
-                take_off_hooks(forward.hooks)
-                forward.end()
-            _running.entered.pop()
+        _, forward = _running.entered.pop()
+        if forward is not None:
+            take_off_hooks(forward.hooks)
+            forward.end()
 
     def transfers_of(self, device: torch.device):
         """Return the object that copies bytes between this device and the host; None if tensors stay on the device."""
         kind = self._kinds.get(device.type)
         if kind is None:
             return None
-        with hold(self._lock):
+        with self._lock:
             if device not in self._transfers:
                 self._transfers[device] = kind(device)
             return self._transfers[device]
@@ -243,7 +230,7 @@ class _Lane:
     # -- Forward -----------------------------------------------------------------------------------------
 
     def save(self, tensor, marked: _Marked, number: int) -> _Handle:
-        with hold(self._lock):
+        with self._lock:
             if number != self._number:
                 self._number = number
                 self._layers.append([])
@@ -262,7 +249,7 @@ class _Lane:
             return handle
 
     def end(self) -> None:
-        with hold(self._lock):
+        with self._lock:
             while self._leaving:
                 _, copy, leaving = self._leaving.popleft()
                 self._put(copy, leaving)
@@ -274,7 +261,7 @@ class _Lane:
 
         The bytes can be used by work that the current stream gets from now on.
         """
-        with hold(self._lock):
+        with self._lock:
             self._fetch(handle.copy)
             self._fetch_before(handle.layer)
             value = handle.copy.value

@@ -1,0 +1,184 @@
+"""What is true for one forward pass of a converted model: bits, seeds, and the copies that layers share.
+
+A *copy* is the quantized form of a tensor that layers save. A *region* is a part of a forward pass that
+`torch.utils.checkpoint` runs again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from fewbit.runtime.interop.checkpoint import checkpoint_hook
+from fewbit.runtime.interop.module_calls import PATH
+from fewbit.runtime.ops import library
+from fewbit.runtime.parallel.process_groups import ProcessGroups
+from fewbit.runtime.parallel.shards import running_shard
+from fewbit.runtime.saved.assignment import BitAssignment
+from fewbit.runtime.saved.seeds import mixed, purpose
+from fewbit.runtime.saved.sharing import SharedCopies
+
+if TYPE_CHECKING:
+    from fewbit.runtime.saved.context import ForwardContext
+
+_NO_GROUPS = ProcessGroups()
+
+
+class Saving:
+    """What a layer needs to save a tensor: the bits, the seeds and the copies of a forward pass, or of one run of a region.
+
+    Args:
+        assignment: the bits of all tensors; None if they are fixed.
+        start: a hash that no other forward pass has; None if seeds are drawn from torch's generator.
+        groups: the processes that run the forward pass. Those with different inputs have different `start`. Those of tensor
+            parallelism get the same seeds, because they must round replicated tensors alike.
+        shares: whether layers share copies.
+        part: 0 in a forward pass, and 1, 2 ... when parts of it run again.
+
+    Attributes:
+        shared: the shared copies, `SharedCopies`; None if layers share none.
+        has_saved: whether a layer has saved a tensor.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_agreed",
+        "_counts",
+        "assignment",
+        "groups",
+        "has_saved",
+        "part",
+        "shared",
+        "start",
+    )
+    # fmt: skip
+
+    is_region = False
+
+    def __init__(self, assignment, start, groups=_NO_GROUPS, shares=True, part=0):
+        self.assignment: BitAssignment | None = assignment
+        self.start, self.groups, self.part = start, groups, part
+        self.shared = SharedCopies() if shares else None
+        self.has_saved = False
+        self._counts, self._agreed = {}, None
+
+    def seed(self, x: torch.Tensor, purpose: int) -> int | torch.Tensor:
+        """Return a seed from which x is rounded. Each call with the same purpose returns another seed.
+
+        The order in which tensors are quantized does not matter, and nothing is drawn from torch's generator. So dropout draws
+        the same numbers as without fewbit, and a region gets the same seeds when it runs again.
+
+        Args:
+            x: the tensor.
+            purpose: a hash of what the seed is for, as `seeds.purpose` returns it.
+
+        Returns:
+            An int that fits into int64. In a process of tensor parallelism and in a CUDA graph, (1,) int64 on x's device.
+        """
+        self.has_saved = True
+        count = self._counts.get(purpose, 0)
+        self._counts[purpose] = count + 1
+        return self.seed_of(x, purpose, count)
+
+    def seed_of(self, x: torch.Tensor, purpose: int, count: int = 0) -> int | torch.Tensor:
+        """Return the seed from which x is rounded for a purpose, the same in each call; see `seed`."""
+        if self.start is None:
+            return library.new_seed(x)
+        shard = running_shard()
+        if shard:
+            purpose += purpose_of_shard(shard)
+        if self.groups.tensor:
+            return self._agreed_number(x.device) ^ mixed(0, purpose, count)
+        # The number of the device is constant in a process of tensor parallelism, but not equal in all of them.
+        return mixed(self.start + (x.device.index or 0), purpose, count)
+
+    def count(self, purpose: int) -> int:
+        """Return how often this was called with the same purpose before."""
+        count = self._counts.get(purpose, 0)
+        self._counts[purpose] = count + 1
+        return count
+
+    def continue_counting(self, other: Saving) -> None:
+        """Count seeds together with `other`, so that no two seeds of both are equal."""
+        self._counts = other._counts
+
+    def _agreed_number(self, device) -> torch.Tensor:
+        """Return a number that the first process of each tensor-parallel group has drawn, (1,) int64 on the device."""
+        self._agreed = self._agreed or {}
+        if device not in self._agreed:
+            number = torch.full((1,), self.start - 2**63, dtype=torch.int64, device=device)
+            for group in self.groups.tensor:
+                first = torch.distributed.get_global_rank(group, 0)
+                torch.distributed.broadcast(number, first, group)
+            self._agreed[device] = number
+        return self._agreed[device]
+
+
+def purpose_of_shard(shard: tuple) -> int:
+    """Return the number that seeds of one shard of a DTensor add to their purpose."""
+    return purpose("shard", shard)
+
+
+class RunOfRegion(Saving):
+    """What a layer needs to save a tensor in one run of a region. Both runs of a region save the same copies."""
+
+    __slots__ = ()
+    is_region = True
+
+
+class Forward(Saving):
+    """A forward pass of a converted model, which runs in this thread.
+
+    Args:
+        context: the model's `ForwardContext`.
+        module: the module whose call is the forward pass.
+        outer: the forward pass, of another model, within which this one runs; or None.
+        *saving: the arguments of `Saving`.
+
+    Attributes:
+        module: the innermost module of the model that runs now.
+        hook: the hook of the region within which that module was called, or None.
+        is_first: whether the forward pass has a backward pass, and is no second run.
+        activation: the path of the module whose activation runs now, or None.
+    """
+
+    __slots__ = ("activation", "context", "hook", "is_first", "module", "outer")
+
+    def __init__(self, context: ForwardContext, module, outer, is_first, *saving):
+        super().__init__(*saving)
+        self.context, self.module, self.outer = context, module, outer
+        self.hook, self.is_first, self.activation = checkpoint_hook(), is_first, None
+
+    @property
+    def path(self) -> str:
+        """The path of the innermost module that runs now."""
+        return vars(self.module).get(PATH, "")
+
+    def recomputes_alike(self) -> bool:
+        """Return whether the code that runs now would run within a call of this model again if it is recomputed.
+
+        The answer is yes if no region runs, or if the innermost call began inside the region, so that the whole call is
+        recomputed. The answer is no if the region began inside the call.
+        """
+        hook = checkpoint_hook()
+        return hook is None or self.hook is hook
+
+    def compresses_functions(self) -> bool:
+        """Return whether to compress the functions that the running module calls now.
+
+        They are compressed if the module is in training mode, and if a recomputation would compress them again
+        (`recomputes_alike`).
+        """
+        return self.module.training and self.recomputes_alike()
+
+
+class _Running(threading.local):
+    """The innermost forward pass that runs in a thread, and the probe of `context.measuring`."""
+
+    forward: Forward | None = None
+    measured: tuple = ()
+
+
+running = _Running()

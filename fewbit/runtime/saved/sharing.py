@@ -1,0 +1,304 @@
+"""The quantized copies that the layers of one model share during a forward pass.
+
+A *copy* is the quantized form of a tensor, which a layer saves for the backward pass. If several layers save the same
+tensor, such as the input of the projections q, k and v or of a residual branch, the tensor is quantized once. A copy is
+found by the tensor's storage, place in the storage, and version. torch increases the version with every in-place
+change, so a changed tensor does not get an old copy. A weak reference to the storage lets its memory be freed, but no other
+storage object gets the same address while the reference exists. Writes through `x.data` do not change the version
+(`SharedCopies.stop_sharing`). A copy is shared only by layers that run in the CUDA stream in which the copy was made: another
+stream could read the copy too early, and torch could reuse the copy's memory too early.
+
+A layer that saves an activation's result is called the *consumer* of the activation. Once a consumer is known, the activation
+makes the copy for the consumer in later forward passes, because one pass over memory can compute the result, the activation's
+own codes and the copy.
+
+A ReLU saves a 1-bit code for each element, and the codes say where its result is 0. Such codes are a *mask*. A layer after the
+ReLU uses the mask to restore the zeros in its own copy of the result.
+
+A *fixed-point copy* is a copy that a norm makes for itself and for the layers after it (`quantizers/preactivation.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from fewbit.runtime.format import layout
+from fewbit.runtime.interop.cuda_streams import stream_of
+from fewbit.runtime.saved import offload
+
+FIXED_POINT = "pre-activation"
+"""The key of fixed-point copies; other copies have a `Quantizer.key`."""
+_SOFTMAX = "softmax"
+"""The first part of the keys of results of softmax."""
+_storages = torch.UntypedStorage
+
+
+def place_of(x: torch.Tensor, changes: int = 0) -> tuple | None:
+    """Return a tuple that identifies a tensor with its present content, and the current stream.
+
+    Args:
+        x: the tensor.
+        changes: the number of in-place changes of x that its version does not count yet.
+
+    Returns:
+        The tuple; None if x is an inference tensor, which has no version.
+    """
+    try:
+        version = x._version + changes
+    except RuntimeError:
+        return None
+    storage = x.untyped_storage()
+    place = storage._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, version
+    return (*place, stream_of(x)) if x.is_cuda else place
+
+
+def memory_of(x: torch.Tensor, changes: int = 0) -> tuple | None:
+    """Return a tuple that identifies the content of a dense tensor, whatever its shape; see `place_of`."""
+    try:
+        version = x._version + changes
+    except RuntimeError:
+        return None
+    storage = x.untyped_storage()
+    return storage._cdata, x.storage_offset(), x.numel(), x.dtype, version, stream_of(x)
+
+
+class SharedCopies:
+    """The copies that the layers of one model have made in a forward pass, or in one run of a checkpointed region.
+
+    Attributes:
+        keys: the settings of all copies other than fixed-point ones.
+        results: {place of an activation's result: `Result`}, in the order of the activations.
+    """
+
+    __slots__ = ("_copies", "_exposed", "_held", "_linear", "_masks", "keys", "results")
+
+    def __init__(self):
+        self.keys, self.results = set(), {}
+        self._copies = {}  # {place: {key: copy}}
+        self._masks = {}  # {memory: mask}
+        self._held = {}  # {address of a storage: weak reference, which keeps the address from being used again}
+        self._linear = None  # {autograd node: what computes its result again}
+        self._exposed = ()  # addresses of storages that may change while their version does not
+
+    def __del__(self):
+        for reference in self._held.values():
+            _storages._free_weak_ref(reference)
+
+    # -- Copies ------------------------------------------------------------------------------------------
+
+    def get(self, place: tuple, key):
+        """Return the copy of a tensor that `put` received with this key, or None.
+
+        Args:
+            place: `place_of` the tensor. Its memory, shape, strides, dtype and version must be the same.
+            key: the settings of the copy: `Quantizer.key` of the layer that looks for the copy.
+
+        Returns:
+            The copy (`SavedTensors`) or None.
+        """
+        copies = self._copies.get(place)
+        if copies is None or place[0] in self._exposed:
+            return None
+        found = copies.get(key)
+        if callable(found):
+            found = copies[key] = found()
+        return found
+
+    def with_more_bits(self, place: tuple, key: tuple):
+        """Return a copy that differs from those of a layer only in that it has more bits, as overrides may give; or None.
+
+        Args:
+            place: `place_of` the tensor.
+            key: `Quantizer.key` of the layer.
+        """
+        bits, *others = key
+        for more, *of_other in sorted(self._copies.get(place, ()), key=str):
+            if bits is not None and more is not None and more > bits and of_other == others:
+                found = self.get(place, (more, *of_other))
+                if found is not None:
+                    return found
+        return None
+
+    def put(self, x: torch.Tensor, place: tuple | None, key, saved) -> None:
+        """Add a copy of a tensor, for later layers that save the tensor and whose quantizer has the same settings.
+
+        Args:
+            x: the tensor.
+            place: `place_of` the tensor. If it is None, the copy is not shared.
+            key: the settings of the copy: `Quantizer.key` of the layer that made the copy.
+            saved: the copy, `SavedTensors`; or a function, which is called if a layer looks for the copy, and returns the
+                copy or None.
+        """
+        if place is None:
+            return
+        self._hold(x, place)
+        copies = self._copies.get(place)
+        if copies is None:
+            self._copies[place] = {key: saved}
+        else:
+            copies[key] = saved
+        if key != FIXED_POINT:
+            self.keys.add(key)
+
+    def clear(self) -> None:
+        """Drop all copies and masks."""
+        self._copies.clear()
+        self._masks.clear()
+
+    def _hold(self, x, place) -> None:
+        address = place[0]
+        if offload.is_active():
+            self._drop_expired()
+        if address not in self._held:
+            self._held[address] = x.untyped_storage()._weak_ref()
+
+    def _drop_expired(self) -> None:
+        """Drop copies and masks of tensors that no longer exist. They would stay on the device until the forward ends."""
+        gone = {at for at, reference in self._held.items() if _storages._expired(reference)}
+        for entries in (self._copies, self._masks):
+            for place in [place for place in entries if _address(place) in gone]:
+                del entries[place]
+
+    def stop_sharing(self, x) -> None:
+        """Stop sharing copies of x, because x's memory may change while its version does not."""
+        # Parameters of lazy modules refuse access through `__torch_function__`.
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                storage = x.untyped_storage()
+            except (RuntimeError, NotImplementedError):
+                return  # sparse tensors and vmap's tensors have no storage, so there are no copies of them
+            # A later storage at the same address would get no shared copies.
+            self._held.setdefault(storage._cdata, storage._weak_ref())
+            self._exposed = {*self._exposed, storage._cdata}
+
+    # -- Fixed-point copies, and results of softmax --------------------------------------------------------
+
+    def get_softmax(self, x, key=None):
+        """Return a copy of x if x is a result of softmax, or a contiguous view of all its elements; else None.
+
+        Args:
+            x: the tensor.
+            key: the settings that the copy must have; None for any settings.
+        """
+        if not self._copies or not x.is_contiguous():
+            return None
+        memory = memory_of(x)
+        found = self._copies.get((_SOFTMAX, memory))
+        if found is None or memory[0] in self._exposed:
+            return None
+        settings, saved = found
+        return saved.viewed(tuple(x.shape)) if key in (None, settings) else None
+
+    def put_softmax(self, y, key, saved) -> None:
+        """Add the copy that softmax saves of its result y, for products whose factor is y or a view of all of y.
+
+        Args:
+            y: the result.
+            key: the settings of the copy: `Quantizer.key`.
+            saved: the copy, `SavedTensors`.
+        """
+        memory = memory_of(y)
+        if memory is not None and y.is_contiguous():
+            self._hold(y, memory)
+            self._copies[_SOFTMAX, memory] = key, saved
+
+    # -- Results of linear layers that later layers compute again -----------------------------------------
+
+    @property
+    def has_linear(self) -> bool:
+        """True if `put_linear` has added results."""
+        return bool(self._linear)
+
+    def put_linear(self, node, y: torch.Tensor, saved) -> None:
+        """Add what computes the result of a linear layer again, for later layers.
+
+        Args:
+            node: the layer's autograd node.
+            y: the result.
+            saved: what computes the result, `SavedTensors`.
+        """
+        if self._linear is None:
+            self._linear = weakref.WeakKeyDictionary()
+        # This tensor has no memory, but it has the version of y, and of all views of y.
+        version = y.detach()
+        version.data = y.new_empty(0)
+        self._linear[node] = saved, version, version._version, y.untyped_storage()._cdata
+
+    def get_linear(self, node):
+        """Return what computes the result of a node again.
+
+        Returns:
+            `SavedTensors`. None if the node is not that of a linear layer, or if its result has been changed in place.
+        """
+        # torch's own nodes have no weak references.
+        if not self._linear or not isinstance(node, BackwardCFunction):
+            return None
+        found = self._linear.get(node)
+        if found is None:
+            return None
+        saved, version, number, address = found
+        is_changed = version._version != number or address in self._exposed
+        return None if is_changed else saved
+
+    # -- Masks ---------------------------------------------------------------------------------------------
+
+    def put_mask(self, y: torch.Tensor, mask: torch.Tensor, changes: int) -> None:
+        """Add the mask of a ReLU's result y, for later layers that save y.
+
+        Args:
+            y: the result.
+            mask: its mask: the packed codes of 1 bit, int32, in the order of y's memory. A bit is 0 where y is 0.
+            changes: as in `place_of`.
+        """
+        memory = memory_of(y, changes) if layout.is_dense(y) else None
+        if memory is not None:
+            self._hold(y, memory)
+            self._masks[memory] = mask
+
+    def get_mask(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the mask of a tensor that is the result of a ReLU, or a view of all its elements; else None."""
+        if not self._masks or not layout.is_dense(x):
+            return None
+        memory = memory_of(x)
+        mask = self._masks.get(memory)
+        return None if mask is None or memory[0] in self._exposed else mask
+
+    # -- Activations whose results are saved by layers ---------------------------------------------------
+
+    def record_output(self, x, y, place: tuple | None, has_copy: bool) -> None:
+        """Record that an activation with input x returned y.
+
+        Args:
+            x: the activation's input.
+            y: the activation's result.
+            place: `place_of` the result.
+            has_copy: whether the activation made a copy of the result for its consumer.
+        """
+        number = len(self.results), x.shape, x.dtype
+        if place is None:
+            place = number
+        else:
+            self._hold(y, place)
+        self.results[place] = Result(number, has_copy)
+
+
+class Result:
+    """An activation's result in a forward pass.
+
+    Attributes:
+        number: (number of the activation, shape and dtype of its input).
+        has_copy: whether the activation made a copy of the result for its consumer.
+        is_used: whether a layer saved the result.
+    """
+
+    __slots__ = ("has_copy", "is_used", "number")
+
+    def __init__(self, number, has_copy):
+        self.number, self.has_copy, self.is_used = number, has_copy, False
+
+
+def _address(place) -> int:
+    return place[1][0] if place[0] == _SOFTMAX else place[0]

@@ -18,15 +18,15 @@ from typing import NamedTuple
 import torch
 from digits_resnet import digits
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn.functional import gelu
 
 import fewbit
 from fewbit.convert.functions import FunctionMode, FunctionQuantizers
 from fewbit.nn.base import Quantized
+from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import SavedTensors
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 BITS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 WHOLE = (1, 2, 3, 4)
@@ -154,18 +154,14 @@ def _pixels(image: Tensor) -> bytes:
 # -- Activations that keep their input -----------------------------------------------------------------------
 
 
-class _GELU(Function):
+class _GELU(SavingFunction):
     @staticmethod
     def forward(ctx, x, quantizer, shared):
-        saved = quantizer.quantize(x, shared)
-        ctx.spec = saved.spec
-        ctx.save_for_backward(*saved.tensors)
-        return gelu(x)
+        return copies.keep(ctx, gelu(x), x=quantizer.quantize(x, shared))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        x = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype)
+        x = copies.Kept(ctx).values("x", grad.dtype)
         return torch.ops.aten.gelu_backward(grad, x), None, None
 
 
@@ -181,7 +177,7 @@ class QuantizedGELU(nn.GELU):
     shared: bool
 
     def forward(self, x):
-        return _GELU.apply(x, self.quantizer, self.shared) if self.training else super().forward(x)
+        return _GELU.call(x, self.quantizer, self.shared) if self.training else super().forward(x)
 
 
 def is_gelu(path: str, module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -258,14 +257,16 @@ class _Region:
         """Return the record of the first run, a list of (spec, tensors)."""
         if self._record is None:
             return [(copy.spec, copy.tensors) for copy in self._run.kept()]
-        saved = iter(self._record.saved_tensors)
-        return [(spec, tuple(islice(saved, count))) for spec, count in self._record.specs]
+        kept = copies.Kept(self._record)
+        return [kept.copy(name) for name in self._record.kept]
 
     def _restored(self) -> list:
         args = list(self._others)
-        tensors, _ = copies.load(self._arguments)
-        for (i, needs_grad), x in zip(self._needs_grad.items(), tensors, strict=True):
-            x = x.detach()
+        kept = copies.Kept(self._arguments)
+        for (i, needs_grad), name in zip(
+            self._needs_grad.items(), self._arguments.kept, strict=True
+        ):
+            x = kept.values(name).detach()
             args[i] = x.requires_grad_() if needs_grad else x
         return args
 
@@ -281,7 +282,7 @@ class _Holder(Function):
 
     @staticmethod
     def forward(ctx, flag, saved):
-        return copies.save(ctx, flag.clone(), saved)
+        return copies.keep(ctx, flag.clone(), **{str(i): copy for i, copy in enumerate(saved)})
 
     @staticmethod
     def backward(ctx, grad):

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit import functional as F
 from fewbit.nn.base import Quantized
 from fewbit.runtime.format import sums
+from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.normalized import (
     dequantize_copies,
     input_gradient,
@@ -19,7 +19,7 @@ from fewbit.runtime.quantizers.normalized import (
     share_result,
 )
 from fewbit.runtime.quantizers.quantizer import is_differentiated
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 
 class Form(NamedTuple):
@@ -69,7 +69,7 @@ class RMSNorm(Quantized):
         if not self.training or not is_differentiated(hidden_states, weight):
             return self._exact(hidden_states)
         eps = getattr(self, form.eps)
-        return _RMSNorm.apply(hidden_states, weight, eps, form, self.copies, self.quantizer)
+        return _RMSNorm.call(hidden_states, weight, eps, form, self.copies, self.quantizer)
 
 
 class LigerRMSNorm(RMSNorm):
@@ -133,26 +133,26 @@ def forward(self, x):
         )
 
 
-class _RMSNorm(Function):
+class _RMSNorm(SavingFunction):
     @staticmethod
-    def forward(ctx, x, weight, eps, form, copies, quantizer):
+    def forward(ctx, x, weight, eps, form, number_of_copies, quantizer):
         scale = scale_of(weight, form.offset)
         y, rstd = form.forward(x, scale, eps)
         needs_x = ctx.needs_input_grad[0]
         ctx.dtype, ctx.offset = x.dtype, form.offset
         inner = x.shape[-1] if x.is_contiguous() else None
-        saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer, (-1,))
-        share_result(quantizer, y, saved, scale, None)
-        ctx.save_for_backward(*((weight, rstd) if needs_x else (None, None)), *tensors)
+        first, second = save_copies(x, None, rstd, inner, number_of_copies, quantizer, (-1,))
+        share_result(quantizer, y, first, scale, None)
         ctx.weight_dtype = None if weight is None else weight.dtype
-        return saved.tie(y)
+        weight, rstd = (weight, rstd) if needs_x else (None, None)
+        return copies.keep(ctx, y, weight=weight, rstd=rstd, x=first, x2=second)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        weight, rstd, *tensors = ctx.saved_tensors
+        kept = copies.Kept(ctx)
+        weight, rstd = kept.tensor("weight"), kept.tensor("rstd")
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        first, second = dequantize_copies(ctx, tensors)
+        first, second = dequantize_copies(kept)
         grad, grad_x, grad_weight = grad.to(first.dtype), None, None
         if needs_x:
             g = grad if weight is None else grad * scale_of(weight, ctx.offset).to(first.dtype)

@@ -24,6 +24,7 @@ from fewbit.functional.layer_norm import (
 )
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.normalized import (
     batch_norm_gradients,
     constant_like,
@@ -32,7 +33,7 @@ from fewbit.runtime.quantizers.normalized import (
     save_copies,
 )
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = ["batch_norm", "instance_norm"]
 
@@ -146,13 +147,13 @@ def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, q
     """Compute the batch norm of x viewed in the shape `view`, and quantize the normalized input in x's own shape."""
     if not torch.compiler.is_compiling():
         arguments = view, mean, var, weight, bias, momentum, eps, copies, quantizer
-        return _BatchNorm.apply(x, *arguments)[0]
+        return _BatchNorm.call(x, *arguments)[0]
     # Dynamo puts a symbolic eps into the first graph that uses eps. That must not be the graph of the
     # Function, so eps is used here.
     eps = eps + 0.0
     # A compiler cannot trace in-place changes inside a Function, so the running statistics are updated below.
     arguments = view, None, None, weight, bias, momentum, eps, copies, quantizer
-    y, batch_mean, rstd = _BatchNorm.apply(x, *arguments)
+    y, batch_mean, rstd = _BatchNorm.call(x, *arguments)
     if mean is not None:
         count = x.numel() / batch_mean.numel()
         batch_var = (1.0 / rstd.square() - eps) * (count / (count - 1))
@@ -161,12 +162,22 @@ def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, q
     return y
 
 
-class _BatchNorm(Function):
+class _BatchNorm(SavingFunction):
     """Batch norm in training, which returns (y, mean, reciprocal standard deviation)."""
 
     @staticmethod
     def forward(
-        ctx, x, view, running_mean, running_var, weight, bias, momentum, eps, copies, quantizer
+        ctx,
+        x,
+        view,
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        momentum,
+        eps,
+        number_of_copies,
+        quantizer,
     ):
         vectors = weight, bias, running_mean, running_var
         viewed = _as(x, view)
@@ -183,39 +194,42 @@ class _BatchNorm(Function):
         ctx.view, ctx.eps, ctx.dtype = view, eps, x.dtype
         needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
         ctx.bias_dtype = bias.dtype if needs_bias else None
-        saved_tensors = ()
         if needs_x or needs_weight:
-            inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
+            ctx.inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
             placed = [_of_channels(stat, view, x.shape) for stat in (mean, rstd)]
-            statistics = *placed, inner
+            statistics = *placed, ctx.inner
             if view == x.shape:
-                settings = weight, bias, copies, quantizer
-                y, tensors = save_and_share(ctx, x, y, statistics, *settings, channels=1)
+                settings = weight, bias, number_of_copies, quantizer
+                saved = save_and_share(x, y, statistics, *settings, channels=1)
             else:
-                saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer)
-                y = saved.tie(y)
-            saved_tensors = rstd, weight, reserve, *tensors
-        ctx.save_for_backward(*saved_tensors)
+                saved = save_copies(x, *statistics, number_of_copies, quantizer)
+            others = {"rstd": rstd, "weight": weight, "reserve": reserve}
+            y = copies.keep(ctx, y, **others, x=saved[0], x2=saved[1])
         ctx.mark_non_differentiable(mean, rstd)
         return y, mean, rstd
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad, *_):
         if grad is None:  # a layer after this one returned no gradient
             return (None,) * 10
         needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
-            rstd, weight, reserve, *tensors = ctx.saved_tensors
+            kept = copies.Kept(ctx)
+            (spec, tensors), rstd, weight = (
+                kept.copy("x"),
+                kept.tensor("rstd"),
+                kept.tensor("weight"),
+            )
             grads, is_eager = None, ctx.implementation is not None
-            has_one_copy = len(tensors) == ctx.spec.count
-            if is_eager and has_one_copy and grad.dtype == ctx.dtype and ctx.view == ctx.spec.size:
-                grads = batch_norm_gradients(ctx, tensors, grad, rstd, weight, needs_x)
+            has_one_copy = kept.copy("x2") is None
+            if is_eager and has_one_copy and grad.dtype == ctx.dtype and ctx.view == spec.size:
+                of = spec, tensors, ctx.inner
+                grads = batch_norm_gradients(*of, grad, rstd, weight, needs_x)
             if grads is None:
-                grads = _dequantized_gradients(ctx, grad, rstd, weight, reserve, tensors)
+                grads = _dequantized_gradients(ctx, grad, kept)
             grad_x, grad_weight, grad_bias = grads
-            grad_x = grad_x.to(ctx.dtype).reshape(ctx.spec.size) if needs_x else None
+            grad_x = grad_x.to(ctx.dtype).reshape(spec.size) if needs_x else None
             grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
         elif needs_bias:
             grad_bias = sums.over_channels(grad)
@@ -223,11 +237,11 @@ class _BatchNorm(Function):
         return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
 
 
-def _dequantized_gradients(ctx, grad, rstd, weight, reserve, tensors):
+def _dequantized_gradients(ctx, grad, kept):
     """Return the gradients of the input, the weight and the bias, by torch's function for the dequantized normalized input."""
     needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
-    has_one_copy = len(tensors) == ctx.spec.count
-    x = ctx.spec.dequantize(tensors[: ctx.spec.count], ctx.dtype)
+    has_one_copy = kept.copy("x2") is None
+    rstd, weight, x = kept.tensor("rstd"), kept.tensor("weight"), kept.values("x", ctx.dtype)
     mask = [needs_x and has_one_copy, needs_weight, needs_bias]
     scale, zeros, ones = _as_normalized(weight, rstd)
     statistics = scale, None, None, zeros, ones, True, ctx.eps, mask
@@ -235,13 +249,13 @@ def _dequantized_gradients(ctx, grad, rstd, weight, reserve, tensors):
         grads = torch.ops.aten.native_batch_norm_backward(grad, _as(x, ctx.view), *statistics)
     else:
         grads = torch.ops.aten._batch_norm_impl_index_backward(
-            ctx.implementation, _as(x, ctx.view), grad, *statistics, reserve
+            ctx.implementation, _as(x, ctx.view), grad, *statistics, kept.tensor("reserve")
         )
     if not needs_x or has_one_copy:
         return grads
     g = weighted(grad, per_channel(weight, grad.dim()))
     dims = [dim for dim in range(grad.dim()) if dim != 1]
-    first, second = (_as(x, ctx.view) for x in dequantize_copies(ctx, tensors))
+    first, second = (_as(x, ctx.view) for x in dequantize_copies(kept))
     grad_x = input_gradient(g, first, second, per_channel(rstd, grad.dim()), dims)
     return grad_x, *grads[1:]
 
@@ -288,7 +302,8 @@ class _FrozenBatchNorm(Function):
     def forward(ctx, x, running_mean, running_var, weight, bias, eps):
         ctx.eps = eps
         ctx.bias_dtype = bias.dtype if ctx.needs_input_grad[4] else None
-        ctx.save_for_backward(*((running_var, weight) if ctx.needs_input_grad[0] else ()))
+        needed = (running_var, weight) if ctx.needs_input_grad[0] else (None, None)
+        ctx.save_for_backward(*needed)
         vectors = running_mean, running_var, weight, bias
         return torch_functional.batch_norm(x, *vectors, False, 0.0, eps)
 
@@ -342,7 +357,7 @@ def sync_batch_norm(
         # Even without gradients the processes synchronize their statistics.
         size = process_group.size()
         return TorchSyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, size)
-    return _SyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, quantizer)
+    return _SyncBatchNorm.call(input, *vectors, eps, momentum, process_group, quantizer)
 
 
 class _Context:
@@ -352,7 +367,7 @@ class _Context:
         self.saved_tensors = tensors
 
 
-class _SyncBatchNorm(Function):
+class _SyncBatchNorm(SavingFunction):
     backward_has_collectives = True
 
     @staticmethod
@@ -366,25 +381,22 @@ class _SyncBatchNorm(Function):
         )
         _, weight, mean, rstd, count = context.saved_tensors
         ctx.process_group = process_group
-        tensors = ()
+        saved = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             placed = (per_channel(stat, x.dim()) for stat in (mean, rstd))
             saved = quantizer.quantize_normalized(x, *placed, None)
-            tensors, ctx.spec = saved.tensors, saved.spec
         ctx.size, ctx.dtype = tuple(x.shape), x.dtype
-        ctx.save_for_backward(weight, rstd, count, *tensors)
-        return y
+        return copies.keep(ctx, y, weight=weight, rstd=rstd, count=count, x=saved)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        weight, rstd, count, *tensors = ctx.saved_tensors
-        context = _Context()
+        kept, context = copies.Kept(ctx), _Context()
         # If only the bias needs a gradient, only the input's shape matters.
         x = grad.new_zeros(()).expand(ctx.size)
-        if tensors:
-            x = _in_torch_format(ctx.spec.dequantize(tensors, ctx.dtype))
-        context.saved_tensors = x, *_as_normalized(weight, rstd), count
+        if kept.copy("x") is not None:
+            x = _in_torch_format(kept.values("x", ctx.dtype))
+        scale = _as_normalized(kept.tensor("weight"), kept.tensor("rstd"))
+        context.saved_tensors = x, *scale, kept.tensor("count")
         context.process_group, context.needs_input_grad = ctx.process_group, ctx.needs_input_grad
         return TorchSyncBatchNorm.backward(context, grad)
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
     is_differentiated,
     quantizer_of,
 )
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = [
     "conv1d",
@@ -204,9 +204,9 @@ def _convolve(dims, x, weight, bias, settings, quantizer):
         x, padding = _padded(x, weight, padding, dilation)
     settings = stride, _per_dim(padding, dims), dilation, transposed, output_padding, groups
     if x.dim() == weight.dim():
-        return _Convolution.apply(x, weight, bias, settings, quantizer)
+        return _Convolution.call(x, weight, bias, settings, quantizer)
     # torch, too, treats an unbatched input as a batch of one sample.
-    return _Convolution.apply(x.unsqueeze(0), weight, bias, settings, quantizer).squeeze(0)
+    return _Convolution.call(x.unsqueeze(0), weight, bias, settings, quantizer).squeeze(0)
 
 
 def _per_dim(value, dims: int) -> tuple[int, ...]:
@@ -238,7 +238,7 @@ def _by_torch(dims, x, weight, bias, stride, padding, dilation, transposed, outp
     return function(x, weight, bias, stride, padding, dilation, groups)
 
 
-class _Convolution(Function):
+class _Convolution(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, settings, quantizer):
         with as_torch_casts():
@@ -246,28 +246,24 @@ class _Convolution(Function):
         ctx.settings = settings
         ctx.size = tuple(x.shape)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        tensors = ()
-        if ctx.needs_input_grad[1]:
-            saved = quantizer.quantize_or_reuse(x, (1 - x.dim(),), ctx.needs_input_grad[0])
-            tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        saved = quantizer.quantize_or_reuse(x, (1 - x.dim(),), needs_x) if needs_weight else None
         # The weight's gradient needs the weight too, for its shape.
-        ctx.save_for_backward(weight, *tensors)
-        return y
+        return copies.keep(ctx, y, weight=weight, x=saved)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        weight, *tensors = ctx.saved_tensors
+        kept = copies.Kept(ctx)
         needs = ctx.needs_input_grad[:3]
         if not (needs[0] or needs[1]):
             return None, None, sums.over_channels(grad).to(ctx.dtypes[2]), None, None
         if needs[1]:
-            x = ctx.spec.dequantize(tensors, grad.dtype)
+            x = kept.values("x", grad.dtype)
         else:
             x = grad.new_zeros(()).expand(ctx.size)  # only its shape matters
         bias_size = None if ctx.dtypes[2] is None else [grad.shape[1]]
         grads = torch.ops.aten.convolution_backward(
-            grad, x, weight.to(grad.dtype), bias_size, *ctx.settings, needs
+            grad, x, kept.tensor("weight").to(grad.dtype), bias_size, *ctx.settings, needs
         )
         pairs = zip(grads, ctx.dtypes, strict=True)
         return (

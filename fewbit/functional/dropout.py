@@ -23,7 +23,6 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fewbit.runtime.format import layout
@@ -36,7 +35,7 @@ from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.quantizers import computed
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = [
     "alpha_dropout",
@@ -124,9 +123,9 @@ def _dropout(torchs_own, x, p, training, inplace, features=None, kind="plain") -
     if torch.compiler.is_compiling():
         # The saved encoding depends on p, so a symbolic p becomes a constant.
         p = torch.fx.experimental.symbolic_shapes.guard_scalar(p)
-        y = _Dropout.apply(x, float(p), kind, features, False)
+        y = _Dropout.call(x, float(p), kind, features, False)
         return x.copy_(y) if inplace else y
-    return _Dropout.apply(x, float(p), kind, features, inplace)
+    return _Dropout.call(x, float(p), kind, features, inplace)
 
 
 def _needs_mask(x, p, training, inplace) -> bool:
@@ -150,7 +149,7 @@ def _may_overwrite(x) -> bool:
     return not x._base.is_leaf and torch._C._autograd._get_creation_meta(x) == allowed
 
 
-class _Dropout(Function):
+class _Dropout(SavingFunction):
     @staticmethod
     def forward(ctx, x, p, kind, features, inplace):
         plain = is_plain(x)
@@ -176,7 +175,6 @@ class _Dropout(Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         (packed,) = ctx.saved_tensors
         if ctx.shape is not None:

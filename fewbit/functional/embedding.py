@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.runtime.interop.original_functions import functional as torch_functional
-from fewbit.runtime.quantizers import integers
+from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.quantizer import is_differentiated
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = ["embedding"]
 
@@ -49,10 +48,10 @@ def embedding(
         input = input.contiguous()
         with torch.no_grad():
             torch.embedding_renorm_(weight, input, max_norm, norm_type)
-    return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, sparse)
+    return _Embedding.call(input, weight, padding_idx, scale_grad_by_freq, sparse)
 
 
-class _Embedding(Function):
+class _Embedding(SavingFunction):
     @staticmethod
     def forward(ctx, indices, weight, padding_idx, scale_grad_by_freq, sparse):
         y = torch_functional.embedding(
@@ -64,14 +63,11 @@ class _Embedding(Function):
             padding_idx = -1
         elif padding_idx < 0:
             padding_idx += rows
-        ctx.spec, ctx.dtype = saved.spec, weight.dtype
-        ctx.arguments = rows, padding_idx, scale_grad_by_freq, sparse
-        ctx.save_for_backward(*saved.tensors)
-        return saved.tie(y)
+        ctx.dtype, ctx.arguments = weight.dtype, (rows, padding_idx, scale_grad_by_freq, sparse)
+        return copies.keep(ctx, y, indices=saved)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        indices = ctx.spec.dequantize(ctx.saved_tensors)
+        indices = copies.Kept(ctx).values("indices")
         grad = torch.ops.aten.embedding_backward(grad, indices, *ctx.arguments)
         return None, grad.to(ctx.dtype), None, None, None

@@ -30,7 +30,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
-from torch.autograd import Function
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE, check_copies
 from fewbit.runtime.format import sums
@@ -38,7 +37,7 @@ from fewbit.runtime.interop.autocast import in_float32
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_batched, is_plain
 from fewbit.runtime.parallel import shards
-from fewbit.runtime.quantizers import preactivation
+from fewbit.runtime.quantizers import copies, preactivation
 from fewbit.runtime.quantizers.normalized import (
     constant_like,
     dequantize_copies,
@@ -52,7 +51,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = ["group_norm", "layer_norm", "rms_norm"]
 
@@ -116,7 +115,7 @@ def layer_norm(
     if not is_served(input, weight, bias):
         return torch_functional.layer_norm(input, normalized_shape, weight, bias, eps)
     weight, bias = contiguous(weight, bias)
-    return _LayerNorm.apply(input, shape, weight, bias, eps, copies, quantizer)
+    return _LayerNorm.call(input, shape, weight, bias, eps, copies, quantizer)
 
 
 def rms_norm(
@@ -150,7 +149,7 @@ def rms_norm(
     x, weight = input, *contiguous(weight)
     if _RMS_NORM_IS_CAST:
         x, weight = map(in_float32, (x, weight))
-    return _RMSNorm.apply(x, shape, weight, eps, copies, quantizer)
+    return _RMSNorm.call(x, shape, weight, eps, copies, quantizer)
 
 
 def group_norm(
@@ -180,7 +179,7 @@ def group_norm(
     n, c, *spatial = input.shape
     torch_functional._verify_batch_size([n * c // num_groups, num_groups, *spatial])
     x, weight, bias = map(in_float32, (input, *contiguous(weight, bias)))
-    return _GroupNorm.apply(x, num_groups, weight, bias, eps, copies, quantizer)
+    return _GroupNorm.call(x, num_groups, weight, bias, eps, copies, quantizer)
 
 
 def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
@@ -231,14 +230,10 @@ def per_channel(vector, dims: int):
     return None if vector is None else vector.view(1, -1, *[1] * (dims - 2))
 
 
-def save_and_share(
-    ctx, x, y, statistics, weight, bias, copies, quantizer, channels=None, features=None
-):
+def save_and_share(x, y, statistics, weight, bias, copies, quantizer, channels=None, features=None):
     """Quantize the normalized input of a norm, and let later layers use this copy in place of the norm's result y.
 
     Args:
-        ctx: the context of the norm's autograd Function. Its attributes `spec` and `inner` are set for the backward
-            pass.
         x: the norm's input.
         y: the norm's result.
         statistics: (mean, rstd, inner). rstd is the reciprocal standard deviation. inner is the number of elements, one
@@ -254,21 +249,17 @@ def save_and_share(
             none.
 
     Returns:
-        (y, the tensors to save).
+        (SavedTensors of the first copy, those of the second copy or None).
     """
     if preactivation.can_save_fixed_point(quantizer, x, statistics[1], weight, bias, copies):
-        mean, rstd, ctx.inner = statistics
-        fixed = preactivation.save_fixed_point(
-            quantizer, x, y, mean, rstd, ctx.inner, weight, bias, channels
-        )
-        ctx.spec = fixed.spec
-        return y, fixed.tensors
-    saved, tensors = save_copies(ctx, x, *statistics, copies, quantizer, features)
+        fixed = preactivation.save_fixed_point(quantizer, x, y, *statistics, weight, bias, channels)
+        return fixed, None
+    first, second = save_copies(x, *statistics, copies, quantizer, features)
     # Statistics in 16 bits change x~ by more than the rounding of y does, so the copy cannot replace y.
     if statistics[1].dtype.itemsize > 2:
         shape = None if channels is None else (1, -1, *[1] * (x.dim() - 2))
-        share_result(quantizer, y, saved, weight, bias, shape)
-    return saved.tie(y), tensors
+        share_result(quantizer, y, first, weight, bias, shape)
+    return first, second
 
 
 def _last(shape) -> tuple[int, ...]:
@@ -276,35 +267,32 @@ def _last(shape) -> tuple[int, ...]:
     return tuple(range(-len(shape), 0))
 
 
-class _LayerNorm(Function):
+class _LayerNorm(SavingFunction):
     @staticmethod
-    def forward(ctx, x, shape, weight, bias, eps, copies, quantizer):
+    def forward(ctx, x, shape, weight, bias, eps, number_of_copies, quantizer):
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.shape, ctx.dtype = shape, x.dtype
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         ctx.bias_dtype = bias.dtype if needs_bias else None
-        saved_tensors = ()
-        if needs_x or needs_weight:
-            inner = math.prod(shape) if x.is_contiguous() else None
-            statistics = mean, rstd, inner
-            settings = weight, bias, copies, quantizer
-            y, tensors = save_and_share(ctx, x, y, statistics, *settings, features=_last(shape))
-            saved_tensors = rstd, weight, *tensors
-        ctx.save_for_backward(*saved_tensors)
-        return y
+        if not (needs_x or needs_weight):
+            return y
+        ctx.inner = math.prod(shape) if x.is_contiguous() else None
+        settings = weight, bias, number_of_copies, quantizer
+        saved = save_and_share(x, y, (mean, rstd, ctx.inner), *settings, features=_last(shape))
+        return copies.keep(ctx, y, rstd=rstd, weight=weight, x=saved[0], x2=saved[1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
-            rstd, weight, *tensors = ctx.saved_tensors
-            x = dequantize_scaled(ctx, tensors, rstd, grad.dtype)
+            kept = copies.Kept(ctx)
+            rstd, weight = kept.tensor("rstd"), kept.tensor("weight")
+            x = dequantize_scaled(kept, rstd, ctx.inner, grad.dtype)
             scale = weight
             if weight is not None and weight.dtype.itemsize < grad.dtype.itemsize:
                 scale = weight.to(grad.dtype)  # as autocast did in the forward pass
-            has_one_copy = len(tensors) == ctx.spec.count
+            has_one_copy = kept.copy("x2") is None
             mask = needs_x and has_one_copy, needs_weight, needs_bias and scale is not None
             # torch reads only the shape, the dtype and the device of the bias, and the weight has the same.
             grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
@@ -313,7 +301,7 @@ class _LayerNorm(Function):
             if needs_x and not has_one_copy:
                 dims = tuple(range(-len(ctx.shape), 0))
                 g = weighted(grad, weight).to(rstd.dtype)
-                grad_x = input_gradient(g, *dequantize_copies(ctx, tensors), rstd, dims)
+                grad_x = input_gradient(g, *dequantize_copies(kept), rstd, dims)
             grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         if needs_bias:
@@ -346,29 +334,29 @@ def _is_fused(grad, weight) -> bool:
     return is_cuda and (weight is None or weight.dtype == grad.dtype)
 
 
-class _RMSNorm(Function):
+class _RMSNorm(SavingFunction):
     @staticmethod
-    def forward(ctx, x, shape, weight, eps, copies, quantizer):
+    def forward(ctx, x, shape, weight, eps, number_of_copies, quantizer):
         y, rstd = _fused_rms_norm(x, shape, weight, eps)
         ctx.shape, ctx.dtype = shape, x.dtype
-        inner = math.prod(shape) if x.is_contiguous() else None
-        saved, tensors = save_copies(ctx, x, None, rstd, inner, copies, quantizer, _last(shape))
-        share_result(quantizer, y, saved, weight, None)
-        ctx.save_for_backward(rstd, weight, *tensors)
-        return saved.tie(y)
+        ctx.inner = math.prod(shape) if x.is_contiguous() else None
+        settings = number_of_copies, quantizer, _last(shape)
+        first, second = save_copies(x, None, rstd, ctx.inner, *settings)
+        share_result(quantizer, y, first, weight, None)
+        return copies.keep(ctx, y, rstd=rstd, weight=weight, x=first, x2=second)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        rstd, weight, *tensors = ctx.saved_tensors
+        kept = copies.Kept(ctx)
+        rstd, weight = kept.tensor("rstd"), kept.tensor("weight")
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
-        if len(tensors) == ctx.spec.count and _is_fused(grad, weight):
-            x = dequantize_scaled(ctx, tensors, rstd, grad.dtype)
+        if kept.copy("x2") is None and _is_fused(grad, weight):
+            x = dequantize_scaled(kept, rstd, ctx.inner, grad.dtype)
             grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
                 grad.contiguous(), x, ctx.shape, rstd, weight, (needs_x, needs_weight)
             )
             return grad_x, None, grad_weight, None, None, None
-        first, second = dequantize_copies(ctx, tensors)
+        first, second = dequantize_copies(kept)
         grad = grad.to(rstd.dtype)
         grad_x = grad_weight = None
         if needs_x:
@@ -380,9 +368,9 @@ class _RMSNorm(Function):
         return grad_x, None, grad_weight, None, None, None
 
 
-class _GroupNorm(Function):
+class _GroupNorm(SavingFunction):
     @staticmethod
-    def forward(ctx, x, num_groups, weight, bias, eps, copies, quantizer):
+    def forward(ctx, x, num_groups, weight, bias, eps, number_of_copies, quantizer):
         n, c = x.shape[:2]
         ctx.sizes = n, c, x.numel() // (n * c), num_groups
         # torch's own function calls the op with the same memory formats.
@@ -394,26 +382,24 @@ class _GroupNorm(Function):
         ctx.format, ctx.dtype = format, x.dtype
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         ctx.bias_dtype = bias.dtype if needs_bias else None
-        saved_tensors = ()
-        if needs_x or needs_weight:
-            ctx.by_group = x.is_contiguous() and is_plain(x) and not _has_policy(quantizer)
-            rows = x.view(n, num_groups, -1) if ctx.by_group else x
-            inner = math.prod(rows.shape[2:]) if x.is_contiguous() else None
-            placed = [_placed(ctx, stat, x.dim()) for stat in (mean, rstd)]
-            saved, tensors = save_copies(ctx, rows, *placed, inner, copies, quantizer)
-            y, saved_tensors = saved.tie(y), (rstd, weight, *tensors)
-        ctx.save_for_backward(*saved_tensors)
-        return y
+        if not (needs_x or needs_weight):
+            return y
+        ctx.by_group = x.is_contiguous() and is_plain(x) and not _has_policy(quantizer)
+        rows = x.view(n, num_groups, -1) if ctx.by_group else x
+        ctx.inner = math.prod(rows.shape[2:]) if x.is_contiguous() else None
+        placed = [_placed(ctx, stat, x.dim()) for stat in (mean, rstd)]
+        first, second = save_copies(rows, *placed, ctx.inner, number_of_copies, quantizer)
+        return copies.keep(ctx, y, rstd=rstd, weight=weight, x=first, x2=second)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
-            rstd, weight, *tensors = ctx.saved_tensors
+            kept = copies.Kept(ctx)
+            rstd, weight = kept.tensor("rstd"), kept.tensor("weight")
             placed = _placed(ctx, rstd, grad.dim())
-            x = dequantize_scaled(ctx, tensors, placed, grad.dtype)
+            x = dequantize_scaled(kept, placed, ctx.inner, grad.dtype)
             x = x.view(grad.shape) if ctx.by_group else x
             format = torch.contiguous_format if is_batched(grad) else ctx.format
             # If the input's gradient is not requested, torch's channels-last kernel writes to address 0.
@@ -427,10 +413,9 @@ class _GroupNorm(Function):
                 *ctx.sizes,
                 mask,
             )
-            if needs_x and len(tensors) > ctx.spec.count:
-                grad_x = _group_gradient(
-                    ctx.sizes, grad, *dequantize_copies(ctx, tensors), rstd, weight
-                )
+            if needs_x and kept.copy("x2") is not None:
+                values = dequantize_copies(kept)
+                grad_x = _group_gradient(ctx.sizes, grad, *values, rstd, weight)
                 grad_x = grad_x.contiguous(memory_format=format)
             grad_x = grad_x.to(ctx.dtype) if needs_x else None
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import layout, sums
@@ -24,7 +23,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = ["bilinear", "linear"]
 
@@ -67,10 +66,10 @@ def linear(
         y = shards.linear(partial(linear, quantizer=quantizer), input, weight, bias)
         return torch_functional.linear(input, weight, bias) if y is None else y
     if usual and _is_frozen_and_quantized(weight) and is_differentiated(input, bias):
-        return _LinearOfQuantizedWeight.apply(input, weight, bias)
+        return _LinearOfQuantizedWeight.call(input, weight, bias)
     if not usual or not is_differentiated(input, weight, bias):
         return torch_functional.linear(input, weight, bias)
-    return _Linear.apply(input, weight, bias, quantizer)
+    return _Linear.call(input, weight, bias, quantizer)
 
 
 def bilinear(
@@ -110,40 +109,36 @@ def bilinear(
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input1, input2, weight, bias):
         return torch_functional.bilinear(input1, input2, weight, bias)
-    return _Bilinear.apply(input1, input2, weight, bias, quantizer)
+    return _Bilinear.call(input1, input2, weight, bias, quantizer)
 
 
-class _Linear(Function):
+class _Linear(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, quantizer):
         with as_torch_casts():
             y = layout.unviewed(torch_functional.linear(x, weight, bias))
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        tensors, saved = (), None
-        if needs_weight:
-            saved = quantizer.quantize_or_reuse(x, (-1,), needs_x)
-            tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
+        saved = quantizer.quantize_or_reuse(x, (-1,), needs_x) if needs_weight else None
+        y = copies.keep(ctx, y, weight=weight if needs_x else None, x=saved)
         if quantizer.recomputes_linear:
             saved = saved or quantizer.copy_of(x)  # which another layer may have made
             if saved is not None:
                 parameters = [parameter for parameter in (weight, bias) if parameter is not None]
                 quantizer.share_linear(ctx, y, _again, saved, *map(copies.unquantized, parameters))
-        ctx.save_for_backward(weight if needs_x else None, *tensors)
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        weight, *tensors = ctx.saved_tensors
+        kept = copies.Kept(ctx)
         dtype_x, dtype_weight, dtype_bias = ctx.dtypes
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = (grad @ weight.to(grad.dtype)).to(dtype_x)
+            grad_x = (grad @ kept.tensor("weight").to(grad.dtype)).to(dtype_x)
         rows = sums.rows(grad)
         if needs_weight:
-            x = ctx.spec.dequantize(tensors, grad.dtype)
+            x = kept.values("x", grad.dtype)
             grad_weight = (rows.t() @ sums.rows(x)).to(dtype_weight)
         if needs_bias:
             grad_bias = rows.sum(0).to(dtype_bias)
@@ -172,19 +167,17 @@ def _is_frozen_and_quantized(weight) -> bool:
     return names is not None and all(getattr(weight, name, None) is None for name in names)
 
 
-class _LinearOfQuantizedWeight(Function):
+class _LinearOfQuantizedWeight(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, bias):
         with as_torch_casts():
             y = torch_functional.linear(x, weight, bias)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None)
-        return y
+        return copies.keep(ctx, y, weight=weight if ctx.needs_input_grad[0] else None)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (weight,) = ctx.saved_tensors
+        weight = copies.Kept(ctx).tensor("weight")
         dtype_x, dtype_bias = ctx.dtypes
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -194,7 +187,7 @@ class _LinearOfQuantizedWeight(Function):
         return grad_x, None, grad_bias
 
 
-class _Bilinear(Function):
+class _Bilinear(SavingFunction):
     @staticmethod
     def forward(ctx, x1, x2, weight, bias, quantizer):
         with as_torch_casts():
@@ -208,12 +201,14 @@ class _Bilinear(Function):
             if needs_1 or needs_weight
             else None
         )
-        return copies.save(ctx, y, (first, second), weight if needs_1 or needs_2 else None)
+        weight = weight if needs_1 or needs_2 else None
+        return copies.keep(ctx, y, weight=weight, x1=first, x2=second)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (x1, x2), (weight,) = copies.load(ctx, grad.dtype)
+        kept = copies.Kept(ctx)
+        x1, x2 = kept.values("x1", grad.dtype), kept.values("x2", grad.dtype)
+        weight = kept.tensor("weight")
         needs_1, needs_2, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dtype1, dtype2, dtype_weight, dtype_bias = ctx.dtypes
         rows = sums.rows(grad)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE, UNIFORM
@@ -21,7 +20,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -85,7 +84,7 @@ def cross_entropy(
             label_smoothing=label_smoothing,
         )
     options = ignore_index, reduction, label_smoothing
-    return _CrossEntropy.apply(input, target, weight, options, quantizer)
+    return _CrossEntropy.call(input, target, weight, options, quantizer)
 
 
 def linear_cross_entropy(
@@ -206,7 +205,7 @@ def _weights_of(index, weight, ignore_index):
     return torch.where(is_used, weight[torch.where(is_used, index, 0)], 0)
 
 
-class _CrossEntropy(Function):
+class _CrossEntropy(SavingFunction):
     @staticmethod
     def forward(ctx, x, target, weight, options, quantizer):
         ignore_index, reduction, smoothing = ctx.options = options
@@ -222,17 +221,18 @@ class _CrossEntropy(Function):
         # In autocast on a CPU, softmax would round to 16 bits, which rounds probabilities near 1 to 1.
         probabilities = torch_functional.softmax(x, ctx.dim, dtype=loss.dtype)
         saved = quantizer.quantize(probabilities, shared=False, usual=UNIFORM)
-        return copies.save(ctx, loss, (saved,), target, weight)
+        return copies.keep(ctx, loss, target=target, weight=weight, probabilities=saved)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         """Compute the gradient of the logits x_j of one row, whose target is y, from the probabilities p_j.
 
         The loss of the row is the sum of -t_j log p_j. Here t_j = (1 - e) w_y [j = y] + e / C w_j, with the weights w of
         the C classes and the label smoothing e. The gradient is p_j sum_i t_i - t_j.
         """
-        (result,), (target, weight) = copies.load(ctx, grad.dtype)
+        kept = copies.Kept(ctx)
+        result, target = kept.values("probabilities", grad.dtype), kept.tensor("target")
+        weight = kept.tensor("weight")
         ignore_index, reduction, smoothing = ctx.options
         dim, classes = ctx.dim, result.shape[ctx.dim]
         of_targets = _weights_of(target, weight, ignore_index).to(grad.dtype)

@@ -22,15 +22,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.windows import Windows
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.quantizers import integers
+from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.quantizer import is_differentiated
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = [
     "adaptive_avg_pool1d",
@@ -131,7 +130,7 @@ def _max_pool(dims, x, arguments, return_indices, adaptive=False):
         return _torch_max(dims, x, arguments, return_indices, adaptive)
     if dims == 3 and not adaptive and not return_indices:
         x = _in_float32(x)
-    y, indices = _MaxPool.apply(x, dims, arguments, adaptive)
+    y, indices = _MaxPool.call(x, dims, arguments, adaptive)
     return (y, indices) if return_indices else y
 
 
@@ -149,7 +148,7 @@ def _may_be_empty(dims, x, dilation) -> bool:
     return any(n < step for n, step in zip(x.shape[-dims:], _per_dim(dilation, dims), strict=True))
 
 
-class _MaxPool(Function):
+class _MaxPool(SavingFunction):
     """Max-pooling, which returns torch's result and indices, and saves the position of each maximum in its window."""
 
     @staticmethod
@@ -164,15 +163,11 @@ class _MaxPool(Function):
             stride = _per_dim(stride, dims) if stride not in (None, (), []) else kernel
             ctx.windows = Windows.fixed(size, out, kernel, stride, padding, dilation)
             ctx.arguments = kernel, stride, padding, dilation, ceil_mode
-        tensors = ()
-        ctx.spec = ctx.out = None
-        if ctx.windows.count == 1:
-            ctx.out = tuple(y.shape)
-        else:
+        ctx.out, saved = tuple(y.shape), None
+        if ctx.windows.count > 1:
             saved = integers.pack(ctx.windows.positions(indices), ctx.windows.count)
-            tensors, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
         ctx.source = _Source.of(x, dims)
-        ctx.save_for_backward(*tensors)
+        y = copies.keep(ctx, y, positions=saved)
         ctx.mark_non_differentiable(indices)
         if not torch.compiler.is_compiling():
             # Otherwise the backward pass would fill zeros for the gradient of the indices, which get none.
@@ -180,15 +175,15 @@ class _MaxPool(Function):
         return y, indices
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad, _):
         if grad is None:  # a layer after this one returned no gradient
             return None, None, None, None
-        if ctx.spec is None:
+        copy = copies.Kept(ctx).copy("positions")
+        if copy is None:
             indices = ctx.windows.only(ctx.out, grad.device)
         else:
-            positions = ctx.spec.flat(ctx.saved_tensors)
-            indices = ctx.windows.indices(positions, ctx.spec.size, ctx.spec.stride)
+            spec, tensors = copy
+            indices = ctx.windows.indices(spec.flat(tensors), spec.size, spec.stride)
         if ctx.arguments is None:
             grad = ctx.source.gradient("adaptive_max_pool{}d_backward", grad, indices)
         else:
@@ -253,10 +248,10 @@ def _torch_avg(dims, x, arguments):
 def _avg_pool(dims, x, arguments):
     if not is_differentiated(x):
         return _torch_avg(dims, x, arguments)
-    return _AvgPool.apply(x, dims, arguments)
+    return _AvgPool.call(x, dims, arguments)
 
 
-class _AvgPool(Function):
+class _AvgPool(SavingFunction):
     @staticmethod
     def forward(ctx, x, dims, arguments):
         y = layout.unviewed(_torch_avg(dims, x, arguments))
@@ -269,7 +264,6 @@ class _AvgPool(Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         return ctx.source.gradient("avg_pool{}d_backward", grad, *ctx.arguments), None, None
 
@@ -293,7 +287,7 @@ def _adaptive_avg_pool(dims, x, output_size):
     # If the result has one element per channel, torch computes a mean, for which it saves nothing.
     if not is_differentiated(x) or _is_mean(dims, x, output_size):
         return _of_torch("adaptive_avg_pool", dims)(x, output_size)
-    return _AdaptiveAvgPool.apply(x, dims, output_size)
+    return _AdaptiveAvgPool.call(x, dims, output_size)
 
 
 def _is_mean(dims, x, output_size) -> bool:
@@ -303,14 +297,13 @@ def _is_mean(dims, x, output_size) -> bool:
     return all((size if wanted is None else wanted) == 1 for wanted, size in sizes)
 
 
-class _AdaptiveAvgPool(Function):
+class _AdaptiveAvgPool(SavingFunction):
     @staticmethod
     def forward(ctx, x, dims, output_size):
         ctx.source = _Source.of(x, dims)
         return layout.unviewed(_of_torch("adaptive_avg_pool", dims)(x, output_size))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         return ctx.source.gradient("_adaptive_avg_pool{}d_backward", grad), None, None
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import replayed, state_of
-from fewbit.runtime.quantizers import integers
+from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
     is_differentiated,
     quantizer_of,
 )
-from fewbit.runtime.saved.single_backward import once_differentiable, refuse_batches
+from fewbit.runtime.saved.single_backward import SavingFunction, refuse_batches
 
 __all__ = ["prelu"]
 
@@ -57,10 +56,10 @@ def prelu(
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input, weight):
         return torch_functional.prelu(input, weight)
-    return _PReLU.apply(input, weight, quantizer)
+    return _PReLU.call(input, weight, quantizer)
 
 
-class _PReLU(Function):
+class _PReLU(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, quantizer):
         with as_torch_casts():
@@ -69,33 +68,26 @@ class _PReLU(Function):
         ctx.dtypes = x.dtype, weight.dtype
         ctx.shape = tuple(weight.shape)
         cast = x.to(y.dtype)
-        sign = negative = ()
-        if needs_x:
-            saved = integers.pack(cast > 0, 2)
-            sign, ctx.sign, y = saved.tensors, saved.spec, saved.tie(y)
-        if needs_weight:
-            saved = quantizer.quantize(cast.clamp(max=0), shared=False)
-            negative, ctx.spec, y = saved.tensors, saved.spec, saved.tie(y)
-        ctx.save_for_backward(weight if needs_x else None, *sign, *negative)
-        return y
+        sign = integers.pack(cast > 0, 2) if needs_x else None
+        negative = quantizer.quantize(cast.clamp(max=0), shared=False) if needs_weight else None
+        weight = weight if needs_x else None
+        return copies.keep(ctx, y, weight=weight, sign=sign, negative=negative)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        weight, *tensors = ctx.saved_tensors
+        kept = copies.Kept(ctx)
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_x = grad_weight = positive = None
         if needs_x:
-            sign, *tensors = tensors
-            positive = ctx.sign.dequantize((sign,))
+            positive = kept.values("sign")
             # For the view, Inductor makes C++ code that does not compile. The comparison costs little, because it is
             # fused.
             is_traced = torch.compiler.is_compiling()
             positive = positive > 0 if is_traced else positive.view(torch.bool)
-            slope = _broadcast(weight.to(grad.dtype), grad)
+            slope = _broadcast(kept.tensor("weight").to(grad.dtype), grad)
             grad_x = torch.where(positive, grad, slope * grad).to(ctx.dtypes[0])
         if needs_weight:
-            product = ctx.spec.dequantize(tensors, grad.dtype) * grad
+            product = kept.values("negative", grad.dtype) * grad
             if positive is not None:
                 # Products of positive inputs are 0 in the mean over the rounding. Setting them to 0 removes their
                 # noise.
@@ -113,7 +105,7 @@ def _broadcast(weight, x):
     return weight.reshape(-1, *[1] * (x.dim() - 2))
 
 
-class RandomSlopes(Function):
+class RandomSlopes(SavingFunction):
     """torch's RReLU in training, for which signs and the state of torch's random generator are saved.
 
     The signs of n elements take `4 * ceil(n / 32)` bytes. The backward pass draws the slopes again from the state.
@@ -123,22 +115,21 @@ class RandomSlopes(Function):
     def forward(ctx, x, lower, upper, inplace):
         # torch compares in the same way: it draws a slope for 0, but not for NaN.
         saved = integers.pack(~(x <= 0), 2)
-        ctx.positive, ctx.bounds = saved.spec, (lower, upper)
+        ctx.bounds = lower, upper
         ctx.like = {"size": x.shape, "dtype": x.dtype, "device": x.device}
-        ctx.save_for_backward(*saved.tensors, state_of(x))
+        copies.keep(ctx, x, positive=saved, state=state_of(x))
         if inplace:
             ctx.mark_dirty(x)
         slopes = torch.empty(**ctx.like)
         return (_rrelu_ if inplace else _rrelu)(x, slopes, *ctx.bounds, True)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         refuse_batches("rrelu in training", (grad,), transforms_only=True)
-        positive, state = ctx.saved_tensors
+        kept = copies.Kept(ctx)
         # Contiguous, because torch draws and reads slopes in logical order.
         sign, slopes = torch.empty(**ctx.like), torch.empty(**ctx.like)
-        sign.copy_(ctx.positive.dequantize((positive,))).mul_(2).sub_(1)
-        with replayed(sign, state):
+        sign.copy_(kept.values("positive")).mul_(2).sub_(1)
+        with replayed(sign, kept.tensor("state")):
             _rrelu_(sign, slopes, *ctx.bounds, True)
         return grad * slopes, None, None, None

@@ -34,7 +34,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.errors import InputError
@@ -51,7 +50,7 @@ from fewbit.runtime.quantizers.quantizer import (
     quantizer_of,
 )
 from fewbit.runtime.quantizers.softmax_copies import quantize_factor
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = ["geglu", "glu", "matmul", "mul", "reglu", "swiglu"]
 
@@ -92,7 +91,7 @@ def matmul(
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not _are_differentiated(input, other) or min(input.dim(), other.dim()) < 2:
         return torch.matmul(input, other)
-    return _Matmul.apply(input, other, quantizer)
+    return _Matmul.call(input, other, quantizer)
 
 
 def mul(
@@ -118,7 +117,7 @@ def mul(
         return torch.mul(input, other) if y is None else y
     if not _are_differentiated(input, other):
         return torch.mul(input, other)
-    return _Mul.apply(input, other, quantizer)
+    return _Mul.call(input, other, quantizer)
 
 
 def _are_differentiated(input, other) -> bool:
@@ -152,17 +151,17 @@ def in_shapes(grads: Iterable[Tensor], inputs) -> list[Tensor]:
     return [grad.sum_to_size(size).to(dtype) for grad, (size, dtype) in pairs]
 
 
-class _Product(Function):
+class _Product(SavingFunction):
     """The base of `_Matmul` and `_Mul`, which saves factors: leaves of the graph unchanged, other tensors quantized."""
 
     @staticmethod
     def save(ctx, y, a, b, quantize):
         ctx.inputs = (a.shape, a.dtype), (b.shape, b.dtype)
-        factors = [
+        first, second = (
             copies.unquantized(factor) if is_in_memory(factor) else quantize(factor)
             for factor in (a, b)
-        ]
-        return copies.save(ctx, y, factors)
+        )
+        return copies.keep(ctx, y, a=first, b=second)
 
 
 class _Matmul(_Product):
@@ -173,9 +172,9 @@ class _Matmul(_Product):
         return _Product.save(ctx, y, a, b, partial(quantize_factor, quantizer))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (a, b), _ = copies.load(ctx, grad.dtype)
+        kept = copies.Kept(ctx)
+        a, b = kept.values("a", grad.dtype), kept.values("b", grad.dtype)
         grads = grad @ b.transpose(-2, -1), a.transpose(-2, -1) @ grad
         return *in_shapes(grads, ctx.inputs), None
 
@@ -190,9 +189,9 @@ class _Mul(_Product):
         return _Product.save(ctx, a * b, a, b, quantize)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (a, b), _ = copies.load(ctx, grad.dtype)
+        kept = copies.Kept(ctx)
+        a, b = kept.values("a", grad.dtype), kept.values("b", grad.dtype)
         return *in_shapes((grad * b, grad * a), ctx.inputs), None
 
 
@@ -297,7 +296,7 @@ def glu(
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input):
         return torch_functional.glu(input, dim)
-    return _GLU.apply(input, dim, quantizer)
+    return _GLU.call(input, dim, quantizer)
 
 
 _FORWARD = {
@@ -343,14 +342,14 @@ def gated(
         return (function or _FORWARD[activation])(gate) * up
     if activation == "relu":
         gate, activation, function = relu(gate), "identity", None
-    return _Gated.apply(gate, up, activation, function or _FORWARD[activation], quantizer)
+    return _Gated.call(gate, up, activation, function or _FORWARD[activation], quantizer)
 
 
 def _product(activation, gate, up):
     return _FORWARD[activation](gate) * up
 
 
-class _Gated(Function):
+class _Gated(SavingFunction):
     @staticmethod
     def forward(ctx, gate, up, activation, function, quantizer):
         y = function(gate) * up
@@ -363,12 +362,12 @@ class _Gated(Function):
         if needs_gate and needs_copy:
             compute = partial(_product, activation)
             quantizer.share_computed(y, compute, (gate_copy, up_copy))
-        return copies.save(ctx, y, (gate_copy, up_copy))
+        return copies.keep(ctx, y, gate=gate_copy, up=up_copy)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (gate, up), _ = copies.load(ctx)
+        kept = copies.Kept(ctx)
+        gate, up = kept.values("gate"), kept.values("up")
         (gate_shape, gate_dtype), (up_shape, up_dtype) = ctx.inputs
         grad_gate = grad_up = None
         if ctx.needs_input_grad[0]:
@@ -381,15 +380,14 @@ class _Gated(Function):
         return grad_gate, grad_up, None, None, None
 
 
-class _GLU(Function):
+class _GLU(SavingFunction):
     @staticmethod
     def forward(ctx, x, dim, quantizer):
         y = torch_functional.glu(x, dim)
         ctx.dim = dim
-        return copies.save(ctx, y, (quantizer.quantize(x, features=(-1,)),))
+        return copies.keep(ctx, y, x=quantizer.quantize(x, features=(-1,)))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (x,), _ = copies.load(ctx)
+        x = copies.Kept(ctx).values("x")
         return torch.ops.aten.glu_backward(grad, x, ctx.dim), None, None

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.functional import pooling
 from fewbit.runtime.format import layout
@@ -19,7 +18,7 @@ from fewbit.runtime.interop.original_functions import functional as torch_functi
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_eager
 from fewbit.runtime.quantizers import computed
 from fewbit.runtime.quantizers.quantizer import is_differentiated
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = ["interpolate", "pad"]
 
@@ -58,7 +57,7 @@ def pad(
     if not is_differentiated(input):
         return torch_functional.pad(input, pad, mode, value)
     if (mode, len(pad) // 2) in _BACKWARD:
-        y = _Pad.apply(input, tuple(pad), mode)
+        y = _Pad.call(input, tuple(pad), mode)
     else:
         y = torch_functional.pad(input, pad, mode, value)
     if is_eager(input):
@@ -72,14 +71,13 @@ def _padded(pad, mode, value, x):
     return torch_functional.pad(x, pad, mode, value)
 
 
-class _Pad(Function):
+class _Pad(SavingFunction):
     @staticmethod
     def forward(ctx, x, pad, mode):
         ctx.place, ctx.arguments = (x.shape, layout.dense_stride(x)), (pad, mode)
         return torch_functional.pad(x, pad, mode)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         pad, mode = ctx.arguments
         # The op reads only the shape and the memory format of the input.

@@ -25,17 +25,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE, UNIFORM
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
     is_differentiated,
     quantizer_of,
 )
 from fewbit.runtime.quantizers.softmax_copies import quantize_softmax
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = ["log_softmax", "softmax"]
 
@@ -77,7 +77,7 @@ def softmax(
         return torch_functional.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch_functional._get_softmax_dim("softmax", input.dim(), _stacklevel)
-    return _Softmax.apply(input, dim, dtype, quantizer)
+    return _Softmax.call(input, dim, dtype, quantizer)
 
 
 def log_softmax(
@@ -99,39 +99,35 @@ def log_softmax(
         return torch_functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch_functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)
-    return _LogSoftmax.apply(input, dim, dtype, quantizer)
+    return _LogSoftmax.call(input, dim, dtype, quantizer)
 
 
-class _Softmax(Function):
+class _Softmax(SavingFunction):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.softmax(x, dim, dtype=dtype)
         saved = quantize_softmax(quantizer, y)
-        ctx.spec, ctx.dim, ctx.dtype = saved.spec, dim, x.dtype
-        ctx.save_for_backward(*saved.tensors)
-        return saved.tie(y)
+        ctx.dim, ctx.dtype = dim, x.dtype
+        return copies.keep(ctx, y, y=saved)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        y = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype)
+        y = copies.Kept(ctx).values("y", grad.dtype)
         grad = torch._softmax_backward_data(grad, y, ctx.dim, grad.dtype)
         return grad.to(ctx.dtype), None, None, None
 
 
-class _LogSoftmax(Function):
+class _LogSoftmax(SavingFunction):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.log_softmax(x, dim, dtype=dtype)
         saved = quantizer.quantize(y.exp(), shared=False, usual=UNIFORM)
-        ctx.spec, ctx.dim, ctx.dtype = saved.spec, dim, x.dtype
-        ctx.save_for_backward(*saved.tensors)
-        return saved.tie(y)
+        ctx.dim, ctx.dtype = dim, x.dtype
+        return copies.keep(ctx, y, probabilities=saved)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         total = grad.sum(ctx.dim, keepdim=True)
         # Not in place, because with batched gradients `total` has a batch dimension that the other factor lacks.
-        product = ctx.spec.dequantize(ctx.saved_tensors, grad.dtype) * total
+        product = copies.Kept(ctx).values("probabilities", grad.dtype) * total
         return torch.sub(grad, product).to(ctx.dtype), None, None, None

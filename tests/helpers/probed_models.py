@@ -7,8 +7,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
+from fewbit.runtime.quantizers import copies
 from fewbit.runtime.saved.bit_policy import BitPolicy
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 
 class Fixed(BitPolicy):
@@ -115,24 +116,21 @@ class Twice(nn.Module):
         return checkpoint(both, x, use_reentrant=False) if self.is_checkpointed else both(x)
 
 
-class Counted(torch.autograd.Function):
+class Counted(SavingFunction):
     """A Function that multiplies x by a weight and saves x quantized. It counts its backward passes."""
 
     passes = 0
 
     @staticmethod
     def forward(ctx, x, weight, quantizer):
-        kept = quantizer.quantize(x)
-        ctx.spec, ctx.count = kept.spec, type(ctx)._forward_cls
-        ctx.save_for_backward(weight, *kept.tensors)
-        return x * weight
+        ctx.count = type(ctx)._forward_cls
+        return copies.keep(ctx, x * weight, weight=weight, x=quantizer.quantize(x))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         ctx.count.passes += 1
-        weight, *kept = ctx.saved_tensors
-        return grad * weight, (ctx.spec.dequantize(kept) * grad).sum(0), None
+        kept = copies.Kept(ctx)
+        return grad * kept.tensor("weight"), (kept.values("x") * grad).sum(0), None
 
 
 class Collective(Counted):

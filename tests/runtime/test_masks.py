@@ -20,6 +20,7 @@ from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.activation_ops import is_masking
+from fewbit.runtime.quantizers.copies import Kept
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import QuantizationRecord
 from fewbit.runtime.saved import offload
@@ -66,14 +67,13 @@ def run(model, x):
 
 
 def is_masked(node) -> bool:
-    spec = node.spec
+    spec, _ = Kept(node).copy("x")
     return getattr(spec, "inner", spec).has_mask
 
 
 def restored(node, dtype=torch.float32):
     """Return the values that the backward of a linear layer or a convolution dequantizes."""
-    _, *tensors = node.saved_tensors
-    return node.spec.dequantize(tensors, dtype)
+    return Kept(node).values("x", dtype)
 
 
 def check(model, limit, expected=True, dtype=torch.float32):

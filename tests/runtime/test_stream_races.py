@@ -18,6 +18,7 @@ from torch import nn
 import fewbit
 from fewbit.runtime.interop import cuda_streams
 from fewbit.runtime.quantizers import normalized
+from fewbit.runtime.quantizers.copies import Kept
 from fewbit.runtime.saved.offload import Offload
 
 
@@ -262,7 +263,7 @@ def test_layers_share_a_copy_and_a_mask_only_in_one_stream(cuda, is_same):
         stream.wait_stream(cuda.recorder.current)
         with torch.cuda.stream(stream):
             second = model.second(y)
-        model.specs = [z.grad_fn.spec for z in (first, second)]
+        model.specs = [Kept(z.grad_fn).copy("x")[0] for z in (first, second)]
         return first, second
 
     model = Composed(forward, first=nn.Linear(64, 8), second=nn.Linear(64, 8)).to(DEVICE)

@@ -51,7 +51,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.library import register_fake
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
@@ -71,7 +70,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
-from fewbit.runtime.saved.single_backward import once_differentiable, refuse_batches
+from fewbit.runtime.saved.single_backward import SavingFunction, refuse_batches
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -187,7 +186,7 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         return _attend(*inputs, how)
     if how.dropout_p > 0 and not can_replay(query):
         return _attend(*inputs, how)
-    return run_outside(_Attention.apply, *inputs, how, quantizer)
+    return run_outside(_Attention.call, *inputs, how, quantizer)
 
 
 def _attention_of_shards(inputs, how: How, quantizer: Quantizer):
@@ -272,7 +271,7 @@ _FEATURES = (-3, -1)
 # -- the autograd Function -------------------------------------------------------------------------
 
 
-class _Attention(Function):
+class _Attention(SavingFunction):
     @staticmethod
     def forward(ctx, query, key, value, mask, bias, how, quantizer):
         # If the probabilities get no gradient, the backward pass need not differentiate them.
@@ -294,16 +293,20 @@ class _Attention(Function):
             else None,
         ]
         y, *weights = results
-        y = copies.save(ctx, y, factors, mask, bias, state)
+        query, key, value = factors
+        y = copies.keep(
+            ctx, y, mask=mask, bias=bias, state=state, query=query, key=key, value=value
+        )
         return (y, *weights) if how.weighed else y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         # With dropout, all batches of gradients are refused, because torch draws no random numbers inside vmap. Without
         # dropout, only the batches of torch.func.vmap are refused, because autograd differentiates nothing inside it.
         refuse_batches("attention", grads, transforms_only=ctx.how.dropout_p == 0)
-        (query, key, value), (mask, bias, state) = copies.load(ctx)
+        kept = copies.Kept(ctx)
+        query, key, value = kept.values("query"), kept.values("key"), kept.values("value")
+        mask, bias, state = kept.tensor("mask"), kept.tensor("bias"), kept.tensor("state")
         if value is None:
             value = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
         inputs = query, key, value, mask, bias

@@ -11,7 +11,6 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.functional.products import in_shapes, is_in_memory, is_quantized_product
 from fewbit.runtime.interop.autocast import as_torch_casts
@@ -21,7 +20,7 @@ from fewbit.runtime.parallel.shards import is_distributed
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 from fewbit.runtime.quantizers.softmax_copies import quantize_factor
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 # torch < 2.10 has only the private function.
 _grouped_mm = getattr(torch_functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -45,7 +44,7 @@ def einsum(equation, *operands, quantizer: Quantizer) -> Tensor:
     if len(factors) == 2 and all(isinstance(factor, Tensor) for factor in factors):
         terms = _terms(equation, *factors)
         if terms is not None and takes_einsum(*factors):
-            return _Einsum.apply(*factors, *terms, quantizer)
+            return _Einsum.call(*factors, *terms, quantizer)
     return torch.einsum(equation, *operands)
 
 
@@ -91,7 +90,7 @@ def baddbmm(
     """
     if not _is_quantized(batch1, batch2):
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
-    return _Baddbmm.apply(input, batch1, batch2, beta, alpha, quantizer)
+    return _Baddbmm.call(input, batch1, batch2, beta, alpha, quantizer)
 
 
 def addcmul(
@@ -111,7 +110,7 @@ def addcmul(
     """
     if not _is_quantized(tensor1, tensor2):
         return torch.addcmul(input, tensor1, tensor2, value=value)
-    return _Addcmul.apply(input, tensor1, tensor2, value, quantizer)
+    return _Addcmul.call(input, tensor1, tensor2, value, quantizer)
 
 
 def grouped_mm(
@@ -142,7 +141,7 @@ def grouped_mm(
     is_grouped = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None
     if not (is_grouped and bias is None and out_dtype is None) or not _is_quantized(mat_a, mat_b):
         return _grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
-    return _GroupedMm.apply(mat_a, mat_b, offs, quantizer)
+    return _GroupedMm.call(mat_a, mat_b, offs, quantizer)
 
 
 def _is_quantized(a: Tensor, b: Tensor) -> bool:
@@ -210,40 +209,42 @@ def _dtypes(*tensors: Tensor) -> tuple[torch.dtype, ...]:
     return tuple(each.dtype for each in tensors)
 
 
-class _Einsum(Function):
+class _Einsum(SavingFunction):
     @staticmethod
-    def forward(ctx, a, b, first, second, result, quantizer):
-        ctx.terms, ctx.dtypes = (first, second, result), _dtypes(a, b)
+    def forward(ctx, a, b, of_a, of_b, of_y, quantizer):
+        ctx.terms, ctx.dtypes = (of_a, of_b, of_y), _dtypes(a, b)
         with as_torch_casts():
             # A view that a Function returns could not be changed in place.
-            y = torch.einsum(f"{first},{second}->{result}", a, b).data
-        return copies.save(ctx, y, _saved(a, b, quantizer))
+            y = torch.einsum(f"{of_a},{of_b}->{of_y}", a, b).data
+        first, second = _saved(a, b, quantizer)
+        return copies.keep(ctx, y, a=first, b=second)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (a, b), _ = copies.load(ctx, grad.dtype)
-        first, second, result = ctx.terms
+        kept = copies.Kept(ctx)
+        a, b = kept.values("a", grad.dtype), kept.values("b", grad.dtype)
+        of_a, of_b, of_y = ctx.terms
         (dtype_a, dtype_b), grad_a, grad_b = ctx.dtypes, None, None
         if ctx.needs_input_grad[0]:
-            grad_a = _product(result, second, first, grad, b).to(dtype_a)
+            grad_a = _product(of_y, of_b, of_a, grad, b).to(dtype_a)
         if ctx.needs_input_grad[1]:
-            grad_b = _product(result, first, second, grad, a).to(dtype_b)
+            grad_b = _product(of_y, of_a, of_b, grad, a).to(dtype_b)
         return grad_a, grad_b, None, None, None, None
 
 
-class _Baddbmm(Function):
+class _Baddbmm(SavingFunction):
     @staticmethod
     def forward(ctx, x, a, b, beta, alpha, quantizer):
         ctx.size, ctx.factors, ctx.dtypes = x.shape, (beta, alpha), _dtypes(x, a, b)
         with as_torch_casts():
             y = torch.baddbmm(x, a, b, beta=beta, alpha=alpha)
-        return copies.save(ctx, y, _saved(a, b, quantizer))
+        first, second = _saved(a, b, quantizer)
+        return copies.keep(ctx, y, a=first, b=second)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (a, b), _ = copies.load(ctx, grad.dtype)
+        kept = copies.Kept(ctx)
+        a, b = kept.values("a", grad.dtype), kept.values("b", grad.dtype)
         beta, alpha = ctx.factors
         dtype_x, dtype_a, dtype_b = ctx.dtypes
         grad_x = None
@@ -254,34 +255,37 @@ class _Baddbmm(Function):
         return grad_x, grad_a.to(dtype_a), grad_b.to(dtype_b), None, None, None
 
 
-class _Addcmul(Function):
+class _Addcmul(SavingFunction):
     @staticmethod
     def forward(ctx, x, a, b, value, quantizer):
         ctx.inputs, ctx.value = [(each.shape, each.dtype) for each in (x, a, b)], value
         with as_torch_casts():
             y = torch.addcmul(x, a, b, value=value)
-        return copies.save(ctx, y, _saved(a, b, quantizer))
+        first, second = _saved(a, b, quantizer)
+        return copies.keep(ctx, y, a=first, b=second)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (a, b), _ = copies.load(ctx, grad.dtype)
+        kept = copies.Kept(ctx)
+        a, b = kept.values("a", grad.dtype), kept.values("b", grad.dtype)
         of_product = ctx.value * grad
         return *in_shapes((grad, of_product * b, of_product * a), ctx.inputs), None, None
 
 
-class _GroupedMm(Function):
+class _GroupedMm(SavingFunction):
     @staticmethod
     def forward(ctx, a, b, offs, quantizer):
         y = _grouped_mm(a, b, offs=offs)
         # The elements of a column, and not those of a row, follow each other in memory.
         ctx.is_transposed = b.stride(-2) == 1
-        return copies.save(ctx, y, _saved(a, b, quantizer), offs)
+        first, second = _saved(a, b, quantizer)
+        return copies.keep(ctx, y, offs=offs, a=first, b=second)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (a, b), (offs,) = copies.load(ctx, grad.dtype)
+        kept = copies.Kept(ctx)
+        a, b = kept.values("a", grad.dtype), kept.values("b", grad.dtype)
+        offs = kept.tensor("offs")
         grad = grad.contiguous()  # kernels on a GPU demand it
         grad_a = _grouped_mm(grad, b.transpose(-2, -1), offs=offs)
         # The gradient of the matrices has the strides of the matrices.

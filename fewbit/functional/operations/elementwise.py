@@ -11,7 +11,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.config import UNIFORM
 from fewbit.functional.products import in_shapes, is_in_memory
@@ -19,7 +18,7 @@ from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 
 def square(input: Tensor, *, quantizer: Quantizer) -> Tensor:
@@ -34,7 +33,7 @@ def square(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     """
     if not is_differentiated(input) or is_in_memory(input) or not input.is_floating_point():
         return torch.square(input)
-    return _Square.apply(input, quantizer)
+    return _Square.call(input, quantizer)
 
 
 def pow(input: Tensor, exponent, *, quantizer: Quantizer) -> Tensor:
@@ -61,7 +60,7 @@ def exp(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     """
     if not is_differentiated(input) or not input.is_floating_point():
         return torch.exp(input)
-    return _Exp.apply(input, quantizer)
+    return _Exp.call(input, quantizer)
 
 
 def erf(input: Tensor, *, quantizer: Quantizer) -> Tensor:
@@ -76,7 +75,7 @@ def erf(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     """
     if not is_differentiated(input) or not input.is_floating_point():
         return torch.erf(input)
-    return _Erf.apply(input, quantizer)
+    return _Erf.call(input, quantizer)
 
 
 def clamp(input: Tensor, min=None, max=None) -> Tensor:
@@ -94,7 +93,7 @@ def clamp(input: Tensor, min=None, max=None) -> Tensor:
     are_numbers = ends and all(isinstance(end, int | float) for end in ends)
     if not (are_numbers and is_differentiated(input) and input.is_floating_point()):
         return torch.clamp(input, min, max)
-    return _Clamp.apply(input, min, max)
+    return _Clamp.call(input, min, max)
 
 
 def maximum(input: Tensor, other: Tensor) -> Tensor:
@@ -109,14 +108,14 @@ def maximum(input: Tensor, other: Tensor) -> Tensor:
     """
     if not _is_comparison(input, other):
         return torch.maximum(input, other)
-    return _Largest.apply(input, other, torch.maximum)
+    return _Largest.call(input, other, torch.maximum)
 
 
 def minimum(input: Tensor, other: Tensor) -> Tensor:
     """Compute torch.minimum, and save in 2 bits per element which of the two is smaller. Arguments are as in `maximum`."""
     if not _is_comparison(input, other):
         return torch.minimum(input, other)
-    return _Largest.apply(input, other, torch.minimum)
+    return _Largest.call(input, other, torch.minimum)
 
 
 def _is_comparison(input, other) -> bool:
@@ -140,52 +139,46 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
     """
     if sparse_grad or not is_differentiated(input):
         return torch.gather(input, dim, index, sparse_grad=sparse_grad)
-    return _Gather.apply(input, dim, index)
+    return _Gather.call(input, dim, index)
 
 
-class _Square(Function):
+class _Square(SavingFunction):
     @staticmethod
     def forward(ctx, x, quantizer):
-        return copies.save(ctx, torch.square(x), (quantizer.quantize(x),))
+        return copies.keep(ctx, torch.square(x), x=quantizer.quantize(x))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (x,), _ = copies.load(ctx, grad.dtype)
-        return 2 * x * grad, None
+        return 2 * copies.Kept(ctx).values("x", grad.dtype) * grad, None
 
 
-class _Exp(Function):
+class _Exp(SavingFunction):
     @staticmethod
     def forward(ctx, x, quantizer):
         y = torch.exp(x)
         can_read = is_plain(y) and y.device.type == "cpu" and not in_checkpoint()
         is_small = can_read and y.numel() and bool((y <= 1).all())
         saved = quantizer.quantize(y, usual=UNIFORM) if is_small else copies.unquantized(y)
-        return copies.save(ctx, y, (saved,))
+        return copies.keep(ctx, y, y=saved)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (y,), _ = copies.load(ctx, grad.dtype)
-        return grad * y, None
+        return grad * copies.Kept(ctx).values("y", grad.dtype), None
 
 
-class _Erf(Function):
+class _Erf(SavingFunction):
     @staticmethod
     def forward(ctx, x, quantizer):
         derivative = torch.exp(-x.square()) * (2 / math.sqrt(math.pi))
         saved = quantizer.quantize(derivative, shared=False, usual=UNIFORM)
-        return copies.save(ctx, torch.erf(x), (saved,))
+        return copies.keep(ctx, torch.erf(x), derivative=saved)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (derivative,), _ = copies.load(ctx, grad.dtype)
-        return grad * derivative, None
+        return grad * copies.Kept(ctx).values("derivative", grad.dtype), None
 
 
-class _Clamp(Function):
+class _Clamp(SavingFunction):
     @staticmethod
     def forward(ctx, x, least, greatest):
         is_inside = torch.ones_like(x, dtype=torch.bool) if least is None else x >= least
@@ -193,16 +186,15 @@ class _Clamp(Function):
             # Not in place, because selective checkpointing keeps the results of operations.
             is_inside = is_inside & (x <= greatest)
         saved = integers.pack(is_inside, 2)
-        return copies.save(ctx, torch.clamp(x, least, greatest), (saved,))
+        return copies.keep(ctx, torch.clamp(x, least, greatest), is_inside=saved)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        spec, _ = ctx.specs[0]
-        return torch.where(spec.dequantize(ctx.saved_tensors).bool(), grad, 0), None, None
+        is_inside = copies.Kept(ctx).values("is_inside").bool()
+        return torch.where(is_inside, grad, 0), None, None
 
 
-class _Largest(Function):
+class _Largest(SavingFunction):
     @staticmethod
     def forward(ctx, x, other, function):
         y = function(x, other)
@@ -211,19 +203,17 @@ class _Largest(Function):
         less, same, more = (each.to(torch.uint8) for each in (less, x == other, more))
         choice = 3 - 3 * less - 2 * same - more
         ctx.inputs = [(each.shape, each.dtype) for each in (x, other)]
-        return copies.save(ctx, y, (integers.pack(choice, 4),))
+        return copies.keep(ctx, y, choice=integers.pack(choice, 4))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        spec, _ = ctx.specs[0]
-        choice = spec.dequantize(ctx.saved_tensors)
+        choice = copies.Kept(ctx).values("choice")
         grads = torch.where(choice == 0, 0, grad), torch.where(choice == 2, 0, grad)
         shared = (torch.where(choice == 1, each / 2, each) for each in grads)
         return *in_shapes(shared, ctx.inputs), None
 
 
-class _Gather(Function):
+class _Gather(SavingFunction):
     @staticmethod
     def forward(ctx, x, dim, index):
         y = torch.gather(x, dim, index)
@@ -233,13 +223,11 @@ class _Gather(Function):
             if stride == 0 and index.shape[axis] > 1:
                 index = index.narrow(axis, 0, 1)
         count = x.shape[dim] if x.dim() else 1
-        return copies.save(ctx, y, (integers.narrow(index, count),))
+        return copies.keep(ctx, y, index=integers.narrow(index, count))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        spec, _ = ctx.specs[0]
-        index = spec.dequantize(ctx.saved_tensors).expand(ctx.index_size)
+        index = copies.Kept(ctx).values("index").expand(ctx.index_size)
         others = set(range(len(ctx.size))) - {ctx.dim % max(len(ctx.size), 1)}
         if any(ctx.index_size[axis] < ctx.size[axis] for axis in others):
             # On the CPU, torch takes an expanded index for one that covers all other dimensions, and scatters wrongly.

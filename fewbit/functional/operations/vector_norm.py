@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.functional.products import is_in_memory
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 
 def vector_norm(
@@ -48,7 +47,7 @@ def vector_norm(
         return torch.linalg.vector_norm(input, ord, dim, keepdim, dtype=dtype, out=out)
     # An empty tuple stands for all dimensions too.
     dims = dim if isinstance(dim, int) or dim else tuple(range(input.dim()))
-    length = _Length.apply(input, dims, quantizer)
+    length = _Length.call(input, dims, quantizer)
     return length if keepdim else length.squeeze(dims)
 
 
@@ -91,25 +90,23 @@ def normalize(
     """
     if p != 2 or out is not None or not is_differentiated(input):
         return torch_functional.normalize(input, p, dim, eps, out)
-    return _Normalize.apply(input, dim, eps, quantizer)
+    return _Normalize.call(input, dim, eps, quantizer)
 
 
-class _Length(Function):
+class _Length(SavingFunction):
     @staticmethod
     def forward(ctx, x, dims, quantizer):
         y = torch.linalg.vector_norm(x, 2, dims, True)
         # The gradient of a vector of zeros is 0, as in torch.
         direction = (x / y).masked_fill(y == 0, 0)
-        return copies.save(ctx, y, (quantizer.quantize(direction, shared=False),))
+        return copies.keep(ctx, y, direction=quantizer.quantize(direction, shared=False))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (direction,), _ = copies.load(ctx, grad.dtype)
-        return grad * direction, None, None
+        return grad * copies.Kept(ctx).values("direction", grad.dtype), None, None
 
 
-class _Normalize(Function):
+class _Normalize(SavingFunction):
     @staticmethod
     def forward(ctx, x, dim, eps, quantizer):
         # The steps of torch's function, so that the result is the same to the bit.
@@ -117,12 +114,13 @@ class _Normalize(Function):
         bound = length.clamp_min(eps)
         y = x / bound.expand_as(x)
         ctx.dim = dim
-        return copies.save(ctx, y, (quantizer.quantize(y),), bound, length >= eps)
+        return copies.keep(ctx, y, bound=bound, is_free=length >= eps, y=quantizer.quantize(y))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        (y,), (bound, is_free) = copies.load(ctx, grad.dtype)
+        kept = copies.Kept(ctx)
+        y = kept.values("y", grad.dtype)
         along = (grad * y).sum(ctx.dim, keepdim=True)
         # A length below eps is replaced by eps, on which x has no influence.
-        return (grad - y * (along * is_free)) / bound, None, None, None
+        grad = (grad - y * (along * kept.tensor("is_free"))) / kept.tensor("bound")
+        return grad, None, None, None

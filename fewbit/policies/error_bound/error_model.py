@@ -32,6 +32,7 @@ from fewbit.functional.layer_norm import _GroupNorm, _LayerNorm, _RMSNorm
 from fewbit.functional.linear import _Linear
 from fewbit.functional.prelu import _PReLU
 from fewbit.policies.error_bound.formulas import Convolution, convolution_d, norm_input_coefficients
+from fewbit.runtime.quantizers.copies import Kept
 from fewbit.runtime.quantizers.normalized import AffineResultSpec
 from fewbit.runtime.quantizers.spec import PermutedSpec, QuantizedTensorSpec
 
@@ -87,11 +88,13 @@ def of_layer(context, grads, results, errors: Tensor) -> list[Part] | None:
     formula = _FORMULAS.get(context._forward_cls)
     if formula is None or grads[0] is None:
         return None
-    if isinstance(context.spec, PermutedSpec):
+    kept = Kept(context)
+    spec, _ = kept.copy(_QUANTIZED.get(context._forward_cls, "x"))
+    if isinstance(spec, PermutedSpec):
         errors = errors.sum()[None]  # dimension 0 in storage is another dimension of the tensor
     return [
         part
-        for part in formula(context, grads[0], results, errors)
+        for part in formula(context, kept, grads[0], results, errors)
         if results[part.place] is not None
     ]
 
@@ -109,10 +112,9 @@ _AS_IN_TORCH = {"x": "input", "x1": "input1", "x2": "input2", "a": "input", "b":
 # -- linear layers and convolutions: docs/concepts/theory/ac_gc.md, sections 3 to 5 -----------------------------------
 
 
-def _linear(context, grad, results, errors):
-    _, *copy = context.saved_tensors
+def _linear(context, kept, grad, results, errors):
     features = results[1].shape[-1]
-    numbers = _by_rows(grad, errors), *_scales2(context.spec, copy)
+    numbers = _by_rows(grad, errors), *_scales2(*kept.copy("x"))
     return [Part(1, numbers, partial(_linear_cost, features))]
 
 
@@ -121,8 +123,8 @@ def _linear_cost(features, entries, _):
     return Cost((grad2 * features * _mean(scales2)) ** 0.5)
 
 
-def _convolution(context, grad, results, errors):
-    weight, *copy = context.saved_tensors
+def _convolution(context, kept, grad, results, errors):
+    weight = kept.tensor("weight")
     stride, _, dilation, transposed, _, groups = context.settings
     samples, channels, *space = context.size
     layer = Convolution(
@@ -133,7 +135,7 @@ def _convolution(context, grad, results, errors):
         transposed,
         tuple(space) if transposed else tuple(grad.shape[2:]),
     )
-    numbers = _by_rows(grad, errors, groups), *_scales2(context.spec, copy)
+    numbers = _by_rows(grad, errors, groups), *_scales2(*kept.copy("x"))
     return [Part(1, numbers, partial(_convolution_cost, layer))]
 
 
@@ -164,7 +166,7 @@ def _mean(scales2) -> float:
     return sum(scales2[0]) / len(scales2[0]) if scales2 else 1.0
 
 
-def _prelu(context, grad, results, errors):
+def _prelu(context, kept, grad, results, errors):
     """Return the error model of PReLU.
 
     The weight's gradient is the sum of g min(x, 0), which is linear in the saved min(x, 0). In a rotated copy, all
@@ -175,15 +177,14 @@ def _prelu(context, grad, results, errors):
     zeros without errors too, so its copies count as uniform.
     """
     has_signs = context.needs_input_grad[0]
-    is_rotated = _is_rotated(context.spec)
+    spec, _ = kept.copy("negative")
+    is_rotated = _is_rotated(spec)
     if is_rotated and not has_signs:
         return [Part(1, (_squares(grad, tuple(range(grad.dim()))).flatten(),), _weight_cost)]
     if has_signs:
-        _, sign, *_ = context.saved_tensors
-        is_negative = ~context.sign.dequantize((sign,)).view(torch.bool)
+        is_negative = ~kept.values("sign").view(torch.bool)
     else:
-        _, *copy = context.saved_tensors
-        is_negative = context.spec.dequantize(copy) < 0
+        is_negative = kept.values("negative") < 0
     grad2 = _squares(grad * is_negative, tuple(range(grad.dim()))).sum()
     if not is_rotated:
         grad2 = grad2 / is_negative.sum().clamp(min=1) * grad.numel()
@@ -200,42 +201,41 @@ def _is_rotated(spec) -> bool:
 # -- norms: section 6 ----------------------------------------------------------------------------------------
 
 
-def _layer_norm(context, grad, results, errors):
-    rstd, weight, *copy = context.saved_tensors
-    return _of_rows(context, grad, errors, copy, rstd, weight, len(context.shape), 2)
+def _layer_norm(context, kept, grad, results, errors):
+    return _of_rows(context, kept, grad, errors, kept.tensor("weight"), len(context.shape), 2)
 
 
-def _transformers_rms_norm(context, grad, results, errors):
-    weight, rstd, *copy = context.saved_tensors
-    return _of_rows(context, grad, errors, copy, rstd, scale_of(weight, context.offset), 1, 1)
+def _transformers_rms_norm(context, kept, grad, results, errors):
+    weight = scale_of(kept.tensor("weight"), context.offset)
+    return _of_rows(context, kept, grad, errors, weight, 1, 1)
 
 
-def _of_rows(context, grad, errors, copy, rstd, weight, dims, place):
+def _of_rows(context, kept, grad, errors, weight, dims, place):
     """Return the error models of a norm over the last `dims` dimensions, whose weight is input number `place`."""
     parts = [Part(place, (_by_rows(grad, errors),), _weight_cost)]
     if context.needs_input_grad[0]:
-        x = context.spec.dequantize(copy[: context.spec.count])
+        x, rstd = kept.values("x"), kept.tensor("rstd")
         parts.append(_of_input(x, _product(grad, weight, x), rstd, tuple(range(-dims, 0))))
     return parts
 
 
-def _group_norm(context, grad, results, errors):
-    rstd, weight, *copy = context.saved_tensors
+def _group_norm(context, kept, grad, results, errors):
+    rstd, weight = kept.tensor("rstd"), kept.tensor("weight")
     samples, _, _, groups = context.sizes
     parts = [Part(2, (_by_rows(grad, errors),), _weight_cost)]
     if context.needs_input_grad[0]:
-        x = context.spec.dequantize(copy[: context.spec.count])
+        x = kept.values("x")
         g = _product(grad, _of_channels(weight, grad), x)
         x, g = (tensor.reshape(samples, groups, -1) for tensor in (x, g))
         parts.append(_of_input(x, g, rstd.view(samples, groups, 1), (2,)))
     return parts
 
 
-def _batch_norm(context, grad, results, errors):
-    rstd, weight, _, *copy = context.saved_tensors
+def _batch_norm(context, kept, grad, results, errors):
+    rstd, weight, (spec, _) = kept.tensor("rstd"), kept.tensor("weight"), kept.copy("x")
     dims = [dim for dim in range(grad.dim()) if dim != 1]
-    is_whole = context.view == context.spec.size  # False for an instance norm
-    samples = context.spec.size[0]
+    is_whole = context.view == spec.size  # False for an instance norm
+    samples = spec.size[0]
     of_rows = _squares(grad, dims[1:]) if grad.dim() > 2 else grad.double().square()
     weighted = (of_rows.reshape(samples, -1) * _row_weights(errors, samples)).sum(0)
     grad2 = of_rows.reshape(grad.shape[:2]).sum(0)
@@ -248,7 +248,7 @@ def _batch_norm(context, grad, results, errors):
         sums = grad2 * scale2, results[4].double().square() * scale2
         parts.append(_of_sums(*sums, grad.numel() // len(rstd), is_whole))
     elif context.needs_input_grad[0]:
-        x = context.spec.dequantize(copy[: context.spec.count]).reshape(context.view)
+        x = kept.values("x").reshape(context.view)
         g = _product(grad, _of_channels(weight, grad), x)
         parts.append(_of_input(x, g, _of_channels(rstd, grad), dims, is_whole))
     return parts
@@ -350,3 +350,5 @@ _FORMULAS = {
     _BatchNorm: _batch_norm,
     _PReLU: _prelu,
 }
+_QUANTIZED = {_PReLU: "negative"}
+"""{autograd Function: the name of its quantized tensor}, where it is not "x"."""

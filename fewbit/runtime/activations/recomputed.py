@@ -19,7 +19,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.channels import usual_features
@@ -29,7 +28,7 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.torch_functions import FORWARD, IN_PLACE
 from fewbit.runtime.quantizers import computed, copies
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 TWO_VALUED = frozenset(
     "relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu identity".split()
@@ -61,7 +60,7 @@ def keeps_copy(x: Tensor, function: str) -> bool:
     return function not in TWO_VALUED and not is_parameter and x.numel() >= LEAST_FEATURES
 
 
-class CopiedActivation(Function):
+class CopiedActivation(SavingFunction):
     """Computes f(x) and saves a quantized copy of x, from which later layers compute f(x) again, or a copy of f(x)."""
 
     @staticmethod
@@ -71,7 +70,7 @@ class CopiedActivation(Function):
         ctx.activation = function, parameters
         if function in _FROM_RESULT:
             y = FORWARD[function](x)
-            return copies.save(ctx, y, (quantizer.quantize(y, features=features),))
+            return copies.keep(ctx, y, copy=quantizer.quantize(y, features=features))
         copy = quantizer.quantize(x, features=features)
         if inplace:
             y = IN_PLACE[function](x, *parameters)
@@ -81,13 +80,12 @@ class CopiedActivation(Function):
         quantizer.share_computed(
             y, partial(_result, function, parameters), (copy,), changes=inplace
         )
-        return copies.save(ctx, y, (copy,))
+        return copies.keep(ctx, y, copy=copy)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         """Return the gradient of x."""
-        (saved,), _ = copies.load(ctx)
+        saved = copies.Kept(ctx).values("copy")
         function, parameters = ctx.activation
         if function in _FROM_RESULT:
             grad = _FROM_RESULT[function](grad, saved)

@@ -293,7 +293,7 @@ def _is_factor(argument: SavedArgument, rule: Rule | None) -> bool:
 
 def _restoring(copy: SavedTensors, is_exact: bool) -> Callable:
     """Return the function that computes, from a copy, the tensor that an autograd node gets in its backward pass."""
-    tensors, spec, _ = copy
+    tensors, spec, *_ = copy
 
     def restore():
         hold_for_stream(tensors)

@@ -122,7 +122,7 @@ class Derivative(Rule):
         if x.dtype not in FLOATING:
             return None
         derivative = self.derivative(x.to(torch.promote_types(x.dtype, torch.float32)))
-        tensors, spec, _ = settings.quantize(derivative, settings.derivative_bits, UNIFORM)
+        tensors, spec, *_ = settings.quantize(derivative, settings.derivative_bits, UNIFORM)
         return SavedTensors(tensors, _InverseSpec(spec, self.inverse, x.dtype))
 
 
@@ -144,7 +144,7 @@ class Mask(OneBit):
         """Return the packed mask."""
         if x.dtype is not torch.bool:
             return None
-        tensors, spec, _ = integers.pack(x, 2)
+        tensors, spec, *_ = integers.pack(x, 2)
         return SavedTensors(tensors, _CastSpec(spec, torch.bool))
 
 
@@ -162,7 +162,7 @@ class TwoValued(OneBit):
         value = x.amax()
         if not ((x == 0) | (x == value)).all():
             return None
-        tensors, spec, _ = integers.pack(x != 0, 2)
+        tensors, spec, *_ = integers.pack(x != 0, 2)
         return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, value.item(), 0.0))
 
 
@@ -172,7 +172,7 @@ class Positive(OneBit):
 
     def compress(self, x, settings):
         """Return the packed signs."""
-        tensors, spec, _ = integers.pack(x > 0, 2)
+        tensors, spec, *_ = integers.pack(x > 0, 2)
         return SavedTensors(tensors, _CastSpec(spec, x.dtype))
 
 
@@ -193,7 +193,7 @@ class Inside(OneBit):
         is_inside = torch.ones_like(x, dtype=torch.bool) if self.least is None else x >= self.least
         if self.greatest is not None:
             is_inside = is_inside & (x <= self.greatest)
-        tensors, spec, _ = integers.pack(is_inside, 2)
+        tensors, spec, *_ = integers.pack(is_inside, 2)
         inside = self.greatest if self.least is None else self.least
         return SavedTensors(
             tensors, _ChoiceSpec(spec, x.dtype, inside, math.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -14,7 +15,12 @@ PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 """The key that is included in torch's dispatch while `make_fx(..., pre_dispatch=True)` traces."""
+_keys_of, _included_keys = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
+_ordinary_keys: set[int] = set()
+"""The dispatch keys of ordinary tensors that were seen."""
 _TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
+_NO_MODE: int
+"""The dispatch keys that are included where no mode and no transform is active. It is set at the end of this file."""
 
 
 def is_plain(x) -> bool:
@@ -23,17 +29,41 @@ def is_plain(x) -> bool:
     A dispatch mode that only watches operations, such as FlopCounterMode, makes no difference. A mode that makes fake
     tensors or traces makes one.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in PLAIN_CLASSES
-        and torch._C._functorch.maybe_current_level() is None
+    # Every layer calls this function, so it calls few others.
+    if type(x) not in PLAIN_CLASSES or torch.compiler.is_dynamo_compiling():
+        return False
+    is_ordinary = _keys_of(x).raw_repr() in _ordinary_keys or _is_ordinary(x)
+    return is_ordinary and (_included_keys().raw_repr() == _NO_MODE or not _is_unusual_mode())
+
+
+def _is_ordinary(x) -> bool:
+    """Return whether x is dense and stands for itself. The dispatch keys say all of this, so they are remembered."""
+    found = (
+        x.layout is torch.strided
+        and not (x.is_nested or x.is_meta or x.is_neg())
         and not is_wrapped(x)
-        and not (torch._C._len_torch_dispatch_stack() and _has_mode(_FAKE, *_TRACING))
-        and not torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
-        and x.layout is torch.strided
-        and not x.is_nested
-        and not x.is_meta
-        and not x.is_neg()
+    )
+    if found:
+        _ordinary_keys.add(_keys_of(x).raw_repr())
+    return found
+
+
+def _without_modes(function):
+    """Return the result of a function that runs in a new thread, in which no mode and no transform is active."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _is_unusual_mode() -> bool:
+    """Return whether a transform of torch.func, a tracer or a mode that makes fake tensors is active."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._functorch.maybe_current_level() is not None
+        or (torch._C._len_torch_dispatch_stack() and _has_mode(_FAKE, *_TRACING))
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     )
 
 
@@ -119,3 +149,6 @@ def is_eager(x) -> bool:
     Layers save both kinds of tensors by the same code.
     """
     return is_plain(x) or is_abstract(x)
+
+
+_NO_MODE = _without_modes(lambda: _included_keys().raw_repr())

@@ -1,4 +1,4 @@
-"""Save and load several quantized tensors, called copies, in the context of one autograd Function.
+"""Save several quantized tensors, called copies, for the backward pass of one autograd Function.
 
 A *spec* is all information except the tensors that is needed to dequantize a saved tensor. `SavedTensors` are the
 tensors of one copy together with their spec.
@@ -6,7 +6,6 @@ tensors of one copy together with their spec.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -81,41 +80,60 @@ def with_channels(x: Tensor, normalize: Normalization | None, channels: int):
     return (normalize or Normalization())._replace(channels=numbers)
 
 
-def save(ctx, y: Tensor, copies: Iterable[SavedTensors | None], *others: Tensor | None) -> Tensor:
-    """Save copies for the backward pass.
+def keep(ctx, result: Tensor, /, **values: SavedTensors | Tensor | None) -> Tensor:
+    """Save tensors for the backward pass, which finds them by their names in `Kept`.
 
     Args:
-        ctx: the context of an autograd Function. `save` sets the attribute `ctx.specs`, which `load` reads.
-        y: the Function's result.
-        copies: the quantized copies. A copy that no gradient needs is None.
-        *others: tensors that are saved unchanged.
+        ctx: the context of an autograd Function. Its attributes `kept` and `is_observed` are set.
+        result: the Function's result.
+        **values: copies, and tensors that are saved unchanged; None for what no gradient needs.
 
     Returns:
-        y. While a compiler traces, y is made to depend on the copies, so that the compiled forward pass computes them.
+        The result. While a compiler traces, it is made to depend on the copies, so that the compiled forward pass computes them.
     """
-    ctx.specs, tensors = [], []
-    for copy in copies:
-        if copy is None:
-            ctx.specs.append((None, 0))
-            continue
-        ctx.specs.append((copy.spec, len(copy.tensors)))
-        tensors += copy.tensors
-        y = copy.tie(y)
-    ctx.save_for_backward(*others, *tensors)
-    return y
+    tensors, kept, is_observed = (), {}, False
+    for name in values:
+        value = values[name]
+        if type(value) is SavedTensors:
+            begin = len(tensors)
+            tensors += value.tensors
+            kept[name] = begin, len(tensors), value.spec
+            is_observed = is_observed or value.is_observed
+            if value.trace_anchor is not None:
+                result = value.tie(result)
+        elif value is None:
+            kept[name] = None
+        else:
+            kept[name] = len(tensors), None, None
+            tensors = (*tensors, value)
+    ctx.kept, ctx.is_observed = kept, is_observed
+    ctx.save_for_backward(*tensors)
+    return result
 
 
-def load(ctx, dtype=None) -> tuple[list[Tensor | None], tuple[Tensor | None, ...]]:
-    """Return what `save` saved: (list of the dequantized copies, tuple of the tensors that were saved unchanged).
+class Kept:
+    """The tensors that `keep` has saved, by their names. Within a checkpoint, they can be read once only."""
 
-    Args:
-        ctx: the context that was given to `save`.
-        dtype: the dtype of the dequantized copies. If None, each copy has the dtype of the tensor that was quantized.
-    """
-    saved = ctx.saved_tensors
-    start = len(saved) - sum(count for _, count in ctx.specs)
-    others, values = saved[:start], []
-    for spec, count in ctx.specs:
-        values.append(spec.dequantize(saved[start : start + count], dtype) if count else None)
-        start += count
-    return values, others
+    __slots__ = ("_kept", "_tensors")
+
+    def __init__(self, ctx):
+        self._kept, self._tensors = ctx.kept, ctx.saved_tensors
+
+    def tensor(self, name: str) -> Tensor | None:
+        """Return a tensor that was saved unchanged; None if None was saved."""
+        place = self._kept[name]
+        return None if place is None else self._tensors[place[0]]
+
+    def values(self, name: str, dtype=None) -> Tensor | None:
+        """Return the dequantized values of a copy, in the dtype of the tensor that was quantized unless `dtype` is given."""
+        place = self._kept[name]
+        if place is None:
+            return None
+        begin, end, spec = place
+        tensors = self._tensors[begin:end]
+        return spec.dequantize(tensors) if dtype is None else spec.dequantize(tensors, dtype)
+
+    def copy(self, name: str):
+        """Return (spec, tensors) of a copy; None if None was saved."""
+        place = self._kept[name]
+        return None if place is None else (place[2], self._tensors[place[0] : place[1]])

@@ -92,7 +92,7 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
         return
     weight, result_bias = unsharded(weight, bias)
     spec = AffineResultSpec(saved.spec, y.dtype, channels)
-    shared = SavedTensors((*saved.tensors, weight, result_bias), spec)
+    shared = saved._replace(tensors=(*saved.tensors, weight, result_bias), spec=spec)
     if channels is not None and bias is not None and result_bias is bias:
         # torch's batch norm does not save the bias, so users may change the bias before backward.
         if bias.is_inference():
@@ -118,12 +118,10 @@ def _with_bias_of(shared: SavedTensors, bias, before: tuple) -> SavedTensors | N
     return _with_own_bias(shared) if place_of(bias) == before else None
 
 
-def save_copies(ctx, x, mean, rstd, inner, copies, quantizer, features=None):
+def save_copies(x, mean, rstd, inner, copies, quantizer, features=None):
     """Quantize the normalized input of a norm once or twice.
 
     Args:
-        ctx: the context of the norm's autograd Function. The attributes `ctx.spec` and `ctx.inner` are set for the
-            backward pass.
         x: the input of the norm, a floating tensor.
         mean: the mean of x, which broadcasts to x, or None if the norm subtracts no mean.
         rstd: the reciprocal standard deviation of x, which broadcasts to x.
@@ -135,19 +133,21 @@ def save_copies(ctx, x, mean, rstd, inner, copies, quantizer, features=None):
             none.
 
     Returns:
-        (SavedTensors of the first copy, all tensors to save).
+        (SavedTensors of the first copy, those of the second copy or None).
     """
-    parts = [quantizer.quantize_normalized(x, mean, rstd, inner, features) for _ in range(copies)]
-    ctx.spec, ctx.inner = parts[0].spec, inner
-    return parts[0], [tensor for part in parts for tensor in part.tensors]
+    first = quantizer.quantize_normalized(x, mean, rstd, inner, features)
+    if copies == 1:
+        return first, None
+    return first, quantizer.quantize_normalized(x, mean, rstd, inner, features)
 
 
-def batch_norm_gradients(ctx, saved, grad, rstd, weight, needs_input):
+def batch_norm_gradients(spec, saved, inner, grad, rstd, weight, needs_input):
     """Return the gradients of a batch norm's input, weight and bias, without writing dequantized values to memory.
 
     Args:
-        ctx: the context of the norm's autograd Function, as `save_copies` left it. The norm has no second copy.
-        saved: the tensors that `save_copies` returned for saving.
+        spec: the spec of the copy of the normalized input. The norm has no second copy.
+        saved: the tensors of the copy.
+        inner: as in `save_copies`.
         grad: the gradient of the norm's result.
         rstd: the reciprocal standard deviation, (C,).
         weight: the norm's weight, (C,), or None.
@@ -158,8 +158,7 @@ def batch_norm_gradients(ctx, saved, grad, rstd, weight, needs_input):
         samples have different bits, it has means and scales of channels, elements adjacent in memory do not have adjacent
         channels, a tensor is not plain or has a dtype that kernels lack, a probe changes the dequantized values, or the backend has no kernel for this copy.
     """
-    spec = ctx.spec
-    if ctx.inner != 1 or not isinstance(spec, QuantizedTensorSpec) or spec.kind != ROTATED:
+    if inner != 1 or not isinstance(spec, QuantizedTensorSpec) or spec.kind != ROTATED:
         return None
     if spec.has_channels:  # of which the kernels know nothing
         return None
@@ -178,34 +177,30 @@ def batch_norm_gradients(ctx, saved, grad, rstd, weight, needs_input):
     return found
 
 
-def dequantize_copies(ctx, saved):
-    """Return two dequantized x~, from two independent copies.
-
-    If `save_copies` made one copy, the two results are the same tensor.
+def dequantize_copies(kept):
+    """Return two dequantized x~, from two independent copies; the same tensor twice if there is one copy.
 
     Args:
-        ctx: the context of the norm's autograd Function, as `save_copies` left it.
-        saved: the tensors that `save_copies` returned for saving.
+        kept: what the norm has saved (`copies.Kept`), among it "x" and "x2", the results of `save_copies`.
     """
-    count = ctx.spec.count
-    first = ctx.spec.dequantize(saved[:count])
-    return first, first if len(saved) == count else ctx.spec.dequantize(saved[count:])
+    first, second = kept.values("x"), kept.values("x2")
+    return first, first if second is None else second
 
 
-def dequantize_scaled(ctx, saved, rstd, dtype):
+def dequantize_scaled(kept, rstd, inner, dtype):
     """Return dequantized x~ divided by rstd, an approximation of x - mean.
 
     torch's own backward functions of norms can be called with this result in place of x, and with 0 in place of the
     mean. They give the same gradients as for x and its mean.
 
     Args:
-        ctx: the context of the norm's autograd Function, as `save_copies` left it.
-        saved: the tensors that `save_copies` returned for saving.
+        kept: what the norm has saved, as in `dequantize_copies`.
         rstd: the reciprocal standard deviation, which broadcasts to x.
+        inner: as in `save_copies`.
         dtype: the dtype of the result.
     """
-    deviation = rstd.to(ctx.spec.dtype).reciprocal()
-    return ctx.spec.dequantize(saved[: ctx.spec.count], dtype, (deviation, None, ctx.inner))
+    spec, tensors = kept.copy("x")
+    return spec.dequantize(tensors, dtype, (rstd.to(spec.dtype).reciprocal(), None, inner))
 
 
 def constant_like(statistic, value: float):

@@ -18,7 +18,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch.autograd import Function
 
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
@@ -28,7 +27,7 @@ from fewbit.runtime.quantizers.spec import SavedTensors, flat, map_affine, unsha
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.forward import running
 from fewbit.runtime.saved.sharing import FIXED_POINT, place_of
-from fewbit.runtime.saved.single_backward import once_differentiable
+from fewbit.runtime.saved.single_backward import SavingFunction
 
 SIGNED = ("relu", "leaky_relu")
 """The activations whose gradients need only the signs of their inputs."""
@@ -198,7 +197,7 @@ def activate(x, function: str, parameters: tuple, encoding: Encoding, inplace: b
     slope = float(parameters[0]) if parameters else 0.0
     if saved is None or saved.spec.slope != 1.0 or not _is_exact(encoding, slope):
         return None
-    y = _TwoValued.apply(x, slope, inplace, saved)
+    y = _TwoValued.call(x, slope, inplace, saved)
     _share(forward.context, y, SavedTensors(saved.tensors, saved.spec._replace(slope=slope)))
     return y
 
@@ -219,7 +218,7 @@ def _share(context, y, saved: SavedTensors) -> None:
         shared.put(y, place_of(y), FIXED_POINT, saved)
 
 
-class _TwoValued(Function):
+class _TwoValued(SavingFunction):
     """ReLU or LeakyReLU as an autograd Function, whose gradient is computed from the signs in the norm's copy."""
 
     @staticmethod
@@ -233,7 +232,6 @@ class _TwoValued(Function):
         return torch.nn.functional.leaky_relu(x, slope, inplace)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         return ctx.spec.masked(grad, ctx.saved_tensors, ctx.slope), None, None, None
 

@@ -406,7 +406,7 @@ class Quantizer:
             place = input_dtype or x.dtype, kind, mask, channels, saving.assignment
             tensors, spec = self._quantize_slot(x, seed, dtype, slot, normalize, *place)
         offload.mark(*tensors)
-        return SavedTensors(tensors, spec)
+        return SavedTensors(tensors, spec, None, spec.slot is not None)
 
     def _quantize_slot(
         self, x, seed, dtype, number, normalize, input_dtype, kind, mask, channels, assignment
@@ -460,6 +460,8 @@ class Quantizer:
                 probe.record_saved(slot, x.numel(), sensitivities)
                 found = probe.record_rounding(slot, record)
             spec = spec.with_slot(slot._replace(rounding=found))
+        elif probe is None and assignment.numbers is None:
+            spec = spec.with_slot(None)  # nothing is learned from the backward pass
         return tuple(tensors), spec
 
     def _report_unobserved(self, assignment, slot) -> None:

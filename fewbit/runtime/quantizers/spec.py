@@ -251,11 +251,13 @@ class SavedTensors(NamedTuple):
         spec: the spec that turns the tensors into values.
         trace_anchor: a 0-D tensor of value 1 if a compiler traces, else None. The layer multiplies its result by the
             anchor, so that the compiler runs the quantization in the forward pass (docs/decisions/0004).
+        is_observed: whether the policy learns from the backward pass that dequantizes the tensors.
     """
 
     tensors: tuple[torch.Tensor, ...]
     spec: QuantizedTensorSpec
     trace_anchor: torch.Tensor | None = None
+    is_observed: bool = False
 
     def viewed(self, shape: tuple[int, ...]) -> SavedTensors:
         """Return the same copy, which is dequantized in another shape."""
@@ -281,7 +283,9 @@ def computed_from(
     tensors = tuple(tensor for copy in copies for tensor in copy.tensors)
     products += sum(products_of(copy) for copy in copies)
     specs = tuple(copy.spec for copy in copies)
-    return SavedTensors(tensors, ComputedSpec(function, specs, dtype, products))
+    is_observed = any(copy.is_observed for copy in copies)
+    spec = ComputedSpec(function, specs, dtype, products)
+    return SavedTensors(tensors, spec, is_observed=is_observed)
 
 
 def can_be_combined(copy: SavedTensors) -> bool:

@@ -13,19 +13,33 @@ from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.probes.restoring import observed
 
 
-def once_differentiable(backward):
-    """Decorate the backward of an autograd Function so that differentiating its results raises GradientError.
+class SavingFunction(Function):
+    """The base of the autograd Functions of layers. Differentiating the results of their backward raises GradientError.
 
-    torch's decorator of the same name raises no error if the incoming gradient is a constant. It then gives a second
+    torch's decorator `once_differentiable` raises no error if the incoming gradient is a constant. It then gives a second
     derivative of zero, which is wrong.
     """
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls._run = super(Function, cls).apply
+        if "backward" in vars(cls):
+            cls.backward = staticmethod(_once(cls.backward))
+
+    @classmethod
+    def call(cls, *arguments):
+        """Do what `apply` does. In eager mode, leave out torch's wrappers for torch.func, which cost the host's time."""
+        return (cls.apply if torch.compiler.is_dynamo_compiling() else cls._run)(*arguments)
+
+
+def _once(backward):
     @wraps(backward)
     def once(ctx, *grads):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return observed(backward, ctx, grads)
+            is_observed = getattr(ctx, "is_observed", False)
+            return observed(backward, ctx, grads) if is_observed else backward(ctx, *grads)
         with torch.no_grad():
             results = observed(backward, ctx, grads)
         inputs = [x for x in (*grads, *graph_anchors(ctx)) if x is not None]

@@ -33,13 +33,7 @@ from fewbit.demo import text, training
 
 BITS = (None, 8, 4, 3, 2, 1)
 OTHER_BATCHES = "other batches"
-ADAPTIVE = {f"adaptive, {bits} bits": {"bits": fewbit.AdaptiveBits(bits)} for bits in (2, 1.25)} | {
-    f"adaptive, {bits} bits, attention 3": {
-        "bits": fewbit.AdaptiveBits(bits),
-        "layers": {"attention_bits": 3},
-    }
-    for bits in (1.5, 1.25)
-}
+ADAPTIVE = {f"adaptive, {bits} bits": {"bits": fewbit.AdaptiveBits(bits)} for bits in (3, 2.5, 2)}
 """{name of an arm: the arguments of `compress_`}."""
 CHECKPOINTS = {
     "checkpoints, exact": partial(checkpoint, use_reentrant=False),

@@ -15,7 +15,7 @@ from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import layout, sums
 from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
-from fewbit.runtime.interop.tensor_kinds import check_tensors, overrides_functions
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, check_tensors, overrides_functions
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
@@ -61,7 +61,11 @@ def linear(
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
     check_tensors(input, weight, bias)
-    usual = weight.dim() == 2 and (bias is None or bias.dim() == 1) and input.dim() > 0
+    usual = weight.ndim == 2 and (bias is None or bias.ndim == 1) and input.ndim > 0
+    if type(input) in PLAIN_CLASSES and type(weight) in PLAIN_CLASSES:
+        if usual and is_differentiated(input, weight, bias):
+            return _Linear.call(input, weight, bias, quantizer)
+        return torch_functional.linear(input, weight, bias)
     if usual and shards.runs_on_shards(input):
         y = shards.linear(partial(linear, quantizer=quantizer), input, weight, bias)
         return torch_functional.linear(input, weight, bias) if y is None else y

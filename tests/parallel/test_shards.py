@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import fewbit
 import fewbit.functional as F
 from fewbit.runtime.parallel.process_groups import process_groups
-from fewbit.runtime.parallel.shards import has_arrived, running_shard
+from fewbit.runtime.parallel.shards import has_arrived, running
 
 CPU = torch.device("cpu")
 
@@ -130,14 +130,14 @@ def test_local_tensors_know_their_shard(mesh):
     class Spy(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            seen.append(running_shard())
+            seen.append(running.place)
             return x.clone()
 
     from fewbit.runtime.parallel import shards
 
     for placement in (Replicate(), Shard(1)):
         shards.elementwise(Spy.apply, _whole(normal((4, 8)), mesh, placement))
-    assert seen == [(), ((0, 0),)] and running_shard() == ()
+    assert seen == [(), ((0, 0),)] and running.place == ()
 
 
 def test_other_products_of_dtensors_are_torchs(mesh):

@@ -278,7 +278,7 @@ def test_an_offload_does_not_leave_masks_on_the_device(monkeypatch):
     kept, more = results[1], torch.ones(5)
     del results, y
     copies.put_mask(more, torch.zeros(1, dtype=torch.int32), 0)
-    assert len(copies._masks) == 2
+    assert len(copies.masks) == 2
     assert copies.get_mask(kept) is not None
     assert copies.get_mask(more) is not None
 
@@ -498,7 +498,8 @@ def test_the_variance_that_probes_expect(bits):
     x[:4, 100:] = 0.0
     quantizer = Quantizer(bits)
     mask = activation_ops.encode(x, STEP, None)
-    saved = [quantizer._quantize(x, x.dtype, mask=mask) for _ in range(200)]
+    how = x.dtype, bits, "rotated"
+    saved = [quantizer._made(x, *how, seed, 0, None, mask) for seed in range(200)]
     values = torch.stack([copy.spec.dequantize(copy.tensors) for copy in saved])
     record = QuantizationRecord(x, saved[0].tensors, saved[0].spec, 256, None)
     found = (values - x).square().mean((0, 2))

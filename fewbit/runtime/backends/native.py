@@ -9,7 +9,15 @@ from pathlib import Path
 import torch
 
 from fewbit import _kernels
-from fewbit.config import GROUP_SIZE, MASKED, MAX_BITS, MIN_BITS, ROTATED, UNIFORM
+from fewbit.config import (
+    GROUP_SIZE,
+    MASKED,
+    MAX_BITS,
+    MIN_BITS,
+    ROTATED,
+    UNIFORM,
+    check_rotated_size,
+)
 from fewbit.errors import FewbitError
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward
@@ -58,6 +66,7 @@ class Kernels:
     def __init__(self, kernels, widths_arguments, name):
         self._kernels = kernels
         self._widths_arguments = widths_arguments
+        self._no_widths = widths_arguments(None)
         self.name = name
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -179,16 +188,10 @@ class Kernels:
             rows = groups.most_groups(*groups.samples_of(x.shape), group_size)
             rows += groups.seed_rows(kind)
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        ranges = _ranges(rows, x.device)
-        self._kernels.quantize(
-            x,
-            copy,
-            *self._widths_arguments(widths),
-            seed,
-            packed,
-            ranges,
-            *_vectors(normalize, x.numel()),
-        )
+        ranges = torch.empty(rows, 2, dtype=torch.bfloat16, device=x.device)
+        of_widths = self._no_widths if widths is None else self._widths_arguments(widths)
+        vectors = () if normalize is None else _vectors(normalize, x.numel())
+        self._kernels.quantize(x, copy, *of_widths, seed, packed, ranges, *vectors)
         return packed, ranges
 
     def channel_statistics(self, x, count, normalize=None):
@@ -235,14 +238,11 @@ class Kernels:
         """Write the values that codes stand for to `out`, see `reference.dequantize`."""
         bits = bits if widths is None else _UNUSED_BITS
         copy, _, _ = _copy(out.shape, bits, group_size, kind)
-        self._kernels.dequantize(
-            packed,
-            ranges,
-            copy,
-            *self._widths_arguments(widths),
-            out,
-            *_map(affine, mask, channels, out.numel()),
-        )
+        of_widths = self._no_widths if widths is None else self._widths_arguments(widths)
+        mapped = ()
+        if not (affine is mask is channels is None):
+            mapped = _map(affine, mask, channels, out.numel())
+        self._kernels.dequantize(packed, ranges, copy, *of_widths, out, *mapped)
 
     def can_compute_batch_norm(self, bits, group_size, shape):
         """Return whether `batch_norm_backward` has kernels for a copy, see `reference.can_compute_batch_norm`.
@@ -384,7 +384,11 @@ def _copy(shape, bits: int, group_size: int, kind: str):
     """Return (sizes and settings of a tensor's copy, words of the packed codes, rows of `ranges`).
 
     The words and rows are those of a copy whose samples all have the same bits.
+
+    Raises:
+        InputError: the groups are too large for this kind.
     """
+    check_rotated_size(kind, group_size)
     made = _kernels.CopyShape(*groups.samples_of(shape), group_size, bits, KIND_NUMBERS[kind])
     return made, made.words, made.rows
 

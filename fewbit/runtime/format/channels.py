@@ -7,6 +7,7 @@ elements with one element of each channel.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -54,15 +55,19 @@ def channels_of(x: torch.Tensor, features: tuple[int, ...]) -> int:
         x: the tensor.
         features: the dimensions of x along which channels differ, from 0. They have to be the innermost ones in storage.
     """
-    stride = x.stride() if is_dense(x) else contiguous_stride(x.shape)
+    return count_of(x.shape, x.stride() if is_dense(x) else contiguous_stride(x.shape), features)
+
+
+def count_of(shape, stride, features: tuple[int, ...]) -> int:
+    """Return what `channels_of` returns for a dense tensor of this shape and these strides."""
     count, extent = 1, 1
     for dim in features:
-        size = x.shape[dim]
+        size = shape[dim]
         if size != 1:
             count *= size
             extent = max(extent, stride[dim] * size)
     # The features of a dense tensor are innermost exactly if none of them spans more elements than they have together.
-    return count if 1 < count == extent and x.numel() >= LEAST_ROWS * count else 0
+    return count if 1 < count == extent and math.prod(shape) >= LEAST_ROWS * count else 0
 
 
 def estimated_rows(rows: int) -> list[int]:

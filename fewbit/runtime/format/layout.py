@@ -142,6 +142,18 @@ def _lies_inside(stride, shape, a: int, b: int) -> bool:
     return stride[a] < stride[b]
 
 
+def place_in_storage(shape, stride) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Return (what `storage_permutation` returns, strides) for a tensor of this shape and these strides.
+
+    The returned strides are those of the tensor if it is dense, else those of its contiguous copy.
+    """
+    if not are_dense(shape, stride):
+        return None, contiguous_stride(shape)
+    is_by_sample = not shape or shape[0] <= 1 or stride[0] * shape[0] == math.prod(shape)
+    is_by_sample = is_by_sample or stride == contiguous_stride(shape)
+    return None if is_by_sample else tuple(outermost_first(shape, stride)), stride
+
+
 def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of x if `is_by_sample(x)`, else the strides of its contiguous copy."""
     return _stride(x) if is_by_sample(x) else contiguous_stride(x.shape)
@@ -169,13 +181,7 @@ def unviewed(y: torch.Tensor) -> torch.Tensor:
 
     torch forbids writing in place to a view that an autograd Function returns.
     """
-    if torch.compiler.is_compiling() or not y._is_view():
-        return y
-    result = torch.ops.aten._unsafe_view(y, y.shape)
-    if result.stride() == y.stride():
-        return result
-    # _unsafe_view chooses other strides for dimensions of size 1.
-    return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
+    return y if torch.compiler.is_dynamo_compiling() else y.data
 
 
 def storage_order(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ def as_torch_casts():
     fewbit's layers do not save cast weights: their backward passes cast the parameters again.
     """
     # A compiler traces the casts, and its partitioner chooses the tensors to save.
-    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+    if torch.compiler.is_dynamo_compiling() or not torch._C._is_any_autocast_enabled():
         return _NOTHING
     return _uncached()
 

@@ -82,11 +82,11 @@ def run_outside(function, *args, **kwargs):
     fewbit's layers call hundreds of methods of tensors. Each call would take a detour through the mode, which would
     replace none of them.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return function(*args, **kwargs)
     stack = torch._C
     depth = stack._len_torch_function_stack()
-    if not depth or not isinstance(stack._get_function_stack_at(depth - 1), ReplacingMode):
+    if not depth or ReplacingMode not in type(stack._get_function_stack_at(depth - 1)).__mro__:
         return function(*args, **kwargs)
     mode = stack._pop_torch_function_stack()
     try:

@@ -33,7 +33,7 @@ def is_plain(x) -> bool:
     if type(x) not in PLAIN_CLASSES or torch.compiler.is_dynamo_compiling():
         return False
     is_ordinary = _keys_of(x).raw_repr() in _ordinary_keys or _is_ordinary(x)
-    return is_ordinary and (_included_keys().raw_repr() == _NO_MODE or not _is_unusual_mode())
+    return is_ordinary and not (is_unusual_mode() and _hides_values())
 
 
 def _is_ordinary(x) -> bool:
@@ -57,7 +57,12 @@ def _without_modes(function):
     return found[0]
 
 
-def _is_unusual_mode() -> bool:
+def is_unusual_mode() -> bool:
+    """Return whether a transform of torch.func, a tracer or any dispatch mode is active. Dynamo must not trace this."""
+    return _included_keys().raw_repr() != _NO_MODE
+
+
+def _hides_values() -> bool:
     """Return whether a transform of torch.func, a tracer or a mode that makes fake tensors is active."""
     return bool(
         torch.compiler.is_compiling()
@@ -124,7 +129,8 @@ def overrides_functions(x) -> bool:
 def check_tensors(*values) -> None:
     """Raise InputError if one of the values is neither a tensor nor None."""
     for value in values:
-        if value is not None and not isinstance(value, torch.Tensor):
+        is_tensor = type(value) in PLAIN_CLASSES or isinstance(value, torch.Tensor)
+        if value is not None and not is_tensor:
             raise InputError(f"expected a torch.Tensor, got {shorten(value)}")
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch.library import register_fake
 
-from fewbit.config import UNIFORM, check_rotated_size
+from fewbit.config import UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.channels import Normalization
@@ -50,11 +50,11 @@ def quantize(
             `groups.mixed_words`.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
     """
-    check_rotated_size(kind, group_size)
-    source = _narrow(x if layout.is_by_sample(x) else x.detach().contiguous())
-    return backends.of(source).quantize(
-        source, seed, bits, group_size, widths, words, normalize, kind
-    )
+    if not x.is_contiguous() and not layout.is_by_sample(x):
+        x = x.detach().contiguous()
+    if x.dtype is torch.float64:
+        x = x.float()  # the kernels compute in float32
+    return backends.of(x).quantize(x, seed, bits, group_size, widths, words, normalize, kind)
 
 
 def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UNIFORM):
@@ -131,7 +131,6 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
         normalize: how to normalize x first, or None, see `quantize`.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
     """
-    check_rotated_size(kind, group_size)
     return backends.of(x).squares(_narrow(x), group_size, normalize, kind)
 
 
@@ -240,7 +239,6 @@ def _dequantized(
 
     `settings` is (widths, affine, kind, mask, channels).
     """
-    check_rotated_size(settings[2], group_size)
     is_wide = dtype is torch.float64
     narrow = torch.float32 if is_wide else dtype
     out = torch.empty_strided(size, stride, dtype=narrow, device=packed.device)

@@ -18,7 +18,20 @@ from torch.autograd import Function
 
 from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES
 
-_shard = threading.local()  # its attribute `place` is described by `running_shard`
+
+class _Running(threading.local):
+    """The layer that runs in a thread.
+
+    Attributes:
+        place: which shard the layer works on; () for a plain tensor and a tensor that is replicated. Processes must round a
+            replicated tensor alike, and should round their shards of one tensor independently. There is a pair for each
+            dimension of the mesh along which the tensor is sharded: (number of the dimension, coordinate of this process).
+    """
+
+    place: tuple = ()
+
+
+running = _Running()
 
 
 def is_distributed(x) -> bool:
@@ -48,18 +61,6 @@ def has_arrived(x: torch.Tensor) -> torch.Tensor:
     if module is None or not isinstance(x, module.AsyncCollectiveTensor):
         return x
     return _Arrived.apply(x)
-
-
-def running_shard() -> tuple:
-    """Return which shard the layer that runs now works on; () for a plain tensor and a tensor that is replicated.
-
-    Processes must round a replicated tensor alike, and should round their shards of one tensor independently.
-
-    Returns:
-        One pair for each dimension of the mesh along which the tensor is sharded: (number of the dimension, coordinate
-        of this process).
-    """
-    return getattr(_shard, "place", ())
 
 
 def elementwise(function, *tensors):
@@ -244,15 +245,15 @@ def _stride(shape, local_stride) -> tuple[int, ...]:
 
 @contextmanager
 def _on_shard(x):
-    """Return a context manager in whose block `running_shard` describes the local tensor of x."""
+    """Return a context manager in whose block `running.place` describes the local tensor of x."""
     coordinates = x.device_mesh.get_coordinate()
     places = enumerate(zip(x.placements, coordinates, strict=True))
-    before = running_shard()
-    _shard.place = tuple((dim, at) for dim, (placement, at) in places if placement.is_shard())
+    before = running.place
+    running.place = tuple((dim, at) for dim, (placement, at) in places if placement.is_shard())
     try:
         yield
     finally:
-        _shard.place = before
+        running.place = before
 
 
 def _are_on_one_mesh(*tensors) -> bool:

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from fewbit.config import (
     DEFAULT_BITS,
     GROUP_SIZE,
+    LARGEST_ROTATED_GROUP,
     MASKED,
     MAX_BITS,
     ROTATED,
@@ -34,7 +35,7 @@ from fewbit.config import (
 )
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.buffers import seed_on
-from fewbit.runtime.format.channels import Normalization, channels_of
+from fewbit.runtime.format.channels import Normalization, channels_of, count_of
 from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
@@ -43,6 +44,7 @@ from fewbit.runtime.interop.tensor_kinds import (
     is_abstract,
     is_eager,
     is_plain,
+    is_unusual_mode,
     overrides_functions,
 )
 from fewbit.runtime.ops import library, quantizer_ops
@@ -57,12 +59,13 @@ from fewbit.runtime.quantizers.spec import (
     can_be_combined,
     computed_from,
     flat,
+    in_order,
     in_storage_order,
     products_of,
 )
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
-from fewbit.runtime.saved.context import ForwardContext
+from fewbit.runtime.saved.context import ForwardContext, top_hooks
 from fewbit.runtime.saved.forward import running
 from fewbit.runtime.saved.seeds import purpose
 from fewbit.runtime.saved.sharing import place_of
@@ -214,55 +217,144 @@ class Quantizer:
             extra_bits: the bits that x has more than other inputs, if no policy chooses them.
             recomputes: whether `computed_again` may take the place of a copy.
         """
+        context, kind = self.context, self.kind
+        if kind is None:
+            kind = usual if self.group_size <= LARGEST_ROTATED_GROUP else UNIFORM
+        is_usual = is_plain(x)
+        if context is None or context.policy is not None or self.recomputes_linear or not is_usual:
+            settings = shared, slot, kind, extra_bits
+            return self._quantize_unusual(x, features, settings, recomputes)
+        # The usual case, for which the host's time counts: this part calls as few functions as it can.
+        forward = running.forward
+        if forward is None or forward.context is not context or top_hooks(False) is not None:
+            forward = context.saving(x)
+        stride, order = None, None
+        if not x.is_contiguous():
+            stride = x.stride()
+            order, by_sample = _place(x.shape, stride)
+        channels = _channels(x.shape, stride, features) if kind == ROTATED else 0
+        if order is not None:
+            return in_order(
+                x,
+                order,
+                lambda x: self._save(x, forward, shared, slot, kind, channels, extra_bits),
+            )
+        stride = stride and by_sample
+        return self._save(x, forward, shared, slot, kind, channels, extra_bits, stride)
+
+    def _save(self, x, saving, shared, slot, kind, channels, extra_bits, stride=None):
+        """Quantize x with fixed bits, or share a copy. x is plain and lies in memory in the order of its dimensions.
+
+        Args:
+            x: the tensor.
+            saving: what `ForwardContext.saving` returns.
+            shared: as in `quantize`.
+            slot: as in `quantize`.
+            kind: the kind of the copy, unless x has a mask.
+            channels: the number of channels that have a mean and a scale of their own.
+            extra_bits: as in `quantize`.
+            stride: the strides of the dequantized values, if they are not contiguous.
+        """
+        copies, mask, result = saving.shared, None, None
+        place = place_of(x) if shared and copies is not None else None
+        if place is not None:
+            key = self.key
+            saved = copies.get(place, key) if place in copies.copies else None
+            if copies.results and not saving.is_region:
+                result = copies.results.get(place)
+            # An activation chooses its copy by the forward before this one, so only equal settings share the copy.
+            if saved is None and result is None and place in copies.copies:
+                saved = copies.with_more_bits(place, key)
+            if copies.masks and (saved is None or channels) and kind == ROTATED:
+                mask = None if saving.is_region else copies.get_mask(x)
+                channels = channels if mask is None else 0
+            # An activation does not know the means and scales of channels while it computes its result.
+            if result is not None:
+                result = None if channels else result
+                if result is not None:
+                    self.context.add_consumer(result, self)
+            if saved is not None:
+                saving.has_saved = True
+                return saved
+        if result is None:
+            seed = saving.seed(x, purpose(self.name, slot))
+        else:
+            saving.has_saved = True
+            seed = _seed_of_result(saving, x, result.number[0], self.key)
+        bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
+        made = self._made(x, x.dtype, bits, kind, seed, channels, stride, mask)
+        if place is not None:
+            copies.put(x, place, key, made)
+        return made
+
+    def _made(self, x, dtype, bits, kind, seed, channels, stride, mask=None, normalize=None):
+        """Return a copy of x, or of x normalized by `normalize`, that is dequantized in `dtype` and with these strides."""
+        if mask is not None:
+            kind, channels = MASKED, 0
+        if channels:
+            normalize = copies.with_channels(x, normalize, channels)
+        tensors = quantizer_ops.quantize(
+            x, seed, bits, self.group_size, normalize, None, None, kind
+        )
+        if channels:
+            tensors = (*tensors, normalize.channels)
+        if mask is not None:
+            tensors = (*tensors, mask)
+        if offload.running.entered:
+            offload.mark(*tensors)
+        how = self.group_size, kind, mask is not None, channels > 0
+        return SavedTensors(tensors, _spec(x.shape, stride, dtype, bits, *how))
+
+    def _quantize_unusual(self, x, features, settings, recomputes) -> SavedTensors:
+        """Do what `quantize` does for layers without a model, under a policy, and for tensors that are not plain."""
         x = has_arrived(x)
-        if self.recomputes_linear and shared and recomputes:
+        if self.recomputes_linear and settings[0] and recomputes:
             saved = self.computed_again(x)
             if saved is not None:
                 return saved
-        settings = shared, slot, usual, self._channels_of(x, usual, features), extra_bits
-        if x.is_contiguous():  # the usual case, for which the host's time counts
-            return self._quantize_or_share(x, *settings)
-        return in_storage_order(x, lambda x: self._quantize_or_share(x, *settings))
+        channels, is_usual = self._channels_of(x, settings[2], features), is_plain(x)
+        return in_storage_order(
+            x, lambda x: self._quantize_or_share(x, is_usual, channels, *settings)
+        )
 
-    def _channels_of(self, x, usual, features) -> int:
-        """Return the number of channels whose means and scales the copy of x has, or 0 if it has none."""
-        if features is None or self.kind_of(usual) != ROTATED or x.dim() < 2:
+    def _channels_of(self, x, kind, features) -> int:
+        """Return the number of channels whose means and scales a copy of x has, or 0 if it has none."""
+        if features is None or kind != ROTATED or x.dim() < 2:
             return 0
         return channels_of(x, tuple(dim % x.dim() for dim in features))
 
-    def _quantize_or_share(self, x, shared, slot, usual, channels, extra_bits) -> SavedTensors:
-        how = {"usual": usual, "channels": channels, "extra_bits": extra_bits}
-        if self.context is None or not is_eager(x):
-            return self._quantize(x, x.dtype, slot, **how)
-        saving = self.context.saving(x)
-        copies, place = saving.shared, None
-        if shared and copies is not None:
-            place = place_of(x)
+    def _quantize_or_share(
+        self, x, is_usual, channels, shared, slot, kind, extra_bits
+    ) -> SavedTensors:
+        context = self.context
+        if context is None or not (is_usual or is_abstract(x)):
+            return self._quantize(x, x.dtype, kind, is_usual, None, slot, channels, extra_bits)
+        saving = context.saving(x)
+        copies = saving.shared
+        place = place_of(x) if shared and copies is not None else None
         if place is None:
-            return self._quantize(x, x.dtype, slot, saving=saving, **how)
-        key = self.key
+            return self._quantize(x, x.dtype, kind, is_usual, saving, slot, channels, extra_bits)
+        key, result, mask, activation = self.key, None, None, None
         saved = copies.get(place, key)
-        result = copies.results.get(place) if copies.results and not saving.is_region else None
+        if copies.results and not saving.is_region:
+            result = copies.results.get(place)
         # An activation chooses its copy by the forward before this one, so only equal settings share the copy.
-        if saved is None and result is None and copies.keys - {key}:
+        if saved is None and result is None and place in copies.copies:
             saved = copies.with_more_bits(place, key)
-        mask = None
-        if (saved is None or channels) and self.kind_of(usual) == ROTATED and not saving.is_region:
-            mask = copies.get_mask(x)
-        if mask is not None:
-            how["channels"] = channels = 0
+        if copies.masks and (saved is None or channels) and kind == ROTATED:
+            mask = None if saving.is_region else copies.get_mask(x)
+            channels = channels if mask is None else 0
         # An activation does not know the means and scales of channels while it computes its result.
-        activation = None
         if result is not None and not channels:
-            self.context.add_consumer(result, self)
+            context.add_consumer(result, self)
             activation = result.number[0]
         if saved is None:
-            how |= {"activation": activation, "mask": mask, "saving": saving}
-            saved = self._quantize(x, x.dtype, slot, **how)
+            how = x.dtype, kind, is_usual, saving, slot, channels, extra_bits, activation, mask
+            saved = self._quantize(x, *how)
             copies.put(x, place, key, saved)
         else:
             saving.has_saved = True
-            if self._policy is not None:
+            if saved.is_observed:
                 saved = _for(self.name, saved)
         return saved
 
@@ -342,71 +434,93 @@ class Quantizer:
                 laid out differently.
             features: as in `quantize`.
         """
-        x = has_arrived(x)
-        channels = self._channels_of(x, ROTATED, features)
-        fits = inner is not None and layout.is_by_sample(x)
-        fits = fits and rstd.dtype == torch.float32 and x.dtype != torch.float64
+        is_usual = is_plain(x)
+        if not is_usual:
+            x = has_arrived(x)
+            is_usual = is_plain(x)
+        kind = self.kind_of(ROTATED)
+        fits = inner is not None and rstd.dtype == torch.float32 and x.dtype != torch.float64
+        context = self.context
+        if (
+            is_usual and fits and x.is_contiguous()
+        ):  # the usual case, for which the host's time counts
+            by = Normalization(flat(mean), flat(rstd), inner)
+            channels = _channels(x.shape, None, features) if kind == ROTATED else 0
+            if context is None or context.policy is not None:
+                return self._quantize(x, torch.float32, kind, True, None, 0, channels, normalize=by)
+            seed = context.saving(x).seed(x, purpose(self.name, 0))
+            bits = _bits(self.bits, self.extra_bits, 0, 0)
+            return self._made(x, torch.float32, bits, kind, seed, channels, None, None, by)
+        channels = self._channels_of(x, kind, features)
+        fits = fits and layout.is_by_sample(x)
         if fits and is_abstract(x):
             # A kernel normalizes while it quantizes, so no memory is taken for the normalized values.
-            copy = self._quantize_traced(x, self.kind_of(ROTATED), channels)
+            copy = self._quantize_traced(x, kind, channels)
             return copy._replace(spec=copy.spec._replace(dtype=torch.float32))
-        if fits and is_plain(x):
+        if fits and is_usual:
             by = Normalization(flat(mean), flat(rstd), inner)
-            return self._quantize(x, torch.float32, normalize=by, channels=channels)
+            return self._quantize(x, torch.float32, kind, True, None, 0, channels, normalize=by)
         input_dtype = x.dtype
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        return self._quantize(x, x.dtype, input_dtype=input_dtype, channels=channels)
+        how = kind, is_plain(x), None, 0, channels
+        return self._quantize(x, x.dtype, *how, input_dtype=input_dtype)
 
     def _quantize(
         self,
         x,
         dtype,
+        kind,
+        is_usual,
+        saving=None,
         slot=0,
-        normalize=None,
-        activation=None,
-        input_dtype=None,
-        usual=ROTATED,
-        mask=None,
         channels=0,
         extra_bits=0,
-        saving=None,
+        activation=None,
+        mask=None,
+        normalize=None,
+        input_dtype=None,
     ) -> SavedTensors:
         """Quantize x, or x normalized by `normalize`. The backward pass dequantizes the copy in `dtype`.
 
         Args:
             x: the tensor.
             dtype: the dtype of the dequantized values.
+            kind: the kind of the copy, unless x has a mask.
+            is_usual: whether `is_plain(x)` is true.
+            saving: what `ForwardContext.saving` returned for x, or None if the layer is in no model or it was not called.
             slot: the number of x among the layer's inputs.
-            normalize: a `Normalization` without channels if x is to be normalized first; else None.
-            activation: the number of the activation in the forward pass whose result x is, or None.
-            input_dtype: the dtype of the layer's input; None if it is the dtype of x.
-            usual: the kind of the copy if the quantizer has no kind.
-            mask: the mask that says where x is 0 (`saved/sharing.py`), or None.
             channels: the number of channels that have a mean and a scale of their own. A masked copy has none.
             extra_bits: as in `quantize`.
-            saving: what `ForwardContext.saving` returned for x, or None if the layer is in no model or it was not called.
+            activation: the number of the activation in the forward pass whose result x is, or None.
+            mask: the mask that says where x is 0 (`saved/sharing.py`), or None.
+            normalize: a `Normalization` without channels if x is to be normalized first; else None.
+            input_dtype: the dtype of the layer's input; None if it is the dtype of x.
         """
-        kind = self.kind_of(usual)
         if mask is not None:
             kind, channels = MASKED, 0
-        if not is_plain(x):
+        if not is_usual:
             return self._quantize_traced(x, kind, channels, slot, extra_bits)
-        if saving is None and self.context is not None:
-            saving = self.context.saving(x)
-        seed = self._seed(x, slot, activation, saving)
-        if self._policy is None:
-            normalize = copies.with_channels(x, normalize, channels)
-            bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
-            tensors = quantizer_ops.quantize(x, seed, bits, self.group_size, normalize, kind=kind)
-            spec = self._spec(x, dtype, bits, kind=kind)
-            tensors, spec = _complete(tensors, spec, normalize, mask)
+        context = self.context
+        if context is None:
+            seed = library.new_seed(x)
         else:
+            saving = context.saving(x) if saving is None else saving
+            if activation is None:
+                seed = saving.seed(x, purpose(self.name, slot))
+            else:
+                saving.has_saved = True
+                seed = _seed_of_result(saving, x, activation, self.key)
+        if context is not None and context.policy is not None:
             place = input_dtype or x.dtype, kind, mask, channels, saving.assignment
             tensors, spec = self._quantize_slot(x, seed, dtype, slot, normalize, *place)
-        offload.mark(*tensors)
-        return SavedTensors(tensors, spec, None, spec.slot is not None)
+            if offload.running.entered:
+                offload.mark(*tensors)
+            return SavedTensors(tensors, spec, None, spec.slot is not None)
+        bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
+        stride = None if x.is_contiguous() else layout.by_sample_stride(x)
+        return self._made(x, dtype, bits, kind, seed, channels, stride, mask, normalize)
 
     def _quantize_slot(
         self, x, seed, dtype, number, normalize, input_dtype, kind, mask, channels, assignment
@@ -501,7 +615,8 @@ class Quantizer:
         if made is None:
             return None
         codes, packed, ranges = made
-        offload.mark(packed, ranges)
+        if offload.running.entered:
+            offload.mark(packed, ranges)
         spec = self._spec(y, y.dtype, self.bits, kind=kind)
         mask = codes if is_masked else None
         return codes, SavedTensors(*_complete((packed, ranges), spec, None, mask))
@@ -544,14 +659,6 @@ class Quantizer:
             bits, self.group_size, tuple(x.shape), tuple(stride), dtype, samples, slot, kind
         )
 
-    def _seed(self, x, slot, activation, saving):
-        if saving is None:
-            return library.new_seed(x)
-        if activation is None:
-            return saving.seed(x, purpose(self.name, slot))
-        saving.has_saved = True
-        return _seed_of_result(saving, x, activation, self.key)
-
     def __repr__(self) -> str:
         parts = [f"bits={self.bits}"]
         if self.group_size != GROUP_SIZE:
@@ -574,6 +681,37 @@ def _quantize_by_codec(
         values = QuantizationRecord(values, (), spec, spec.group_size, normalize).exact()
     tensors, inner = codec.quantize(values.to(input_dtype), seed_on(values.device, seed))
     return tuple(tensors), CodecSpec(inner, spec)
+
+
+_place = lru_cache(maxsize=4096)(layout.place_in_storage)
+
+
+@lru_cache(maxsize=4096)
+def _channels(shape, stride, features: tuple[int, ...] | None) -> int:
+    """Return the number of channels of a tensor of this shape and these strides; None stands for contiguous ones."""
+    dims = len(shape)
+    if features is None or dims < 2:
+        return 0
+    if stride is None:
+        stride = layout.contiguous_stride(shape)
+    _, stride = _place(shape, stride)
+    return count_of(shape, stride, tuple(dim % dims for dim in features))
+
+
+@lru_cache(maxsize=4096)
+def _bits(bits: int, extra_bits: tuple[float, ...], slot: int, more: int) -> int:
+    """Return the whole bits of an input of a layer, see `Quantizer.extra_bits`."""
+    extra = extra_bits[slot] if slot < len(extra_bits) else 0
+    return min(min(math.floor(bits + extra), MAX_BITS) + more, MAX_BITS)
+
+
+@lru_cache(maxsize=4096)
+def _spec(
+    shape, stride, dtype, bits, group_size, kind, has_mask, has_channels
+) -> QuantizedTensorSpec:
+    stride = layout.contiguous_stride(shape) if stride is None else tuple(stride)
+    of = bits, group_size, tuple(shape), stride, dtype
+    return QuantizedTensorSpec(*of, None, None, kind, has_mask, has_channels)
 
 
 def _seed_of_result(saving, y, number: int, key: tuple):
@@ -657,14 +795,17 @@ def is_differentiated(*tensors) -> bool:
             check_tensors(x)
             are_ordinary = are_ordinary and not (overrides_functions(x) or is_distributed(x))
         needs_gradient = needs_gradient or x.requires_grad
-        if x.layout is not torch.strided or x.is_complex() or x.is_nested:
+        if x.layout is not torch.strided or x.dtype.is_complex or x.is_nested:
             are_ordinary = False
     if not (needs_gradient and are_ordinary):
         return False
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return True
-    if torch._C._functorch.maybe_current_level() is not None or torch.jit.is_tracing():
-        return False
+    if is_unusual_mode():
+        if torch.compiler.is_compiling():
+            return True
+        if torch._C._functorch.maybe_current_level() is not None or torch.jit.is_tracing():
+            return False
     if forward_ad._current_level >= 0:
         refuse_forward_mode(*tensors)
     return True

@@ -431,8 +431,11 @@ def in_storage_order(x: torch.Tensor, save) -> SavedTensors:
         save: a function of a tensor that returns SavedTensors.
     """
     order = layout.storage_permutation(x) if x.layout is torch.strided else None
-    if order is None:
-        return save(x)
+    return save(x) if order is None else in_order(x, order, save)
+
+
+def in_order(x: torch.Tensor, order: tuple[int, ...], save) -> SavedTensors:
+    """Return save(x), in which save gets the dimensions of x in this order."""
     saved = save(x.permute(order))
-    back = tuple(order.index(dim) for dim in range(x.dim()))
+    back = tuple(map(order.index, range(len(order))))
     return saved._replace(spec=PermutedSpec(saved.spec, back))

@@ -29,7 +29,7 @@ from fewbit.runtime.saved.seeds import generator_hash, mixed, purpose
 
 MOST_CONSUMERS = 4096
 """The largest number of remembered pairs of an activation and its consumer."""
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 @contextmanager
@@ -159,7 +159,7 @@ class ForwardContext:
         the result has the bits and seeds of the region's first run, so that both runs save the same copies.
         """
         forward = running.forward
-        if forward is not None and forward.context is self and _top_hooks(False) is None:
+        if forward is not None and forward.context is self and top_hooks(False) is None:
             if forward.is_first or forward.start is not None:
                 return forward
         return self._unusual_saving(x)

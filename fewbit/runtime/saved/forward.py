@@ -14,10 +14,10 @@ import torch
 from fewbit.runtime.interop.checkpoint import checkpoint_hook
 from fewbit.runtime.interop.module_calls import PATH
 from fewbit.runtime.ops import library
+from fewbit.runtime.parallel import shards
 from fewbit.runtime.parallel.process_groups import ProcessGroups
-from fewbit.runtime.parallel.shards import running_shard
 from fewbit.runtime.saved.assignment import BitAssignment
-from fewbit.runtime.saved.seeds import mixed, purpose
+from fewbit.runtime.saved.seeds import MASK, STEP, mixed, purpose
 from fewbit.runtime.saved.sharing import SharedCopies
 
 if TYPE_CHECKING:
@@ -78,17 +78,23 @@ class Saving:
             An int that fits into int64. In a process of tensor parallelism and in a CUDA graph, (1,) int64 on x's device.
         """
         self.has_saved = True
-        count = self._counts.get(purpose, 0)
-        self._counts[purpose] = count + 1
-        return self.seed_of(x, purpose, count)
+        counts = self._counts
+        count = counts[purpose] if purpose in counts else 0
+        counts[purpose] = count + 1
+        if self.start is None or self.groups.tensor or shards.running.place:
+            return self.seed_of(x, purpose, count)
+        # This is `mixed`, without a call, because every layer asks for a seed.
+        z = self.start + (x.device.index or 0) + purpose + count * STEP & MASK
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+        return (z ^ z >> 31) - 2**63
 
     def seed_of(self, x: torch.Tensor, purpose: int, count: int = 0) -> int | torch.Tensor:
         """Return the seed from which x is rounded for a purpose, the same in each call; see `seed`."""
         if self.start is None:
             return library.new_seed(x)
-        shard = running_shard()
-        if shard:
-            purpose += purpose_of_shard(shard)
+        if shards.running.place:
+            purpose += purpose_of_shard(shards.running.place)
         if self.groups.tensor:
             return self._agreed_number(x.device) ^ mixed(0, purpose, count)
         # The number of the device is constant in a process of tensor parallelism, but not equal in all of them.

@@ -44,20 +44,20 @@ class _Running(threading.local):
         return self.entered[-1][1] if self.entered else None
 
 
-_running = _Running()
+running = _Running()
 
 
 def mark(*tensors: torch.Tensor) -> None:
     """Mark tensors that a layer made only for the backward pass, so that an `Offload` may move them to the host."""
-    if _running.entered:  # most calls end here
-        forward = _running.forward()
+    if running.entered:  # most calls end here
+        forward = running.forward()
         if forward is not None:
             forward.mark(tensors)
 
 
 def is_active() -> bool:
     """Return whether this thread is within an `Offload` that moves marked tensors to the host."""
-    return _running.forward() is not None
+    return running.forward() is not None
 
 
 class Offload:
@@ -108,13 +108,13 @@ class Offload:
         forward = None
         if any(kind.is_ready() for kind in self._kinds.values()) and _may_enter():
             forward = _Forward(self)
-        _running.entered.append((self, forward))
+        running.entered.append((self, forward))
         if forward is not None:
             torch._C._autograd._push_saved_tensors_default_hooks(*forward.hooks)
         return self
 
     def __exit__(self, *error) -> None:
-        _, forward = _running.entered.pop()
+        _, forward = running.entered.pop()
         if forward is not None:
             take_off_hooks(forward.hooks)
             forward.end()
@@ -370,7 +370,7 @@ def _alive(references) -> list[_Handle]:
 
 def _pack(tensor):
     # Autograd also uses these hooks in its own threads, which are in no `Offload` block.
-    forward = _running.forward()
+    forward = running.forward()
     return _Stayed(tensor.detach(), tensor._version) if forward is None else forward.pack(tensor)
 
 

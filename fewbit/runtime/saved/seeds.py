@@ -9,8 +9,8 @@ import torch
 
 from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
 
-_MASK = 2**64 - 1
-_STEP = 0x9E3779B97F4A7C15
+MASK = 2**64 - 1
+STEP = 0x9E3779B97F4A7C15
 """An odd number, so that the multiples of it that fit into 64 bits are all different."""
 
 
@@ -46,7 +46,7 @@ def mixed(start: int, purpose: int, count: int) -> int:
         purpose: a hash of what the seed is for.
         count: how many seeds for this purpose there were before.
     """
-    z = start + purpose + count * _STEP & _MASK
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
+    z = start + purpose + count * STEP & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
     return (z ^ z >> 31) - 2**63

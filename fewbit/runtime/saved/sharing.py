@@ -69,16 +69,18 @@ class SharedCopies:
     """The copies that the layers of one model have made in a forward pass, or in one run of a checkpointed region.
 
     Attributes:
+        copies: {place of a tensor: {settings: copy}}.
         keys: the settings of all copies other than fixed-point ones.
         results: {place of an activation's result: `Result`}, in the order of the activations.
+        masks: {memory of a ReLU's result: its mask}.
     """
 
-    __slots__ = ("_copies", "_exposed", "_held", "_linear", "_masks", "keys", "results")
+    __slots__ = ("_exposed", "_held", "_linear", "copies", "keys", "masks", "results")
 
     def __init__(self):
         self.keys, self.results = set(), {}
-        self._copies = {}  # {place: {key: copy}}
-        self._masks = {}  # {memory: mask}
+        self.copies = {}
+        self.masks = {}
         self._held = {}  # {address of a storage: weak reference, which keeps the address from being used again}
         self._linear = None  # {autograd node: what computes its result again}
         self._exposed = ()  # addresses of storages that may change while their version does not
@@ -99,9 +101,9 @@ class SharedCopies:
         Returns:
             The copy (`SavedTensors`) or None.
         """
-        copies = self._copies.get(place)
-        if copies is None or place[0] in self._exposed:
+        if place not in self.copies or place[0] in self._exposed:
             return None
+        copies = self.copies[place]
         found = copies.get(key)
         if callable(found):
             found = copies[key] = found()
@@ -115,7 +117,7 @@ class SharedCopies:
             key: `Quantizer.key` of the layer.
         """
         bits, *others = key
-        for more, *of_other in sorted(self._copies.get(place, ()), key=str):
+        for more, *of_other in sorted(self.copies.get(place, ()), key=str):
             if bits is not None and more is not None and more > bits and of_other == others:
                 found = self.get(place, (more, *of_other))
                 if found is not None:
@@ -134,31 +136,33 @@ class SharedCopies:
         """
         if place is None:
             return
-        self._hold(x, place)
-        copies = self._copies.get(place)
-        if copies is None:
-            self._copies[place] = {key: saved}
+        address = place[0]
+        if offload.running.entered:
+            self._drop_expired()
+        if address not in self._held:
+            self._held[address] = x.untyped_storage()._weak_ref()
+        if place in self.copies:
+            self.copies[place][key] = saved
         else:
-            copies[key] = saved
-        if key != FIXED_POINT:
+            self.copies[place] = {key: saved}
+        if key != FIXED_POINT and key not in self.keys:
             self.keys.add(key)
 
     def clear(self) -> None:
         """Drop all copies and masks."""
-        self._copies.clear()
-        self._masks.clear()
+        self.copies.clear()
+        self.masks.clear()
 
     def _hold(self, x, place) -> None:
-        address = place[0]
         if offload.is_active():
             self._drop_expired()
-        if address not in self._held:
-            self._held[address] = x.untyped_storage()._weak_ref()
+        if place[0] not in self._held:
+            self._held[place[0]] = x.untyped_storage()._weak_ref()
 
     def _drop_expired(self) -> None:
         """Drop copies and masks of tensors that no longer exist. They would stay on the device until the forward ends."""
         gone = {at for at, reference in self._held.items() if _storages._expired(reference)}
-        for entries in (self._copies, self._masks):
+        for entries in (self.copies, self.masks):
             for place in [place for place in entries if _address(place) in gone]:
                 del entries[place]
 
@@ -183,10 +187,10 @@ class SharedCopies:
             x: the tensor.
             key: the settings that the copy must have; None for any settings.
         """
-        if not self._copies or not x.is_contiguous():
+        if not self.copies or not x.is_contiguous():
             return None
         memory = memory_of(x)
-        found = self._copies.get((_SOFTMAX, memory))
+        found = self.copies.get((_SOFTMAX, memory))
         if found is None or memory[0] in self._exposed:
             return None
         settings, saved = found
@@ -203,7 +207,7 @@ class SharedCopies:
         memory = memory_of(y)
         if memory is not None and y.is_contiguous():
             self._hold(y, memory)
-            self._copies[_SOFTMAX, memory] = key, saved
+            self.copies[_SOFTMAX, memory] = key, saved
 
     # -- Results of linear layers that later layers compute again -----------------------------------------
 
@@ -256,14 +260,14 @@ class SharedCopies:
         memory = memory_of(y, changes) if layout.is_dense(y) else None
         if memory is not None:
             self._hold(y, memory)
-            self._masks[memory] = mask
+            self.masks[memory] = mask
 
     def get_mask(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the mask of a tensor that is the result of a ReLU, or a view of all its elements; else None."""
-        if not self._masks or not layout.is_dense(x):
+        if not self.masks or not layout.is_dense(x):
             return None
         memory = memory_of(x)
-        mask = self._masks.get(memory)
+        mask = self.masks.get(memory)
         return None if mask is None or memory[0] in self._exposed else mask
 
     # -- Activations whose results are saved by layers ---------------------------------------------------

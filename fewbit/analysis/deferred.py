@@ -194,5 +194,5 @@ class _Seeded(Quantizer):
     def __init__(self, like: Quantizer, seed: int, kind: str):
         vars(self).update(vars(like), context=None, kind=kind, _given=seed)
 
-    def _seed(self, x, *_):
+    def _seed_alone(self, x):
         return torch.tensor([self._given], dtype=torch.int64, device=x.device)

@@ -283,20 +283,19 @@ class FunctionMode(ReplacingMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if is_compiled_code():
+        if function not in self.TABLE:  # most calls end here
+            if function in _EXPOSING and not is_compiled_code():
+                self._expose(args)
             return function(*args, **kwargs)
-        found = self.TABLE.get(function)
-        if found is None and function in _EXPOSING:
-            self._expose(args)
         own = current_mode()
-        if found is None or own is True or not torch.is_grad_enabled():
+        if own is True or not torch.is_grad_enabled() or is_compiled_code():
             return function(*args, **kwargs)
         context = self.settings.quantizer.context
         if context is not None:
             forward = context.running()
             if forward is None or not forward.compresses_functions():
                 return function(*args, **kwargs)
-        ours, family = found
+        ours, family = self.TABLE[function]
         # out=None is no argument: torch.norm passes it on.
         given = {
             name: value for name, value in kwargs.items() if name != "out" or value is not None

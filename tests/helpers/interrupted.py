@@ -63,7 +63,7 @@ def check_nothing_is_left() -> None:
     assert torch.is_grad_enabled() and torch._C._is_torch_function_enabled()
     assert torch.is_autocast_cache_enabled()
     assert running.forward is None and not running.measured
-    assert bypass.modes() == () and not offload.running.entered
+    assert bypass.stack.modes == () and not offload.running.entered
 
 
 def state_of(model) -> list:

@@ -50,20 +50,20 @@ def conv_bn_relu():
 
 TOKENS, IMAGES = (4, 16, 64), (4, 8, 8, 8)
 BUDGETS = {  # name: (layers, shape of the input, calls of the forward, of the backward; under AdaptiveBits in steps that measure nothing)
-    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 217, 48, 343, 54),
-    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 223, 44, 349, 50),
-    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 258, 76, 395, 83),
-    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 256, 50, 389, 56),
-    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 240, 87, 380, 95),
-    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 624, 152, 867, 164),
-    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 417, 84, 649, 96),
-    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 142, 38, 181, 38),
-    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 211, 69, 250, 69),
-    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 194, 35, 299, 41),
-    "attention": (lambda: [Attention()], (4, 4, 16, 16), 458, 275, 758, 293),
-    "block": (lambda: [Block()], TOKENS, 1746, 785, 2485, 849),
+    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 118, 33, 291, 47),
+    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 140, 31, 312, 45),
+    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 175, 49, 322, 70),
+    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 175, 36, 321, 50),
+    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 176, 60, 326, 82),
+    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 471, 127, 770, 155),
+    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 243, 56, 569, 84),
+    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 130, 39, 169, 39),
+    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 194, 71, 233, 71),
+    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 130, 22, 267, 36),
+    "attention": (lambda: [Attention()], (4, 4, 16, 16), 248, 240, 693, 282),
+    "block": (lambda: [Block()], TOKENS, 941, 569, 2064, 737),
 }
-FILES_OF_LINEAR, OWN_OF_LINEAR = 29, (92, 21)
+FILES_OF_LINEAR, OWN_OF_LINEAR = 24, (48, 12)
 
 
 class Attention(nn.Module):

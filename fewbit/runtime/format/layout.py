@@ -205,18 +205,20 @@ def check_vectors(vectors, inner: int, n: int) -> int:
     Raises:
         ValueError: for other arguments.
     """
-    lengths = []
+    entries = None
     for vector in vectors:
         if vector is None:
             continue
-        if vector.dtype != torch.float32 or vector.dim() != 1 or not vector.is_contiguous():
+        if vector.dtype != torch.float32 or vector.ndim != 1 or not vector.is_contiguous():
             raise ValueError(
-                f"expected 1-D contiguous float32 vectors, got {vector.dim()}-D {vector.dtype}"
+                f"expected 1-D contiguous float32 vectors, got {vector.ndim}-D {vector.dtype}"
             )
-        lengths.append(vector.numel())
-    if len(set(lengths)) != 1:
-        raise ValueError(f"expected vectors of one length, got lengths {sorted(lengths)}")
-    entries = lengths[0]
+        length = vector.shape[0]
+        if entries is not None and entries != length:
+            raise ValueError(f"expected vectors of one length, got lengths {entries} and {length}")
+        entries = length
+    if entries is None:
+        raise ValueError("expected vectors, got none")
     if n and (inner < 1 or not entries or n % (entries * inner)):
         raise ValueError(
             f"expected entries * inner to divide the number of elements, {n}, got {entries} * {inner}"

@@ -7,14 +7,14 @@ from math import prod
 
 def rows(x):
     """Return x as a matrix: all dimensions but the last are merged into one. Sizes of 0 are allowed."""
-    if x.dim() == 2:
+    if x.ndim == 2:
         return x
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def over_rows(x, dims: int = 1):
     """Return the sum of x over all dimensions except the last `dims`."""
-    leading = list(range(x.dim() - dims))
+    leading = list(range(x.ndim - dims))
     return x.sum(leading) if leading else x
 
 

@@ -24,7 +24,7 @@ class _Stack(threading.local):
         self.modes = ()
 
 
-_stack = _Stack()
+stack = _Stack()
 
 
 def bypass():
@@ -34,35 +34,17 @@ def bypass():
 
 @contextmanager
 def _bypass():
-    before = _stack.modes
-    _stack.modes = (*before, True)
+    before = stack.modes
+    stack.modes = (*before, True)
     try:
         yield
     finally:
-        _stack.modes = before
+        stack.modes = before
 
 
 def current_mode():
     """Return the mode of the innermost running module; False if no module with a mode runs."""
-    return _stack.modes[-1] if _stack.modes else False
-
-
-def modes() -> tuple:
-    """Return the modes of all running modules, for `restore_modes`."""
-    return _stack.modes
-
-
-def clear() -> None:
-    """Forget all modes. This is called when a model's forward pass begins.
-
-    The modes of modules that contain the model do not apply within the model.
-    """
-    _stack.modes = ()
-
-
-def restore_modes(before: tuple) -> None:
-    """Set the modes to `before`, an earlier result of `modes`. This is called when the call of a module ends."""
-    _stack.modes = before
+    return stack.modes[-1] if stack.modes else False
 
 
 class ReplacingMode(TorchFunctionMode):
@@ -84,17 +66,16 @@ def run_outside(function, *args, **kwargs):
     """
     if torch.compiler.is_dynamo_compiling():
         return function(*args, **kwargs)
-    stack = torch._C
-    depth = stack._len_torch_function_stack()
-    if not depth or ReplacingMode not in type(stack._get_function_stack_at(depth - 1)).__mro__:
+    depth = torch._C._len_torch_function_stack()
+    if not depth or ReplacingMode not in type(torch._C._get_function_stack_at(depth - 1)).__mro__:
         return function(*args, **kwargs)
-    mode = stack._pop_torch_function_stack()
+    mode = torch._C._pop_torch_function_stack()
     try:
         if mode.is_region:
             return mode.run_layer(function, args, kwargs)
         return function(*args, **kwargs)
     finally:
-        stack._push_on_torch_function_stack(mode)
+        torch._C._push_on_torch_function_stack(mode)
 
 
 class ModeHooks:
@@ -113,9 +94,9 @@ class ModeHooks:
     def enter(self, *_) -> None:
         """Set the mode. Register this as a forward pre-hook."""
         if not torch.compiler.is_compiling():
-            _stack.modes = (*_stack.modes, self.mode)
+            stack.modes = (*stack.modes, self.mode)
 
     def leave(self, *_) -> None:
         """Restore the previous mode. Register this as a forward hook with `always_call=True`."""
         if not torch.compiler.is_compiling():
-            _stack.modes = _stack.modes[:-1]
+            stack.modes = stack.modes[:-1]

@@ -27,6 +27,7 @@ GUARD = "_fewbit_guard"
 PATH = "_fewbit_path"
 """The name of the attribute in which a module holds the module's path in the converted model."""
 
+_callback = eval_frame.get_eval_frame_callback
 _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
 
 
@@ -48,7 +49,7 @@ def leave_to_interpreter(code: CodeType, with_callees: bool = False) -> None:
 
 def is_compiled_code() -> bool:
     """Return whether torch.compile traces the running code, has compiled the caller or compiles what is called next."""
-    return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
+    return torch.compiler.is_compiling() or _callback() is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -103,8 +104,9 @@ class TrackedModule:
         """Call the module within the call guard, unless a compiler traces or compiles the call."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        guard = vars(self).get(GUARD)
-        if guard is None or self._compiled_call_impl is not None or is_compiled_code():
+        guard = self.__dict__.get(GUARD)
+        is_compiled = self._compiled_call_impl is not None or _callback() is not None
+        if guard is None or is_compiled:
             return super().__call__(*args, **kwargs)
         return guard.call(self, super().__call__, args, kwargs)
 

@@ -504,7 +504,7 @@ class Quantizer:
             return self._quantize_traced(x, kind, channels, slot, extra_bits)
         context = self.context
         if context is None:
-            seed = library.new_seed(x)
+            seed = self._seed_alone(x)
         else:
             saving = context.saving(x) if saving is None else saving
             if activation is None:
@@ -521,6 +521,10 @@ class Quantizer:
         bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
         stride = None if x.is_contiguous() else layout.by_sample_stride(x)
         return self._made(x, dtype, bits, kind, seed, channels, stride, mask, normalize)
+
+    def _seed_alone(self, x) -> torch.Tensor:
+        """Return the seed of x if the layer is in no model."""
+        return library.new_seed(x)
 
     def _quantize_slot(
         self, x, seed, dtype, number, normalize, input_dtype, kind, mask, channels, assignment

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 
 from fewbit.config import MASKED, UNIFORM
+from fewbit.runtime import backends
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.channels import Normalization
 from fewbit.runtime.format.distortion import distortion
-from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_plain, is_unusual_mode
 from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.probes import restoring
 from fewbit.runtime.saved.assignment import TensorSlot
@@ -69,15 +70,44 @@ class QuantizedTensorSpec(NamedTuple):
                 of elements, one after the other in memory, that have the same scale and shift, or None if that number
                 varies. See `Quantizer.quantize_normalized`.
         """
-        *vectors, inner = affine or (None, None)
-        if all(vector is None for vector in vectors):
-            return self._dequantize(tensors, dtype or self.dtype)
+        if affine is not None and not (affine[0] is affine[1] is None):
+            return self._dequantize_mapped(tensors, dtype or self.dtype, affine)
+        if self.slot is None and self.samples is None and not torch.compiler.is_dynamo_compiling():
+            packed = tensors[0]
+            if type(packed) is torch.Tensor and not packed.is_meta and not is_unusual_mode():
+                return self._by_kernel(tensors, dtype or self.dtype)
+        return self._dequantize(tensors, dtype or self.dtype)
+
+    def _by_kernel(self, tensors, dtype, affine=None):
+        """Return the values of ordinary tensors whose samples have the same bits. Every backward pass runs this code."""
+        packed, ranges = tensors[0], tensors[1]
+        mask = tensors[-1] if self.has_mask else None
+        channels = tensors[2] if self.has_channels else None
+        is_wide = dtype is torch.float64
+        out = torch.empty_strided(
+            self.size,
+            self.stride,
+            dtype=torch.float32 if is_wide else dtype,
+            device=packed.device,
+        )
+        backends.of(packed).dequantize(
+            packed, ranges, self.bits, self.group_size, out, None, affine, self.kind, mask, channels
+        )
+        return out.double() if is_wide else out
+
+    def _dequantize_mapped(self, tensors, dtype, affine):
+        scale, shift, inner = affine
+        fits = inner is not None and self.dtype is torch.float32 and self._is_mapped()
+        fits = fits and (scale is None or type(scale) in PLAIN_CLASSES)
         # The saved tensors are of one kind.
-        plain = is_plain(tensors[0]) and all([x is None or is_plain(x) for x in vectors])
-        fits = plain and inner is not None and self.dtype == torch.float32 and self._is_mapped()
-        if fits and not restoring.is_changed(self):
-            return self._dequantize(tensors, dtype or self.dtype, (*map(flat, vectors), inner))
-        return in_dtype(map_affine(self.dequantize(tensors), affine), dtype or self.dtype)
+        if fits and (shift is None or type(shift) in PLAIN_CLASSES) and is_plain(tensors[0]):
+            affine = flat(scale), flat(shift), inner
+            if self.slot is None and self.samples is None:
+                return self._by_kernel(tensors, dtype, affine)
+            if not restoring.is_changed(self):
+                return self._dequantize(tensors, dtype, affine)
+            affine = scale, shift, inner
+        return in_dtype(map_affine(self.dequantize(tensors), affine), dtype)
 
     def with_slot(self, slot: TensorSlot) -> QuantizedTensorSpec:
         """Return this spec with another slot."""
@@ -417,6 +447,8 @@ def flat(vector: torch.Tensor | None) -> torch.Tensor | None:
     """Return the entries of a tensor as kernels expect them: 1-D, contiguous, float32. Return None for None."""
     if vector is None:
         return None
+    if vector.ndim == 1 and vector.dtype is torch.float32 and vector.is_contiguous():
+        return vector
     vector = vector.detach()
     if vector.dtype != torch.float32:
         vector = vector.to(torch.float32)

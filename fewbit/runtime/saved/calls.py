@@ -41,7 +41,7 @@ class CallGuard:
 
     def _inner(self, forward: Forward, module, function, args, kwargs):
         """Run a call within the call of another module of the model."""
-        before, modes = (running.forward, forward.module, forward.hook), bypass.modes()
+        before, modes = (running.forward, forward.module, forward.hook), bypass.stack.modes
         compressor = self.context.compressor
         start = 0 if compressor is None else next_sequence_number()
         try:
@@ -54,11 +54,11 @@ class CallGuard:
             return outputs
         finally:
             running.forward, forward.module, forward.hook = before
-            bypass.restore_modes(modes)
+            bypass.stack.modes = modes
 
     def _outermost(self, module, function, args, kwargs):
         """Run a call that is a forward pass of the model."""
-        context, outer, modes = self.context, running.forward, bypass.modes()
+        context, outer, modes = self.context, running.forward, bypass.stack.modes
         has_grad = torch.is_grad_enabled()
         compressor, start = context.compressor, 0
         # A reentrant checkpoint first runs its region without grad. The backward pass runs the region again with grad.
@@ -69,7 +69,7 @@ class CallGuard:
         entered = ()
         try:
             running.forward = forward
-            bypass.clear()
+            bypass.stack.modes = ()  # those of modules that contain the model do not apply within it
             if forward.hook is not None or not has_grad:
                 context.join_region(forward)
             if has_grad and module.training:
@@ -88,7 +88,7 @@ class CallGuard:
             running.forward = outer
             for each in reversed(entered):
                 each.__exit__(None, None, None)
-            bypass.restore_modes(modes)
+            bypass.stack.modes = modes
             context.end(forward)
             if compressor is not None:
                 compressor.end()

@@ -153,7 +153,8 @@ class _Dropout(SavingFunction):
     @staticmethod
     def forward(ctx, x, p, kind, features, inplace):
         plain = is_plain(x)
-        found = computed.copies_of(x) if kind == "plain" and features is None else []
+        is_simple = kind == "plain" and features is None
+        found = computed.copies_of(x) if is_simple and (plain or is_abstract(x)) else []
         fused = plain and kind == "plain" and features is None and not inplace
         if fused and x.device.type in _FUSED:
             y, mask = torch.native_dropout(x, p, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from fewbit.runtime.parallel.process_groups import process_groups
+from fewbit.runtime.parallel.process_groups import ProcessGroups, is_distributed_run, process_groups
 
 LAG = 4
 """The number of forward passes from the end of a measurement to its use, if several processes train on GPUs.
@@ -22,7 +22,7 @@ def groups_of(module) -> tuple:
     Args:
         module: the module whose forward pass runs.
     """
-    groups = process_groups(module)
+    groups = process_groups(module) if is_distributed_run() else ProcessGroups()
     return groups.data + groups.tensor
 
 

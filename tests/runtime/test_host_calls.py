@@ -50,20 +50,20 @@ def conv_bn_relu():
 
 TOKENS, IMAGES = (4, 16, 64), (4, 8, 8, 8)
 BUDGETS = {  # name: (layers, shape of the input, calls of the forward, of the backward; under AdaptiveBits in steps that measure nothing)
-    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 118, 33, 291, 47),
-    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 140, 31, 312, 45),
-    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 175, 49, 322, 70),
-    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 175, 36, 321, 50),
-    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 176, 60, 326, 82),
-    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 471, 127, 770, 155),
-    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 243, 56, 569, 84),
-    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 130, 39, 169, 39),
-    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 194, 71, 233, 71),
-    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 130, 22, 267, 36),
-    "attention": (lambda: [Attention()], (4, 4, 16, 16), 248, 240, 693, 282),
-    "block": (lambda: [Block()], TOKENS, 941, 569, 2064, 737),
+    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 114, 33, 216, 42),
+    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 136, 31, 238, 40),
+    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 159, 49, 267, 65),
+    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 159, 36, 266, 45),
+    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 172, 60, 283, 77),
+    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 394, 127, 583, 145),
+    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 220, 56, 403, 74),
+    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 114, 39, 153, 39),
+    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 190, 71, 229, 71),
+    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 126, 22, 206, 31),
+    "attention": (lambda: [Attention()], (4, 4, 16, 16), 244, 240, 472, 267),
+    "block": (lambda: [Block()], TOKENS, 927, 569, 1508, 687),
 }
-FILES_OF_LINEAR, OWN_OF_LINEAR = 24, (48, 12)
+FILES_OF_LINEAR, OWN_OF_LINEAR = 24, (46, 12)
 
 
 class Attention(nn.Module):

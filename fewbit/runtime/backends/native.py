@@ -209,7 +209,8 @@ class Kernels:
         copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, kind)
         count = groups.group_count(samples, features, group_size)
         out = torch.empty(count, dtype=torch.float32, device=x.device)
-        self._kernels.squares(x, copy, out, *_vectors(normalize, x.numel()))
+        vectors = () if normalize is None else _vectors(normalize, x.numel())
+        self._kernels.squares(x, copy, out, *vectors)
         return out.view(samples, count // max(samples, 1)).sum(1)
 
     def share_bits(self, squares, total, kind):

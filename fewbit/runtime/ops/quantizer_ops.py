@@ -97,8 +97,9 @@ def sensitivities(x, slot, samples, group_size, normalize=None, kind=UNIFORM):
 def _by_samples(x, samples):
     """Return x, dense and with samples outermost in storage, viewed so that dimension 0 has size `samples`."""
     x = _narrow(x.detach())
-    source = x if layout.is_by_sample(x) else x.contiguous()
-    return source if len(source) == samples else source.view(samples, -1)
+    if not x.is_contiguous() and not layout.is_by_sample(x):
+        x = x.contiguous()
+    return x if x.shape[0] == samples else x.view(samples, -1)
 
 
 def _sensitivities(source, slot, group_size, normalize, kind):
@@ -113,7 +114,7 @@ def channel_statistics(x, count, normalize=None):
         count: the number of channels.
         normalize: how to normalize x first, or None, see `quantize`.
     """
-    source = x if layout.is_by_sample(x) else x.detach().contiguous()
+    source = x if x.is_contiguous() or layout.is_by_sample(x) else x.detach().contiguous()
     source = _narrow(source)
     return backends.of(source).channel_statistics(source, count, normalize)
 
@@ -242,7 +243,7 @@ def _dequantized(
     is_wide = dtype is torch.float64
     narrow = torch.float32 if is_wide else dtype
     out = torch.empty_strided(size, stride, dtype=narrow, device=packed.device)
-    rows = out if samples is None or len(out) == samples else out.view(samples, -1)
+    rows = out if samples is None or out.shape[0] == samples else out.view(samples, -1)
     backends.of(packed).dequantize(packed, ranges, bits, group_size, rows, *settings)
     return out.double() if is_wide else out
 

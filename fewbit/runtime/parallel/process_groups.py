@@ -25,8 +25,13 @@ class ProcessGroups(NamedTuple):
         return tuple(distributed.get_rank(group) for group in self.data)
 
 
+def is_distributed_run() -> bool:
+    """Return whether several processes may train a model."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
 def process_groups(module) -> ProcessGroups:
-    """Return the groups of processes that run the module's forward pass, none of them for a single process.
+    """Return the groups of processes that run the module's forward pass, if `is_distributed_run()`.
 
     With DistributedDataParallel, `data` is the process group of the wrapper whose forward pass runs. With `fully_shard`,
     `data` are the groups of the mesh over which the parameters are distributed. The groups of `tensor` are those of all
@@ -35,8 +40,6 @@ def process_groups(module) -> ProcessGroups:
     Args:
         module: the module whose forward pass runs.
     """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return ProcessGroups()
     from torch.nn.parallel import DistributedDataParallel
 
     running = DistributedDataParallel._active_ddp_module

@@ -7,41 +7,43 @@ function of its dequantized values in place of a copy of the result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from fewbit.runtime.interop.checkpoint import in_checkpoint
-from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.quantizers import linear_results
 from fewbit.runtime.quantizers.copies import unquantized
 from fewbit.runtime.quantizers.spec import SavedTensors, can_be_combined, computed_from
 from fewbit.runtime.saved.context import current
-from fewbit.runtime.saved.sharing import place_of
+from fewbit.runtime.saved.sharing import FIXED_POINT, place_of
 
 
-def copies_of(x: Tensor) -> list[tuple[tuple, SavedTensors]]:
-    """Return (settings, copy) of each copy of x that layers of the running model share; [] outside of a model."""
+def copies_of(x: Tensor) -> list[tuple]:
+    """Return (settings, copy) of each copy of x that layers of the running model share; [] outside of a model.
+
+    Args:
+        x: a tensor for which `tensor_kinds.is_eager` is true.
+
+    Returns:
+        The copies as `SharedCopies.put` received them: `SavedTensors`, or functions that return a copy or None.
+    """
     context = current()
-    if context is None or not context.shares_results or not is_eager(x):
+    if context is None or not context.shares_results:
         return []
-    copies, place = context.saving(x).shared, place_of(x)
-    if copies is None or place is None or not copies.keys:
+    copies = context.saving(x).shared
+    if copies is None or not copies.keys:
         return []
-    found = [(key, copies.get(place, key)) for key in copies.keys]
-    found = [(key, copy) for key, copy in found if copy is not None and can_be_combined(copy)]
-    if not found and copies.has_linear and not in_checkpoint():
+    entries = copies.entries(place_of(x))
+    if entries:
+        return [(key, copy) for key, copy in entries.items() if key != FIXED_POINT]
+    if copies.has_linear and not in_checkpoint():
         again = linear_results.traced(x, copies.get_linear)
-        found = [] if again is None else [(key, again) for key in copies.keys]
-    return found
+        return [] if again is None else [(key, again) for key in copies.keys]
+    return []
 
 
-def share(
-    found: list[tuple[tuple, SavedTensors]],
-    y: Tensor,
-    changes: int,
-    function: Callable,
-    *others: Tensor,
-) -> None:
+def share(found: list[tuple], y: Tensor, changes: int, function: Callable, *others: Tensor) -> None:
     """Let later layers that would save y compute it in their backward pass.
 
     Args:
@@ -51,20 +53,20 @@ def share(
         function: the function that computes y from the input and from `others`. It can be pickled.
         *others: tensors that are saved unchanged.
     """
+    context = current()
     for key, copy in found:
-        parts = (copy, *map(unquantized, others))
-        put(current(), key, y, changes, function, parts)
+        put(context, key, y, changes, partial(_computed, copy, function, others, y.dtype))
 
 
-def put(
-    context,
-    key: tuple,
-    y: Tensor,
-    changes: int,
-    function: Callable,
-    copies: tuple[SavedTensors, ...],
-) -> None:
-    """Share the function of copies, for layers of the model with the settings `key` that would save y."""
+def put(context, key: tuple, y: Tensor, changes: int, make: Callable) -> None:
+    """Share what `make` returns if a layer of the model with the settings `key` would save y. Most results are not saved."""
     shared = context.saving(y).shared
     if shared is not None:
-        shared.put(y, place_of(y, changes), key, computed_from(function, copies, y.dtype))
+        shared.put(y, place_of(y, changes), key, make)
+
+
+def _computed(copy, function: Callable, others: tuple[Tensor, ...], dtype) -> SavedTensors | None:
+    copy = copy() if callable(copy) else copy
+    if copy is None or not can_be_combined(copy):
+        return None
+    return computed_from(function, (copy, *map(unquantized, others)), dtype)

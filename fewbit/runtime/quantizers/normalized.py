@@ -85,37 +85,39 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
         channels: the shape to which weight and bias are viewed so that they broadcast to y; None if they broadcast as
             they are.
     """
-    if quantizer.context is None or saved.trace_anchor is not None or not is_eager(y):
+    context = quantizer.context
+    if context is None or saved.trace_anchor is not None or not is_eager(y):
         return
-    copies = quantizer.context.saving(y).shared
+    copies = context.saving(y).shared
     if copies is None:
         return
-    weight, result_bias = unsharded(weight, bias)
-    spec = AffineResultSpec(saved.spec, y.dtype, channels)
-    shared = saved._replace(tensors=(*saved.tensors, weight, result_bias), spec=spec)
-    if channels is not None and bias is not None and result_bias is bias:
+    vectors, before = (weight, bias), None
+    if context.is_distributed:
+        vectors = unsharded(weight, bias)
+    elif channels is not None and bias is not None:
         # torch's batch norm does not save the bias, so users may change the bias before backward.
-        if bias.is_inference():
-            shared = _with_own_bias(shared)
-        else:
-            shared = partial(_with_bias_of, shared, bias, place_of(bias))
-    copies.put(y, place_of(y), quantizer.key, shared)
+        before = place_of(bias)
+    make = partial(_result_copy, saved, *vectors, y.dtype, channels, before)
+    copies.put(y, place_of(y), quantizer.key, make)
 
 
-def _with_own_bias(shared: SavedTensors) -> SavedTensors:
-    *tensors, bias = shared.tensors
-    return shared._replace(tensors=(*tensors, bias.detach().clone()))
-
-
-def _with_bias_of(shared: SavedTensors, bias, before: tuple) -> SavedTensors | None:
-    """Return the copy with a bias of its own, or None if the bias has changed. Most results of norms are not looked for.
+def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before) -> SavedTensors | None:
+    """Return the copy of a norm's result; None if the bias has changed. Most results of norms are not looked for.
 
     Args:
-        shared: the copy, whose last tensor is the norm's bias.
-        bias: the bias.
-        before: `place_of(bias)` when the norm ran.
+        saved: the copy of the normalized input.
+        weight: the norm's weight.
+        bias: the norm's bias, or None.
+        dtype: the dtype of the result.
+        channels: as in `share_result`.
+        before: `place_of(bias)` when the norm ran, if the copy needs a bias of its own; else None.
     """
-    return _with_own_bias(shared) if place_of(bias) == before else None
+    if before is not None:
+        if place_of(bias) != before:
+            return None
+        bias = bias.detach().clone()
+    spec = AffineResultSpec(saved.spec, dtype, channels)
+    return saved._replace(tensors=(*saved.tensors, weight, bias), spec=spec)
 
 
 def save_copies(x, mean, rstd, inner, copies, quantizer, features=None):

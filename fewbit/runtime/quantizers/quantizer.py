@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch.autograd import forward_ad
@@ -221,7 +221,7 @@ class Quantizer:
         if kind is None:
             kind = usual if self.group_size <= LARGEST_ROTATED_GROUP else UNIFORM
         is_usual = is_plain(x)
-        if context is None or context.policy is not None or self.recomputes_linear or not is_usual:
+        if context is None or self.recomputes_linear or not is_usual:
             settings = shared, slot, kind, extra_bits
             return self._quantize_unusual(x, features, settings, recomputes)
         # The usual case, for which the host's time counts: this part calls as few functions as it can.
@@ -243,7 +243,7 @@ class Quantizer:
         return self._save(x, forward, shared, slot, kind, channels, extra_bits, stride)
 
     def _save(self, x, saving, shared, slot, kind, channels, extra_bits, stride=None):
-        """Quantize x with fixed bits, or share a copy. x is plain and lies in memory in the order of its dimensions.
+        """Quantize x, or share a copy. x is plain and lies in memory in the order of its dimensions.
 
         Args:
             x: the tensor.
@@ -275,14 +275,20 @@ class Quantizer:
                     self.context.add_consumer(result, self)
             if saved is not None:
                 saving.has_saved = True
-                return saved
+                return _for(self.name, saved) if saved.is_observed else saved
         if result is None:
             seed = saving.seed(x, purpose(self.name, slot))
         else:
             saving.has_saved = True
             seed = _seed_of_result(saving, x, result.number[0], self.key)
-        bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
-        made = self._made(x, x.dtype, bits, kind, seed, channels, stride, mask)
+        if self.context.policy is None:
+            bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
+            made = self._made(x, x.dtype, bits, kind, seed, channels, stride, mask)
+        else:
+            if mask is not None:
+                kind, channels = MASKED, 0
+            how = None, x.dtype, kind, mask, channels, saving.assignment
+            made = self._quantize_slot(x, seed, x.dtype, slot, *how)
         if place is not None:
             copies.put(x, place, key, made)
         return made
@@ -306,7 +312,7 @@ class Quantizer:
         return SavedTensors(tensors, _spec(x.shape, stride, dtype, bits, *how))
 
     def _quantize_unusual(self, x, features, settings, recomputes) -> SavedTensors:
-        """Do what `quantize` does for layers without a model, under a policy, and for tensors that are not plain."""
+        """Do what `quantize` does for layers without a model, and for tensors that are not plain."""
         x = has_arrived(x)
         if self.recomputes_linear and settings[0] and recomputes:
             saved = self.computed_again(x)
@@ -386,7 +392,8 @@ class Quantizer:
             changes: the number of in-place changes of y that its version does not count yet.
         """
         if self._can_share(y, copies):
-            computed.put(self.context, self.key, y, changes, function, copies)
+            make = partial(computed_from, function, copies, y.dtype)
+            computed.put(self.context, self.key, y, changes, make)
 
     def _can_share(self, y: torch.Tensor, copies: tuple[SavedTensors, ...]) -> bool:
         """Return whether later layers may compute y again from these copies."""
@@ -446,9 +453,13 @@ class Quantizer:
         ):  # the usual case, for which the host's time counts
             by = Normalization(flat(mean), flat(rstd), inner)
             channels = _channels(x.shape, None, features) if kind == ROTATED else 0
-            if context is None or context.policy is not None:
+            if context is None:
                 return self._quantize(x, torch.float32, kind, True, None, 0, channels, normalize=by)
-            seed = context.saving(x).seed(x, purpose(self.name, 0))
+            saving = context.saving(x)
+            seed = saving.seed(x, purpose(self.name, 0))
+            if context.policy is not None:
+                how = by, x.dtype, kind, None, channels, saving.assignment
+                return self._quantize_slot(x, seed, torch.float32, 0, *how)
             bits = _bits(self.bits, self.extra_bits, 0, 0)
             return self._made(x, torch.float32, bits, kind, seed, channels, None, None, by)
         channels = self._channels_of(x, kind, features)
@@ -513,11 +524,8 @@ class Quantizer:
                 saving.has_saved = True
                 seed = _seed_of_result(saving, x, activation, self.key)
         if context is not None and context.policy is not None:
-            place = input_dtype or x.dtype, kind, mask, channels, saving.assignment
-            tensors, spec = self._quantize_slot(x, seed, dtype, slot, normalize, *place)
-            if offload.running.entered:
-                offload.mark(*tensors)
-            return SavedTensors(tensors, spec, None, spec.slot is not None)
+            how = input_dtype or x.dtype, kind, mask, channels, saving.assignment
+            return self._quantize_slot(x, seed, dtype, slot, normalize, *how)
         bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
         stride = None if x.is_contiguous() else layout.by_sample_stride(x)
         return self._made(x, dtype, bits, kind, seed, channels, stride, mask, normalize)
@@ -542,21 +550,23 @@ class Quantizer:
             mask: the mask of a masked copy, else None.
             channels: the number of channels that have a mean and a scale of their own.
             assignment: the `BitAssignment` of the forward pass.
-
-        Returns:
-            (tensors to save, spec).
         """
         average = self.bits_of(number, self.average) if self.is_fixed else self.average
         slot = assignment.slot((self.name, number), average, self.is_fixed, kind)
         samples = assignment.samples_of(x, self.name if number == 0 else "")
-        bits, sensitivities = slot.uniform(), None
-        spec = self._spec(x, dtype, bits, samples, slot, kind)
-        codec, probe = assignment.codec(slot), assignment.probe
+        codec = None if self.is_fixed else assignment.codecs.get(slot.name)
+        probe, sensitivities = assignment.probe, None
+        is_observed = probe is not None or assignment.numbers is not None
         # Short samples of different bits do not lie side by side in a group.
         is_short = samples is not None and x.numel() < samples * groups.LEAST_FEATURES
-        if codec is None and not is_short:
+        if channels and codec is None and not is_short:
             normalize = copies.with_channels(x, normalize, channels)
         how = self.group_size, normalize
+        has_channels = normalize is not None and normalize.channels is not None
+        stride = None if x.is_contiguous() else layout.by_sample_stride(x)
+        of_copy = self.group_size, kind, mask is not None, has_channels, samples
+        bits = slot.uniform()
+        spec = _spec(x.shape, stride, dtype, bits, *of_copy)
         if codec is not None:
             tensors, spec = _quantize_by_codec(codec, x, seed, spec, normalize, input_dtype)
             if samples is not None and probe is not None:
@@ -568,7 +578,12 @@ class Quantizer:
                 x, seed, slot, samples, *how, kind
             )
         if codec is None:
-            tensors, spec = _complete(tensors, spec, normalize, mask)
+            if has_channels:
+                tensors = (*tensors, normalize.channels)
+            if mask is not None:
+                tensors = (*tensors, mask)
+        if is_observed:
+            spec = spec.with_slot(slot)
         if x.numel() and (probe is not None or assignment.unobserved):
             self._report_unobserved(assignment, slot)
         if probe is not None and x.numel() and not in_backward():
@@ -578,9 +593,9 @@ class Quantizer:
                 probe.record_saved(slot, x.numel(), sensitivities)
                 found = probe.record_rounding(slot, record)
             spec = spec.with_slot(slot._replace(rounding=found))
-        elif probe is None and assignment.numbers is None:
-            spec = spec.with_slot(None)  # nothing is learned from the backward pass
-        return tuple(tensors), spec
+        if offload.running.entered:
+            offload.mark(*tensors)
+        return SavedTensors(tuple(tensors), spec, None, spec.slot is not None)
 
     def _report_unobserved(self, assignment, slot) -> None:
         """Tell the policy the reason if no probe can measure the tensor that the layer saves now."""
@@ -711,11 +726,11 @@ def _bits(bits: int, extra_bits: tuple[float, ...], slot: int, more: int) -> int
 
 @lru_cache(maxsize=4096)
 def _spec(
-    shape, stride, dtype, bits, group_size, kind, has_mask, has_channels
+    shape, stride, dtype, bits, group_size, kind, has_mask, has_channels, samples=None
 ) -> QuantizedTensorSpec:
     stride = layout.contiguous_stride(shape) if stride is None else tuple(stride)
     of = bits, group_size, tuple(shape), stride, dtype
-    return QuantizedTensorSpec(*of, None, None, kind, has_mask, has_channels)
+    return QuantizedTensorSpec(*of, samples, None, kind, has_mask, has_channels)
 
 
 def _seed_of_result(saving, y, number: int, key: tuple):

@@ -21,6 +21,7 @@ from fewbit.runtime.format.channels import Normalization
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_plain, is_unusual_mode
 from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.parallel.process_groups import is_distributed_run
 from fewbit.runtime.probes import restoring
 from fewbit.runtime.saved.assignment import TensorSlot
 
@@ -422,7 +423,7 @@ def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     The parameters of a distributed model may be sharded. Then the norm's full parameters may have been freed when the
     layer after the norm, which uses them too, runs its backward.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not is_distributed_run():
         return weight, bias
     return tuple(None if vector is None else vector.detach().clone() for vector in (weight, bias))
 

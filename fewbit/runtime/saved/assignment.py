@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -64,17 +65,22 @@ class TensorSlot(NamedTuple):
 
     def total(self, samples: int) -> int:
         """Return the sum of the bits per element over `samples` samples."""
-        bits = self._whole(self.average * samples)
-        return min(max(bits, MIN_BITS * samples), MAX_BITS * samples)
+        return _total_bits(self.average, samples, self._rounds_up)
 
     def uniform(self) -> int:
         """Return the whole number of bits per element for a tensor that is not divided into samples."""
-        return min(max(self._whole(self.average), MIN_BITS), MAX_BITS)
+        return _total_bits(self.average, 1, self._rounds_up)
 
-    def _whole(self, bits: float) -> int:
-        if self.assignment is not None and self.assignment.rounds_up and not self.is_fixed:
-            return math.ceil(bits - 1e-6)
-        return math.floor(bits + 1e-6)
+    @property
+    def _rounds_up(self) -> bool:
+        return self.assignment is not None and self.assignment.rounds_up and not self.is_fixed
+
+
+@lru_cache(maxsize=4096)
+def _total_bits(average: float, samples: int, rounds_up: bool) -> int:
+    bits = average * samples
+    bits = math.ceil(bits - 1e-6) if rounds_up else math.floor(bits + 1e-6)
+    return min(max(bits, MIN_BITS * samples), MAX_BITS * samples)
 
 
 class Probe(Protocol):
@@ -234,6 +240,8 @@ class BitAssignment:
             gradient norms, as far as these are known. If the bits are divided among the channels of each sample, the
             squares are multiplied by the channels' weights. Otherwise the result is `squares`.
         """
+        if self.numbers is None and not self.channel_weights:
+            return squares
         layer, number = slot.name
         channels = self.channels.get(layer, 0)
         has_weights = number == 0 and layer in self.channel_weights
@@ -270,16 +278,16 @@ class BitAssignment:
             x: a tensor that a layer saves.
             layer: the layer's name. If the layer is in `channels`, each channel of a sample counts as a sample.
         """
-        if not self.samples or not x.dim() or not x.numel():
+        if not self.samples or not x.ndim or not x.numel():
             return None
-        channels = self.channels.get(layer)
+        channels = self.channels.get(layer) if self.channels else None
         if channels is not None and _has_planes(x, channels):
-            return len(x) * channels
-        if x.numel() < self.least_features * self.samples:
+            return x.shape[0] * channels
+        if self.least_features and x.numel() < self.least_features * self.samples:
             return None
-        if len(x) == self.samples:
+        if x.shape[0] == self.samples:
             return self.samples
-        return self.samples if len(x) % self.samples == 0 and x.is_contiguous() else None
+        return self.samples if x.shape[0] % self.samples == 0 and x.is_contiguous() else None
 
 
 def _has_planes(x, channels: int) -> bool:

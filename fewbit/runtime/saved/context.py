@@ -22,9 +22,9 @@ from fewbit.runtime.interop.checkpoint import (
     region_of,
 )
 from fewbit.runtime.interop.module_calls import GUARD, TrackedModule
-from fewbit.runtime.parallel.process_groups import ProcessGroups, process_groups
+from fewbit.runtime.parallel.process_groups import is_distributed_run, process_groups
 from fewbit.runtime.saved.assignment import ALONE, REENTRANT, BitAssignment
-from fewbit.runtime.saved.forward import Forward, RunOfRegion, Saving, running
+from fewbit.runtime.saved.forward import NO_GROUPS, Forward, RunOfRegion, Saving, running
 from fewbit.runtime.saved.seeds import generator_hash, mixed, purpose
 
 MOST_CONSUMERS = 4096
@@ -67,6 +67,7 @@ class ForwardContext:
 
     Attributes:
         salt: up to 16 bytes; another salt gives other seeds if all else is equal.
+        is_distributed: whether several processes may train the model.
         has_fixed_point: whether a norm has ever shared a fixed-point copy.
         consumers: {(number, input shape, input dtype) of an activation: quantizer of its consumer}, from earlier forward passes.
     """
@@ -80,7 +81,8 @@ class ForwardContext:
         self.has_fixed_point, self.consumers = False, {}
         self._regions = weakref.WeakKeyDictionary()  # {region: _Region}
         self._whole = weakref.WeakSet()  # regions around whole forward passes
-        self._groups = ProcessGroups()  # of the latest forward pass
+        self.is_distributed = False
+        self._groups = NO_GROUPS  # of the latest forward pass
         self._local = _Local()
 
     def __getstate__(self):
@@ -112,7 +114,8 @@ class ForwardContext:
             assignment = self.policy.assign(inputs, *running.measured)
         else:
             assignment = self.policy.begin(module, inputs)
-        self._groups = groups = process_groups(module)
+        self.is_distributed = is_distributed_run()
+        groups = self._groups = process_groups(module) if self.is_distributed else NO_GROUPS
         return Forward(self, module, outer, True, assignment, self._start(groups), groups)
 
     def begin_without_gradients(self, module) -> Forward:
@@ -123,7 +126,7 @@ class ForwardContext:
         # In a CUDA graph, seeds must come from torch's own generator: others would be the same in every replay.
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return None
-        return generator_hash(self.salt, groups.data_rank)
+        return generator_hash(self.salt, groups.data_rank if groups.data else ())
 
     def running(self) -> Forward | None:
         """Return the forward pass of this model that runs in this thread, or None."""

@@ -23,7 +23,7 @@ from fewbit.runtime.saved.sharing import SharedCopies
 if TYPE_CHECKING:
     from fewbit.runtime.saved.context import ForwardContext
 
-_NO_GROUPS = ProcessGroups()
+NO_GROUPS = ProcessGroups()
 
 
 class Saving:
@@ -57,7 +57,7 @@ class Saving:
 
     is_region = False
 
-    def __init__(self, assignment, start, groups=_NO_GROUPS, shares=True, part=0):
+    def __init__(self, assignment, start, groups=NO_GROUPS, shares=True, part=0):
         self.assignment: BitAssignment | None = assignment
         self.start, self.groups, self.part = start, groups, part
         self.shared = SharedCopies() if shares else None

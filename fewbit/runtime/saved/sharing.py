@@ -109,6 +109,12 @@ class SharedCopies:
             found = copies[key] = found()
         return found
 
+    def entries(self, place: tuple | None) -> dict:
+        """Return {settings: copy} of a tensor, with the copies as `put` received them; {} if there is none."""
+        if place not in self.copies or place[0] in self._exposed:
+            return {}
+        return self.copies[place]
+
     def with_more_bits(self, place: tuple, key: tuple):
         """Return a copy that differs from those of a layer only in that it has more bits, as overrides may give; or None.
 

@@ -5,7 +5,8 @@ forward pass. Its name is (the layer's name, the number of the layer's input). I
 how much variance the rounding of each slot adds to the gradient. The slot's kind of copies determines how this variance
 falls with the bits (`runtime/format/distortion.py`). From these variances, the policy chooses the bits for the
 following steps, such that the sum of the variances is least for a given average number of bits. This is problem (10) of
-the paper (`allocation.py`). All processes choose the same bits, because each process uses the measurements summed over
+the paper (`allocation.py`), but with relative variances (`runtime/probes/measurements.py`): the variance that a parameter's gradient
+gets counts in proportion to the square of this gradient. All processes choose the same bits, because each process uses the measurements summed over
 all processes.
 """
 
@@ -67,6 +68,7 @@ class SlotVariance(Record):
         sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`.
             If the distortion alone determined the variance, rounding to 1 bit per element would add this variance.
         at_one: the variance that rounding to 1 bit per element would add, as measured.
+        weight: the relative variance, which decides the bits, divided by the variance.
         spread: SPREAD (16) numbers that summarize how sensitive the samples are. Each sample has a sensitivity, which
             determines the sample's bits. The sensitivities are sorted and cut into SPREAD parts of nearly equal size,
             and each entry is the mean of a part. If there are fewer samples, zeros follow. None if all samples have
@@ -83,6 +85,7 @@ class SlotVariance(Record):
     samples: int = entry(whole(0, MOST_ELEMENTS), rounded_mean)
     sensitivity: float = entry(real(), sum)
     at_one: float = entry(real(), sum)
+    weight: float = entry(real(), mean)
     spread: tuple[float, ...] | None = entry(optional(vector(real(), SPREAD, SPREAD)), vector_sum)
     missed: int = entry(whole(0, FORGOTTEN), default=0)
     quantizer: str = entry(choice(*KINDS), default=UNIFORM)
@@ -99,15 +102,15 @@ class SlotVariance(Record):
         return [point / total for point in points] if total > 0 else [1.0 / count] * count
 
     def variances(self) -> list[float]:
-        """Return the variance that rounding the slot adds to the gradient, for each number of bits from 1 to 8."""
+        """Return the relative variance that rounding the slot adds, for each number of bits from 1 to 8."""
         found = [self.sensitivity * relative_distortion(self.quantizer, bits) for bits in BITS]
         # The greedy algorithm assumes that each further bit gains less than the bit before. This is true from
         # 2 bits on, so only the variance at 1 bit has to be limited.
         found[0] = min(max(self.at_one, 2 * found[1]), 100 * found[0])
-        return found
+        return [self.weight * variance for variance in found]
 
     def after(self, before: SlotVariance | None) -> SlotVariance:
-        """Return this measurement, with `sensitivity` and `at_one` averaged with their earlier values.
+        """Return this measurement, with `sensitivity`, `at_one` and `weight` averaged with their earlier values.
 
         Args:
             before: the slot's earlier measurement, or None.
@@ -118,6 +121,7 @@ class SlotVariance(Record):
             self,
             sensitivity=MOMENTUM * before.sensitivity + (1 - MOMENTUM) * self.sensitivity,
             at_one=MOMENTUM * before.at_one + (1 - MOMENTUM) * self.at_one,
+            weight=MOMENTUM * before.weight + (1 - MOMENTUM) * self.weight,
         )
 
 
@@ -174,6 +178,7 @@ def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
             samples=effect.samples,
             sensitivity=effect.sensitivity,
             at_one=effect.at_one,
+            weight=effect.weight,
             spread=None if effect.spread is None else tuple(effect.spread),
         )
         for name, effect in effects.items()
@@ -339,7 +344,10 @@ def _in_units_of(now: Mapping, before: Mapping) -> dict[tuple[str, int], SlotVar
     ratio = total / total_before if total > 0 and total_before > 0 else 1.0
     return {
         name: replace(
-            slot, sensitivity=capped(ratio * slot.sensitivity), at_one=capped(ratio * slot.at_one)
+            slot,
+            sensitivity=capped(ratio * slot.sensitivity),
+            at_one=capped(ratio * slot.at_one),
+            weight=capped(slot.weight / ratio),
         )
         for name, slot in before.items()
     }

@@ -206,7 +206,7 @@ def test_states_that_are_refused(change, message, after_two_steps):
 
 def slot(name, number, elements, sensitivity, at_one, spread=None):
     facts = 2.5, False, True, elements, 8
-    return SlotVariance(name, number, *facts, sensitivity, at_one, spread, quantizer="rotated")
+    return SlotVariance(name, number, *facts, sensitivity, at_one, 1.0, spread, quantizer="rotated")
 
 
 def test_results_of_processes_are_merged():

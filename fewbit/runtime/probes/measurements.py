@@ -16,6 +16,10 @@ sum of the squares of its parts. With P(fork), the noise at the parameters betwe
 fork to a join,
 
     S(fork) = P(fork) + sum over its joins of G c(join) S(join)
+
+The same sums with a factor for each parameter p, by which gain[p] and own[p] are multiplied, give the *relative* variance. The factor
+is 1 / (|g[p]|^2 + LEAST_SHARE m), with the parameter's gradient g[p] and the mean m of |g[p]|^2 over the parameters. An optimizer
+such as Adam divides each parameter's gradient by its own size, so the same relative noise does the same harm in all parameters.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ numbers of bits. Level 2 stands for rounding to the slot's own bits, but at leas
 that at other bits, by the distortion of the slot's kind of copies (`runtime/format/distortion.py`). Each level is also the
 number of bits whose noise is drawn. Noise of more than 2 bits is noise of 2 bits, made smaller.
 """
+LEAST_SHARE = 0.01
+"""The part of the mean of |g[p]|^2 below which the gradient of a parameter counts as zero, as that of a key's bias is."""
 PARAMETER, NOTHING = -1, -2
 """Numbers that stand for what is below an edge, if that is no node."""
 
@@ -98,21 +104,27 @@ class Node:
         yield from (found for found in norms if found is not None)
 
 
-def variances(nodes: list[Node], names: Iterable[tuple], host: dict) -> dict | None:
+def variances(
+    nodes: list[Node], names: Iterable[tuple], host: dict, is_relative: bool = False
+) -> dict | None:
     """Return the variances that rounding the slots adds to the gradient, times the scales of their noise.
 
     Args:
         nodes: the nodes of the graph. A node comes after all nodes below it.
         names: the names of the slots.
         host: the result of `AsyncHostCopy.values` for the norms of all nodes.
+        is_relative: whether to return relative variances.
 
     Returns:
         {(slot's name, level): variance}; None if a number is not finite.
     """
     sums = {(name, level): 0.0 for name in names for level in LEVELS}
-    below = _sums_below(nodes, host)
-    for node in nodes:
-        sums_below = [float(n == PARAMETER) if n < 0 else below[n] for n in node.below]
+    factors = _factors(nodes, host, is_relative)
+    below = _sums_below(nodes, host, factors)
+    for node, own in zip(nodes, factors, strict=True):
+        sums_below = [
+            factor if n < 0 else below[n] for n, factor in zip(node.below, own, strict=True)
+        ]
         following = [node.reaches.get(at, n) for at, n in enumerate(node.below)]
         taken = [n >= 0 and nodes[n].is_probed for n in following]
         for noise in node.noise:
@@ -124,7 +136,25 @@ def variances(nodes: list[Node], names: Iterable[tuple], host: dict) -> dict | N
     return sums if all(map(math.isfinite, (*below, *sums.values()))) else None
 
 
-def _sums_below(nodes: list[Node], host: dict) -> list[float]:
+def _factors(nodes: list[Node], host: dict, is_relative: bool) -> list[list[float]]:
+    """Return, for each edge of each node, the factor of the parameter below it; 0 if there is none."""
+    if not is_relative:
+        return [[float(n == PARAMETER) for n in node.below] for node in nodes]
+    squares = []
+    for node in nodes:
+        parts = [*node.parts, *[None] * (len(node.below) - len(node.parts))]
+        pairs = zip(node.below, parts, strict=True)
+        squares.append([squared(host, part) if n == PARAMETER else None for n, part in pairs])
+    found = [square for own in squares for square in own if square is not None]
+    least = LEAST_SHARE * sum(found) / max(len(found), 1)
+    if not least > 0:
+        return _factors(nodes, host, False)
+    return [
+        [0.0 if square is None else 1.0 / (square + least) for square in own] for own in squares
+    ]
+
+
+def _sums_below(nodes: list[Node], host: dict, factors: list[list[float]]) -> list[float]:
     """Return S of each node."""
     arriving = [squared(host, node.arriving) for node in nodes]
     # The sum of the squares of the parts that come together at each node.
@@ -135,10 +165,10 @@ def _sums_below(nodes: list[Node], host: dict) -> list[float]:
                 parts[n] += squared(host, part)
     edges = [
         [
-            (n, squared(host, norm) / own if own > 0 else 0.0)
-            for n, norm in zip(node.below, node.leaving, strict=False)
+            (n, (factor or 1.0) * squared(host, norm) / own if own > 0 else 0.0)
+            for n, norm, factor in zip(node.below, node.leaving, of_edges, strict=False)
         ]
-        for node, own in zip(nodes, arriving, strict=True)
+        for node, own, of_edges in zip(nodes, arriving, factors, strict=True)
     ]
     joins = joins_of([[n for n in node.below if n >= 0] for node in nodes])
     ends = frozenset().union(*filter(None, joins))

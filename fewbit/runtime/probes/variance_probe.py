@@ -66,6 +66,7 @@ class RoundingEffect:
             is the variance that rounding to 1 bit would add if the distortion alone determined it. 0 if no gradient
             reached the layer.
         at_one: the variance that rounding to 1 bit adds to the gradient, as measured.
+        weight: the relative variance (`measurements.py`) divided by the variance.
         spread: SPREAD numbers that summarize the `sensitivities` that `VarianceProbe.record_saved` got, one for each
             sample. The sensitivities are sorted and cut into SPREAD equal parts. Each entry is the mean of one part. If
             there are fewer samples, the entries are the sorted sensitivities, followed by zeros. If several tensors
@@ -82,6 +83,7 @@ class RoundingEffect:
     samples: int = 0
     sensitivity: float = 0.0
     at_one: float = 0.0
+    weight: float = 1.0
     spread: list[float] | None = None
     is_known: bool = True
 
@@ -401,14 +403,17 @@ class VarianceProbe:
         if self.is_void or any(id(found) not in host for found in self._measured()):
             return {}
         sums = variances(self._nodes, self.slots, host)
-        if sums is None:
+        relative = variances(self._nodes, self.slots, host, is_relative=True)
+        if sums is None or relative is None:
             return {}
         found = {}
         for name, seen in self.slots.items():
             spread = self._spread(host, name) if name in self._spreads else None
             at_one, sensitivity = (sums[name, level] for level in LEVELS)
             is_known = seen.is_known and (sensitivity > 0 or name not in self._reached_within)
-            measured = {"at_one": at_one, "sensitivity": sensitivity, "is_known": is_known}
+            weight = relative[name, LEVELS[-1]] / sensitivity if sensitivity > 0 else 1.0
+            measured = {"at_one": at_one, "sensitivity": sensitivity, "weight": weight}
+            measured["is_known"] = is_known
             found[name] = replace(seen, spread=spread, **measured)
         return found
 

@@ -360,7 +360,12 @@ def test_what_was_known_is_taken_at_the_scale_of_what_is_seen():
     policy.take_in(first)
     before = policy.averages
     scaled = {
-        name: replace(item, sensitivity=2**16 * item.sensitivity, at_one=2**16 * item.at_one)
+        name: replace(
+            item,
+            sensitivity=2**16 * item.sensitivity,
+            at_one=2**16 * item.at_one,
+            weight=2**-16 * item.weight,
+        )
         for name, item in first.items()
         if name[0] != "c"
     }

@@ -53,6 +53,20 @@ def results_of(model, x, controller=None):
     return probe.results()
 
 
+def test_the_variance_of_a_parameter_counts_in_proportion_to_its_squared_gradient():
+    """The gradient of the first layer is a thousand times as large as that of the second."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8, bias=False))
+    model[1].weight.data.mul_(1000)
+    x = normal((32, 64), scale=1.0).requires_grad_()
+    found = results_of(model, x)
+    squares_of = [weight.grad.square().sum().item() for weight in model.parameters()]
+    least = 0.01 * sum(squares_of) / 2
+    for number, square in enumerate(squares_of):
+        expected = 1 / (square + least)
+        assert found[str(number), 0].weight == pytest.approx(expected, rel=1e-4)
+
+
 # -- against the formulas of ActNN, long version, appendix B ------------------------------------------------
 #
 # In the paper the variance of rounding a sample to 1 bit is the sum of length * range^2 / 6 over its groups. Here it is

@@ -35,7 +35,12 @@ from fewbit.config import DEFAULT_BITS, GROUP_SIZE, check_copies
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import in_float32
 from fewbit.runtime.interop.original_functions import functional as torch_functional
-from fewbit.runtime.interop.tensor_kinds import check_tensors, is_batched, is_plain
+from fewbit.runtime.interop.tensor_kinds import (
+    PLAIN_CLASSES,
+    check_tensors,
+    is_batched,
+    is_plain,
+)
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import copies, preactivation
 from fewbit.runtime.quantizers.normalized import (
@@ -105,7 +110,7 @@ def layer_norm(
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     shape = _shape(normalized_shape)
-    if shards.runs_on_shards(input):
+    if type(input) not in PLAIN_CLASSES and shards.runs_on_shards(input):
         local = partial(layer_norm, eps=eps, copies=copies, quantizer=quantizer)
         y = shards.norm(
             lambda x, *vectors: local(x, shape, *vectors), input, len(shape), weight, bias
@@ -138,7 +143,7 @@ def rms_norm(
     shape = _shape(normalized_shape)
     # torch's kernel does not check these shapes.
     check_tensors(input, weight)
-    if shards.runs_on_shards(input):
+    if type(input) not in PLAIN_CLASSES and shards.runs_on_shards(input):
         local = partial(rms_norm, eps=eps, copies=copies, quantizer=quantizer)
         y = shards.norm(lambda x, vector: local(x, shape, vector), input, len(shape), weight)
         if y is not None:
@@ -188,7 +193,8 @@ def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
     Raises:
         InputError: `bits`, `group_size` or `copies` is invalid.
     """
-    check_copies(copies)
+    if type(copies) is not int or copies != 1:
+        check_copies(copies)
     return quantizer_of(bits, group_size, quantizer)
 
 
@@ -203,7 +209,7 @@ def _has_elements(input) -> bool:
     The answer is True for sizes that a compiler does not know, because the compiler cannot branch on such sizes.
     """
     if not torch.compiler.is_compiling():
-        return input.numel() > 0
+        return 0 not in input.shape
     symbolic = torch.fx.experimental.symbolic_shapes
     if hasattr(symbolic, "guard_or_true"):
         return symbolic.guard_or_true(input.numel() > 0)
@@ -212,7 +218,7 @@ def _has_elements(input) -> bool:
 
 def contiguous(*vectors) -> tuple[Tensor | None, ...]:
     """Return the given vectors in contiguous memory, because torch's kernels ignore strides; None remains None."""
-    return tuple(None if vector is None else vector.contiguous() for vector in vectors)
+    return tuple([None if vector is None else vector.contiguous() for vector in vectors])
 
 
 def _shape(normalized_shape) -> tuple[int, ...]:

@@ -50,20 +50,20 @@ def conv_bn_relu():
 
 TOKENS, IMAGES = (4, 16, 64), (4, 8, 8, 8)
 BUDGETS = {  # name: (layers, shape of the input, calls of the forward, of the backward; under AdaptiveBits in steps that measure nothing)
-    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 114, 33, 216, 42),
-    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 136, 31, 238, 40),
-    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 159, 49, 267, 65),
-    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 159, 36, 266, 45),
-    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 172, 60, 283, 77),
-    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 394, 127, 583, 145),
-    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 220, 56, 403, 74),
-    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 114, 39, 153, 39),
-    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 190, 71, 229, 71),
-    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 126, 22, 206, 31),
-    "attention": (lambda: [Attention()], (4, 4, 16, 16), 244, 240, 472, 267),
-    "block": (lambda: [Block()], TOKENS, 927, 569, 1508, 687),
+    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 110, 32, 212, 41),
+    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 132, 30, 234, 39),
+    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 138, 48, 246, 63),
+    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 139, 35, 246, 44),
+    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 160, 59, 271, 75),
+    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 370, 124, 559, 142),
+    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 206, 54, 389, 72),
+    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 112, 38, 151, 38),
+    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 188, 69, 227, 69),
+    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 122, 21, 203, 30),
+    "attention": (lambda: [Attention()], (4, 4, 16, 16), 220, 233, 448, 260),
+    "block": (lambda: [Block()], TOKENS, 835, 555, 1416, 669),
 }
-FILES_OF_LINEAR, OWN_OF_LINEAR = 24, (46, 12)
+FILES_OF_LINEAR, OWN_OF_LINEAR = 24, (43, 11)
 
 
 class Attention(nn.Module):

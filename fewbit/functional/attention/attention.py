@@ -61,6 +61,7 @@ from fewbit.runtime.interop.autocast import as_torch_casts
 from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES
 from fewbit.runtime.ops.library import define
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.parallel.context_parallel import exchanging_attention
@@ -171,7 +172,7 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         InputError: `how.weighed`, within torch's `context_parallel`.
     """
     inputs = query, key, value, attn_mask, position_bias
-    if shards.runs_on_shards(query):
+    if type(query) not in PLAIN_CLASSES and shards.runs_on_shards(query):
         y = _attention_of_shards(inputs, how, quantizer)
         return _attend(*inputs, how) if y is None else y
     exchanging = exchanging_attention()
@@ -278,9 +279,13 @@ class _Attention(SavingFunction):
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:5]
         state = state_of(query) if how.dropout_p > 0 else None
-        with as_torch_casts(), _choosing(query, needs):
-            results = _attend(query, key, value, mask, bias, how)
-        results = tuple(y.detach() for y in (results if how.weighed else (results,)))
+        if query.is_cuda or needs[3] or needs[4]:
+            with as_torch_casts(), _choosing():
+                results = _attend(query, key, value, mask, bias, how)
+        else:
+            with as_torch_casts():
+                results = _attend(query, key, value, mask, bias, how)
+        results = [y.detach() for y in (results if how.weighed else (results,))]
         ctx.how, ctx.needs, ctx.autocast = how, needs, _autocast(query)
         ctx.shape, ctx.dtype, ctx.device = value.shape, value.dtype, value.device
         factors = [
@@ -398,13 +403,13 @@ def _autocast(x) -> torch.dtype | None:
 
 
 @contextmanager
-def _choosing(x, needs):
+def _choosing():
     """Make torch choose the same kernel as outside of an autograd Function, in which gradients are disabled.
 
     torch's choice depends on whether the inputs need a gradient: on CUDA always, on other devices if the mask needs
     one. Within the block gradients are enabled. The graph that torch then builds is never differentiated.
     """
-    if torch.compiler.is_compiling() or not (x.is_cuda or any(needs[3:])):
+    if torch.compiler.is_compiling():
         yield
         return
     # If the hook returned the tensor itself, a node of the graph would hold its own result. Such a cycle is never

@@ -15,11 +15,11 @@ PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 """The key that is included in torch's dispatch while `make_fx(..., pre_dispatch=True)` traces."""
-_keys_of, _included_keys = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
+_keys_of, included_keys = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
 _ordinary_keys: set[int] = set()
 """The dispatch keys of ordinary tensors that were seen."""
 _TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
-_NO_MODE: int
+NO_MODE: int
 """The dispatch keys that are included where no mode and no transform is active. It is set at the end of this file."""
 
 
@@ -33,7 +33,7 @@ def is_plain(x) -> bool:
     if type(x) not in PLAIN_CLASSES or torch.compiler.is_dynamo_compiling():
         return False
     is_ordinary = _keys_of(x).raw_repr() in _ordinary_keys or _is_ordinary(x)
-    return is_ordinary and not (is_unusual_mode() and _hides_values())
+    return is_ordinary and (included_keys().raw_repr() == NO_MODE or not _hides_values())
 
 
 def _is_ordinary(x) -> bool:
@@ -59,7 +59,7 @@ def _without_modes(function):
 
 def is_unusual_mode() -> bool:
     """Return whether a transform of torch.func, a tracer or any dispatch mode is active. Dynamo must not trace this."""
-    return _included_keys().raw_repr() != _NO_MODE
+    return included_keys().raw_repr() != NO_MODE
 
 
 def _hides_values() -> bool:
@@ -157,4 +157,4 @@ def is_eager(x) -> bool:
     return is_plain(x) or is_abstract(x)
 
 
-_NO_MODE = _without_modes(lambda: _included_keys().raw_repr())
+NO_MODE = _without_modes(lambda: included_keys().raw_repr())

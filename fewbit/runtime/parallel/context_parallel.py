@@ -11,15 +11,23 @@ from collections.abc import Callable
 
 import torch
 
+from fewbit.runtime.interop import original_functions
+
 _MODULES = (
     "torch.distributed.tensor.experimental._context_parallel._attention",
     "torch.distributed.tensor.experimental._attention",  # torch < 2.9
 )
 
 
+_OWN = original_functions.functional.scaled_dot_product_attention
+"""torch's function as it was when fewbit was imported."""
+
+
 def exchanging_attention() -> Callable | None:
     """Return the function by which `context_parallel` has replaced torch's attention now, or None."""
     now = torch.nn.functional.scaled_dot_product_attention
+    if now is _OWN:
+        return None
     for name in _MODULES:
         replaced = getattr(sys.modules.get(name), "_replaced_functions", None)
         if replaced and now in replaced:

@@ -18,7 +18,7 @@ from fewbit.config import ROTATED
 from fewbit.runtime import backends
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.cuda_streams import stream_of
-from fewbit.runtime.interop.tensor_kinds import is_eager, is_plain
+from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.probes import restoring
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, flat, unsharded
 from fewbit.runtime.saved.sharing import place_of
@@ -86,7 +86,8 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
             they are.
     """
     context = quantizer.context
-    if context is None or saved.trace_anchor is not None or not is_eager(y):
+    # A compiler's copies have an anchor.
+    if context is None or saved.trace_anchor is not None:
         return
     copies = context.saving(y).shared
     if copies is None:

@@ -36,6 +36,7 @@ from fewbit.config import (
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.buffers import seed_on
 from fewbit.runtime.format.channels import Normalization, channels_of, count_of
+from fewbit.runtime.interop import tensor_kinds
 from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
@@ -44,7 +45,6 @@ from fewbit.runtime.interop.tensor_kinds import (
     is_abstract,
     is_eager,
     is_plain,
-    is_unusual_mode,
     overrides_functions,
 )
 from fewbit.runtime.ops import library, quantizer_ops
@@ -175,7 +175,9 @@ class Quantizer:
             needs_grad: whether x needs a gradient. If not, x is an input of the whole model, of which a converted model saves 1
                 bit more: such tensors are few, and the gradient of the first layer is often large.
         """
-        context = self.fixed_point_context
+        forward, context = running.forward, self.context
+        if forward is not None and forward.context.is_private:
+            context = forward.context
         if context is not None and context.has_fixed_point and is_eager(x):
             saved = fixed_point_of(context, x)
             if saved is not None:
@@ -399,7 +401,9 @@ class Quantizer:
         """Return whether later layers may compute y again from these copies."""
         if self.context is None or not self.context.shares_results:
             return False
-        return is_eager(y) and not y.is_inference() and all(map(can_be_combined, copies))
+        is_eager = type(y) in PLAIN_CLASSES or is_abstract(y)
+        # A compiler's copies have an anchor.
+        return is_eager and all([c.trace_anchor is None and can_be_combined(c) for c in copies])
 
     def copy_of(self, x: torch.Tensor) -> SavedTensors | None:
         """Return the copy of x that another layer has made in this forward pass, or None."""
@@ -785,7 +789,7 @@ def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None =
     Raises:
         InputError: a setting is not valid.
     """
-    if isinstance(quantizer, Quantizer):
+    if type(quantizer) is Quantizer or isinstance(quantizer, Quantizer):
         return quantizer
     return _quantizer_of(bits, group_size, quantizer)
 
@@ -820,7 +824,7 @@ def is_differentiated(*tensors) -> bool:
         return False
     if torch.compiler.is_dynamo_compiling():
         return True
-    if is_unusual_mode():
+    if tensor_kinds.included_keys().raw_repr() != tensor_kinds.NO_MODE:
         if torch.compiler.is_compiling():
             return True
         if torch._C._functorch.maybe_current_level() is not None or torch.jit.is_tracing():

@@ -19,7 +19,8 @@ from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.channels import Normalization
 from fewbit.runtime.format.distortion import distortion
-from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_plain, is_unusual_mode
+from fewbit.runtime.interop import tensor_kinds
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_plain
 from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.parallel.process_groups import is_distributed_run
 from fewbit.runtime.probes import restoring
@@ -75,7 +76,8 @@ class QuantizedTensorSpec(NamedTuple):
             return self._dequantize_mapped(tensors, dtype or self.dtype, affine)
         if self.slot is None and self.samples is None and not torch.compiler.is_dynamo_compiling():
             packed = tensors[0]
-            if type(packed) is torch.Tensor and not packed.is_meta and not is_unusual_mode():
+            is_usual = tensor_kinds.included_keys().raw_repr() == tensor_kinds.NO_MODE
+            if type(packed) is torch.Tensor and is_usual and not packed.is_meta:
                 return self._by_kernel(tensors, dtype or self.dtype)
         return self._dequantize(tensors, dtype or self.dtype)
 
